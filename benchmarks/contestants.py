@@ -16,7 +16,6 @@ from kvseek.benchmarks.parts import HostClock
 from kvseek.benchmarks.shapes import matrix_bytes, row_numbers
 from kvseek.benchmarks.timing import Clock
 from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
@@ -60,14 +59,12 @@ class Contestant(ABC):
 
 
 class EngineContestant(Contestant):
-    """An engine directory, run through the same `step` that serves. `threads` are those of all its ranks together."""
+    """An engine, run through the same `step` that serves. `threads` are those of all its ranks together."""
 
-    def __init__(self, directory: Path, threads: int, name: str | None = None) -> None:
-        self.config = read_config(directory)
-        super().__init__(
-            name or ranked(self.config.method, self.config.tp_size), max(1, threads // self.config.tp_size)
-        )
-        self.engine = Engine.load(directory, threads)
+    def __init__(self, engine: Engine, threads: int, name: str | None = None) -> None:
+        self.engine, self.config = engine, engine.config
+        size = self.config.tp_size
+        super().__init__(name or ranked(self.config.method, size), max(1, threads // size))
         self._weight_bytes = float(matrix_bytes(self.config))
         self._request_id = 0
 

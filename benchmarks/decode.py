@@ -26,6 +26,7 @@ from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import CLOCKS, Clock, interleave
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.engine.engine import Engine
 from kvseek.engine.model.weight_only import NONE
 from kvseek.measurement.machine import PlainRead, describe, peak_memory_bytes
 from kvseek.measurement.output import run_command
@@ -199,8 +200,9 @@ def time_engines(arguments: argparse.Namespace, directories: Sequence[tuple[Path
     with contextlib.ExitStack() as loaded:
         engines = list[EngineContestant]()
         for directory, name in directories:
-            engines.append(EngineContestant(directory, arguments.threads, name))
-            loaded.callback(engines[-1].engine.close)
+            engine = Engine.load(directory, arguments.threads)
+            loaded.callback(engine.close)
+            engines.append(EngineContestant(engine, arguments.threads, name))
         return time_contestants(arguments, engines, Path(arguments.model or directories[0][0]).name)
 
 
@@ -240,9 +242,9 @@ def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineCont
 
 
 def wants_gpu(argv: Sequence[str] | None) -> bool:
-    """Whether the flags are those of the GPU benchmark: --device cuda, or a --shape, which only that knows.
+    """Whether the flags are those of device/: --device cuda, or a --shape, which only that knows.
 
-    Engines of several ranks are built from a model, and timed as on the CPU.
+    Engines of several ranks of a --model are built, and timed as on the CPU.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device")

@@ -43,19 +43,36 @@ QWEN3_8B = ModelConfig(
     qk_norm=True,
 )
 
-SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
+# Source: config.json of Qwen/Qwen2.5-72B.
+QWEN2_5_72B = ModelConfig(
+    architecture="qwen2",
+    vocab_size=152_064,
+    hidden_size=8192,
+    intermediate_size=29_568,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+    max_position_embeddings=131_072,
+    qkv_bias=True,
+)
+
+SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B, "qwen2.5-72b": QWEN2_5_72B}
 
 
 def get_shape(name: str, positions: int) -> ModelConfig:
     """The shape of a model, allowed `positions` positions or its own limit, whichever is more.
 
-    Speed does not depend on what a model was trained on, so a benchmark may go beyond it. Raises ConfigError.
+    Speed does not depend on what a model was trained on, so a benchmark may go beyond it. Large letters in the name count as
+    small ones. Raises ConfigError.
     """
-    if name not in SHAPES:
+    if name.lower() not in SHAPES:
         raise ConfigError(
             f"--shape = {name!r}: must be one of {', '.join(SHAPES)}; other models: --engine_dirs, on the CPU"
         )
-    shape = SHAPES[name]
+    shape = SHAPES[name.lower()]
     return dataclasses.replace(shape, max_position_embeddings=max(positions, shape.max_position_embeddings))
 
 

@@ -206,10 +206,10 @@ def _write_engine(build: _Build, directory: Path, console: Console) -> Calibrati
             with _step(progress, "read the text"):
                 calibrator = _calibrator(build.text, config, directory, options, progress)
         with _step(progress, "compute codebooks"):
-            _write_codebooks(directory, config)
+            write_codebooks(directory, config)
         if config.kernels == "native":
             with _step(progress, "compile kernels", len(options.cuda_archs) or 1) as advance:
-                _write_kernels(directory, config, options.cuda_archs, advance)
+                write_kernels(directory, config, options.cuda_archs, advance)
         with _step(progress, build.storage.task, build.storage.steps) as advance:
             build.storage.write(checkpoint, directory, advance)
         calibration = None
@@ -233,7 +233,7 @@ def _calibrator(
     return calibrator
 
 
-def _write_kernels(
+def write_kernels(
     directory: Path, config: EngineConfig, cuda_archs: Sequence[int], progress: Callable[[int], None]
 ) -> None:
     """Write the CPU library, or a cubin per architecture, or both; each is compiled once per source text and then cached."""
@@ -256,7 +256,7 @@ def _write_tokenizer(directory: Path, checkpoint: Checkpoint) -> None:
     tokenizer.save_pretrained(directory / TOKENIZER_FOLDER)
 
 
-def _write_codebooks(directory: Path, config: EngineConfig) -> None:
+def write_codebooks(directory: Path, config: EngineConfig) -> None:
     from safetensors.torch import save
 
     codebooks = method_traits(config).codebooks(config.model.head_dim)

@@ -16,6 +16,8 @@ from .memory_plan import OFFLOADS
 DTYPES = ("bfloat16", "float16", "float32")
 WARMUP = 5  # steps of each contestant that are not counted
 SHORTEST = 4096  # contexts below cache.full_threshold are attended densely by every method
+NOT_OF_RANKS = ("batches", "hot_rows", "throughput", "device_gib", "work_gib")  # flags without a meaning there
+RANKS = f"without {', '.join(f'--{name}' for name in NOT_OF_RANKS)}"
 MOST_STEPS = 200  # with the warm-up, fewer than the update buffer holds: no timed step evicts
 
 
@@ -25,7 +27,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="kvseek bench --device cuda",
         description="Time of a decode step on a GPU at long context: random weights, synthetic keys, CUDA graphs.",
     )
-    parser.add_argument("--device", choices=("cuda",), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --tp_size")
+    parser.add_argument("--tp_size", help=f"comma list of numbers of ranks: times engines of each instead; {RANKS}")
     parser.add_argument("--shape", default="llama-3.1-8b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--weights", choices=("random",), default="random", help="made on the GPU")
     parser.add_argument("--dtype", default="bfloat16", help=f"one of {', '.join(DTYPES)}")
@@ -48,7 +51,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     parser.add_argument("--output", type=Path, help="write the JSON to this file too, after every context and batch")
-    return check(parser.parse_args(argv))
+    arguments = parser.parse_args(argv)
+    check_ranks(arguments, {name: parser.get_default(name) for name in NOT_OF_RANKS})
+    return check(arguments)
+
+
+def check_ranks(arguments: argparse.Namespace, defaults: dict[str, object]) -> None:
+    """Convert --tp_size, and raise ConfigError if flags do not go with it."""
+    if arguments.tp_size is None:
+        if arguments.device == "cpu":
+            raise ConfigError("--device cpu: must come with --tp_size, or with --model instead of --shape")
+        return
+    arguments.tp_size = numbers("tp_size", arguments.tp_size, 1)
+    for name, default in defaults.items():
+        if getattr(arguments, name) != default:
+            raise ConfigError(f"--{name}: must be left out with --tp_size, which times engines of one request")
+    if arguments.device == "cpu" and arguments.offload != "always":
+        raise ConfigError(f"--offload = {arguments.offload!r}: must be always with --device cpu; leave it out")
 
 
 def check(arguments: argparse.Namespace) -> argparse.Namespace:

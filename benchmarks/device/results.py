@@ -12,6 +12,7 @@ import torch
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.config import EngineConfig
 from kvseek.measurement.machine import peak_memory_bytes
+from kvseek.measurement.variants import Variant
 
 from .floors import Rates, Step, work
 from .memory_plan import Cell
@@ -19,6 +20,11 @@ from .memory_plan import Cell
 if TYPE_CHECKING:
     from .bench import Bench
     from .contestant import DeviceContestant
+
+
+def describe_variant(variant: Variant) -> dict[str, Any]:
+    """All settings of a variant, as they go into the result file."""
+    return {"settings": dataclasses.asdict(variant.settings), "cache": dataclasses.asdict(variant.cache)}
 
 
 def decode_result(

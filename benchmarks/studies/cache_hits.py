@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from kvseek.benchmarks.device.bench import Bench
-from kvseek.benchmarks.device.main import describe_variant
 from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.observers import PartClock, capture_stream
 from kvseek.benchmarks.device.options import DTYPES, SHORTEST
+from kvseek.benchmarks.device.results import describe_variant
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.errors import ConfigError
 from kvseek.measurement.machine import describe, describe_gpu

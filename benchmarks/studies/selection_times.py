@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kvseek.benchmarks.device.bench import Bench
 from kvseek.benchmarks.device.floors import costs_of
-from kvseek.benchmarks.device.main import describe_variant
 from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.memory_rates import elapsed_seconds, timing_event
 from kvseek.benchmarks.device.observers import capture_stream
 from kvseek.benchmarks.device.options import DTYPES, SHORTEST
+from kvseek.benchmarks.device.results import describe_variant
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.errors import ConfigError
 from kvseek.measurement.flags import numbers

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cpu_library import LIBRARY_FILE, CpuLibrary
@@ -27,14 +26,15 @@ from kvseek.engine.model.linear import Products
 from kvseek.engine.model.native_operations import NativeOperations
 from kvseek.engine.model.operations import TorchOperations
 from kvseek.engine.model.torch_model import TorchModel
-from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
+from .part_weights import read_weights
 from .supported import check_supported, needs_cpu_library
 
 GIB = 1 << 30
+PINNED_BYTES_PER_SECOND = GIB  # at least, however memory is pinned (docs/measurements.md)
 MakeCache = Callable[[EngineConfig, torch.dtype, torch.device, RowStorage], Cache]
 
 
@@ -59,28 +59,23 @@ def load_part(
     path = directory / CODEBOOKS_FILE
     codebooks = load_file(path) if path.exists() else {}
     library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
-    if config.device == "cuda":
-        return _load_cuda(directory, config, codebooks, library, ranks, make_cache)
-    return _load_cpu(directory, config, codebooks, library, ranks, make_cache)
+    if config.device == "cpu":
+        return _load_cpu(directory, IndexMaker(config, codebooks, library), ranks, make_cache)
+    from kvseek.core.cuda import CudaKernels
+
+    return _load_cuda(directory, IndexMaker(config, codebooks, library, CudaKernels.load(directory)), ranks, make_cache)
 
 
-def _load_cpu(
-    directory: Path,
-    config: EngineConfig,
-    codebooks: dict[str, Tensor],
-    library: CpuLibrary | None,
-    ranks: Ranks | None,
-    make_cache: MakeCache,
-) -> Decoder:
+def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:
+    config, library = maker.config, maker.library
     device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
     if not bfloat16.usable() and dtype is torch.bfloat16:
         raise KvseekError(
             "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
         )
-    maker = IndexMaker(config, codebooks, library)
     cache = make_cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
-    weights = load_weights(directory, device, rank=0 if ranks is None else ranks.rank)
+    weights = read_weights(directory, config, device, ranks)
     products = Products(dtype) if library is None else HostProducts(dtype, library)
     if ranks is not None:
         products = RankProducts(products, ranks, config.model.vocab_size)
@@ -93,31 +88,26 @@ def _load_cpu(
     return Decoder(model, retrieval, HostSteps(model, retrieval))
 
 
-def _load_cuda(
-    directory: Path,
-    config: EngineConfig,
-    codebooks: dict[str, Tensor],
-    library: CpuLibrary | None,
-    ranks: Ranks | None,
-    make_cache: MakeCache,
-) -> Decoder:
-    from kvseek.core.cuda import CudaKernels
+def _load_cuda(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:
     from kvseek.engine.parallel.device_ranks import DeviceRanks
 
     from .memory import divide_device_memory
     from .runtime import load_runtime
 
-    kernels = CudaKernels.load(directory)
+    config, kernels = maker.config, maker.kernels
+    assert kernels is not None, "an engine on a GPU has kernels"
     device, dtype = kernels.device, getattr(torch, config.dtype)
-    maker = IndexMaker(config, codebooks, library, kernels)
     assert ranks is None or isinstance(ranks, DeviceRanks), "ranks of an engine on GPUs compute there"
     try:
         runtime = load_runtime(directory, config, device, ranks)
         layout = divide_device_memory(maker, runtime.footprint, ranks)
         if ranks is not None:
             ranks.check_host_memory(layout.rows.host_bytes)
+            ranks.reporter.doing("allocates rows", more=layout.rows.host_bytes / PINNED_BYTES_PER_SECOND)
         cache = make_cache(config, dtype, device, RowStorage(config, dtype, device, layout.rows))
         decoder = runtime.decoder(device_retrieval(config, cache, maker.over(cache), kernels), kernels)
+        if ranks is not None:
+            ranks.reporter.doing("captures decode steps")  # the sums of each count as steps
         _prepare(decoder)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)

@@ -19,11 +19,11 @@ from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.linear import KernelProducts, Products
 from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.model.prompt_attention import PromptAttention
-from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 
 from .indexes import without_hot_rows
+from .part_weights import read_weights
 
 
 @dataclass(frozen=True)
@@ -126,4 +126,4 @@ def load_runtime(directory: Path, config: EngineConfig, device: torch.device, ra
         )
 
         return load_plans(directory, config, device)
-    return TorchRuntime(config, load_weights(directory, device, rank=0 if ranks is None else ranks.rank), ranks)
+    return TorchRuntime(config, read_weights(directory, config, device, ranks), ranks)

@@ -18,7 +18,11 @@ def index_file(rank: int) -> str:
 
 
 def load_weights(
-    directory: Path, device: torch.device, wanted: Callable[[str], bool] | None = None, rank: int = 0
+    directory: Path,
+    device: torch.device,
+    wanted: Callable[[str], bool] | None = None,
+    rank: int = 0,
+    begin: Callable[[str], None] | None = None,
 ) -> dict[str, Tensor]:
     """Load weights of an engine directory onto `device`, as they are stored.
 
@@ -30,6 +34,8 @@ def load_weights(
         Takes the name of a tensor and returns whether to load it; None: all tensors are loaded.
     rank : int
         Whose part of the weights to load.
+    begin : callable, optional
+        Called with the name of each tensor before it is read.
 
     Returns
     -------
@@ -50,7 +56,10 @@ def load_weights(
             continue
         try:
             with safe_open(directory / file, framework="pt", device=str(device)) as shard:
-                weights.update({name: shard.get_tensor(name) for name in names})
+                for name in names:
+                    if begin is not None:
+                        begin(name)
+                    weights[name] = shard.get_tensor(name)
         except (SafetensorError, FileNotFoundError) as error:
             raise EngineDirectoryError(f"cannot read {directory / file}: {error}; build the engine again") from None
     return weights

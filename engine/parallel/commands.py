@@ -30,6 +30,7 @@ class Load:
     port: int
     rank: int
     timeout_seconds: float
+    stall_seconds: float
 
 
 @dataclass(frozen=True)

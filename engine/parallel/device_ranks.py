@@ -23,9 +23,11 @@ from kvseek.engine.model.graphs import buckets_for
 from .gpus import ranks_on, take_gpu
 from .nodes import LOOPBACK
 from .ranks import Ranks, using_interface_to
+from .reports import Reporter
 from .sums import NCCL, SMALL_BYTES, SYMMETRIC, NcclSums, Sums, SymmetricSums, choose, measure, try_to_make
 
-LOADING_SECONDS = 3600.0  # that a rank waits for another one while weights are read
+# That a rank waits for another one while weights are read: long, as rank 0 notices earlier that one hangs, and ends the others.
+LOADING_SECONDS = 3600.0
 logger = logging.getLogger(__name__)
 
 
@@ -67,31 +69,41 @@ class DeviceRanks(Ranks):
         SumError
             If the GPUs cannot sum.
         """
+        reporter = ranks.reporter
         device = take_gpu(ranks.rank, ranks.size)
         sharers, dtype = ranks_on(device, ranks.size), getattr(torch, config.dtype)
         assert dist.group.WORLD is not None, "the ranks have joined"
+        reporter.doing("joins the ranks on GPUs")
+
+        def join() -> dist.ProcessGroup:
+            with using_interface_to(LOOPBACK):
+                group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_SECONDS))
+            return group
+
+        loading = reporter.apart(join)
+        most = partial(_most, reporter, loading)
+        exchanges = int(most(SymmetricSums.exchanges))
         with using_interface_to(LOOPBACK):
-            loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_SECONDS))
-            SymmetricSums.catch_up(int(_most(loading, SymmetricSums.exchanges)), ranks.rank, device)
+            SymmetricSums.catch_up(exchanges, ranks.rank, device)
         makers: dict[str, Callable[[], Sums]] = {SYMMETRIC: partial(SymmetricSums, dist.group.WORLD, device, dtype)}
-        if _most(loading, sharers) == 1:  # NCCL refuses several ranks on one GPU
+        if most(sharers) == 1:  # NCCL refuses several ranks on one GPU
             makers[NCCL] = partial(NcclSums, device)
         names, ways, seconds = list(makers), dict[str, Sums](), dict[str, float]()
         rows, hidden = buckets_for(config.max_batch_size)[-1], config.model.hidden_size
         for name, make in makers.items():
-            sums, reason = try_to_make(make)
+            sums = make_together(ranks, loading, name, partial(_make_on, device, make))
             if sums is None:
-                logger.warning("rank %d cannot sum by %s: %s", ranks.rank, name, reason)
-            if _most(loading, sums is None) or sums is None:
                 continue
             made.append(sums)
             ways[name] = sums
-            seconds[name] = _most(loading, measure(sums, rows, hidden, dtype, device))  # as slow as the slowest rank
+            reporter.doing(f"times sums by {name}")
+            seconds[name] = most(measure(sums, rows, hidden, dtype, device))  # as slow as the slowest rank
         chosen = names.index(choose(seconds))
-        small = names[int(_most(loading, chosen if ranks.rank == 0 else -1))]  # clocks differ, so rank 0 decides
+        small = names[int(most(chosen if ranks.rank == 0 else -1))]  # clocks differ, so rank 0 decides
         taken = ", ".join(f"{name} {own * 1e6:.1f} us" for name, own in seconds.items())
         logger.info("ranks on GPUs sum decode steps by %s; a sum of [%d, %d] takes: %s", small, rows, hidden, taken)
-        return cls(ranks.rank, ranks.size, device, sharers, ways[small], ways.get(NCCL, ways[small]), loading)
+        large = ways.get(NCCL, ways[small])
+        return cls(ranks.rank, ranks.size, device, sharers, ways[small], large, loading, reporter=reporter)
 
     @property
     def way(self) -> str:
@@ -108,6 +120,7 @@ class DeviceRanks(Ranks):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """See Ranks. On the GPU, and captured in a graph if one is being captured; `tensor` may be overwritten."""
+        self.reporter.step()
         return (self.small if tensor.nbytes <= SMALL_BYTES else self.large).sum(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -130,7 +143,7 @@ class DeviceRanks(Ranks):
         torch.cuda.synchronize(self.device)
         self._wait()  # until the others have freed what they do not need
         free, _ = torch.cuda.mem_get_info(self.device)
-        return -int(_most(self.loading, -(free // self.sharers)))  # and until they have looked, too
+        return -int(_most(self.reporter, self.loading, -(free // self.sharers)))  # and until they have looked, too
 
     def check_host_memory(self, size: int) -> None:
         """Raise CapacityError unless all ranks can pin `size` bytes of host memory each; all ranks call this before they do."""
@@ -144,11 +157,45 @@ class DeviceRanks(Ranks):
             )
 
     def _wait(self) -> None:
-        _most(self.loading, 0)
+        _most(self.reporter, self.loading, 0)
 
 
-def _most(group: dist.ProcessGroup, number: float) -> float:
-    """Return the largest number of all ranks, which all call this; float64 is exact for bytes."""
+def make_together(
+    ranks: Ranks, loading: dist.ProcessGroup, name: str, make: Callable[[], tuple[Sums | None, str]]
+) -> Sums | None:
+    """Make a way to sum on all ranks; None if it cannot be made on one of them, which all say then.
+
+    A rank that fails alone may keep the others waiting in `make`, for ever in NCCL. It tells of that in its report, and rank 0
+    ends the engine with its name and reason (reports.py), as nothing can end such a wait and keep the process group.
+
+    Parameters
+    ----------
+    make : callable
+        Returns the way, or None and why not. It is called in another thread.
+    """
+    ranks.reporter.doing(f"connects the GPUs by {name}")
+    sums, reason = ranks.reporter.apart(make)
+    if sums is None:
+        logger.warning("rank %d cannot sum by %s: %s", ranks.rank, name, reason)
+        ranks.reporter.failed(f"cannot sum by {name}: {reason}")
+    failed = _most(ranks.reporter, loading, sums is None, told=sums is None)
+    return None if failed else sums
+
+
+def _make_on(device: torch.device, make: Callable[[], Sums]) -> tuple[Sums | None, str]:
+    """Make a way to sum on a GPU, from a thread that has chosen none."""
+    torch.cuda.set_device(device)
+    return try_to_make(make)
+
+
+def _most(reporter: Reporter, group: dist.ProcessGroup, number: float, told: bool = False) -> float:
+    """Return the largest number of all ranks, which all call this; float64 is exact for bytes.
+
+    `told`: the rank has told of a failure, which is to stand in its report as long as it waits.
+    """
     found = torch.tensor(float(number), dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    if not told:
+        reporter.waiting("waits for the other ranks")
+    reporter.apart(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=group))
+    reporter.doing("goes on with the others")
     return found.item()

@@ -49,6 +49,7 @@ from .commands import (
 )
 from .nodes import Nodes, join_ranks
 from .ranks import Ranks, find_store
+from .reports import Reporter
 from .watch import end_with_rank_0
 
 READY = b""  # what a rank answers to Load if nothing is wrong; anything else is an error
@@ -118,22 +119,31 @@ def _ignore(first: int, logits: Tensor) -> None:
 def serve(connection: Connection, load: Load, up: Path | None = None) -> None:
     """Load, and do what rank 0 says until it closes the connection. The file `up` is made when all is loaded."""
     torch.set_num_threads(load.threads)
-    ranks = Ranks.join(
-        find_store(load.host, load.port, load.timeout_seconds), load.rank, load.config.tp_size, load.timeout_seconds
-    )
-    if load.config.device == "cuda":
-        from .device_ranks import DeviceRanks
+    end_with_rank_0(connection)
+    reporter = Reporter(load.stall_seconds)
+    reporter.waiting("joins the other ranks")
+    limit = load.timeout_seconds
+    reporter.publish(find_store(load.host, load.port, limit), load.rank)
+    try:
+        store = find_store(load.host, load.port, limit)
+        ranks = Ranks.join(store, load.rank, load.config.tp_size, limit, reporter)
+        if load.config.device == "cuda":
+            from .device_ranks import DeviceRanks
 
-        end_with_rank_0(connection)
-        ranks = DeviceRanks.over(ranks, load.config, [])
-    part = rank_config(load.config)
-    follower = Follower(load_part(Path(load.directory), part, ranks))
-    connection.send_bytes(READY)
-    if up is not None:
-        up.touch()
-    with torch.inference_mode():
-        while True:
-            follower.do(connection.recv())
+            ranks = DeviceRanks.over(ranks, load.config, [])
+        follower = Follower(load_part(Path(load.directory), rank_config(load.config), ranks))
+        reporter.waiting("waits for rank 0")
+        connection.send_bytes(READY)
+        if up is not None:
+            up.touch()
+        with torch.inference_mode():
+            while True:
+                command = connection.recv()
+                reporter.step()
+                reporter.doing(type(command).__name__)
+                follower.do(command)
+    finally:
+        reporter.close()
 
 
 def follow(connection: Connection, own: argparse.Namespace | None = None) -> int:

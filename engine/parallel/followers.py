@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -22,13 +23,16 @@ from kvseek.core.manifest import read_manifest
 from .commands import Command, Load
 from .follower import READY
 from .nodes import Nodes, accept_ranks
-from .ranks import Ranks, create_store
+from .ranks import Ranks, create_store, find_store, leave
+from .reports import LOOK_SECONDS, STALL_SECONDS, Reporter, Reports, named
 from .sums import Sums
-from .watch import Watch
+from .watch import Watch, unanswered
 
-TIMEOUT_SECONDS = 60.0  # that a rank waits for another in a layer, or while the engine is loaded
+TIMEOUT_SECONDS = 60.0  # that a rank waits for another in a layer, or until all have joined
 END_SECONDS = 10.0  # that a rank has to end before it is killed
+FOLLOWER = "kvseek.engine.parallel.follower"  # the program of a rank
 FAILED_SECONDS = 1.0  # that a rank has to tell why rank 0 has failed
+logger = logging.getLogger(__name__)
 
 
 class RankError(KvseekError):
@@ -69,6 +73,8 @@ class Followers:
         The hosts of the ranks.
     timeout_seconds : float
         See Ranks.join.
+    stall_seconds : float
+        That a rank may take for a piece of loading; see reports.py.
 
     Raises
     ------
@@ -77,11 +83,19 @@ class Followers:
     """
 
     def __init__(
-        self, directory: Path, config: EngineConfig, nodes: Nodes, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        directory: Path,
+        config: EngineConfig,
+        nodes: Nodes,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self._failure = ""
-        self._watch: Watch | None = None  # of ranks on GPUs
-        self._timeout_seconds = timeout_seconds
+        self._watch: Watch | None = None
+        self._ways = list[Sums]()  # whose kernels the watch releases
+        self._ready = set[int]()  # ranks that are loaded
+        self._reporter = Reporter(stall_seconds, self._check_watch)
+        self._timeout_seconds, self._stall_seconds = timeout_seconds, stall_seconds
         here = nodes.ranks(config.tp_size, 0)
         threads = max(1, torch.get_num_threads() // len(here))
         torch.set_num_threads(threads)
@@ -108,43 +122,63 @@ class Followers:
                     self._store.port,
                     member.rank,
                     self._timeout_seconds,
+                    self._stall_seconds,
                 ),
             )
-        with self._together():
-            ranks = Ranks.join(self._store, 0, len(self._members) + 1, self._timeout_seconds)
-            return ranks if self._config.device == "cpu" else self._on_gpus(ranks)
-
-    def _on_gpus(self, ranks: Ranks) -> Ranks:
-        """Find out with the others how they sum on GPUs, and watch them from now on."""
-        from .device_ranks import DeviceRanks
-
-        ways = list[Sums]()
-
-        def release() -> None:
-            for sums in list(ways):
-                sums.release()
-
+        numbers = [member.rank for member in self._members]
+        own_connection = find_store(self._store.host, self._store.port, self._timeout_seconds)
+        self._reports = Reports(own_connection, self._reporter, numbers)
         connections = {member.rank: member.connection for member in self._members}
-        self._watch = Watch(connections, release, self._timeout_seconds)
+        self._watch = Watch(connections, self._release, self._timeout_seconds, self._reports)
         try:
-            return DeviceRanks.over(ranks, self._config, ways)
-        except KvseekError:  # nothing waits on the GPU, and this process may load another engine of several ranks
-            ranks.leave()
+            with self._named():
+                self._wait_for_all()
+                ranks = self._reporter.apart(self._join)
+                if self._config.device == "cpu":
+                    return ranks
+                from .device_ranks import DeviceRanks
+
+                return DeviceRanks.over(ranks, self._config, self._ways)
+        except BaseException:
+            logger.exception("the ranks cannot join")
+            self.close()  # what waits for this rank ends with its process, and then nothing waits in a group
+            leave()  # so that this process may load another engine of several ranks
             raise
+
+    def _join(self) -> Ranks:
+        size = len(self._members) + 1
+        return Ranks.join(self._store, 0, size, self._timeout_seconds, self._reporter)
+
+    def _wait_for_all(self) -> None:
+        """Wait until the processes of all ranks are about to join: only then do they wait for each other."""
+        self._reporter.waiting("waits for the processes of the other ranks")
+        deadline = time.monotonic() + self._timeout_seconds
+        while absent := self._reports.absent:
+            self._check_watch()
+            if time.monotonic() > deadline:
+                self._fail(f"{named(absent)}: not started within {self._timeout_seconds:.0f} s")
+            time.sleep(LOOK_SECONDS)
+
+    def _release(self) -> None:
+        for sums in list(self._ways):
+            sums.release()
 
     def wait_until_loaded(self) -> None:
         """Wait until all ranks have loaded their parts; raises RankError with the first error."""
-        for member in self._members:
-            try:
-                answer = member.connection.recv_bytes()
-            except (EOFError, OSError):
-                self._fail(member.ended())
-            if answer != READY:
-                self._fail(f"{member}: {answer.decode()}")
+        self._reporter.waiting("waits until the other ranks are loaded")
+        while len(self._ready) < len(self._members):
+            wait([member.connection for member in self._members if member.rank not in self._ready], FAILED_SECONDS)
+            self._check()
+            self._check_watch()
+        if self._watch is not None and self._config.device == "cpu":
+            self._watch.close()  # nothing waits but in gloo, which notices what happens
+        elif self._watch is not None:
+            self._watch.loaded()
 
     def tell(self, command: Command) -> None:
         """Tell all ranks what this rank does next; raises RankError if one of them has failed."""
         self._check()
+        self._reporter.step()
         for member in self._members:
             self._send(member, command)
 
@@ -156,8 +190,16 @@ class Followers:
         raised as RankError, now and by every later call.
         """
         self.tell(command)
-        with self._together():
-            yield
+        with self._named():
+            if self._watch is not None:
+                self._watch.begin()
+            try:
+                yield
+            finally:
+                if self._watch is not None:
+                    self._watch.end()
+            if self._watch is not None and self._watch.failure:
+                raise RuntimeError("what this rank has computed is wrong")
 
     def close(self) -> None:
         """Let the ranks end, and kill those that do not; what waits for them on this rank's GPU ends. May be called twice."""
@@ -184,40 +226,57 @@ class Followers:
             self._watch.close()
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        if self._watch is not None:
-            self._watch.begin()
+    def _named(self) -> Iterator[None]:
+        """Raise whatever the body raises as RankError that names the rank at fault."""
         try:
             yield
-            if self._watch is not None and self._watch.failure:
-                raise RuntimeError("what this rank has computed is wrong")
         except RankError:
             raise
         except Exception as error:
             # A rank that has died may end this rank's communication a moment before its connection is seen closed.
             wait([member.connection for member in self._members], FAILED_SECONDS)
-            self._check()
-            hangs = "" if self._watch is None else self._watch.failure
-            raise self._failed(hangs or f"rank 0: {type(error).__name__}: {error}") from error
-        finally:
-            if self._watch is not None:
-                self._watch.end()
+            told, ended = self._news()
+            found = "" if self._watch is None else self._watch.failure
+            reason = "; ".join(ended.values())
+            if not reason and not found and self._reporter.waited >= self._timeout_seconds:
+                # Ranks that have told of an error, of their own time limit, have waited like this one.
+                others = [member.rank for member in self._members if member.rank not in told]
+                reason = unanswered(self._reports, others, self._timeout_seconds) if others else ""
+            reason = reason or "; ".join(told.values()) or found
+            raise self._failed(reason or f"rank 0: {type(error).__name__}: {error}") from error
 
     def _check(self) -> None:
         """Raise RankError if a rank has told of an error, or has ended."""
         if self._failure:
             raise RankError(self._failure)
-        told, ended = list[str](), list[str]()
+        told, ended = self._news()
+        if ended or told:  # what the others tell often follows from the end of one
+            self._fail("; ".join((ended or told).values()))
+
+    def _check_watch(self) -> None:
+        """Raise RankError if the watch has found one that has failed, with what it tells itself if it does."""
+        if self._watch is not None and self._watch.failure:
+            wait([member.connection for member in self._members], FAILED_SECONDS)
+            self._check()
+            self._fail(self._watch.failure)
+
+    def _news(self) -> tuple[dict[int, str], dict[int, str]]:
+        """Return what ranks have told of errors, and how others have ended, by rank; notes those that are loaded."""
+        told, ended = dict[int, str](), dict[int, str]()
         for member in self._members:
             if member.connection.poll():
                 try:
-                    told.append(f"{member}: {member.connection.recv_bytes().decode()}")
+                    message = member.connection.recv_bytes()
                 except (EOFError, OSError):
-                    ended.append(member.ended())
+                    ended[member.rank] = member.ended()
+                    continue
+                if message == READY:
+                    self._ready.add(member.rank)
+                else:
+                    told[member.rank] = f"{member}: {message.decode()}"
             elif member.process is not None and member.process.poll() is not None:
-                ended.append(member.ended())
-        if ended or told:  # what the others tell often follows from the end of one
-            self._fail("; ".join(ended or told))
+                ended[member.rank] = member.ended()
+        return told, ended
 
     def _send(self, member: Member, command: Command | Load) -> None:
         try:
@@ -237,6 +296,6 @@ def _start(rank: int) -> Member:
     """Start a rank on this host."""
     own, theirs = Pipe()
     with theirs:
-        command = [sys.executable, "-m", "kvseek.engine.parallel.follower", str(theirs.fileno())]
+        command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     return Member(rank, own, process)

@@ -42,6 +42,7 @@ from .followers import TIMEOUT_SECONDS, Followers
 from .gpus import check_gpus
 from .nodes import ONE_NODE, Nodes
 from .ranks import Ranks
+from .reports import STALL_SECONDS
 
 
 class LeadCache(Cache):
@@ -181,14 +182,18 @@ class LeadDecoder(Decoder):
 
 
 def lead(
-    directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE, timeout_seconds: float = TIMEOUT_SECONDS
+    directory: Path,
+    config: EngineConfig,
+    nodes: Nodes = ONE_NODE,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    stall_seconds: float = STALL_SECONDS,
 ) -> LeadDecoder:
     """Start the other ranks of an engine and load the part of rank 0; raises as Engine.load, and RankError.
 
-    Waits for ranks of other nodes, however long they take.
+    Waits for ranks of other nodes, however long they take. See Followers for the limits.
     """
     check_gpus(config, nodes.count)
-    followers = Followers(directory, config, nodes, timeout_seconds)
+    followers = Followers(directory, config, nodes, timeout_seconds, stall_seconds)
     try:
         # Ranks on GPUs bind themselves to cores near them, and this process may load other engines.
         with bound_meanwhile():
@@ -207,7 +212,7 @@ def _load(directory: Path, config: EngineConfig, followers: Followers, ranks: Ra
         decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
         followers.wait_until_loaded()
     except BaseException:
-        followers.free()
+        followers.close()  # first, as this rank may have left a thread in a group that waits for them
         if decoder is not None:
             _forget_graphs(decoder)
         ranks.leave()

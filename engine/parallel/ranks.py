@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,7 @@ from kvseek.core.errors import ConfigError
 from kvseek.engine.model.linear import Embedding, Linear, Product, Products
 
 from .nodes import LOOPBACK, interface_to
+from .reports import Reporter
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,18 @@ class Ranks:
     Attributes
     ----------
     rank, size : int
+    reporter : Reporter
+        Takes what this rank is doing; sums are counted there when they begin.
     """
 
     rank: int
     size: int
+    reporter: Reporter = field(default_factory=Reporter, kw_only=True, compare=False, repr=False)
 
     @classmethod
-    def join(cls, store: TCPStore, rank: int, size: int, timeout_seconds: float) -> Ranks:
+    def join(
+        cls, store: TCPStore, rank: int, size: int, timeout_seconds: float, reporter: Reporter | None = None
+    ) -> Ranks:
         """Join the others; returns when all have joined.
 
         Parameters
@@ -50,7 +56,7 @@ class Ranks:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
             )
-        return cls(rank, size)
+        return cls(rank, size, reporter=reporter or Reporter())
 
     @property
     def way(self) -> str:
@@ -59,15 +65,17 @@ class Ranks:
 
     def leave(self) -> None:
         """End the communication, which must not be under way."""
-        dist.destroy_process_group()
+        leave()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by the sum of all ranks' tensors, in its dtype."""
+        self.reporter.step()
         dist.all_reduce(tensor)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Put the tensors [rows, n] of all ranks side by side on rank 0: [rows, size * n]. The others get `tensor` back."""
+        self.reporter.step()
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(tensor.contiguous(), parts)
         return tensor if parts is None else torch.cat(parts, dim=1)
@@ -93,6 +101,12 @@ def create_store(timeout_seconds: float, host: str = LOOPBACK) -> TCPStore:
 def find_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
     """Connect to the store that rank 0 has created."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+
+
+def leave() -> None:
+    """End this process's part in the communication of ranks, if it has joined; nothing must be under way."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -121,9 +135,12 @@ class RankProducts(Products):
     def __init__(self, products: Products, ranks: Ranks, vocab_size: int) -> None:
         super().__init__(products.dtype)
         self._products, self._ranks, self._vocab_size = products, ranks, vocab_size
+        self._made = 0
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
-        """See Products."""
+        """See Products. On the CPU it may copy the weight to another layout, so each is told of."""
+        self._made += 1
+        self._ranks.reporter.doing(f"prepares product {self._made}")
         return self._products.linear(weight, bias, scale)
 
     def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:

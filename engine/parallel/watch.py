@@ -1,9 +1,12 @@
-"""Threads that notice when another rank of an engine on GPUs has ended or hangs.
+"""Threads that notice when another rank of an engine has ended or hangs.
 
-A kernel that sums waits for the other ranks' GPUs, for as long as it takes, and the host waits for that kernel. So a rank that
-dies would leave the others waiting for ever, and no thread that computes could notice. On rank 0 a Watch lets its kernels end
-with wrong sums, and the call that waited for them fails with the name of the rank; in the process of another rank,
-`end_with_rank_0` ends the process, which ends its kernels too.
+While an engine is loaded, a Watch on rank 0 looks at the connections of the other ranks and at what they report (reports.py);
+what rank 0 does meanwhile asks it for `failure`. In the process of another rank `end_with_rank_0` ends the process.
+
+Later it is needed on GPUs. A kernel that sums waits for the other ranks' GPUs, for as long as it takes, and the host waits for
+that kernel. So a rank that dies would leave the others waiting for ever, and no thread that computes could notice. The Watch
+lets rank 0's kernels end with wrong sums, and the call that waited for them fails with the name of the rank; those of another
+rank end with its process.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection
+
+from .reports import Reports, named
 
 PERIOD_SECONDS = 0.2  # between two looks at the other ranks
 RELEASE_SECONDS = 0.001  # between two attempts to free kernels: each lets them pass one of their waits
@@ -34,13 +39,20 @@ class Watch:
     release : callable
         Lets kernels that wait for other ranks pass one wait; called repeatedly once a rank has failed.
     timeout_seconds : float
-        After so long a call of `begin` without `end` means that a rank hangs.
+        After so long a call of `begin` without `end` means that a rank hangs; the reports tell which one.
+    reports : Reports
+        What the ranks report. While they load, one that does not get on has failed as well.
     """
 
     def __init__(
-        self, connections: Mapping[int, Connection], release: Callable[[], None], timeout_seconds: float
+        self,
+        connections: Mapping[int, Connection],
+        release: Callable[[], None],
+        timeout_seconds: float,
+        reports: Reports,
     ) -> None:
         self._connections, self._release, self._timeout = connections, release, timeout_seconds
+        self._reports, self._loading = reports, True
         self._since: float | None = None
         self._failure = ""
         self._freeing, self._closed = threading.Event(), threading.Event()
@@ -60,6 +72,10 @@ class Watch:
         """Note that it has ended."""
         self._since = None
 
+    def loaded(self) -> None:
+        """Note that all ranks have been loaded."""
+        self._loading = False
+
     def free(self) -> None:
         """Release kernels from now on, as the other ranks are about to end."""
         self._freeing.set()
@@ -74,7 +90,7 @@ class Watch:
             failure = self._find_failure()
             if failure and not self._freeing.is_set():  # else the connections were closed on purpose meanwhile
                 self._failure = failure
-                logger.error("%s: what waits for it on this GPU is released", failure)
+                logger.error("%s: what waits for it on rank 0 is released", failure)
                 break
         while not self._closed.wait(RELEASE_SECONDS):
             try:
@@ -87,11 +103,22 @@ class Watch:
         for rank, connection in self._connections.items():
             if has_failed(connection):
                 return f"rank {rank}: it has ended or failed"
+        if self._loading:
+            self._reports.look()
+            return self._reports.loading_fault()
         since = self._since
         if since is not None and time.monotonic() - since > self._timeout:
-            ranks = ", ".join(map(str, self._connections))
-            return f"rank {ranks}: no answer within {self._timeout:.0f} s"
+            return unanswered(self._reports, self._connections, self._timeout)
         return ""
+
+
+def unanswered(reports: Reports, ranks: Collection[int], seconds: float) -> str:
+    """Say which of the ranks did not answer for so long, and what they were doing; all of them, if none is behind the others."""
+    missing = [rank for rank in reports.missing() if rank in ranks]
+    if not missing:
+        return f"{named(ranks)}: no answer within {seconds:.0f} s, and none is behind the others"
+    doing = "; ".join(reports.doing(rank) for rank in missing)
+    return f"{named(missing)}: no answer within {seconds:.0f} s ({doing})"
 
 
 def has_failed(connection: Connection) -> bool:

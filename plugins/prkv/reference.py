@@ -166,10 +166,14 @@ class ReferenceIndex(Index):
         return torch.empty_like(order).scatter_(1, order, tokens)[:, first:]
 
     def sort_rows(self, slot: int, first: int) -> None:
-        """See Index.sort_rows."""
+        """See Index.sort_rows. Rows that are where they belong, all of them without a static set, are not copied."""
         sources, table = self.places_from(slot, first), self.context.extents.table[slot].long()
-        targets = first + torch.arange(sources.shape[1])
+        numbers = first + torch.arange(sources.shape[1])
         for head, places in enumerate(sources):
+            moved = (places != numbers).nonzero().flatten()
+            if moved.numel() == 0:
+                continue
+            places, targets = places[moved], numbers[moved]
             rows = self._pool[table[places // EXTENT_TOKENS], head, places % EXTENT_TOKENS]
             self._pool[table[targets // EXTENT_TOKENS], head, targets % EXTENT_TOKENS] = rows
 

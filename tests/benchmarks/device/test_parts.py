@@ -19,13 +19,14 @@ from kvseek.benchmarks import decode
 from kvseek.benchmarks.device.memory_rates import KERNELS, ReadArguments, RowsArguments, random_row_offsets
 from kvseek.benchmarks.device.observers import SelectedRows, shared_rows
 from kvseek.benchmarks.device.options import parse
-from kvseek.benchmarks.device.random_weights import RandomWeights, weight_shapes
+from kvseek.benchmarks.device.random_weights import RandomWeights
 from kvseek.benchmarks.parts import part_groups
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
 from kvseek.benchmarks.studies import cache_hits
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.layer import Layer
+from kvseek.engine.model.random_weights import weight_shapes
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.selection import Selection
 

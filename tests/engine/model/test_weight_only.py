@@ -249,7 +249,7 @@ def test_inspection_shows_the_precision(
 def test_a_build_says_that_large_steps_are_slower(
     batch: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "_write_kernels", lambda *_: None)
+    monkeypatch.setattr(build, "write_kernels", lambda *_: None)
     model = save_random_model(tmp_path / "model", "llama")
     flags = ("--device", "cuda", "--dtype", "bfloat16", "--weight_only_precision", "fp8", "--max_batch_size", batch)
     arguments = ("--model", str(model), "--method", "full", "--output_dir", str(tmp_path / "engine"), *flags)

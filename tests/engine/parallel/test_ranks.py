@@ -134,17 +134,23 @@ def test_a_rank_that_dies_ends_the_engine(directory: Path) -> None:
         service.close()
 
 
-def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
+def test_a_rank_that_hangs_ends_the_engine(random_model: RandomModel, build_engine: BuildEngine) -> None:
+    """Of three: the others wait for it as rank 0 does, and are not blamed."""
+    sizes = {"hidden_size": 96, "head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 3}
+    model = random_model("llama", **sizes, intermediate_size=192, max_position_embeddings=2048)
+    directory = build_engine(model, "full", *FLAGS, "--tp_size", "3")
     decoder = lead(directory, read_config(directory), timeout_seconds=60.0)
     run_prefill(decoder, 0, [5, 6, 7], 5)
-    decoder._followers._members[0].process.send_signal(signal.SIGSTOP)
+    decoder._followers._members[1].process.send_signal(signal.SIGSTOP)
     # Loading may take long on a slow machine; what follows is to be quick.
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-    with pytest.raises(RankError, match=r"rank 0: .*[Tt]imed out"):
+    decoder._followers._timeout_seconds = 1.0
+    message = r"^rank 2: no answer within 1 s \(silent for \d+ s, after: .*\); the engine's ranks cannot go on"
+    with pytest.raises(RankError, match=message):
         decoder.decode([8], [0])
     with pytest.raises(RankError, match="the engine's ranks cannot go on without each other: load it again"):
         decoder.cache.close(0)
-    decoder._followers._members[0].process.send_signal(signal.SIGCONT)
+    decoder._followers._members[1].process.send_signal(signal.SIGCONT)
     decoder.close()
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.parallel.test_ranks import FLAGS, WINDOW, check_a_rank_that_dies, check_equal, follower_of, loaded
 from tests.engine.parallel.test_ranks_reuse import conversation
+from tests.gpu.parallel.failing_way import WAY
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill
 from torch import Tensor
@@ -31,6 +34,7 @@ from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu
 
+WAY_SECONDS = 150.0  # of a process that loads an engine and fails; NCCL itself would wait for an hour
 FAULT_SECONDS = 30.0  # that an engine may take to end; without the watch it would wait for ever
 SPARSE = {
     name: method_flags(name, next(iter(CASES[name].on_gpu.values()), {})) for name in ("full", "nested", "pariskv")
@@ -121,11 +125,43 @@ def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
     os.kill(follower, signal.SIGSTOP)
     watch._timeout = 1.0  # loading may take long on a slow machine; what follows is to be quick
     try:
-        with pytest.raises(RankError, match=r"^rank 1: no answer within 1 s; the engine's ranks cannot"):
+        with pytest.raises(
+            RankError, match=r"^rank 1: no answer within 1 s \(silent for \d+ s, after: .*\); the engine's ranks"
+        ):
             decoder.decode([8], [0])
     finally:
         os.kill(follower, signal.SIGCONT)
         decoder.close()
+
+
+def check_a_way_that_fails(directory: Path, way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 1 alone: rank 0 would wait in it, and ends all. Rank 0 is a process of its own, as a thread of it stays there."""
+    monkeypatch.setenv(WAY, way)
+    program = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from kvseek.core.config_file import read_config\n"
+        "from kvseek.engine.parallel import followers; from kvseek.engine.parallel.leader import lead\n"
+        "followers.FOLLOWER, directory = 'tests.gpu.parallel.failing_way', Path(sys.argv[1])\n"
+        "try: lead(directory, read_config(directory))\n"
+        "except followers.RankError as error: print(error, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    command = [sys.executable, "-c", program, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAY_SECONDS, check=True)
+    message = (
+        f"rank 1: cannot sum by {name}: RuntimeError: no way to the other GPUs; others wait for it there; the engine's"
+    )
+    assert done.stdout.startswith(message), done
+
+
+def test_a_way_that_fails_on_one_rank_ends_the_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_a_way_that_fails(directory, "SymmetricSums", SYMMETRIC, monkeypatch)
+
+
+@pytest.mark.multi_gpu
+def test_nccl_that_fails_on_one_rank_ends_the_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARE_VARIABLE)
+    check_a_way_that_fails(directory, "NcclSums", NCCL, monkeypatch)
 
 
 def test_a_rank_whose_cache_differs_ends_the_engine(directory: Path) -> None:

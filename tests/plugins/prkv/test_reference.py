@@ -41,14 +41,14 @@ SCORES = pytest.mark.parametrize("page_score", PAGE_SCORES)
 class Case:
     """An index over slots with rows in a pool of its own; values are the keys' tokens."""
 
-    def __init__(self, config: Config, lengths: list[int], room: int = 0) -> None:
+    def __init__(self, config: Config, lengths: list[int], room: int = 0, reuses_prefixes: bool = False) -> None:
         capacity = sum(-(-(n + room) // 1024) for n in lengths)
         context = make_context(config, DIM, GROUP, list(lengths), max(8, capacity))
         for slot, n in enumerate(lengths):
             context.extents.reserve(slot, n + room)
         self.pool = torch.full((context.extents.capacity, KV_HEADS, 1024, 2, DIM), torch.nan)
         rows = LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0))
-        self.context = replace(context, rows=rows, codebooks=SIGNS)
+        self.context = replace(context, rows=rows, codebooks=SIGNS, reuses_prefixes=reuses_prefixes)
         self.index = ReferenceIndex(self.context)
 
     def rows(self, keys: Tensor, first: int = 0) -> Tensor:
@@ -359,3 +359,19 @@ def test_the_last_stage_is_what_ranks_pages(page_score: str, last: str) -> None:
     found = stages(case.index, random_queries(1, KV_HEADS * GROUP, DIM)[0], 0)
     assert found.names == ("pages", last)
     assert (found.stages[0].kept.sum(dim=1) == SMALL.top_k).all()
+
+
+def test_rows_are_sorted_and_those_in_place_are_not_copied() -> None:
+    """Without a static set none is written, with one they are, and when they are sorted none is again."""
+    case = Case(SMALL, [0, 0], room=2000, reuses_prefixes=True)
+    few, many = random_keys(SMALL.page - 1, DIM, seed=1), random_keys(1500, DIM, seed=2)
+    case.prompt(0, few, random_queries(KV_HEADS * GROUP, 4, DIM, seed=3))
+    case.extend(0, random_keys(1100, DIM, seed=4))
+    case.prompt(1, many, random_queries(KV_HEADS * GROUP, 4, DIM, seed=5))
+    for slot, first, copies in ((0, 0, False), (1, 1024, True)):
+        before, version = case.tokens(slot), case.pool._version
+        case.index.sort_rows(slot, first)
+        assert (case.pool._version > version) == copies
+        n = before.shape[1]
+        assert torch.equal(case.tokens(slot)[:, first:], torch.arange(first, n).expand(KV_HEADS, -1))
+        assert torch.equal(case.tokens(slot)[:, :first], before[:, :first])

@@ -1,0 +1,193 @@
+"""Engines of several ranks beside those of one, of a model's shape: `kvseek bench --shape NAME --tp_size 1,2`.
+
+What is timed is `Engine.step`, the path that serves, by the host's clock. Engines come one after the other, as two of them seldom
+fit a GPU, and a process has one of several ranks at a time: so their steps do not take turns. The prompt is of random tokens, and
+read as any other: rows lie where an engine puts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvseek.benchmarks.contestants import EngineContestant
+from kvseek.benchmarks.device.bench import ROOM, engine_config
+from kvseek.benchmarks.device.decode import cells_of, progress
+from kvseek.benchmarks.device.prefill import WARM_TOKENS
+from kvseek.benchmarks.device.results import describe_variant
+from kvseek.benchmarks.random_engine import free_memory, random_engine, without_reuse
+from kvseek.benchmarks.shapes import get_shape
+from kvseek.benchmarks.timing import Samples, interleave
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.measurement.machine import describe, describe_gpu
+from kvseek.measurement.variants import Variant
+
+WARMUP = 5  # steps that are not counted
+GIB = 1 << 30
+Save = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """An engine to time: a variant, where its rows lie, and its number of ranks."""
+
+    variant: Variant
+    offload: str
+    tp_size: int
+
+    def named(self) -> dict[str, Any]:
+        """What tells it from others in a result file."""
+        return {"method": self.variant.label, "offload": self.offload, "tp_size": self.tp_size}
+
+
+def contests(arguments: argparse.Namespace) -> Iterator[Contest]:
+    """All engines; the rows of `full` lie on the device, where dense attention is fastest, if there is one."""
+    for variant in arguments.methods:
+        on_device = variant.method == "full" and arguments.device == "cuda"
+        for offload, tp_size in itertools.product(["never"] if on_device else arguments.offload, arguments.tp_size):
+            yield Contest(variant, offload, tp_size)
+
+
+def config_of(arguments: argparse.Namespace, contest: Contest) -> EngineConfig:
+    """An engine for one request of the longest context; raises ConfigError."""
+    cells = cells_of(arguments)
+    model = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
+    config = engine_config(arguments.dtype, model, contest.variant, cells)
+    cache: dict[str, Any] = {}
+    if arguments.device == "cuda":
+        cache["offload"] = contest.offload
+        if contest.offload != "never" and config.cache.kv_cache_host_memory_bytes is None:
+            cache["kv_cache_host_memory_bytes"] = int(arguments.host_gib * GIB)
+    return without_reuse(config, device=arguments.device, tp_size=contest.tp_size, cache=cache)
+
+
+def run_ranks(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+    """Everything that was measured; `save` gets the document whenever it has grown."""
+    threads, mode = torch.get_num_threads(), "prefill" if arguments.prefill else "decode"
+    document: dict[str, Any] = {"benchmark": "ranks", "mode": mode, "machine": describe()}
+    if arguments.device == "cuda":
+        from kvseek.core.cuda import cuda_device
+
+        document["gpu"], document["gpus"] = describe_gpu(cuda_device()), torch.cuda.device_count()
+    document |= {name: getattr(arguments, name) for name in ("shape", "dtype", "device", "seed", "steps", "block")}
+    document["methods"] = {variant.label: describe_variant(variant) for variant in arguments.methods}
+    document |= {"results": [], "errors": []}
+    for contest in contests(arguments):
+        progress(f"{contest.variant.label}, rows {contest.offload}, {contest.tp_size} ranks")
+        try:
+            for entry in _measure(arguments, contest, config_of(arguments, contest), threads):
+                document["results"].append(entry)
+                add_ratios(document["results"], arguments.methods[0].label)
+                save(document)
+        except (KvseekError, torch.OutOfMemoryError) as error:
+            reason = str(error).splitlines()[0]
+            document["errors"].append({**contest.named(), "error": reason})
+            progress(reason)
+        free_memory()
+    if not document["results"]:
+        reasons = "; ".join(one["error"] for one in document["errors"])
+        raise ConfigError(f"--contexts, --tp_size, --offload: no engine could be timed ({reasons})")
+    return document
+
+
+def _measure(
+    arguments: argparse.Namespace, contest: Contest, config: EngineConfig, threads: int
+) -> Iterator[dict[str, Any]]:
+    """Load an engine, and yield the result of each context."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    with random_engine(config, arguments.seed, threads) as engine:
+        contestant, decoder = EngineContestant(engine, threads, contest.variant.label), engine.decoder
+        place = {"sums": decoder.sums, "host_layers": decoder.cache.rows.layout.host_layers}
+        for context in arguments.contexts:
+            ids = torch.randint(config.model.vocab_size, (context,), generator=generator).tolist()
+            yield {**contest.named(), "context": context, **place, **_timed(arguments, contestant, ids)}
+
+
+def _timed(arguments: argparse.Namespace, contestant: EngineContestant, ids: list[int]) -> dict[str, Any]:
+    """Time steps behind a prompt, or the prompt."""
+    if arguments.prefill:
+        samples = _prompts(contestant, ids, arguments.repeats)
+        return {"seconds": samples.summary(), "samples": samples.seconds}
+    contestant.prefill(ids, WARMUP + arguments.steps)
+    samples = interleave({"step": contestant.step}, arguments.steps, arguments.block, WARMUP)["step"]
+    found = {"prefill_seconds": contestant.prefill_seconds, "cached_tokens": contestant.cached_tokens}
+    found["attended_tokens"] = contestant.attended_tokens
+    contestant.close()
+    return {**found, "seconds": samples.summary(), "samples": samples.seconds}
+
+
+def _prompts(contestant: EngineContestant, ids: list[int], repeats: int) -> Samples:
+    """Time prompts up to their first token, after one of WARM_TOKENS at most that is not counted."""
+    seconds = list[float]()
+    for prompt in (ids[:WARM_TOKENS], *[ids] * repeats):
+        contestant.prefill(prompt, 0)
+        contestant.close()
+        seconds.append(contestant.prefill_seconds)
+    return Samples(seconds[1:])
+
+
+def add_ratios(results: list[dict[str, Any]], baseline: str) -> None:
+    """Add the time over that of one rank, and over the baseline's of as many ranks; None without.
+
+    Both are of the same context and offload; the baseline's may be "never", as that of `full` is.
+    """
+    medians = {_key(entry): entry["seconds"]["median"] for entry in results}
+    for entry in results:
+        own, (method, offload, context, tp_size) = entry["seconds"]["median"], _key(entry)
+        one = medians.get((method, offload, context, 1))
+        base = medians.get((baseline, offload, context, tp_size)) or medians.get((baseline, "never", context, tp_size))
+        entry["to_one_rank"] = None if one is None else own / one
+        entry["to_baseline"] = None if base is None else own / base
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, str, int, int]:
+    return entry["method"], entry["offload"], entry["context"], entry["tp_size"]
+
+
+def print_ranks(document: dict[str, Any]) -> None:
+    """Print the table of a document of `run_ranks`, and what could not be timed."""
+    console = Console(markup=False, highlight=False)
+    machine, prompts = document["machine"], document["mode"] == "prefill"
+    place = f"{document['gpus']} × {document['gpu']['name']}" if "gpu" in document else machine["cpu"]
+    console.width = max(console.width, 120)
+    console.print(f"{place}; torch {machine['versions']['torch']}; commit {machine['commit']}")
+    title = f"{document['shape']} {document['dtype']}, random weights, {'prompts' if prompts else 'decode steps'}"
+    caption = (
+        "engines one after the other; × 1 rank: over one rank of the same method and offload; "
+        "× base: over the first method with as many ranks"
+    )
+    table, unit = Table(title=title, caption=caption), "s" if prompts else "ms"
+    table.add_column("method", no_wrap=True)
+    headings = ("tokens", "offload", "layers on host", "tp", unit, "min–max", "tokens/s", "× 1 rank", "× base", "sums")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in document["results"]:
+        table.add_row(*_row(entry, prompts))
+    console.print(table)
+    for failed in document["errors"]:
+        console.print(f"{failed['method']}, {failed['offload']}, {failed['tp_size']} ranks ended by: {failed['error']}")
+
+
+def _row(entry: dict[str, Any], prompts: bool) -> list[str]:
+    seconds, scale = entry["seconds"], 1.0 if prompts else 1e3
+    ratios = ("" if entry[name] is None else f"{entry[name]:.3f}" for name in ("to_one_rank", "to_baseline"))
+    return [
+        entry["method"],
+        f"{entry['context']:,}",
+        entry["offload"],
+        str(entry["host_layers"]),
+        str(entry["tp_size"]),
+        f"{seconds['median'] * scale:.2f}",
+        f"{seconds['min'] * scale:.2f}–{seconds['max'] * scale:.2f}",
+        f"{(entry['context'] if prompts else 1) / seconds['median']:,.1f}",
+        *ratios,
+        entry["sums"],
+    ]
