@@ -25,7 +25,7 @@ SHARED_STEP = 128  # bytes, in which shared memory is given out
 
 @dataclass
 class _Kernel:
-    """A loaded kernel: its handle, and bytes: of its parameter, of a block's static shared memory, and of the dynamic that may be used.
+    """A loaded kernel: its handle, bytes of its parameter, static shared memory of a block, and dynamic that launches may use.
 
     `shared_bytes` is raised by the first launch that needs more.
     """
