@@ -89,6 +89,9 @@ def test_bytes_by_model() -> None:
     quantised = dataclasses.replace(config, weight_only_precision="int8")
     assert matrix_bytes(quantised) == 2 * layer + 2 * 1000 * 64
     assert matrix_bytes(dataclasses.replace(quantised, device="cuda")) == 2 * layer + 2 * 1000 * 64
+    for device in ("cpu", "cuda"):
+        with_head = dataclasses.replace(quantised, device=device, quantize_lm_head=True)
+        assert matrix_bytes(with_head) == 2 * layer + 1000 * 64
     for other in ({"dtype": "float32"}, {"kernels": "reference"}, {"weight_only_precision": "fp8"}):
         plain = dataclasses.replace(quantised, **other)
         unquantised = dataclasses.replace(plain, weight_only_precision="none")
