@@ -208,7 +208,18 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
         out of range are found by `EngineOptions.engine_config`.
     """
     groups = ("cache", "method_config", "tensorrt", "block_sparse")
-    known = ("model", "output_dir", "method", "tokenizer", *ENGINE_FIELDS, *LIMITS, "cuda_archs", *groups, "quiet", "check")
+    known = (
+        "model",
+        "output_dir",
+        "method",
+        "tokenizer",
+        *ENGINE_FIELDS,
+        *LIMITS,
+        "cuda_archs",
+        *groups,
+        "quiet",
+        "check",
+    )
     refuse_unknown(dict(values), known, "build options")
     get_method(values["method"])  # raises if it is unknown
     flat = {name: value for name, value in values.items() if name not in groups}

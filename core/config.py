@@ -368,7 +368,10 @@ class EngineConfig:
             value = getattr(self, name)
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
         fits = self.weight_only_precision == "int8" or not self.quantize_lm_head
-        limit, remedy = "false without weight_only_precision = 'int8'", "an fp8 head loses too much: choose int8, or leave it out"
+        limit, remedy = (
+            "false without weight_only_precision = 'int8'",
+            "an fp8 head loses too much: choose int8, or leave it out",
+        )
         require(fits, "quantize_lm_head", self.quantize_lm_head, limit, remedy)
         self._check_device()
         self._check_prefill_attention()

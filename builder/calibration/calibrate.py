@@ -119,9 +119,7 @@ class Calibrator:
                 "CUDA_VISIBLE_DEVICES= to compute on the CPU"
             ) from None
 
-    def _losses(
-        self, checkpoint: Checkpoint, directory: Path, sources: list[LayerSource], advance: Advance
-    ) -> Losses:
+    def _losses(self, checkpoint: Checkpoint, directory: Path, sources: list[LayerSource], advance: Advance) -> Losses:
         embedding = load_weights(directory, CPU, lambda name: name == "embed.weight")["embed.weight"]
         hidden = [self._windows.hidden_states(embedding, layers, advance) for layers in sources]
         stored = load_weights(directory, CPU, lambda name: not name.startswith("layers."))

@@ -109,8 +109,9 @@ class KernelHead(KernelLinear):
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        for rows, results in zip(x.split(self._few), out.split(self._few), strict=True):
-            self._kernels.linear(rows, self.weight, self.scale, self.bias, out=results)
+        for start in range(0, x.shape[0], self._few):
+            rows = slice(start, start + self._few)
+            self._kernels.linear(x[rows], self.weight, self.scale, self.bias, out=out[rows])
         return out
 
 

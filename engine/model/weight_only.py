@@ -16,7 +16,9 @@ PRECISIONS = {  # values of EngineConfig.weight_only_precision: dtype of the wei
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
 QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer
-HEAD = "lm_head.weight"  # with EngineConfig.quantize_lm_head a matrix of its own in tied models too: the embedding stays
+HEAD = (
+    "lm_head.weight"  # with EngineConfig.quantize_lm_head a matrix of its own in tied models too: the embedding stays
+)
 NUMBERS = 1 << 22  # weights quantised at a time, in whole rows: a few float32 copies of them take memory meanwhile
 FASTER_ROWS = 32  # most rows of x that a GPU multiplies faster than with 16-bit weights (benchmarks/README.md)
 INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because kernels load so many at once

@@ -66,7 +66,9 @@ def test_quantised_weights_are_those_that_the_builder_stores(precision: str, hea
         one.name: (one.shape, one.dtype) for one in listed
     }
     assert own["embed.weight"] is plain["embed.weight"], "shared"
-    config = dataclasses.replace(config_for(model, "full", 1, 1), weight_only_precision=precision, quantize_lm_head=head)
+    config = dataclasses.replace(
+        config_for(model, "full", 1, 1), weight_only_precision=precision, quantize_lm_head=head
+    )
     needs = Needs.of(config, 2, IndexNeeds())
     matrices = sum(tensor.nbytes for tensor in own.values() if tensor.dim() == 2)
     assert needs.weights == matrices

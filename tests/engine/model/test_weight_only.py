@@ -268,7 +268,9 @@ def test_only_int8_engines_have_a_head_of_8_bits(
 ) -> None:
     model = save_random_model(tmp_path / "model", "llama")
     assert run(model, tmp_path / "engine", *form_flags(precision, True)) == 1
-    message = "quantize_lm_head = True: must be false without weight_only_precision = 'int8'; an fp8 head loses too much"
+    message = (
+        "quantize_lm_head = True: must be false without weight_only_precision = 'int8'; an fp8 head loses too much"
+    )
     assert message in " ".join(capsys.readouterr().err.split())
 
 

@@ -230,7 +230,10 @@ def test_operands_that_kernels_do_not_read(products: MakeProducts, device: torch
         kernels.linear(x.cpu(), weight, scale, None)
     with pytest.raises(KernelError, match=rf"rows = {MAX_ROWS + 1}: must be <= {MAX_ROWS} with weights of 8 bits"):
         kernels.linear(torch.zeros(MAX_ROWS + 1, 48, dtype=torch.bfloat16, device=device), weight, scale, None)
-    for out, message in ((torch.zeros(2, 99), r"^out \(2, 99\): must be \(2, 100\)"), (torch.zeros(2, 100), "^out: torch")):
+    for out, message in (
+        (torch.zeros(2, 99), r"^out \(2, 99\): must be \(2, 100\)"),
+        (torch.zeros(2, 100), "^out: torch"),
+    ):
         with pytest.raises(KernelError, match=message):
             kernels.linear(x, weight, scale, None, out=out.to(device))
     for inputs in (40, 64):
