@@ -127,6 +127,18 @@ def test_few_rows_depend_neither_on_each_other_nor_on_threads(library: CpuLibrar
         torch.set_num_threads(threads)
 
 
+def test_a_head_of_bytes_is_never_dequantised(library: CpuLibrary) -> None:
+    weight = random(300, 64, seed=1)
+    stored, _, scale = _with_scale(weight)
+    head = HostProducts(torch.bfloat16, library).head(stored, scale)
+    assert isinstance(head, ByteLinear)
+    for rows in ROWS:
+        x = random(rows, 64, dtype=torch.bfloat16)
+        check(head, x, stored.double() * scale.double()[:, None], None)
+        assert torch.equal(head(x)[:1], head(x[:1])), "of many rows and of one the same kernel"
+    assert isinstance(HostProducts(torch.bfloat16, library).head(weight.bfloat16()), (PackedLinear, WidenedLinear))
+
+
 def test_without_a_library_the_weight_is_dequantised() -> None:
     stored, _, scale = _with_scale(random(48, 64, seed=1))
     linear, x = HostProducts(torch.bfloat16).linear(stored, None, scale), random(3, 64, dtype=torch.bfloat16)
