@@ -50,6 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--weight_only_precision", choices=CHOICES["weight_only_precision"], help="of all engines that --methods builds"
     )
+    parser.add_argument("--quantize_lm_head", action="store_true", help="of all engines that --methods builds")
     ranks = (
         "comma list: each of --methods is built for each of these numbers of ranks; one engine of several ranks a run"
     )
@@ -109,6 +110,10 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
             raise ConfigError(f"--methods: {own[0]!r}: must not name a precision beside --weight_only_precision")
         change = {"weight_only_precision": arguments.weight_only_precision}
         arguments.methods = [dataclasses.replace(variant, **change) for variant in arguments.methods]
+    if arguments.quantize_lm_head:
+        if arguments.methods is None:
+            raise ConfigError("--quantize_lm_head: must come with --methods; engine directories have their own")
+        arguments.methods = [dataclasses.replace(variant, quantize_lm_head=True) for variant in arguments.methods]
     return arguments
 
 
@@ -232,6 +237,7 @@ def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineCont
         "text": arguments.text.name,
         "dtype": config.dtype,
         "weight_only_precision": config.weight_only_precision,
+        "quantize_lm_head": config.quantize_lm_head,
         "kernels": config.kernels,
         "tokens": arguments.tokens,
         "block": arguments.block,

@@ -59,6 +59,7 @@ def print_report(document: dict[str, Any]) -> None:
     for part in document["contexts"]:
         precision = document["weight_only_precision"]
         numbers = document["dtype"] + ("" if precision == NONE else f" with {precision} weights")
+        numbers += " and head" * document["quantize_lm_head"]
         title = f"{document['model']} {numbers}, {part['context']:,} tokens of {document['text']}"
         table = Table(title=title)
         baseline = part["results"][0]["name"]

@@ -85,7 +85,8 @@ def matrix_bytes(config: EngineConfig) -> int:
     itemsize: int = getattr(torch, config.dtype).itemsize
     head = model.vocab_size * model.hidden_size
     quantised = config.weight_only_precision != NONE if config.device == "cuda" else _kept_on_host(config)
-    return matrix_numbers(model) * (1 if quantised else itemsize) + head * itemsize
+    narrow_head = quantised and config.quantize_lm_head
+    return matrix_numbers(model) * (1 if quantised else itemsize) + head * (1 if narrow_head else itemsize)
 
 
 def matrix_numbers(model: ModelConfig) -> int:

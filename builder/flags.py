@@ -91,6 +91,8 @@ class FlagParser(argparse.ArgumentParser):
         add("--method", choices=list(METHODS), help="what runs inside the attention operator")
         for name, summary in CHOICE_SUMMARIES.items():
             add(f"--{name}", choices=CHOICES[name], help=summary)
+        head = "with --weight_only_precision int8: the output head has int8 weights, too, in a tied model a copy of the embedding"
+        add("--quantize_lm_head", action="store_true", help=head)
         archs = f"compute capabilities that GPU kernels are compiled for (default: {','.join(map(str, ARCHITECTURES))})"
         add("--cuda_archs", type=architectures, metavar="80,90,...", help=archs)
         add("--force", action="store_true", help="build even if the engine directory is up to date")

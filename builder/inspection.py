@@ -39,6 +39,7 @@ def print_engine(options: InspectOptions, console: Console) -> None:
     names = (
         "dtype",
         "weight_only_precision",
+        "quantize_lm_head",
         "device",
         "kernels",
         "runtime",

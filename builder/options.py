@@ -26,6 +26,7 @@ from kvseek.plugins.registry import METHODS, get_method
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
 BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
 CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
+ENGINE_FIELDS = (*CHOICES, "quantize_lm_head")  # of EngineConfig, each with a flag of its name
 MODES = ("plan", "inspect", "verify")
 
 
@@ -39,6 +40,7 @@ class EngineOptions:
     kernels: str
     device: str
     weight_only_precision: str
+    quantize_lm_head: bool
     runtime: str
     prefill_attention: str
     limits: dict[str, int]
@@ -69,6 +71,7 @@ class EngineOptions:
             device=self.device,
             kernels=self.kernels,
             weight_only_precision=self.weight_only_precision,
+            quantize_lm_head=self.quantize_lm_head,
             runtime=self.runtime,
             tensorrt=tensorrt,
             prefill_attention=self.prefill_attention,
@@ -95,7 +98,7 @@ class BuildOptions(EngineOptions):
         """Settings that decide the engine's contents, beside the model, as JSON values."""
         names = (
             "method",
-            *CHOICES,
+            *ENGINE_FIELDS,
             "cuda_archs",
             "limits",
             "cache",
@@ -205,11 +208,22 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
         out of range are found by `EngineOptions.engine_config`.
     """
     groups = ("cache", "method_config", "tensorrt", "block_sparse")
-    known = ("model", "output_dir", "method", "tokenizer", *CHOICES, *LIMITS, "cuda_archs", *groups, "quiet", "check")
+    known = (
+        "model",
+        "output_dir",
+        "method",
+        "tokenizer",
+        *ENGINE_FIELDS,
+        *LIMITS,
+        "cuda_archs",
+        *groups,
+        "quiet",
+        "check",
+    )
     refuse_unknown(dict(values), known, "build options")
     get_method(values["method"])  # raises if it is unknown
     flat = {name: value for name, value in values.items() if name not in groups}
-    read_fields(EngineConfig, (*CHOICES, *LIMITS), flat, "build options")
+    read_fields(EngineConfig, (*ENGINE_FIELDS, *LIMITS), flat, "build options")
     for group in groups:
         fields = values.get(group, {})
         if not isinstance(fields, Mapping):
@@ -306,7 +320,7 @@ def _fit_options(parser: FlagParser, values: dict[str, Any]) -> FitOptions:
 
 def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
     """Arguments of EngineOptions."""
-    defaults = {name: getattr(EngineConfig, name) for name in CHOICES}
+    defaults = {name: getattr(EngineConfig, name) for name in ENGINE_FIELDS}
     return {
         "model": values["model"],
         "method": values["method"],

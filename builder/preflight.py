@@ -51,7 +51,8 @@ def needed_room(checkpoint: Checkpoint, config: EngineConfig, architectures: int
     ConfigError
         If a tensor is missing, of another shape or of an unsupported type, or has no place in the decoder.
     """
-    model, weights, weight_format = config.model, list_weights(config.model), WeightFormat.of(config)
+    model, weight_format = config.model, WeightFormat.of(config)
+    weights = list_weights(model, quantize_lm_head=weight_format.quantize_lm_head)
     check_tensors(checkpoint, weights)
     kernels = KERNEL_BYTES * (1 + architectures) if config.kernels == "native" else 0
     small = TOKEN_BYTES * model.vocab_size + TENSOR_BYTES * len(weights) + OTHER_FILE_BYTES

@@ -337,7 +337,8 @@ class EngineConfig:
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
-    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (engine/model/weight_only.py). `runtime` names
+    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (engine/model/weight_only.py); `quantize_lm_head`
+    says whether the output head has int8 weights too. `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.
     `tp_size` ranks, processes that each have a part of every layer, compute together (core/ranks.py, docs/parallelism.md).
@@ -351,6 +352,7 @@ class EngineConfig:
     device: str = "cpu"
     kernels: str = "native"
     weight_only_precision: str = "none"
+    quantize_lm_head: bool = False
     runtime: str = "torch"
     tensorrt: TensorRtConfig = field(default_factory=TensorRtConfig)
     prefill_attention: str = "dense"
@@ -365,6 +367,12 @@ class EngineConfig:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
+        fits = self.weight_only_precision == "int8" or not self.quantize_lm_head
+        limit, remedy = (
+            "false without weight_only_precision = 'int8'",
+            "an fp8 head loses too much: choose int8, or leave it out",
+        )
+        require(fits, "quantize_lm_head", self.quantize_lm_head, limit, remedy)
         self._check_device()
         self._check_prefill_attention()
         # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.

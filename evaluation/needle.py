@@ -101,6 +101,8 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
     changed = {name: value for name, value in settings.items() if value != defaults[name]}
     if config.weight_only_precision != NONE:
         changed["weight_only_precision"] = config.weight_only_precision
+    if config.quantize_lm_head:
+        changed["quantize_lm_head"] = True
     if config.prefill_attention != DENSE:
         own, usual = dataclasses.asdict(config.block_sparse), dataclasses.asdict(BlockSparseConfig())
         changed["prefill_attention"] = config.prefill_attention

@@ -19,13 +19,11 @@ from kvseek.plugins.registry import Method, get_method
 DENSE = "dense"
 CACHE_PREFIX = "cache."
 BLOCK_SPARSE_PREFIX = "block_sparse."
-PRECISION, PREFILL_ATTENTION = (
-    "weight_only_precision",
-    "prefill_attention",
-)  # the engine's fields that a variant may set
+# The engine's fields that a variant may set.
+PRECISION, QUANTIZE_HEAD, PREFILL_ATTENTION = "weight_only_precision", "quantize_lm_head", "prefill_attention"
 FORM = (
     f"NAME or NAME:field=value,field=value; fields of the cache are cache.NAME, of the engine {PRECISION}, "
-    f"{PREFILL_ATTENTION} and block_sparse.NAME"
+    f"{QUANTIZE_HEAD}, {PREFILL_ATTENTION} and block_sparse.NAME"
 )
 
 
@@ -41,6 +39,8 @@ class Variant:
         Fields that differ from the defaults of the method, and of its cache.
     weight_only_precision : str
         Precision of the layers' weights; see EngineConfig.
+    quantize_lm_head : bool
+        Whether the output head has int8 weights, too; see EngineConfig.
     prefill_attention : str
         What prompts attend to; see EngineConfig.
     block_sparse_fields : dict
@@ -54,6 +54,7 @@ class Variant:
     weight_only_precision: str = NONE
     prefill_attention: str = DENSE
     block_sparse_fields: dict[str, Any] = field(default_factory=dict, hash=False)
+    quantize_lm_head: bool = False
 
     @property
     def entry(self) -> Method:
@@ -89,6 +90,8 @@ class Variant:
         words = ["--method", self.method]
         if self.weight_only_precision != NONE:
             words += [f"--{PRECISION}", self.weight_only_precision]
+        if self.quantize_lm_head:
+            words.append(f"--{QUANTIZE_HEAD}")
         if self.prefill_attention != DENSE:
             words += [f"--{PREFILL_ATTENTION}", self.prefill_attention]
         for name, value in named.items():
@@ -145,7 +148,9 @@ def _parse(label: str) -> Variant:
     )
     idle, remedy = attention == DENSE and bool(block_sparse), f"name {PREFILL_ATTENTION}=block_sparse, too"
     require(not idle, "--methods: block_sparse", block_sparse, "left out with dense prompts", remedy)
-    return Variant(label, method, own, cache, precision, attention, block_sparse)
+    head = own.pop(QUANTIZE_HEAD, False)
+    require(isinstance(head, bool), f"--methods: {QUANTIZE_HEAD}", head, "true or false", "leave it out for false")
+    return Variant(label, method, own, cache, precision, attention, block_sparse, head)
 
 
 def _choice(fields: dict[str, Any], name: str, usual: str) -> str:

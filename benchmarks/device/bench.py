@@ -49,6 +49,7 @@ def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Seque
         dtype=dtype,
         device="cuda",
         weight_only_precision=variant.weight_only_precision,
+        quantize_lm_head=variant.quantize_lm_head,
         prefill_attention=variant.prefill_attention,
         block_sparse=variant.block_sparse,
         max_batch_size=max(cell.batch for cell in cells),
@@ -121,8 +122,9 @@ class Bench:
     def load(self) -> None:
         """Make the weights: after the plan has been checked, as it takes a while."""
         self.weights = RandomWeights(self.model, self.dtype, self.device, self.arguments.seed)
-        precisions = {variant.weight_only_precision for variant in self.variants}
-        self._tensors = {precision: quantised(self.weights.tensors, precision) for precision in precisions}
+        precisions = {(variant.weight_only_precision, variant.quantize_lm_head) for variant in self.variants}
+        plain = self.weights.tensors
+        self._tensors = {(bits, head): quantised(plain, bits, quantize_lm_head=head) for bits, head in precisions}
 
     def filler(self) -> Filler:
         """Synthetic keys for all cells; makes them."""
@@ -181,7 +183,7 @@ class Bench:
     ) -> BenchDecoder:
         """A decoder of the random weights; several may share a cache and indexes."""
         retrieval, kernels = self.retrieval(variant, cache, indexes, cells, hot_rows), self.kernels(variant)
-        tensors = self._tensors[variant.weight_only_precision]
+        tensors = self._tensors[variant.weight_only_precision, variant.quantize_lm_head]
         attention, products = prompt_attention(retrieval, kernels), device_products(retrieval.config, kernels)
         model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, products)
         return BenchDecoder(model, retrieval, GraphSteps(model, retrieval))

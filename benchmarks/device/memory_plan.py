@@ -47,22 +47,23 @@ class IndexNeeds:
 class Needs:
     """Bytes: of the weights in all, of a slot's window, of an extent's rows in all layers, and of the indexes.
 
-    `precision` is the weights' weight_only_precision.
+    `precision` is weight_only_precision and quantize_lm_head of the weights.
     """
 
     weights: int
     window_slot: int
     row_extent: int
     index: IndexNeeds
-    precision: str = NONE
+    precision: tuple[str, bool] = (NONE, False)
 
     @classmethod
     def of(cls, config: EngineConfig, itemsize: int, index: IndexNeeds) -> Needs:
         """What the model, cache and method of a configuration need; the embedding counts beside the output head."""
         model = config.model
-        embedding = model.vocab_size * model.hidden_size * (not model.tie_word_embeddings) * itemsize
-        rows = row_numbers(model) * itemsize
-        weights, window, precision = matrix_bytes(config) + embedding, config.cache.window, config.weight_only_precision
+        window, precision = config.cache.window, (config.weight_only_precision, config.quantize_lm_head)
+        apart = not model.tie_word_embeddings or config.quantize_lm_head  # embedding and head
+        embedding = model.vocab_size * model.hidden_size * apart * itemsize
+        rows, weights = row_numbers(model) * itemsize, matrix_bytes(config) + embedding
         return cls(weights, rows * window, rows * EXTENT_TOKENS, index, precision)
 
     @classmethod

@@ -18,7 +18,7 @@ from kvseek.core.errors import CapacityError, ConfigError
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.layer import Head
-from kvseek.engine.model.weight_only import NONE
+from kvseek.engine.model.weight_only import HEAD, NONE
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -111,7 +111,7 @@ class Calibrator:
         if self.config.weight_only_precision != NONE:
             sources.insert(0, checkpoint_layers(checkpoint, getattr(torch, self.config.dtype)))
         try:
-            return self._report(self._losses(directory, sources, advance))
+            return self._report(self._losses(checkpoint, directory, sources, advance))
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"calibrate: the GPU's memory does not hold one layer and {self.tokens:,} tokens "
@@ -119,15 +119,25 @@ class Calibrator:
                 "CUDA_VISIBLE_DEVICES= to compute on the CPU"
             ) from None
 
-    def _losses(self, directory: Path, sources: list[LayerSource], advance: Advance) -> Losses:
-        model = self.config.model
+    def _losses(self, checkpoint: Checkpoint, directory: Path, sources: list[LayerSource], advance: Advance) -> Losses:
         embedding = load_weights(directory, CPU, lambda name: name == "embed.weight")["embed.weight"]
         hidden = [self._windows.hidden_states(embedding, layers, advance) for layers in sources]
-        head = "embed.weight" if model.tie_word_embeddings else "lm_head.weight"
-        ends = load_weights(directory, self.device, lambda name: name in ("norm.weight", head))
-        return self._windows.losses(
-            Head(model, ends["norm.weight"], ends[head], self._windows.products), hidden, advance
-        )
+        stored = load_weights(directory, CPU, lambda name: not name.startswith("layers."))
+        heads = [self._head(stored)] * len(sources)
+        if self.config.quantize_lm_head:
+            heads[0] = self._head({"norm.weight": stored["norm.weight"]} | self._plain_head(checkpoint, embedding))
+        return self._windows.losses(heads, hidden, advance)
+
+    def _plain_head(self, checkpoint: Checkpoint, embedding: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The head as an engine without quantisation would hold it."""
+        if self.config.model.tie_word_embeddings:
+            return {"embed.weight": embedding}
+        return {HEAD: weight_reader(checkpoint, embedding.dtype)(HEAD)}
+
+    def _head(self, weights: dict[str, torch.Tensor]) -> Head:
+        wanted = [name for name in weights if name != "embed.weight" or HEAD not in weights]
+        own = {name: weights[name].to(self.device) for name in wanted}
+        return Head.of(self.config.model, own, self._windows.products)
 
     def _report(self, losses: Losses) -> Calibration:
         config, perplexities = self.config, losses.perplexities

@@ -105,13 +105,17 @@ class WindowedText:
         return hidden
 
     @torch.inference_mode()
-    def losses(self, head: Head, hidden: Sequence[Tensor], advance: Advance) -> Losses:
-        """Compare one or two sets of hidden states [tokens, hidden] with the text, and the second set with the first."""
+    def losses(self, heads: Sequence[Head], hidden: Sequence[Tensor], advance: Advance) -> Losses:
+        """Compare one or two sets of hidden states [tokens, hidden] with the text, and the second set with the first.
+
+        `heads` has the head of each set.
+        """
         likelihood = torch.zeros(len(hidden), dtype=torch.float64)
         divergence, same = 0.0, 0
         for start, stop in self._slices():
             targets = self.ids[start + 1 : stop + 1].to(self.device)[:, None]
-            predicted = [head(states[start:stop]).log_softmax(dim=-1) for states in hidden]
+            rows = [states[start:stop] for states in hidden]
+            predicted = [head(own).log_softmax(dim=-1) for head, own in zip(heads, rows, strict=True)]
             for number, one in enumerate(predicted):
                 likelihood[number] += one.gather(1, targets).double().sum().cpu()
             first, last = predicted[0], predicted[-1]

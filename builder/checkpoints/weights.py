@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.weight_only import NONE, PRECISIONS, is_quantised, quantise
+from kvseek.engine.model.weight_only import HEAD, NONE, PRECISIONS, is_quantised, quantise
 from kvseek.engine.model.weights import index_file
 
 from .checkpoint import Checkpoint
@@ -58,11 +58,12 @@ class WeightFormat:
 
     dtype: torch.dtype
     precision: str = NONE
+    quantize_lm_head: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> WeightFormat:
         """Return the format of an engine's weights."""
-        return cls(getattr(torch, config.dtype), config.weight_only_precision)
+        return cls(getattr(torch, config.dtype), config.weight_only_precision, config.quantize_lm_head)
 
     def stored(self, weight: Weight) -> tuple[Stored, ...]:
         """List the tensors that a weight is stored as."""
@@ -83,24 +84,27 @@ class WeightFormat:
 
     def quantises(self, name: str) -> bool:
         """Whether a weight is stored with 8 bits."""
-        return self.precision != NONE and is_quantised(name)
+        return self.precision != NONE and is_quantised(name, quantize_lm_head=self.quantize_lm_head)
 
 
-def list_weights(model: ModelConfig) -> list[Weight]:
+def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[Weight]:
     """List every weight of an engine, in the order of the computation.
 
     embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
-    model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and, unless tied to the embedding,
-    lm_head.weight.
+    model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and lm_head.weight. That is left out if
+    it is tied to the embedding, unless it is quantised, which the embedding is not.
     A weight that is quantised is followed by its .weight_scale.
     """
     vocabulary = (model.vocab_size, model.hidden_size)
-    weights = [Weight("embed.weight", ("model.embed_tokens.weight",), vocabulary)]
+    embedding = Weight("embed.weight", ("model.embed_tokens.weight",), vocabulary)
+    weights = [embedding]
     for layer in range(model.num_layers):
         weights += _layer_weights(model, layer)
     weights.append(Weight("norm.weight", ("model.norm.weight",), (model.hidden_size,)))
     if not model.tie_word_embeddings:
-        weights.append(Weight("lm_head.weight", ("lm_head.weight",), vocabulary))
+        weights.append(Weight(HEAD, ("lm_head.weight",), vocabulary))
+    elif quantize_lm_head:
+        weights.append(replace(embedding, name=HEAD))
     return weights
 
 
@@ -158,7 +162,8 @@ def write_weights(
         If a tensor is missing, has another shape than the configuration says, or has no place in the decoder, or if a
         value is too large for its dtype.
     """
-    model, weights, ranks = checkpoint.config, list_weights(checkpoint.config), range(tp_size)
+    model, ranks = checkpoint.config, range(tp_size)
+    weights = list_weights(model, quantize_lm_head=weight_format.quantize_lm_head)
     check_tensors(checkpoint, weights)
     shards = _split(weights, weight_format, shard_bytes)
     weight_maps: list[dict[str, str]] = [{} for _ in ranks]
@@ -199,7 +204,8 @@ def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str],
 
 def total_size(model: ModelConfig, weight_format: WeightFormat, tp_size: int = 1) -> int:
     """Return the bytes of all weights of an engine, in all ranks together."""
-    stored = [one for weight in list_weights(model) for one in weight_format.stored(weight)]
+    weights = list_weights(model, quantize_lm_head=weight_format.quantize_lm_head)
+    stored = [one for weight in weights for one in weight_format.stored(weight)]
     parts = [replace(one, shape=rank_shape(one.name, one.shape, model, tp_size)) for one in stored]
     return tp_size * sum(part.nbytes for part in parts)
 

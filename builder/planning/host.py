@@ -25,7 +25,7 @@ def host_weight_bytes(config: EngineConfig, tp_size: int) -> int:
     native, dtype = config.kernels == "native", getattr(torch, config.dtype)
     model = dataclasses.replace(config.model, tie_word_embeddings=config.model.tie_word_embeddings and not native)
     files, size = WeightFormat.of(config), 0
-    for weight in list_weights(model):
+    for weight in list_weights(model, quantize_lm_head=files.quantize_lm_head):
         parts = files.stored(weight)
         if files.quantises(weight.name):
             _, inputs = rank_shape(weight.name, weight.shape, model, tp_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError
 
-from .linear import Linear, Products
+from .linear import Linear, Product, Products
 from .native_products import ByteProduct
 from .weight_only import INPUTS_MULTIPLE
 
@@ -69,18 +70,23 @@ class ByteLinear(Linear):
         Whether the processor multiplies bfloat16.
     library : CpuLibrary or None
         Compiled kernels.
+
+    Attributes
+    ----------
+    most_rows : int
+        Most rows that are multiplied without dequantising the weight.
     """
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, native: bool, library: CpuLibrary | None
     ) -> None:
         super().__init__(weight.contiguous(), bias)
-        self.scale, self._native = scale, native
+        self.scale, self._native, self.most_rows = scale, native, FEW_ROWS_OF_BYTES
         self._few = None if library is None else ByteProduct(library, self.weight, scale, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Linear."""
-        if self._few is not None and x.shape[0] <= FEW_ROWS_OF_BYTES:
+        if self._few is not None and x.shape[0] <= self.most_rows:
             return self._few(x)
         if self._native:
             return F.linear(x, self.weight * self.scale[:, None], self.bias)
@@ -121,6 +127,13 @@ class HostProducts(Products):
         if self.dtype is torch.bfloat16 and not self._native:
             return WidenedLinear(plain.weight, bias)
         return PackedLinear(plain.weight, bias)
+
+    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
+        """See Products.head. Logits of prompts come in some dozens of rows, for which a large matrix is not dequantised."""
+        product = self.linear(weight, None, scale)
+        if isinstance(product, ByteLinear):
+            product.most_rows = sys.maxsize
+        return product
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

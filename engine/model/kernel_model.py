@@ -53,9 +53,8 @@ class KernelModel(LayerwiseModel[Stream]):
         super().__init__(retrieval, attention)
         self.ops = ops
         self.embed, self.norm = products.embedding(weights["embed.weight"]), weights["norm.weight"]
-        self.lm_head = self.embed.weight if self.model.tie_word_embeddings else weights["lm_head.weight"]
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
-        self.head = Head(self.model, self.norm, self.lm_head, products)
+        self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:

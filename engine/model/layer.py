@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import Products
+from .weight_only import HEAD
 
 if TYPE_CHECKING:
     from kvseek.core.config import ModelConfig
@@ -134,16 +135,31 @@ class Head:
     weight : Tensor [vocabulary, hidden]
     products : Products, optional
         See Layer.
+    scale : Tensor, float32 [vocabulary], optional
+        Of a weight of 8 bits.
 
     Attributes
     ----------
     project : Product
-        From what is normalised to logits in the weight's dtype.
+        From what is normalised to logits in its dtype.
     """
 
-    def __init__(self, model: ModelConfig, norm: Tensor, weight: Tensor, products: Products | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        norm: Tensor,
+        weight: Tensor,
+        products: Products | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
         self.model, self.norm = model, norm
-        self.project = (products or Products(norm.dtype)).head(weight)
+        self.project = (products or Products(norm.dtype)).head(weight, scale)
+
+    @classmethod
+    def of(cls, model: ModelConfig, weights: Mapping[str, Tensor], products: Products | None = None) -> Head:
+        """Make the head of an engine's weights. That of a tied model is the embedding, unless it has 8 bits."""
+        name = "embed.weight" if model.tie_word_embeddings and HEAD not in weights else HEAD
+        return cls(model, weights["norm.weight"], weights[name], products, weights.get(f"{name}_scale"))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]."""

@@ -100,6 +100,21 @@ class KernelLinear(Linear):
         return super().gated(x, silu_mul)
 
 
+class KernelHead(KernelLinear):
+    """The head of 8 bits on a GPU, which is never written out: it is the largest matrix, and mostly multiplied with few rows.
+
+    More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        for start in range(0, x.shape[0], self._few):
+            rows = slice(start, start + self._few)
+            self._kernels.linear(x[rows], self.weight, self.scale, self.bias, out=out[rows])
+        return out
+
+
 class Products:
     """Makes a model's products with PyTorch's operator, which is the reference of all others.
 
@@ -120,9 +135,9 @@ class Products:
         """Make a product as `linear`, whose inputs are divided among the ranks: each gets the sum of all ranks' outputs."""
         return self.linear(weight, bias, scale)
 
-    def head(self, weight: Tensor) -> Product:
+    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         """Make the product with the rows of the vocabulary that this rank has; rank 0 gets the outputs of all ranks."""
-        return self.linear(weight)
+        return self.linear(weight, None, scale)
 
     def embedding(self, weight: Tensor) -> Embedding:
         """Make the embedding with the rows of the vocabulary that this rank has."""
@@ -139,3 +154,7 @@ class KernelProducts(Products):
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products.linear."""
         return KernelLinear(self._kernels, weight, scale, bias)
+
+    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
+        """See Products.head."""
+        return (KernelLinear if scale is None else KernelHead)(self._kernels, weight, scale, None)

@@ -111,7 +111,14 @@ class ProductKernels:
         return max(SHAPES[8 * weight.itemsize])
 
     def linear(
-        self, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, *, gated: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        *,
+        gated: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Multiply x [rows, inputs] with a weight [outputs, inputs]: (x weightᵀ) scale + bias, [rows, outputs].
 
@@ -124,6 +131,8 @@ class ProductKernels:
         bias : Tensor [outputs] or None
         gated : bool
             The result is silu(first half of the outputs) times the second half, [rows, outputs / 2].
+        out : Tensor [rows, outputs], optional
+            Receives the result, and is returned; None: a new tensor.
 
         Raises
         ------
@@ -132,13 +141,16 @@ class ProductKernels:
         """
         (rows, inputs), outputs = x.shape, weight.shape[0] // (2 if gated else 1)
         shape = choose_shape(8 * weight.itemsize, rows, weight.shape[0] / self._kernels.multiprocessors)
-        out = x.new_empty(rows, outputs)
+        if out is None:
+            out = x.new_empty(rows, outputs)
+        elif out.shape != (rows, outputs):
+            raise KernelError(f"out {tuple(out.shape)}: must be {(rows, outputs)}; make it of this shape")
         arguments = LinearArguments(
             x=self._aligned("x", x, self.dtype),
             weight=self._weight(weight, inputs),
             scale=0 if scale is None else self._address("scale", scale, torch.float32),
             bias=0 if bias is None else self._address("bias", bias, self.dtype),
-            out=out.data_ptr(),
+            out=self._address("out", out, self.dtype),
             rows=rows,
             outputs=outputs,
             inputs=inputs,

@@ -17,7 +17,7 @@ from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.ranks import vocabulary_rows
 
-from .weight_only import NONE, is_quantised, quantise
+from .weight_only import HEAD, NONE, is_quantised, quantise
 
 RANDOM_FILE = "random_weights.json"
 
@@ -115,8 +115,10 @@ def make_weights(
             begin(name)
         tensor = torch.empty(shape, dtype=getattr(torch, config.dtype), device=device)
         fill_weight(tensor, name, config.model.num_layers, generator, size)
-        if config.weight_only_precision != NONE and is_quantised(name):
+        if config.weight_only_precision != NONE and is_quantised(name, quantize_lm_head=config.quantize_lm_head):
             weights[name], weights[f"{name}_scale"] = quantise(tensor, config.weight_only_precision)
         else:
             weights[name] = tensor
+    if config.quantize_lm_head and config.model.tie_word_embeddings:
+        weights[HEAD], weights[f"{HEAD}_scale"] = quantise(weights["embed.weight"], config.weight_only_precision)
     return weights

@@ -99,10 +99,9 @@ class TorchModel(LayerwiseModel[Stream]):
         super().__init__(retrieval, attention)
         self.ops, self.windows = ops, retrieval.cache.window.unbind()
         embed = weights["embed.weight"]
-        lm_head = embed if self.model.tie_word_embeddings else weights["lm_head.weight"]
         self.embed = products.embedding(embed)
         self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
-        self.head = Head(self.model, weights["norm.weight"], lm_head, products)
+        self.head = Head.of(self.model, weights, products)
         self.rope = RotaryEmbedding(self.model, embed.device)
 
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:

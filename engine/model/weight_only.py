@@ -15,7 +15,10 @@ PRECISIONS = {  # values of EngineConfig.weight_only_precision: dtype of the wei
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
-QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer; embedding and head stay, as in TensorRT-LLM
+QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer
+HEAD = (
+    "lm_head.weight"  # with EngineConfig.quantize_lm_head a matrix of its own in tied models too: the embedding stays
+)
 NUMBERS = 1 << 22  # weights quantised at a time, in whole rows: a few float32 copies of them take memory meanwhile
 FASTER_ROWS = 32  # most rows of x that a GPU multiplies faster than with 16-bit weights (benchmarks/README.md)
 INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because kernels load so many at once
@@ -68,6 +71,6 @@ def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight.float() * scale[:, None]).to(dtype)
 
 
-def is_quantised(name: str) -> bool:
+def is_quantised(name: str, *, quantize_lm_head: bool = False) -> bool:
     """Whether weight-only quantisation applies to the weight of this name."""
-    return name.endswith(tuple(f".{part}.weight" for part in QUANTISED))
+    return name.endswith(tuple(f".{part}.weight" for part in QUANTISED)) or (quantize_lm_head and name == HEAD)

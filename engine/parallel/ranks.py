@@ -148,9 +148,9 @@ class RankProducts(Products):
         own, ranks = self.linear(weight, bias, scale), self._ranks
         return lambda x: ranks.sum(own(x))
 
-    def head(self, weight: Tensor) -> Product:
+    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         """See Products."""
-        own, ranks, vocab_size = self.linear(weight), self._ranks, self._vocab_size
+        own, ranks, vocab_size = self._products.head(weight, scale), self._ranks, self._vocab_size
         return lambda x: ranks.gather(own(x))[:, :vocab_size].contiguous()
 
     def embedding(self, weight: Tensor) -> Embedding:

@@ -89,6 +89,9 @@ def test_bytes_by_model() -> None:
     quantised = dataclasses.replace(config, weight_only_precision="int8")
     assert matrix_bytes(quantised) == 2 * layer + 2 * 1000 * 64
     assert matrix_bytes(dataclasses.replace(quantised, device="cuda")) == 2 * layer + 2 * 1000 * 64
+    for device in ("cpu", "cuda"):
+        with_head = dataclasses.replace(quantised, device=device, quantize_lm_head=True)
+        assert matrix_bytes(with_head) == 2 * layer + 1000 * 64
     for other in ({"dtype": "float32"}, {"kernels": "reference"}, {"weight_only_precision": "fp8"}):
         plain = dataclasses.replace(quantised, **other)
         unquantised = dataclasses.replace(plain, weight_only_precision="none")
@@ -161,15 +164,16 @@ def test_methods_are_built_for_the_occasion(tmp_path: Path, capsys: pytest.Captu
     text = tmp_path / "text.txt"
     text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
     arguments = ["--model", str(model), "--methods", "flat,flat:top_k=7", "--text", str(text), "--contexts", "50"]
-    flags = ["--tokens", "2", "--dtype", "bfloat16", "--weight_only_precision", "int8", "--json"]
+    flags = ["--tokens", "2", "--dtype", "bfloat16", "--weight_only_precision", "int8", "--quantize_lm_head", "--json"]
     assert decode.main([*arguments, *flags, "--threads", "1", "--clock", "process"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["clock"] == "process"
     assert [entry["name"] for entry in document["contexts"][0]["results"]] == ["flat", "flat:top_k=7"]
     assert (document["dtype"], document["weight_only_precision"]) == ("bfloat16", "int8")
+    assert document["quantize_lm_head"]
     print_report(document)
     printed = capsys.readouterr().out
-    assert "bfloat16 with int8 weights" in printed
+    assert "bfloat16 with int8 weights and head" in printed
     assert "medians of 2 steps, process time" in printed
 
 

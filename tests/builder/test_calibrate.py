@@ -80,14 +80,14 @@ def test_perplexity_is_that_of_transformers(
     assert CALIBRATION_FILE in read_manifest(tmp_path / "engine").files
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize(("precision", "head"), [("int8", False), ("int8", True), ("fp8", False)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_stored_weights_are_those_of_a_dequantised_model(
-    architecture: str, precision: str, text: Path, tmp_path: Path
+    architecture: str, precision: str, head: bool, text: Path, tmp_path: Path
 ) -> None:
     model = save_random_model(tmp_path / "model", architecture)
-    other = save_dequantised(model, tmp_path / "dequantised", precision)
-    flags = ("--calibrate_tokens", "300", "--calibrate_window", "128")
+    other = save_dequantised(model, tmp_path / "dequantised", precision, quantize_lm_head=head)
+    flags = ("--calibrate_tokens", "300", "--calibrate_window", "128", *(("--quantize_lm_head",) if head else ()))
     found = calibrated(model, tmp_path / "engine", text, *flags, "--weight_only_precision", precision)
     ids = Tokenizer(tmp_path / "engine").encode(text.read_text(encoding="utf-8"))[:300]
     (plain, before), (quantised, after) = (reference(path, ids, 128) for path in (model, other))
@@ -207,7 +207,7 @@ def test_losses_of_distant_distributions(model: Path) -> None:
     weight = torch.randn(config.vocab_size, config.hidden_size, generator=generator) * 0.3
     head = Head(config, torch.ones(config.hidden_size), weight)
     steps: list[int] = []
-    found = WindowedText(config, ids.tolist(), 5, CPU).losses(head, hidden, steps.append)
+    found = WindowedText(config, ids.tolist(), 5, CPU).losses([head, head], hidden, steps.append)
     before, after = (head(states).double().log_softmax(dim=-1) for states in hidden)
     predicting = [0, 1, 2, 3, 5, 6, 7, 8]  # windows 0 to 4, 5 to 9, and 10
     likely = [rows[predicting, ids[[place + 1 for place in predicting]]] for rows in (before, after)]

@@ -148,6 +148,8 @@ def test_engines_of_one_method_are_told_apart(needle_folder: Path, build_engine:
     assert needle.engine_names(directories[:1], configs[:1]) == names[:1]
     eight_bits = replace(configs[0], weight_only_precision="int8", method_config={})
     assert needle.engine_names(directories[:1], [eight_bits]) == ["prkv:weight_only_precision=int8"]
+    head = replace(eight_bits, quantize_lm_head=True)
+    assert needle.engine_names(directories[:1], [head]) == ["prkv:weight_only_precision=int8,quantize_lm_head=true"]
     sparse = replace(
         configs[0], prefill_attention="block_sparse", block_sparse=BlockSparseConfig(2048), method_config={}
     )

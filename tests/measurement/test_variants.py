@@ -21,6 +21,12 @@ def test_a_variant_may_have_sparse_prompts() -> None:
     assert dense.flags() == expected[:2]
 
 
+def test_a_variant_may_have_a_head_of_8_bits() -> None:
+    (variant,) = parse_variants("full:weight_only_precision=int8,quantize_lm_head=true")
+    assert (variant.weight_only_precision, variant.quantize_lm_head) == ("int8", True)
+    assert variant.flags() == ["--method", "full", "--weight_only_precision", "int8", "--quantize_lm_head"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -34,6 +40,7 @@ def test_a_variant_may_have_sparse_prompts() -> None:
         ),
         (f"{SPARSE},block_sparse.budget=100", r"block_sparse.budget = 100: must be a multiple of 64"),
         (f"{SPARSE},block_sparse.tokens=100", r"block_sparse: unknown key 'tokens'"),
+        ("full:quantize_lm_head=1", "--methods: quantize_lm_head = 1: must be true or false"),
         ("full:weight_only_precision=int4", r"--methods: weight_only_precision = 'int4': must be one of"),
     ],
 )

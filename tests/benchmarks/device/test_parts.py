@@ -16,13 +16,15 @@ import torch
 from tests.benchmarks.device.configs import KIB, METHODS, config_for
 
 from kvseek.benchmarks import decode
+from kvseek.benchmarks.device.memory_plan import IndexNeeds, Needs
 from kvseek.benchmarks.device.memory_rates import KERNELS, ReadArguments, RowsArguments, random_row_offsets
 from kvseek.benchmarks.device.observers import SelectedRows, shared_rows
 from kvseek.benchmarks.device.options import parse
-from kvseek.benchmarks.device.random_weights import RandomWeights
+from kvseek.benchmarks.device.random_weights import RandomWeights, quantised
 from kvseek.benchmarks.parts import part_groups
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
 from kvseek.benchmarks.studies import cache_hits
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.layer import Layer
@@ -45,11 +47,32 @@ def test_shapes_are_of_their_size() -> None:
         assert matrix_bytes(config) == 2 * (numbers - norms - ends)
         narrow = dataclasses.replace(config, weight_only_precision="fp8")
         assert matrix_bytes(narrow) == numbers - norms, "one a number of the layers, two of the head"
+        narrow = dataclasses.replace(config, weight_only_precision="int8", quantize_lm_head=True)
+        assert matrix_bytes(narrow) == numbers - norms - ends, "one a number of layers and head"
     assert [row_numbers(model) * 2 for model in sizes] == [128 * KIB, 144 * KIB]
     assert get_shape("llama-3.1-8b", 1 << 20).max_position_embeddings == 1 << 20
     assert get_shape("llama-3.1-8b", 10) == LLAMA_3_1_8B
     with pytest.raises(ConfigError, match="--shape = 'gpt': must be one of"):
         get_shape("gpt", 10)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("precision", "head"), [("int8", False), ("int8", True), ("fp8", False)])
+def test_quantised_weights_are_those_that_the_builder_stores(precision: str, head: bool, tied: bool) -> None:
+    model = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    plain = RandomWeights(model, torch.bfloat16, CPU).tensors
+    own, stored = quantised(plain, precision, quantize_lm_head=head), WeightFormat(torch.bfloat16, precision, head)
+    listed = [one for weight in list_weights(model, quantize_lm_head=head) for one in stored.stored(weight)]
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()} == {
+        one.name: (one.shape, one.dtype) for one in listed
+    }
+    assert own["embed.weight"] is plain["embed.weight"], "shared"
+    config = dataclasses.replace(
+        config_for(model, "full", 1, 1), weight_only_precision=precision, quantize_lm_head=head
+    )
+    needs = Needs.of(config, 2, IndexNeeds())
+    matrices = sum(tensor.nbytes for tensor in own.values() if tensor.dim() == 2)
+    assert needs.weights == matrices
 
 
 def test_random_weights_are_what_a_decoder_reads() -> None:

@@ -85,18 +85,21 @@ def test_what_is_planned_is_built_and_loaded(tp_size: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("precision", ["none", "int8", "fp8"])
+@pytest.mark.parametrize("precision", ["none", "int8", "int8 with its head", "fp8"])
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 def test_weights_in_memory_are_what_products_hold(precision: str, dtype: str, kernels: str, tmp_path: Path) -> None:
     """Of two ranks; the kernel for bytes cannot multiply the rows of `down`, which are 24 numbers long."""
     model = save_random_model(tmp_path / "model", "llama", intermediate_size=48, tie_word_embeddings=True)
-    flags = ["--tp_size", "2", "--weight_only_precision", precision, "--kernels", kernels, "--dtype", dtype]
+    bits, *head = precision.split(maxsplit=1)
+    flags = ["--tp_size", "2", "--weight_only_precision", bits, "--kernels", kernels, "--dtype", dtype]
+    flags += ["--quantize_lm_head"] * bool(head)
     engine, planned = tmp_path / "engine", search(on_cpu(model, *flags, method="full", dtype=dtype)).weight_bytes
     build_flags = ["--model", str(model), "--method", "full", "--output_dir", str(engine), "--quiet", "--no-check"]
     assert build.main([*build_flags, *flags]) == 0
     own: Products = (Products if kernels == "reference" else HostProducts)(getattr(torch, dtype))
     weights = load_weights(engine, CPU, rank=1)
-    held = weights["embed.weight"].nbytes if kernels == "native" else 0  # beside the packed head
+    packed = kernels == "native" and "lm_head.weight" not in weights
+    held = weights["embed.weight"].nbytes if packed else 0  # beside the packed head
     for name, weight in weights.items():
         scale = weights.get(f"{name}_scale")
         if scale is None:

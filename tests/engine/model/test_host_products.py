@@ -29,6 +29,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def skip_what_onednn_cannot_pack(dtype: torch.dtype, native: bool) -> None:
+    if native and dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip(
+            "oneDNN packs bfloat16 weights on processors with AVX-512 alone, and an engine asks it on those alone"
+        )
+
+
 def check(linear: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Compare with float64: sums may be rounded as float32 is, and the result once or, with a bias, twice."""
     found = linear(x)
@@ -44,6 +51,7 @@ def check(linear: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Non
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_weights(dtype: torch.dtype, native: bool, with_bias: bool) -> None:
+    skip_what_onednn_cannot_pack(dtype, native)
     for outputs, inputs in SHAPES:
         weight = random(outputs, inputs, dtype=dtype, seed=1)
         bias = random(outputs, dtype=dtype, seed=2) if with_bias else None
@@ -60,6 +68,7 @@ def test_plain_weights(dtype: torch.dtype, native: bool, with_bias: bool) -> Non
 def test_weights_of_8_bits(
     library: CpuLibrary, dtype: torch.dtype, precision: str, native: bool, with_bias: bool
 ) -> None:
+    skip_what_onednn_cannot_pack(dtype, native)
     for outputs, inputs in SHAPES:
         stored, scale = quantise(random(outputs, inputs, seed=1), precision)
         bias = random(outputs, dtype=dtype, seed=2) if with_bias else None
@@ -86,6 +95,7 @@ def test_rows_of_a_larger_tensor(library: CpuLibrary, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_infinity_stays_in_its_row(library: CpuLibrary, dtype: torch.dtype, native: bool) -> None:
+    skip_what_onednn_cannot_pack(dtype, native)
     weight, products = random(32, 64, seed=1), HostProducts(dtype, library, native)
     for linear in (products.linear(weight.to(dtype)), products.linear(*_with_scale(weight))):
         for rows in ROWS[1:]:
@@ -125,6 +135,18 @@ def test_few_rows_depend_neither_on_each_other_nor_on_threads(library: CpuLibrar
         assert torch.equal(linear(x), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_head_of_bytes_is_never_dequantised(library: CpuLibrary) -> None:
+    weight = random(300, 64, seed=1)
+    stored, _, scale = _with_scale(weight)
+    head = HostProducts(torch.bfloat16, library).head(stored, scale)
+    assert isinstance(head, ByteLinear)
+    for rows in ROWS:
+        x = random(rows, 64, dtype=torch.bfloat16)
+        check(head, x, stored.double() * scale.double()[:, None], None)
+        assert torch.equal(head(x)[:1], head(x[:1])), "of many rows and of one the same kernel"
+    assert isinstance(HostProducts(torch.bfloat16, library).head(weight.bfloat16()), (PackedLinear, WidenedLinear))
 
 
 def test_without_a_library_the_weight_is_dequantised() -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
 
 from kvseek.engine.model import product_kernels
 from kvseek.engine.model.graphs import BUCKETS
-from kvseek.engine.model.product_kernels import SHAPES, Shape
+from kvseek.engine.model.linear import KernelHead
+from kvseek.engine.model.product_kernels import SHAPES, ProductKernels, Shape
+from kvseek.engine.model.weight_only import dequantise, quantise
 
 SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
 
@@ -26,3 +32,30 @@ def test_shapes_are_those_of_the_source() -> None:
 def test_decode_steps_never_dequantise() -> None:
     """Their graphs would hold a matrix of the engine's dtype, which no memory plan counts."""
     assert BUCKETS[-1] <= max(SHAPES[8])
+
+
+class Launches:
+    """Stands in for ProductKernels on the CPU, and refuses more rows than those have room for."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def most_rows(self, weight: Tensor) -> int:
+        return max(SHAPES[8 * weight.itemsize])
+
+    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: None, *, out: Tensor) -> Tensor:
+        assert x.shape[0] <= self.most_rows(weight)
+        assert out.is_contiguous()
+        self.rows.append(x.shape[0])
+        return out.copy_(x @ dequantise(weight, scale, x.dtype).T)
+
+
+def test_a_head_of_8_bits_multiplies_rows_in_groups() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, scale = quantise(torch.randn(101, 32, generator=generator), "int8")
+    x = torch.randn(150, 32, generator=generator)
+    for rows, groups in ((1, [1]), (64, [64]), (65, [64, 1]), (150, [64, 64, 22])):
+        launches = Launches()
+        found = KernelHead(cast("ProductKernels", launches), weight, scale, None)(x[:rows])
+        torch.testing.assert_close(found, x[:rows] @ dequantise(weight, scale, torch.float32).T)
+        assert launches.rows == groups

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.builder.planning.test_plan import planner
 from tests.conftest import BuildEngine
+from tests.engine.model.test_logits import load_transformers
 from tests.support.prefill import run_prefill
 from tests.support.quantised_models import save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model
@@ -22,10 +23,13 @@ from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size, weight_reader, write_weights
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, PRECISIONS, QUANTISED, dequantise, is_quantised, quantise
+from kvseek.engine.model.host_products import ByteLinear
+from kvseek.engine.model.torch_model import TorchModel
+from kvseek.engine.model.weight_only import HEAD, INPUTS_MULTIPLE, PRECISIONS, dequantise, is_quantised, quantise
 from kvseek.engine.model.weights import load_weights
 
 CPU = torch.device("cpu")
+FORMS = [("int8", False), ("int8", True), ("fp8", False)]  # weight_only_precision and quantize_lm_head
 STORED = {"int8": (torch.int8, "I8"), "fp8": (torch.float8_e4m3fn, "F8_E4M3")}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALLEST_FP8 = 2.0**-9  # smallest subnormal of float8_e4m3fn
@@ -131,24 +135,29 @@ def run(model: Path, output_dir: Path, *flags: str) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "head"), FORMS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_the_builder_stores(architecture: str, precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_the_builder_stores(
+    architecture: str, precision: str, head: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
     checkpoint = open_checkpoint(save_random_model(tmp_path / "model", architecture))
-    stored_format, written = WeightFormat(dtype, precision), []
+    stored_format, written = WeightFormat(dtype, precision, head), []
     write_weights(checkpoint, tmp_path, stored_format, shard_bytes=100_000, progress=written.append)
     weights, read = load_weights(tmp_path, CPU), weight_reader(checkpoint, dtype)
     exact = weight_reader(checkpoint, torch.float32)
     quantised = {f"layers.{layer}.{part}.weight" for layer in range(3) for part in ("qkv", "o", "gate_up", "down")}
-    assert {weight.name for weight in list_weights(checkpoint.config) if is_quantised(weight.name)} == quantised
-    planned = [weight.name for weight in list_weights(checkpoint.config)]
+    quantised |= {HEAD} if head else set()
+    listed = list_weights(checkpoint.config, quantize_lm_head=head)
+    assert {weight.name for weight in listed if is_quantised(weight.name, quantize_lm_head=head)} == quantised
+    planned = [weight.name for weight in listed]
     assert set(weights) == {*planned, *(f"{name}_scale" for name in quantised)}
     for name in planned:
         if name not in quantised:
             assert weights[name].dtype == dtype
             assert torch.equal(weights[name], read(name))
             continue
-        matrix, scale = quantise(exact(name), precision)
+        tied = name == HEAD and checkpoint.config.tie_word_embeddings
+        matrix, scale = quantise(exact("embed.weight" if tied else name), precision)
         assert weights[name].dtype == STORED[precision][0]
         assert torch.equal(weights[name].view(torch.uint8), matrix.view(torch.uint8)), "from the checkpoint's own dtype"
         assert torch.equal(weights[f"{name}_scale"], scale)
@@ -156,10 +165,11 @@ def test_what_the_builder_stores(architecture: str, precision: str, dtype: torch
     assert sum(written) == total_size(checkpoint.config, stored_format) == size
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_shards_and_index(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "head"), FORMS)
+def test_shards_and_index(precision: str, head: bool, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_random_model(tmp_path / "model", "qwen3"))
-    write_weights(checkpoint, tmp_path, WeightFormat(torch.bfloat16, precision), shard_bytes=60_000)
+    stored_format = WeightFormat(torch.bfloat16, precision, head)
+    write_weights(checkpoint, tmp_path, stored_format, shard_bytes=60_000)
     index = json.loads((tmp_path / "rank0.index.json").read_text())
     found: dict[str, str] = {}
     for path in sorted(tmp_path.glob("*.safetensors")):
@@ -168,27 +178,31 @@ def test_shards_and_index(precision: str, tmp_path: Path) -> None:
             found |= dict.fromkeys(names, path.name)
             for name, tensor in names.items():
                 kind = "F32" if name.endswith("_scale") else STORED[precision][1]
-                product = name.removesuffix("_scale").endswith(tuple(f".{part}.weight" for part in QUANTISED))
-                assert tensor.get_dtype() == (kind if product else "BF16")
+                assert tensor.get_dtype() == (kind if stored_format.quantises(name.removesuffix("_scale")) else "BF16")
     assert found == index["weight_map"]
     assert len(set(found.values())) > 3
-    for name in (weight.name for weight in list_weights(checkpoint.config) if is_quantised(weight.name)):
+    names = [weight.name for weight in list_weights(checkpoint.config, quantize_lm_head=head)]
+    for name in filter(stored_format.quantises, names):
         assert found[name] == found[f"{name}_scale"], "a matrix and its scales lie together"
-    assert index["metadata"]["total_size"] == total_size(checkpoint.config, WeightFormat(torch.bfloat16, precision))
+    assert index["metadata"]["total_size"] == total_size(checkpoint.config, stored_format)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "head"), FORMS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_cpu_computes_with_dequantised_weights(
-    architecture: str, precision: str, dtype: str, tmp_path: Path, build_engine: BuildEngine
+    architecture: str, precision: str, head: bool, dtype: str, tmp_path: Path, build_engine: BuildEngine
 ) -> None:
-    model = save_random_model(tmp_path / "model", architecture)
-    other = save_dequantised(model, tmp_path / "dequantised", precision, getattr(torch, dtype))
+    model, number = save_random_model(tmp_path / "model", architecture), getattr(torch, dtype)
+    other = save_dequantised(model, tmp_path / "dequantised", precision, number, quantize_lm_head=head)
     flags = ("--kernels", "reference", "--dtype", dtype, "--max_seq_len", "256")
-    own = logits(build_engine(model, "full", *flags, "--weight_only_precision", precision))
+    own = logits(build_engine(model, "full", *flags, *form_flags(precision, head)))
     assert torch.equal(own, logits(build_engine(other, "full", *flags)))
     assert not torch.equal(own, logits(build_engine(model, "full", *flags)))
+
+
+def form_flags(precision: str, head: bool) -> tuple[str, ...]:
+    return ("--weight_only_precision", precision, *(("--quantize_lm_head",) if head else ()))
 
 
 def logits(directory: Path) -> Tensor:
@@ -224,25 +238,68 @@ def test_sizes_that_kernels_do_not_read_are_refused_on_a_gpu_alone(
     assert run(model, tmp_path / "engine", *flags) == 0
 
 
-@pytest.mark.parametrize("precision", ["none", *PRECISIONS])
-def test_the_memory_plan_counts_what_is_stored(precision: str, tmp_path: Path) -> None:
-    model = save_random_model(tmp_path / "model", "llama", head_dim=64)
-    write_weights(open_checkpoint(model), model, WeightFormat(torch.bfloat16, precision))
-    own = planner(model, "--weight_only_precision", precision, method="full")
-    assert own.weight_bytes == sum(tensor.nbytes for tensor in load_weights(model, CPU).values())
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_logits_of_a_prompt_and_of_steps(architecture: str, tmp_path: Path, build_engine: BuildEngine) -> None:
+    """Scores of a prompt's tokens multiply the head with many rows, and steps with one; transformers is the judge."""
+    model = save_random_model(tmp_path / "model", architecture)  # qwen2 is tied
+    other = save_dequantised(model, tmp_path / "dequantised", "int8", torch.bfloat16, quantize_lm_head=True)
+    flags = ("--dtype", "bfloat16", "--max_seq_len", "256", *form_flags("int8", True))
+    decoder, ids = Engine.load(build_engine(model, "full", *flags)).decoder, torch.arange(90).mul(7).remainder(300)
+    assert isinstance(decoder.model, TorchModel)
+    assert isinstance(decoder.model.head.project, ByteLinear), "multiplied as it is stored"
+    assert decoder.model.embed.weight.dtype is torch.bfloat16
+    decoder.cache.open(0, len(ids) + 1)
+    found: list[Tensor] = []
+    prefill = decoder.prefill([(0, ids.tolist())], {0: lambda _, logits: found.append(logits)})
+    while prefill.progress < 1:
+        prefill.advance(64)
+    found += [prefill.finish(), decoder.decode([5], [0])[0]]
+    with torch.inference_mode():
+        expected = load_transformers(other)(torch.cat((ids, torch.tensor([5])))[None]).logits[0]
+    rows = torch.cat(found)  # the last token's twice
+    assert rows.shape == (92, expected.shape[1])
+    errors = (rows - expected[[*range(90), 89, 90]]).norm(dim=1) / expected.norm(dim=1).mean()
+    assert errors.max() <= 0.05, "activations are rounded to bfloat16"
+
+
+@pytest.mark.parametrize("precision", ["none", "fp8"])
+def test_only_int8_engines_have_a_head_of_8_bits(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    assert run(model, tmp_path / "engine", *form_flags(precision, True)) == 1
+    message = (
+        "quantize_lm_head = True: must be false without weight_only_precision = 'int8'; an fp8 head loses too much"
+    )
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(("precision", "head"), [("none", False), *FORMS])
+def test_the_memory_plan_counts_what_is_stored(precision: str, head: bool, architecture: str, tmp_path: Path) -> None:
+    sizes = {"head_dim": 64} if architecture == "llama" else {"hidden_size": 384}
+    model = save_random_model(tmp_path / "model", architecture, **sizes)
+    write_weights(open_checkpoint(model), model, WeightFormat(torch.bfloat16, precision, head))
+    own, stored = planner(model, *form_flags(precision, head), method="full"), load_weights(model, CPU)
+    assert own.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
+    assert (HEAD in stored) == (head or architecture == "llama"), "qwen2 is tied"
     small = own.weight_bytes < planner(model, method="full").weight_bytes
     assert small == (precision != "none")
+    plain = planner(model, *form_flags(precision, False), method="full")
+    assert own.work_bytes(own.asked) == plain.work_bytes(plain.asked), "the head is never written out"
 
 
 def test_inspection_shows_the_precision(
     tmp_path: Path, build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_random_model(tmp_path / "model", "llama")
-    for precision in ("fp8", "none"):
-        directory = build_engine(model, "full", "--kernels", "reference", "--weight_only_precision", precision)
+    for precision in ("fp8", "int8", "none"):
+        flags = form_flags(precision, precision == "int8")
+        directory = build_engine(model, "full", "--kernels", "reference", *flags)
         assert build.main(["--inspect", str(directory)]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert ["weight_only_precision", precision] in lines
+        assert ["quantize_lm_head", json.dumps(precision == "int8")] in lines
 
 
 @pytest.mark.parametrize(("batch", "told"), [("32", False), ("33", True)])

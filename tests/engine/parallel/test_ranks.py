@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill, run_to_end
 from tests.support.waiting import SECONDS, wait_for
+from torch import Tensor
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, ErrorCode, UnavailableError
@@ -81,6 +82,7 @@ def test_every_method_has_the_tokens_of_one_rank(
         ("qwen2", 4, 2, {}, 4, ()),  # biases; two ranks have the same KV head
         ("qwen3", 6, 3, {"vocab_size": 401}, 3, ()),  # QK-norm; rows of the vocabulary are left over
         ("llama", 4, 4, {"tie_word_embeddings": True}, 2, ("--weight_only_precision", "int8")),
+        ("qwen3", 6, 3, {"vocab_size": 401}, 3, ("--weight_only_precision", "int8", "--quantize_lm_head")),
         ("llama", 4, 2, {"attention_bias": True, "mlp_bias": True}, 2, ("--kernels", "reference")),
     ],
 )
@@ -98,6 +100,26 @@ def test_every_architecture_has_the_tokens_of_one_rank(
     model = random_model(architecture, num_attention_heads=heads, num_key_value_heads=kv_heads, **sizes, **shape)
     flags = (*FLAGS, *flags)
     check_equal(build_engine(model, "full", *flags), build_engine(model, "full", *flags, "--tp_size", str(ranks)))
+
+
+def logits_of(directory: Path) -> Tensor:
+    """Of a prompt in chunks, and of steps with given tokens."""
+    tokens = [i * i * 13 % 250 + 3 for i in range(200)]
+    with closing(load_decoder(directory, read_config(directory))) as decoder:
+        rows = [run_prefill(decoder, 0, tokens, 40)[None]]
+        rows += [decoder.decode([token], [0])[0] for token in tokens[:20]]
+        return torch.cat(rows)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_of_8_bits_is_divided_by_rows(tied: bool, random_model: RandomModel, build_engine: BuildEngine) -> None:
+    """In bfloat16, whose kernel reads the bytes; rows of the vocabulary are left over, and ranks' sums are rounded."""
+    shape = {"vocab_size": 401, "tie_word_embeddings": tied, "max_position_embeddings": 2048}
+    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, **shape)
+    flags = (*FLAGS, "--dtype", "bfloat16", "--weight_only_precision", "int8", "--quantize_lm_head")
+    expected, found = (logits_of(build_engine(model, "full", *flags, *more)) for more in ((), ("--tp_size", "2")))
+    assert found.shape == expected.shape == (21, 401)
+    assert (found - expected).norm() / expected.norm() <= 5e-2
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.conftest import BuildEngine
+from tests.engine.model.test_weight_only import form_flags
 from tests.gpu.engine.test_engine import WINDOW, kernel_model, run_all
 from tests.support.quantised_models import save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model
@@ -20,7 +21,7 @@ from kvseek.builder.calibration.report import Calibration
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.linear import KernelLinear
+from kvseek.engine.model.linear import KernelHead, KernelLinear
 from kvseek.engine.model.product_kernels import ALIGNMENT, SHAPES, ProductKernels, choose_shape
 from kvseek.engine.model.weight_only import NONE, PRECISIONS, dequantise, quantise
 from kvseek.measurement.gpu_kernels import load_kernels
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.gpu
 MakeProducts = Callable[[str, str], ProductKernels]
 DTYPES = ("bfloat16", "float16")
 WEIGHTS = (NONE, *PRECISIONS)
+FORMS = [("int8", False), ("int8", True), ("fp8", False)]  # weight_only_precision and quantize_lm_head
 MAX_ROWS = max(SHAPES[8])
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64)
 INPUTS = (48, 576, 4096, 14336)
@@ -134,6 +136,25 @@ def test_linear_of_every_shape(precision: str, dtype: str, products: MakeProduct
     assert tried == {shape for shapes in SHAPES[bits].values() for _, shape in shapes}
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_head_multiplies_any_number_of_rows(precision: str, products: MakeProducts, device: torch.device) -> None:
+    """In groups beyond what a kernel has room for, of an odd vocabulary, without a matrix of 16 bits beside it."""
+    kernels, outputs, inputs = products(precision, "bfloat16"), 50_001, 512
+    case = Case(precision, "bfloat16", device, outputs, inputs)
+    head = KernelHead(kernels, case.weight, case.scale, None)
+    x = torch.cat([case.x(MAX_ROWS)] * 3)
+    for rows in (1, MAX_ROWS, MAX_ROWS + 1, 3 * MAX_ROWS):
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        found = head(x[:rows])
+        taken = torch.cuda.max_memory_allocated(device) - before
+        assert taken <= found.nbytes + (1 << 20), "the logits alone"
+        for start in range(0, rows, MAX_ROWS):
+            group = found[start : start + MAX_ROWS]
+            assert torch.equal(group, kernels.linear(x[: len(group)], case.weight, case.scale, None))
+    case.check(found[-MAX_ROWS:], MAX_ROWS, None)
+
+
 def every_code(precision: str, inputs: int) -> Tensor:
     """Rows [3, inputs] with all numbers of a format."""
     codes = torch.arange(3 * inputs).remainder(256).to(torch.uint8).view(PRECISIONS[precision][0]).view(3, inputs)
@@ -209,6 +230,12 @@ def test_operands_that_kernels_do_not_read(products: MakeProducts, device: torch
         kernels.linear(x.cpu(), weight, scale, None)
     with pytest.raises(KernelError, match=rf"rows = {MAX_ROWS + 1}: must be <= {MAX_ROWS} with weights of 8 bits"):
         kernels.linear(torch.zeros(MAX_ROWS + 1, 48, dtype=torch.bfloat16, device=device), weight, scale, None)
+    for out, message in (
+        (torch.zeros(2, 99), r"^out \(2, 99\): must be \(2, 100\)"),
+        (torch.zeros(2, 100), "^out: torch"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            kernels.linear(x, weight, scale, None, out=out.to(device))
     for inputs in (40, 64):
         narrow = torch.zeros(2, inputs, dtype=torch.bfloat16, device=device)
         other = torch.zeros(100, 40, dtype=torch.int8, device=device) if inputs == 40 else weight
@@ -230,25 +257,59 @@ def on_gpu(on_gpu: BuildEngine) -> BuildEngine:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "quantize_head"), FORMS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_engines_compute_with_dequantised_weights(
-    architecture: str, precision: str, dtype: str, tmp_path: Path, on_gpu: BuildEngine
+    architecture: str, precision: str, quantize_head: bool, dtype: str, tmp_path: Path, on_gpu: BuildEngine
 ) -> None:
     sizes = {"hidden_size": 384} if architecture == "qwen2" else {"head_dim": 64}
     model = save_random_model(tmp_path / "model", architecture, **sizes)
-    other = save_dequantised(model, tmp_path / "dequantised", precision, getattr(torch, dtype))
-    engine = Engine.load(on_gpu(model, "full", "--dtype", dtype, "--weight_only_precision", precision))
+    number = getattr(torch, dtype)
+    other = save_dequantised(model, tmp_path / "dequantised", precision, number, quantize_lm_head=quantize_head)
+    engine = Engine.load(on_gpu(model, "full", "--dtype", dtype, *form_flags(precision, quantize_head)))
     decoder = engine.decoder
     for layer in kernel_model(decoder).layers:
         for product in (layer.qkv, layer.o, layer.gate_up, layer.down):
             assert isinstance(product, KernelLinear)
             assert product.weight.dtype is PRECISIONS[precision][0], "8 bits a weight on the GPU, too"
+    head, embedding = kernel_model(decoder).head.project, kernel_model(decoder).embed.weight
+    assert isinstance(head, KernelLinear)
+    assert isinstance(head, KernelHead) == quantize_head
+    assert head.weight.dtype is (torch.int8 if quantize_head else number)
+    assert embedding.dtype is number
     found, attended = run_all(decoder)
     expected, expected_attended = run_all(Engine.load(on_gpu(other, "full", "--dtype", dtype)).decoder)
     assert attended == expected_attended
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert errors.max() <= ENGINE_ERROR[dtype]
+
+
+@pytest.mark.parametrize(("precision", "quantize_head"), FORMS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_logits_of_a_whole_prompt_are_those_of_its_steps(
+    architecture: str, precision: str, quantize_head: bool, tmp_path: Path, on_gpu: BuildEngine
+) -> None:
+    """Scores of a prompt of 90 tokens multiply the head with 90 rows at once; a tied head, and one of its own."""
+    sizes = {"hidden_size": 384} if architecture == "qwen2" else {"head_dim": 64}
+    model = save_random_model(tmp_path / "model", architecture, **sizes)
+    own, kept = tmp_path / "dequantised", form_flags(precision, quantize_head)
+    other = save_dequantised(model, own, precision, torch.bfloat16, quantize_lm_head=quantize_head)
+    ids, rows = torch.arange(90).mul(7).remainder(300).tolist(), []
+    for checkpoint, flags in ((model, kept), (other, ())):
+        decoder, found = Engine.load(on_gpu(checkpoint, "full", "--dtype", "bfloat16", *flags)).decoder, list[Tensor]()
+        decoder.cache.open(0, len(ids) + 4)
+        prefill = decoder.prefill([(0, ids)], {0: lambda _, logits, found=found: found.append(logits.cpu())})
+        while prefill.progress < 1:
+            prefill.advance(64)
+        found.append(prefill.finish())
+        torch.testing.assert_close(found[-1], found[0][-1:], rtol=2e-2, atol=2e-2)  # few rows and many
+        found.append(decoder.decode([5], [0])[0].cpu())
+        rows.append(torch.cat(found))
+    errors = (rows[0] - rows[1]).norm(dim=1) / rows[1].norm(dim=1)
+    assert errors.max() <= ENGINE_ERROR["bfloat16"]
+    certain = rows[1].topk(2, dim=1).values.diff(dim=1).abs()[:, 0] > 2 * (rows[0] - rows[1]).abs().amax(dim=1)
+    assert certain.any()
+    assert torch.equal(rows[0].argmax(dim=1)[certain], rows[1].argmax(dim=1)[certain]), "greedy tokens"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
