@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -262,5 +261,5 @@ def test_unsupported_queries_are_refused(library: CpuLibrary) -> None:
 @pytest.mark.parametrize("bits", [0, 2])
 def test_unsupported_shapes_are_refused(library: CpuLibrary, bits: int) -> None:
     config = Config(rerank_bits=bits, spread_weight=0.0, candidates=4)
-    with pytest.raises(KernelError, match="native .*: head_dim = 264: must be at most 256; build the engine with"):
+    with pytest.raises(KernelError, match=r"native .*: head_dim = 264: must be at most 256; build the engine with"):
         NativeIndex(make_context(library, config, 1, 264, [10], torch.float32))
