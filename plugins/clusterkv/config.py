@@ -21,8 +21,8 @@ class Config:
     Attributes
     ----------
     top_k : int
-        Rows retrieved per KV head. The paper calls it the budget. With codes they are the best rows of the best clusters; without,
-        clusters are taken whole, and the last one is cut to fit.
+        Rows retrieved per KV head. The paper calls it the budget. With codes they are the best rows of the best clusters;
+        without, clusters are taken whole, and the last one is cut to fit.
     tokens_per_cluster : int
         Prompt tokens per cluster. The paper has 80; half of that loses far fewer answers (README).
     clusters_per_update : int

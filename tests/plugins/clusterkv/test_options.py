@@ -131,7 +131,7 @@ def test_an_engine_from_before_the_codes_is_refused() -> None:
     """Its configuration has no rerank_bits, and no codebook lies beside it."""
     context = make_context(Config(), DIM, GROUP, [100])
     with pytest.raises(
-        ConfigError, match="rerank_bits = 2: must be 0 without the codebook 'signs', .*; build the engine"
+        ConfigError, match=r"rerank_bits = 2: must be 0 without the codebook 'signs', .*; build the engine"
     ):
         ReferenceIndex(replace(context, layer=2))
 

@@ -1,4 +1,4 @@
-"""ClusterKV's definition without spreads and codes: k-means by cosine, whole clusters until the budget is filled, growth, slots."""
+"""ClusterKV without spreads and codes: k-means by cosine, whole clusters until the budget is filled, growth, slots."""
 
 from __future__ import annotations
 
