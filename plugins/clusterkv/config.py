@@ -21,7 +21,8 @@ class Config:
     Attributes
     ----------
     top_k : int
-        Rows retrieved per KV head; the last cluster taken is cut to fit. The paper calls it the budget.
+        Rows retrieved per KV head. The paper calls it the budget. With codes they are the best rows of the best clusters;
+        without, clusters are taken whole, and the last one is cut to fit.
     tokens_per_cluster : int
         Prompt tokens per cluster. The paper has 80; half of that loses far fewer answers (README).
     clusters_per_update : int
@@ -48,7 +49,7 @@ class Config:
         Rows of the best clusters that codes rank, for each row that is retrieved. Of no effect with rerank_bits 0.
     """
 
-    top_k: int = 1024
+    top_k: int = 512
     tokens_per_cluster: int = 40
     clusters_per_update: int = 4
     iterations: int = 8
@@ -56,12 +57,12 @@ class Config:
     dense_layers: int = 2
     group_reduce: str = "softmax_mean"
     cache_steps: int = 1
-    spread_weight: float = 0.0
-    rerank_bits: int = 0
-    candidates: int = 4
+    spread_weight: float = 3.0
+    rerank_bits: int = 2
+    candidates: int = 8
 
     def __post_init__(self) -> None:
-        require(1 <= self.top_k <= MOST_ROWS, "top_k", self.top_k, f"between 1 and {MOST_ROWS}", "1024 is the default")
+        require(1 <= self.top_k <= MOST_ROWS, "top_k", self.top_k, f"between 1 and {MOST_ROWS}", "512 is the default")
         limit, tokens = f"between 1 and {EXTENT_TOKENS}", self.tokens_per_cluster
         require(1 <= tokens <= EXTENT_TOKENS, "tokens_per_cluster", tokens, limit, "40 is the default")
         limit, count = f"between 1 and {GENERATED_TOKENS}", self.clusters_per_update
@@ -75,7 +76,7 @@ class Config:
         require(in_range, "spread_weight", self.spread_weight, "finite and >= 0", "0 ranks as the paper does")
         in_range = self.rerank_bits in (0, 2, 4)
         require(in_range, "rerank_bits", self.rerank_bits, "0, 2 or 4", "0 takes clusters whole, as the paper does")
-        require(self.candidates >= 1, "candidates", self.candidates, ">= 1", "4 is the default")
+        require(self.candidates >= 1, "candidates", self.candidates, ">= 1", "8 is the default")
         limit = f"at most {MOST_ROWS} with top_k = {self.top_k}"
         most = self.rows_of_clusters <= MOST_ROWS
         require(most, "candidates x top_k", self.rows_of_clusters, limit, "lower candidates or top_k")

@@ -6,11 +6,13 @@ from functools import partial
 
 from torch import Tensor
 
+from kvseek.plugins.codes.native import LIMITS
 from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, IndexContext, Traits
 
 from .config import GENERATED_TOKENS, Config
 from .device import CudaIndex, cuda_macros
+from .native import NativeIndex
 from .reference import ReferenceIndex
 
 
@@ -25,10 +27,13 @@ def traits(config: Config) -> Traits:
         kept_steps=config.cache_steps,
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
         codebooks=codebooks,
+        cpu_limits=LIMITS,
         cuda_macros=partial(cuda_macros, config),
     )
 
 
 def create(context: IndexContext) -> Index:
-    """Make the index of one layer: for the GPU's kernels if the engine has them, else the reference."""
-    return ReferenceIndex(context) if context.cuda is None else CudaIndex(context)
+    """Make the index of one layer: for the GPU, on compiled code of the CPU, or the reference."""
+    if context.cuda is not None:
+        return CudaIndex(context)
+    return ReferenceIndex(context) if context.library is None else NativeIndex(context)

@@ -1,8 +1,9 @@
 """ClusterKV in PyTorch, on any device: the definition of correct for the GPU kernels.
 
 Group keys that point the same way (k-means by cosine), score the mean key of each cluster against the query, and take
-the rows of the best clusters until the budget is filled. ClusterKV paper, sections III-B, III-C and IV-C. Two options of our
-own: a cluster's score may count how far its keys lie from their mean, and key codes may choose among the rows of more clusters.
+the rows of the best clusters until the budget is filled. ClusterKV paper, sections III-B, III-C and IV-C. Two things are
+our own: a cluster's score counts how far its keys lie from their mean, and key codes choose among the rows of more clusters.
+Both can be turned off (spread_weight, rerank_bits), and a cluster is then ranked by its mean alone, and taken whole.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.codes.key_codes import estimate_at, round_lanes
 from kvseek.plugins.codes.rotation import rotate
@@ -93,8 +94,11 @@ class ReferenceIndex(Index):
         self.clusters = torch.zeros(extents.slots, dtype=torch.int32, device=device)
         self.counts, self.prompt_tokens = [0] * extents.slots, [0] * extents.slots
         self._appended: dict[int, Appended] = {}
-        has_codes = self.config.rerank_bits and not self.dense
-        self.codes = store_type(context, context.codebooks["signs"], self.config.rerank_bits) if has_codes else None
+        bits = 0 if self.dense else self.config.rerank_bits
+        if bits:
+            limit = "0 without the codebook 'signs', which engines from before the codes lack"
+            require("signs" in context.codebooks, "rerank_bits", bits, limit, "build the engine again")
+        self.codes = store_type(context, context.codebooks["signs"], bits) if bits else None
 
     @property
     def bytes_per_token(self) -> float:

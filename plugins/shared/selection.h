@@ -20,9 +20,9 @@ inline int64_t rounded_up(int64_t count) {
 }
 
 // Describe the heads that need retrieval, and return how many they are; short regions are selected whole, at once.
-// numbers[candidates] of a request is the number of its candidates.
-template <class Arguments, class Task>
-int64_t describe_tasks(const Arguments& a, int candidates, Task* tasks) {
+// candidates_of(request) is the number of its candidates.
+template <class Arguments, class Task, class Candidates>
+int64_t describe_tasks(const Arguments& a, Task* tasks, const Candidates& candidates_of) {
     int64_t count = 0;
     for (int64_t i = 0; i < a.batch * a.kv_heads; i++) {
         const Request& request = a.requests[i / a.kv_heads];
@@ -34,7 +34,7 @@ int64_t describe_tasks(const Arguments& a, int candidates, Task* tasks) {
         Task& task = tasks[count++];
         task = {};
         task.request = i / a.kv_heads, task.head = i % a.kv_heads, task.length = length;
-        task.candidate_count = request.numbers[candidates], task.stride = rounded_up(task.candidate_count);
+        task.candidate_count = candidates_of(request), task.stride = rounded_up(task.candidate_count);
         task.extents = a.table + request.slot * a.max_extents;
     }
     return count;

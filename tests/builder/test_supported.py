@@ -53,7 +53,7 @@ REFUSED = [
     (
         "clusterkv",
         {},
-        (*CUDA, "--clusterkv.rerank_bits", "2"),
+        CUDA,
         "head_dim = 32: must be at least 64 for rerank_bits = 2 on the GPU; set rerank_bits to 0",
     ),
     ("ctkvr", {}, CUDA, "head_dim = 32: must be a multiple of 32 from 64 to 256 with execution = 'codes'"),

@@ -59,11 +59,11 @@ def test_a_method_says_of_how_many_steps() -> None:
     assert all(one.kernel.hot is None for one in make("full")[1]), "it selects no rows"
     assert all(one.kernel.hot is None for one in make("clusterkv", cache_steps=0)[1])
     kept = [one.kernel.hot for one in make("clusterkv", cache_steps=2)[1]]
-    assert [hot is None or tuple(hot.rows.shape[2:4]) for hot in kept] == [True, True, (3, 1024), (3, 1024), (3, 1024)]
+    assert [hot is None or tuple(hot.rows.shape[2:4]) for hot in kept] == [True, True, (3, 512), (3, 512), (3, 512)]
 
 
 def test_steps_that_are_not_kept_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    _, attentions = make("clusterkv", top_k=8192, cache_steps=8)
+    _, attentions = make("clusterkv", top_k=8192, candidates=1, cache_steps=8)
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "steps whose rows stay on the device = 8: must be <= 6 with 8192 selected rows"

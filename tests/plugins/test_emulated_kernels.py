@@ -100,14 +100,15 @@ def test_slots_of_nested_may_share_extents(shape: tuple[str, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "shape"), [({"rerank_bits": 2}, SHAPES[0]), ({"rerank_bits": 4}, SHAPES[1]), ({}, SHAPES[2])]
+    ("fields", "shape"),
+    [({"rerank_bits": 2}, SHAPES[0]), ({"rerank_bits": 4}, SHAPES[1]), ({"rerank_bits": 0}, SHAPES[2])],
 )
 def test_clusterkv(fields: dict[str, Any], shape: tuple[str, int, int, str]) -> None:
     """Spread-aware scores; with and without a rerank by codes."""
     dtype, dim, group, reduce = shape
     torch.manual_seed(dim)
     lengths = [2100, 40]
-    config = ClusterConfig(group_reduce=reduce, top_k=60, iterations=2, spread_weight=3.0, **fields)
+    config = ClusterConfig(group_reduce=reduce, top_k=60, iterations=2, candidates=4, **fields)
     expected, found = clusterkv_pairs.make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(2, KV_HEADS * group, dim).to(getattr(torch, dtype))
     rows = select_rows(found, queries, [0, 1]).rows

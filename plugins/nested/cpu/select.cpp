@@ -1,6 +1,6 @@
 // Nested: retrieve rows for the queries of a batch (plugins/nested/reference.py defines the result). One call a layer
 // for all requests and KV heads; threads share even a single head's work.
-#include "../../codes/cpu/estimate.h"
+#include "../../codes/cpu/rerank.h"
 #include "../../shared/candidates.h"
 #include "../../shared/kernel.h"
 #include "../../shared/selection.h"
@@ -28,8 +28,6 @@ struct NestedSelectArguments {
 
 namespace {
 
-constexpr int64_t ESTIMATE_KEYS = 256;  // candidates of a unit of work
-constexpr int ALL_BITS = 4;
 constexpr int AHEAD = 2048;  // bytes of a plane that are asked for ahead: processors do not look beyond a page's end
 
 enum Phase { PREPARE, SCAN, COLLECT, ESTIMATE, FINISH, PHASES };
@@ -68,17 +66,13 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.ranks = arena.take<int32_t>(task.stride);
 }
 
-// What half a cell of the `bits` highest bits is worth, times an integer's worth.
-float worth_of(const Job& job, int bits, float step) {
-    return step * static_cast<float>(job.a.step * (1 << (ALL_BITS - bits)) / 2);
-}
-
 // Scores of an extent's keys: the largest estimate of the 2 highest bits over the queries, each divided by its length.
 void score_extent(const Job& job, const Task& task, int64_t row, int count, const int32_t* sums, float* scores) {
+    const float half_cell = static_cast<float>(job.a.step * (1 << (ALL_BITS - 2)) / 2);
     float worth[MAX_QUERIES];
     for (int lane = 0; lane < job.lanes; lane++) {
         const float length = task.queries[lane].length;
-        worth[lane] = worth_of(job, 2, length > 0.0f ? 1.0f / length : 0.0f);
+        worth[lane] = half_cell * (length > 0.0f ? 1.0f / length : 0.0f);
     }
     for (int key = 0; key < count; key += LANES) {
         const Vec scales = load_half(job.a.scales + row + key);
@@ -88,20 +82,6 @@ void score_extent(const Job& job, const Task& task, int64_t row, int count, cons
             best = maximum(best, scale_sums(of_lane, scales, 2, task.queries[lane].sum, worth[lane]));
         }
         store(scores + key, best);
-    }
-}
-
-// Estimates by all bits of keys whose sums are known; `scales` [count] is readable in whole vectors.
-void estimate_keys(const Job& job, const Task& task, const uint16_t* scales, int count, const int32_t* sums,
-                   float* estimates) {
-    for (int lane = 0; lane < job.lanes; lane++) {
-        const RoundedQuery& query = task.queries[lane];
-        const float worth = worth_of(job, ALL_BITS, query.step);
-        for (int key = 0; key < count; key += LANES) {
-            const int32_t* of_lane = sums + lane * INDEX_EXTENT + key;
-            const Vec values = scale_sums(of_lane, load_half(scales + key), ALL_BITS, query.sum, worth);
-            store(estimates + lane * task.stride + key, values);
-        }
     }
 }
 
@@ -116,7 +96,7 @@ void scan(const Job& job, const Task& task, int64_t extent) {
     for (int key = 0; key < count; key += 32) __builtin_prefetch(a.scales + row + key);
     plane_sums(planes, job.row, count, task.queries, job.lanes, sums, INDEX_EXTENT);
     if (twice) return score_extent(job, task, row, count, sums, task.scores + first);
-    estimate_keys(job, task, a.scales + row, count, sums, task.estimates + first);
+    estimate_keys(a, task, job.lanes, a.scales + row, count, sums, INDEX_EXTENT, task.estimates + first);
 }
 
 void collect(const Job& job, const Task& task) {
@@ -125,32 +105,13 @@ void collect(const Job& job, const Task& task) {
     for (int64_t i = 0; i < task.length; i++) task.places[i] = static_cast<int32_t>(i);
 }
 
-void estimate(const Job& job, const Task& task, int64_t chunk) {
-    const NestedSelectArguments& a = job.a;
-    const int64_t first = chunk * ESTIMATE_KEYS, left = task.candidate_count - first;
-    const int count = static_cast<int>(left < ESTIMATE_KEYS ? left : ESTIMATE_KEYS);
-    alignas(64) uint8_t high[ESTIMATE_KEYS * MAX_ROW], low[ESTIMATE_KEYS * MAX_ROW];
-    alignas(64) int32_t sums[MAX_QUERIES * INDEX_EXTENT];
-    uint16_t scales[ESTIMATE_KEYS];
-    int64_t rows[ESTIMATE_KEYS];
-    for (int i = 0; i < count; i++) {
-        rows[i] = row_of(task.extents, a.kv_heads, task.head, task.places[first + i]);
-        __builtin_prefetch(a.low + rows[i] * job.row);  // the scan has not read it
-        scales[i] = a.scales[rows[i]];
-    }
-    gather_rows(a.high, job.row, rows, count, high);
-    gather_rows(a.low, job.row, rows, count, low);
-    plane_sums({high, low, 0}, job.row, count, task.queries, job.lanes, sums, INDEX_EXTENT);
-    estimate_keys(job, task, scales, count, sums, task.estimates + first);
-}
-
 // Parts into which a phase of a task may be cut.
 int64_t parts_of(const Job& job, const Task& task, int phase) {
     switch (phase) {
         case SCAN:
             return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
         case ESTIMATE:
-            return scans_twice(job) ? (task.candidate_count + ESTIMATE_KEYS - 1) / ESTIMATE_KEYS : 1;
+            return scans_twice(job) ? candidate_units(task) : 1;
         default:
             return 1;
     }
@@ -165,7 +126,7 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
         case COLLECT:
             return collect(job, task);
         case ESTIMATE:
-            return scans_twice(job) ? estimate(job, task, part) : void();
+            return scans_twice(job) ? estimate_candidates(job.a, task, job.lanes, part) : void();
         default:
             return choose_rows(job.a, task, job.lanes);
     }
@@ -176,7 +137,7 @@ void select(const NestedSelectArguments& a) {
     Job job = {a, nullptr, 0, a.reduction == 0 ? 1 : static_cast<int>(a.group),
                static_cast<int>(a.padded_dim / FIELDS)};
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
-    job.task_count = describe_tasks(a, 0, job.tasks);
+    job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.numbers[0]; });
     if (job.task_count == 0) return;
     lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
     int64_t most = 0;

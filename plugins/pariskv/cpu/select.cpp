@@ -213,7 +213,7 @@ void select(const SelectArguments& a) {
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     job.lanes = a.reduction == 0 ? 1 : static_cast<int>(a.group);
     job.packs = (job.lanes + PACK - 1) / PACK;
-    job.task_count = describe_tasks(a, 1, job.tasks);
+    job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.numbers[1]; });
     if (job.task_count == 0) return;
     lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
     const int64_t most = job.task_count * job.blocks;

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.plugins.cases import CASES, ON_GPU
+from tests.plugins.clusterkv.settings import OLD_DEFAULTS
 from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
@@ -136,10 +137,9 @@ def test_the_documented_figures() -> None:
     assert needs("prkv", **BOXES).extent == heads * layers * (boxes + 1024 * (frame + token)) + scratch
     clusters = 32  # of 40 keys, a multiple of 16
     whole = 4 * 1024 + clusters * (2 * 128 + 2 * 4)
-    assert needs("clusterkv").extent == heads * (layers - 2) * (whole + 1024 * frame)
+    assert needs("clusterkv", **OLD_DEFAULTS).extent == heads * (layers - 2) * (whole + 1024 * frame)
     coded = whole + clusters * 4 + 1024 * two_bits
-    codes = needs("clusterkv", rerank_bits=2, spread_weight=3)
-    assert codes.extent == heads * (layers - 2) * (coded + 1024 * frame)
+    assert needs("clusterkv").extent == heads * (layers - 2) * (coded + 1024 * frame)
     centroids, lists = 2048 * (32 * (2 * 128 + 4)), heads * 2048 * 1280 * 4
     slot = layers * (centroids + 32 * 128 * 4 + lists)
     hot_row = layers * heads * 2 * (2 * 128 * 2 + 4)  # of this step and the last one
@@ -148,7 +148,7 @@ def test_the_documented_figures() -> None:
     for fixed in (own, by_keys):
         assert slot <= fixed / 3 <= 1.01 * slot, "three slots, and a work space that layers share"
     assert 2 * 1024 * hot_row <= needs("prkv").fixed <= 2.2 * 1024 * hot_row
-    assert 2 * 1024 * hot_row * 30 / 32 <= needs("clusterkv").fixed <= 2.2 * 1024 * hot_row * 30 / 32
+    assert 2 * 512 * hot_row * 30 / 32 <= needs("clusterkv").fixed <= 2.2 * 512 * hot_row * 30 / 32
 
 
 def test_what_is_freed_is_not_counted() -> None:

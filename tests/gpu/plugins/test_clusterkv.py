@@ -15,6 +15,7 @@ from tests.gpu.plugins.clusterkv_pairs import (
     poison,
     random_keys,
 )
+from tests.plugins.clusterkv.settings import CENTROIDS
 from tests.plugins.index_cases import extend, select, select_rows
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
 def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, tokens_per_cluster=40, iterations=3)
+    config = Config(group_reduce=reduce, top_k=300, tokens_per_cluster=40, iterations=3, **CENTROIDS)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     slots = list(reversed(range(len(lengths))))
@@ -99,7 +100,7 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
 @pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
 def test_spreads_count(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0)
+    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0, rerank_bits=0)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     selection = select_rows(found, queries.cuda(), list(range(len(lengths))))
@@ -147,7 +148,7 @@ def test_codes_choose_among_the_rows_of_clusters(
     dtype: str, dim: int, group: int, reduce: str, lengths: list[int], bits: int
 ) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0, rerank_bits=bits)
+    config = Config(group_reduce=reduce, top_k=300, iterations=3, candidates=4, rerank_bits=bits)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     rows = select_rows(found, queries.cuda(), list(range(len(lengths)))).rows.cpu()
@@ -158,7 +159,7 @@ def test_codes_choose_among_the_rows_of_clusters(
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
     torch.manual_seed(5)
-    config = Config(group_reduce=reduce, top_k=1500, iterations=1, rerank_bits=2)
+    config = Config(group_reduce=reduce, top_k=1500, iterations=1, candidates=4)
     assert config.rows_of_clusters > 4096
     expected, found = make_pair(config, "bfloat16", 128, 4, [33_000])
     queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
@@ -168,7 +169,7 @@ def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
 
 def test_equal_keys_are_taken_in_order() -> None:
     """Every score and every estimate is the same: the first candidates, which are the first places of the first clusters."""
-    config = Config(top_k=100, tokens_per_cluster=8, iterations=1, rerank_bits=2)
+    config = Config(top_k=100, tokens_per_cluster=8, iterations=1, candidates=4, spread_weight=0.0)
     _, found = make_pair(config, "bfloat16", 64, 2, [9000])
     found.reference.centroids.fill_(0.5)
     codes = found.reference.codes
@@ -184,7 +185,7 @@ def test_equal_keys_are_taken_in_order() -> None:
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
     torch.manual_seed(6)
-    config = Config(group_reduce=reduce, top_k=300, iterations=1, spread_weight=3.0, rerank_bits=2)
+    config = Config(group_reduce=reduce, top_k=300, iterations=1)
     _, index = make_pair(config, "bfloat16", 128, 4, [9000] * 4)
     queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
@@ -199,7 +200,7 @@ def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
 def test_prompts_are_encoded_beside_their_clustering() -> None:
     """Codes, spreads and clusters that the kernels made select as the reference does with the same arrays."""
     torch.manual_seed(8)
-    config = Config(top_k=200, iterations=2, spread_weight=3.0, rerank_bits=2)
+    config = Config(top_k=200, iterations=2)
     old, new = 3000, 40
     keys = random_keys(old + new, 128, "bfloat16")
     context = make_context(config, "bfloat16", 128, 4, [old], "cuda", room=new)
@@ -228,7 +229,7 @@ def test_prompts_are_encoded_beside_their_clustering() -> None:
 
 def test_rows_are_the_references_where_scores_are_far_apart() -> None:
     torch.manual_seed(1)
-    config = Config(group_reduce="max", top_k=1000)
+    config = Config(group_reduce="max", top_k=1000, **CENTROIDS)
     expected, found = make_pair(config, "float32", 128, 4, [20_000, 4000])
     queries = torch.randn(2, KV_HEADS * 4, 128)
     rows = select_rows(found, queries.cuda(), [0, 1]).rows
@@ -240,7 +241,7 @@ def test_rows_are_the_references_where_scores_are_far_apart() -> None:
 def test_tiny_clusters_take_as_many_as_the_budget_needs(per_cluster: int, top_k: int) -> None:
     """Up to 5,000 clusters are taken, in several rounds of the block; clusters without keys are passed over."""
     torch.manual_seed(top_k)
-    config = Config(tokens_per_cluster=per_cluster, top_k=top_k, iterations=2)
+    config = Config(tokens_per_cluster=per_cluster, top_k=top_k, iterations=2, **CENTROIDS)
     expected, found = make_pair(config, "bfloat16", 64, 2, [6000, 2000])
     queries = torch.randn(2, KV_HEADS * 2, 64).bfloat16()
     rows = select_rows(found, queries.cuda(), [0, 1]).rows.cpu()
@@ -251,7 +252,7 @@ def test_tiny_clusters_take_as_many_as_the_budget_needs(per_cluster: int, top_k:
 @pytest.mark.parametrize("reduce", ["mean", "softmax_mean"])
 def test_equal_scores_are_cut_by_number(reduce: str) -> None:
     """All centroids are the same, more than one block compares at once: the digits of their numbers decide."""
-    config = Config(tokens_per_cluster=8, top_k=777, group_reduce=reduce)
+    config = Config(tokens_per_cluster=8, top_k=777, group_reduce=reduce, **CENTROIDS)
     expected, found = make_pair(config, "bfloat16", 64, 2, [16_000])
     expected.centroids.fill_(0.5)
     copy_clusters(found, expected)
@@ -265,7 +266,7 @@ def test_equal_scores_are_cut_by_number(reduce: str) -> None:
 @pytest.mark.parametrize("tokens_per_cluster", [80, 500])
 def test_one_cluster_larger_than_the_budget(tokens_per_cluster: int) -> None:
     torch.manual_seed(4)
-    config = Config(tokens_per_cluster=tokens_per_cluster, top_k=60, iterations=2)
+    config = Config(tokens_per_cluster=tokens_per_cluster, top_k=60, iterations=2, **CENTROIDS)
     expected, found = make_pair(config, "bfloat16", 128, 4, [70_000 if tokens_per_cluster == 500 else 79])
     queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
     check_request(expected, found, queries[0], 0, select_rows(found, queries.cuda(), [0]).rows[0].cpu())
@@ -276,7 +277,7 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
     torch.manual_seed(5)
     old, update, times = 1500, 40, 6
     keys = random_keys(old + update * times, 64, "bfloat16")
-    config = Config(top_k=100, tokens_per_cluster=80)
+    config = Config(top_k=100, tokens_per_cluster=80, **CENTROIDS)
     context = make_context(config, "bfloat16", 64, 2, [old], "cuda", room=update * times)
     index = CudaIndex(context)
     poison(index)

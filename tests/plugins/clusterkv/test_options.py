@@ -1,4 +1,4 @@
-"""ClusterKV's options against their definitions in plain loops: spreads that count, rows ranked by codes, growth of both."""
+"""ClusterKV's spreads and codes against their definitions in plain loops, with and without them; growth of both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.plugins.clusterkv.settings import CENTROIDS, OLD_DEFAULTS, PAPER
 from tests.plugins.index_cases import (
     KV_HEADS,
     context_of,
@@ -96,7 +97,9 @@ def expected_rows(index: ReferenceIndex, keys: Tensor, query: Tensor, head: int)
 @pytest.mark.parametrize("bits", [0, 2, 4])
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_rows_follow_the_definition(reduce: str, bits: int) -> None:
-    config = Config(top_k=30, tokens_per_cluster=12, group_reduce=reduce, spread_weight=1.5, rerank_bits=bits)
+    config = Config(
+        top_k=30, tokens_per_cluster=12, group_reduce=reduce, spread_weight=1.5, rerank_bits=bits, candidates=4
+    )
     keys, query = random_keys(500, DIM, bits), random_queries(1, GROUP * KV_HEADS, DIM, 7) / 4
     index = built(config, keys)
     rows = select_rows(index, query, [0]).rows[0]
@@ -104,12 +107,33 @@ def test_rows_follow_the_definition(reduce: str, bits: int) -> None:
         assert rows[head].tolist() == expected_rows(index, keys, own, head)
 
 
-def test_without_options_no_array_grows_and_no_codebook_is_made() -> None:
-    index = built(Config(), random_keys(100, DIM))
-    assert index.spreads.numel() == 0
-    assert index.codes is None
-    assert traits(Config()).codebooks(DIM) == {}
-    assert Config(candidates=7).rows_of_clusters == 1024
+def test_defaults() -> None:
+    """The best 512 of the 4,096 rows of the clusters that may hold the best keys."""
+    config = Config()
+    assert (config.top_k, config.rows_of_clusters, config.spread_weight, config.rerank_bits) == (512, 4096, 3.0, 2)
+
+
+@pytest.mark.parametrize(("settings", "clusters"), [(OLD_DEFAULTS, 75), (PAPER, 37)], ids=["0.2.0", "paper"])
+def test_centroids_alone_take_whole_clusters(settings: dict[str, Any], clusters: int) -> None:
+    """The defaults of 0.2.0 and the paper's: no spread, no code, and 1,024 rows of the clusters of the best centroids."""
+    config, keys = Config(**settings), random_keys(3000, DIM)
+    index = built(config, keys)
+    assert (index.spreads.numel(), index.codes, traits(config).codebooks(DIM)) == (0, None, {})
+    assert index.counts == [clusters]
+    query = random_queries(1, GROUP * KV_HEADS, DIM)
+    rows = select_rows(index, query, [0]).rows[0]
+    assert rows.shape[1] == replace(config, candidates=7).rows_of_clusters == 1024
+    for head, own in enumerate(query[0].view(KV_HEADS, GROUP, DIM)):
+        assert rows[head].tolist() == expected_candidates(index, keys, own, head)
+
+
+def test_an_engine_from_before_the_codes_is_refused() -> None:
+    """Its configuration has no rerank_bits, and no codebook lies beside it."""
+    context = make_context(Config(), DIM, GROUP, [100])
+    with pytest.raises(
+        ConfigError, match=r"rerank_bits = 2: must be 0 without the codebook 'signs', .*; build the engine"
+    ):
+        ReferenceIndex(replace(context, layer=2))
 
 
 def test_a_wide_cluster_with_one_good_key_is_found_by_its_spread() -> None:
@@ -122,7 +146,7 @@ def test_a_wide_cluster_with_one_good_key_is_found_by_its_spread() -> None:
     keys = torch.cat((narrow, wide)).expand(KV_HEADS, -1, -1).contiguous()
     query = axes[2].expand(1, GROUP * KV_HEADS, -1).contiguous()
     for weight, first in ((0.0, 0), (3.0, 20)):
-        config = Config(top_k=20, tokens_per_cluster=20, spread_weight=weight, seed=3)
+        config = Config(top_k=20, tokens_per_cluster=20, spread_weight=weight, rerank_bits=0, seed=3)
         index = built(config, keys)
         assert sorted(map(len, members(index, 0, 0))) == [20, 20], "the seed starts a cluster in each bundle"
         assert select_rows(index, query, [0]).rows[0, 0].sort().values.tolist() == list(range(first, first + 20))
@@ -131,7 +155,7 @@ def test_a_wide_cluster_with_one_good_key_is_found_by_its_spread() -> None:
 @pytest.mark.parametrize("update", [1, 16, 320])
 def test_spreads_and_codes_grow_with_evictions(update: int) -> None:
     """Keys that join the last cluster move its spread to that of all of its keys; others get clusters of their own."""
-    config = Config(top_k=40, tokens_per_cluster=40, spread_weight=3.0, rerank_bits=2)
+    config = Config(top_k=40, candidates=4)
     prompt, evictions = 300, min(60, max(3, 320 // update))
     keys = random_keys(prompt + evictions * update, DIM, seed=update)
     index = built(config, keys[:, :prompt], room=evictions * update)
@@ -152,7 +176,7 @@ def test_spreads_and_codes_grow_with_evictions(update: int) -> None:
 
 def test_equal_keys_are_taken_in_the_order_of_the_list() -> None:
     keys = torch.ones(KV_HEADS, 200, DIM) * torch.arange(DIM)
-    index = built(Config(top_k=30, tokens_per_cluster=20, rerank_bits=2, candidates=3), keys)
+    index = built(Config(top_k=30, tokens_per_cluster=20, candidates=3), keys)
     rows = select_rows(index, random_queries(1, GROUP * KV_HEADS, DIM), [0]).rows
     assert rows.tolist() == [[list(range(30))] * KV_HEADS]
 
@@ -160,7 +184,7 @@ def test_equal_keys_are_taken_in_the_order_of_the_list() -> None:
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_a_query_that_is_no_number_hurts_no_other_request(reduce: str, value: float) -> None:
-    config = Config(top_k=30, tokens_per_cluster=12, group_reduce=reduce, spread_weight=3.0, rerank_bits=2)
+    config = Config(top_k=30, tokens_per_cluster=12, group_reduce=reduce, candidates=4)
     index = built(config, random_keys(300, DIM, 1), random_keys(300, DIM, 2))
     queries = random_queries(2, GROUP * KV_HEADS, DIM)
     want = select_rows(index, queries, [0, 1]).rows[1]
@@ -181,8 +205,8 @@ def test_a_query_that_is_no_number_hurts_no_other_request(reduce: str, value: fl
         ({"rerank_bits": 3}, "rerank_bits = 3: must be 0, 2 or 4; 0 takes clusters whole"),
         ({"candidates": 0}, "candidates = 0: must be >= 1"),
         (
-            {"rerank_bits": 2, "top_k": 20_000},
-            "candidates x top_k = 80000: must be at most 65535 with top_k = 20000; lower candidates or top_k",
+            {"top_k": 10_000},
+            "candidates x top_k = 80000: must be at most 65535 with top_k = 10000; lower candidates or top_k",
         ),
     ],
 )
@@ -192,7 +216,7 @@ def test_bad_options_are_named(fields: dict[str, Any], message: str) -> None:
 
 
 def test_bytes_per_token_are_those_of_the_arrays() -> None:
-    index = built(Config(spread_weight=3.0, rerank_bits=2), random_keys(10, DIM))
+    index = built(Config(), random_keys(10, DIM))
     assert index.codes is not None
     arrays = (index.centroids, index.sizes, index.starts, index.places, index.spreads)
     arrays += (index.codes.high, index.codes.low, index.codes.scales)
@@ -202,13 +226,11 @@ def test_bytes_per_token_are_those_of_the_arrays() -> None:
 
 def test_costs_of_codes() -> None:
     model = ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 1e-5, 5e5, 131_072)
-    plain, found = (
-        costs(Config(**fields), model, 131_072, 2) for fields in ({}, {"rerank_bits": 2, "spread_weight": 1})
-    )
-    assert (plain.rows, plain.kernels, found.rows, found.kernels) == (1024, 2, 1024, 3)
+    plain, found = (costs(Config(**fields), model, 131_072, 2) for fields in (OLD_DEFAULTS, {}))
+    assert (plain.rows, plain.kernels, found.rows, found.kernels) == (1024, 2, 512, 3)
     assert found.index_bytes - plain.index_bytes == 3276 * 4
     assert found.rerank_bytes - plain.rerank_bytes >= 4096 * 34
-    short = costs(Config(rerank_bits=2), model, 100, 2)
+    short = costs(Config(), model, 100, 2)
     assert (short.rows, short.rerank_bytes) <= (100, 100 * 200)
 
 
@@ -223,7 +245,7 @@ def device_index(config: Config, slots: int, extents: int, dim: int = 128) -> Cu
 
 @pytest.mark.parametrize("slots", [1, 3, 65])
 def test_the_rerank_has_room_for_every_batch_that_loading_has_counted(slots: int) -> None:
-    config = Config(rerank_bits=2, spread_weight=3.0)
+    config = Config()
     with MetaBytes() as count:
         index = device_index(config, slots, 4)
         assert index.reranker is not None
@@ -244,15 +266,15 @@ def test_the_rerank_has_room_for_every_batch_that_loading_has_counted(slots: int
 
 def test_candidates_are_no_more_than_the_longest_region_and_shared_memory() -> None:
     """A region of two extents has 2,048 rows; so many fit the block that lists clusters, and 32,768 do not."""
-    index = device_index(Config(rerank_bits=2, top_k=8192), 1, 2)
+    index = device_index(Config(top_k=4096), 1, 2)
     assert index.reranker is not None
     assert index.reranker.listed == 2 * EXTENT_TOKENS
     message = r"32768 rows of them \(candidates x top_k\) need \d+ bytes.*lower candidates x top_k or max_seq_len"
     with pytest.raises(KernelError, match=message):
-        device_index(Config(rerank_bits=2, top_k=8192), 1, 64)
+        device_index(Config(top_k=4096), 1, 64)
 
 
 def test_heads_that_codes_do_not_support_are_refused_on_the_gpu() -> None:
-    assert cuda_macros(Config(), 32, 2)["CLUSTERKV_RERANK_BITS"] == 0
+    assert cuda_macros(Config(**CENTROIDS), 32, 2)["CLUSTERKV_RERANK_BITS"] == 0
     with pytest.raises(ConfigError, match="head_dim = 32: must be at least 64 for rerank_bits = 4 on the GPU"):
         cuda_macros(Config(rerank_bits=4), 32, 2)

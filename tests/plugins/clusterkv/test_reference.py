@@ -1,13 +1,15 @@
-"""ClusterKV's definition: k-means by cosine, clusters until the budget is filled, growth, and what a slot may hold."""
+"""ClusterKV without spreads and codes: k-means by cosine, whole clusters until the budget is filled, growth, slots."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plugins.clusterkv.settings import OLD_DEFAULTS, PAPER
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select, select_rows
 from torch import Tensor
 
@@ -23,6 +25,11 @@ from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 DIM = 16
 NO_QUERIES = torch.empty(0)
+
+
+def whole(**fields: Any) -> Config:
+    """Settings under which clusters rank by their centroids and are taken whole."""
+    return Config(**{**OLD_DEFAULTS, **fields})
 
 
 def make_index(config: Config, lengths: list[int], group: int = 2, layer: int = 5, extents: int = 8) -> ReferenceIndex:
@@ -90,7 +97,7 @@ def test_a_cluster_may_lose_all_its_keys() -> None:
     found = cluster_keys(keys, torch.tensor([0, 2, 4]), 20)
     assert found.sizes.tolist() == [[6, 0, 0]] * KV_HEADS, "equal keys go to the first of equal directions"
     assert (found.centroids[:, 1:] == 0).all()
-    index = built(Config(tokens_per_cluster=2, top_k=4), keys)
+    index = built(whole(tokens_per_cluster=2, top_k=4), keys)
     rows = select_rows(index, torch.ones(1, 4, DIM), [0]).rows
     assert rows.tolist() == [[[0, 1, 2, 3]] * KV_HEADS]
 
@@ -148,7 +155,7 @@ def test_clusters_are_taken_until_the_budget_is_filled(
 )
 def test_any_region(n: int, top_k: int, seed: int, reduce: str) -> None:
     keys = random_keys(n, DIM, seed)
-    index = built(Config(top_k=top_k, tokens_per_cluster=11, group_reduce=reduce), keys)
+    index = built(whole(top_k=top_k, tokens_per_cluster=11, group_reduce=reduce), keys)
     check_invariants(index, 0, keys)
     selection = select_rows(index, random_queries(1, 2 * KV_HEADS, DIM, seed), [0])
     kept = min(n, top_k)
@@ -161,7 +168,7 @@ def test_any_region(n: int, top_k: int, seed: int, reduce: str) -> None:
 
 def test_the_best_clusters_are_those_of_the_largest_inner_products() -> None:
     keys, query = random_keys(400, DIM), random_queries(1, KV_HEADS, DIM)
-    index = built(Config(top_k=60, tokens_per_cluster=20), keys, group=1)
+    index = built(whole(top_k=60, tokens_per_cluster=20), keys, group=1)
     rows = select_rows(index, query, [0]).rows[0]
     for head in range(KV_HEADS):
         scores = index.read_clusters(index.centroids, 0)[head] @ query[0, head]
@@ -177,7 +184,7 @@ def test_the_seed_and_the_layer_choose_the_first_centroids() -> None:
     keys = random_keys(400, DIM)
 
     def sizes(seed: int, layer: int) -> list[list[int]]:
-        index = built(Config(tokens_per_cluster=20, seed=seed), keys, layer=layer)
+        index = built(whole(tokens_per_cluster=20, seed=seed), keys, layer=layer)
         found: list[list[int]] = index.read_clusters(index.sizes, 0).tolist()
         return found
 
@@ -187,7 +194,7 @@ def test_the_seed_and_the_layer_choose_the_first_centroids() -> None:
 
 
 def test_first_layers_are_dense() -> None:
-    index = built(Config(top_k=4), random_keys(200, DIM), layer=1)
+    index = built(whole(top_k=4), random_keys(200, DIM), layer=1)
     assert select(index, random_queries(1, 2 * KV_HEADS, DIM), [0]) is None
     assert index.effort(200).rows == 200
     grow(index, 0, random_keys(20, DIM))
@@ -200,7 +207,7 @@ def test_growth_keeps_the_pace_and_the_list(update: int) -> None:
     """320 generated tokens are clustered alone into 4; smaller evictions join the last cluster until one is due."""
     prompt, evictions = 333, max(2, 700 // update)
     keys = random_keys(prompt + evictions * update, DIM, seed=update)
-    index = built(Config(top_k=50, tokens_per_cluster=80), keys[:, :prompt])
+    index = built(whole(top_k=50, tokens_per_cluster=80), keys[:, :prompt])
     assert index.counts[0] == 333 // 80
     before = index.read_clusters(index.centroids, 0).clone()
     for number in range(evictions):
@@ -213,7 +220,7 @@ def test_growth_keeps_the_pace_and_the_list(update: int) -> None:
 
 def test_a_region_that_starts_empty() -> None:
     keys = random_keys(40, DIM)
-    index = built(Config(top_k=10), keys[:, :0])
+    index = built(whole(top_k=10), keys[:, :0])
     assert index.counts == [0]
     for start in range(0, 40, 8):
         grow(index, 0, keys[:, start : start + 8])
@@ -229,7 +236,7 @@ def test_a_region_that_starts_empty() -> None:
     generated=st.integers(0, 5000),
 )
 def test_clusters_fit_the_extents(per_cluster: int, per_update: int, prompt: int, generated: int) -> None:
-    config = Config(tokens_per_cluster=per_cluster, clusters_per_update=per_update)
+    config = whole(tokens_per_cluster=per_cluster, clusters_per_update=per_update)
     clusters = config.prompt_clusters(prompt) + config.generated_clusters(generated)
     tokens = prompt + generated
     assert clusters <= config.most_clusters(tokens)
@@ -240,11 +247,11 @@ def test_clusters_fit_the_extents(per_cluster: int, per_update: int, prompt: int
 
 
 def test_default_sizes() -> None:
-    config, paper = Config(), Config(tokens_per_cluster=80)
+    config, paper = Config(), Config(**PAPER)
     assert (config.clusters_per_extent, config.prompt_clusters(32_768), config.generated_clusters(320)) == (32, 819, 4)
     assert (paper.clusters_per_extent, paper.prompt_clusters(32_768)) == (16, 409)
     assert traits(config).cache_defaults == {"update": 320, "sink": 16}
-    assert traits(Config(dense_layers=5)).device_layers == 5
+    assert traits(whole(dense_layers=5)).device_layers == 5
 
 
 @pytest.mark.parametrize(
@@ -270,7 +277,7 @@ def test_bad_fields_are_named(field: str, value: object) -> None:
 
 
 def test_bytes_per_token_are_those_of_the_arrays() -> None:
-    index = built(Config(), random_keys(10, DIM))
+    index = built(whole(), random_keys(10, DIM))
     arrays = (index.centroids, index.sizes, index.starts, index.places)
     held = sum(array.nbytes for array in arrays) / (index.context.extents.capacity * EXTENT_TOKENS)
     assert index.bytes_per_token == held
@@ -278,15 +285,15 @@ def test_bytes_per_token_are_those_of_the_arrays() -> None:
 
 def test_costs_follow_the_region() -> None:
     model = ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 1e-5, 5e5, 131_072)
-    found = costs(Config(), model, 131_072, 2)
+    found = costs(whole(), model, 131_072, 2)
     assert (found.rows, found.kernels, found.dense_layers) == (1024, 2, 2)
     assert found.index_bytes == 3276 * (256 + 8)
-    assert costs(Config(), model, 100, 2).rows == 100
-    assert costs(Config(), model, 0, 2).index_bytes == 0
+    assert costs(whole(), model, 100, 2).rows == 100
+    assert costs(whole(), model, 0, 2).index_bytes == 0
 
 
 def test_what_was_appended_for_another_request_is_dropped() -> None:
-    index, keys = built(Config(top_k=10, tokens_per_cluster=10), random_keys(300, DIM, 1)), random_keys(90, DIM, 2)
+    index, keys = built(whole(top_k=10, tokens_per_cluster=10), random_keys(300, DIM, 1)), random_keys(90, DIM, 2)
     index.append(0, 300, random_keys(40, DIM, 3))
     index.context.lengths[0] = 50
     index.build(0, keys[:, :50], NO_QUERIES)

@@ -1,0 +1,72 @@
+// Clusters of a region: the products of queries with centroids, and the places of the best clusters.
+#pragma once
+
+#include "../../shared/extent_rows.h"
+#include "../../shared/top.h"
+
+namespace kvseek {
+namespace {
+
+constexpr int CLUSTER_STEP = 4;  // an extent has room for a multiple of this (Config.clusters_per_extent: of 16)
+
+// Inner products of a query [dim] with CLUSTER_STEP rows of `dim` numbers that lie one after another. Four sums at a
+// time, for one would wait for itself.
+template <class T>
+inline void multiply_rows(const float* query, const T* rows, int64_t dim, float* products) {
+    Vec sums[CLUSTER_STEP] = {};
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+        const Vec some = load(query + d);
+        for (int i = 0; i < CLUSTER_STEP; i++) sums[i] += some * load(rows + i * dim + d);
+    }
+    sum4(sums[0], sums[1], sums[2], sums[3], products);
+    for (; d < dim; d++)
+        for (int i = 0; i < CLUSTER_STEP; i++) products[i] += query[d] * to_float(rows[i * dim + d]);
+}
+
+// Where the best clusters of a region end: those of a higher rank are taken whole, and of those of this rank, in the
+// order of their numbers, `left` rows.
+struct ClusterCut {
+    int32_t rank;
+    int64_t left;
+};
+
+// The cut at `wanted` rows, at most as many as all clusters have. Ranks [count] and sizes are followed by INT32_MIN and
+// by 0 up to the next multiple of LANES. Bisection, a bit of the rank a pass, as find_cut does it for single rows.
+ClusterCut cut_clusters(const int32_t* ranks, const int32_t* sizes, int64_t count, int64_t wanted) {
+    int32_t rank = INT32_MIN;
+    int64_t above = 0;
+    for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
+        const int32_t least = static_cast<int32_t>(static_cast<uint32_t>(rank) + bit);
+        IntVec rows = {};
+        for (int64_t i = 0; i < count; i += LANES) rows += (load(ranks + i) >= least) & load(sizes + i);
+        const int64_t reached = sum(rows);
+        if (reached >= wanted)
+            rank = least;
+        else
+            above = reached;
+    }
+    return {rank, wanted - above};
+}
+
+// Rows to take of cluster `c`; to be asked for one cluster after another.
+inline int64_t rows_taken(ClusterCut& cut, const int32_t* ranks, const int32_t* sizes, int64_t c) {
+    if (ranks[c] > cut.rank) return sizes[c];
+    if (ranks[c] < cut.rank) return 0;
+    const int64_t taken = sizes[c] < cut.left ? sizes[c] : cut.left;
+    cut.left -= taken;
+    return taken;
+}
+
+// Copy entries first .. first + count - 1 of a slot's sorted places [extents, kv_heads, 1024].
+inline void copy_entries(const int32_t* places, const int32_t* extents, int64_t kv_heads, int64_t head, int64_t first,
+                         int64_t count, int32_t* to) {
+    while (count > 0) {
+        const int64_t room = INDEX_EXTENT - first % INDEX_EXTENT, run = count < room ? count : room;
+        std::memcpy(to, places + row_of(extents, kv_heads, head, first), run * sizeof(int32_t));
+        first += run, count -= run, to += run;
+    }
+}
+
+}  // namespace
+}  // namespace kvseek

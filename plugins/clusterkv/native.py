@@ -1,0 +1,73 @@
+"""ClusterKV on the CPU with compiled kernels: the reference's index, encoded and searched in C++, clustered in PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvseek.core.cpu_library import pointer
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.codes.key_codes import STEPS
+from kvseek.plugins.codes.native import LIMITS, NativeCodeStore
+from kvseek.plugins.contract import IndexContext
+from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+from kvseek.plugins.shared.native_selection import NativeSelection, require_native
+
+from .reference import ReferenceIndex
+
+
+class ClusterkvSelectArguments(ctypes.Structure):
+    """Arguments of kvseek_clusterkv_select, as in select.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "rows", "requests", "table")),
+        *((name, c_void_p) for name in ("clusters", "centroids", "sizes", "starts", "spreads", "places")),
+        *((name, c_void_p) for name in ("high", "low", "scales", "signs")),
+        *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
+        *((name, c_int64) for name in ("listed", "clusters_per_extent", "reduction", "bfloat16", "threads")),
+        *((name, c_double) for name in ("scaling", "step", "spread_weight")),
+    )
+
+
+class NativeIndex(ReferenceIndex):
+    """The reference's arrays, encoded and searched by compiled kernels.
+
+    From equal clusters and codes, estimates equal the reference's to the bit. Scores of clusters and softmax weights differ by
+    rounding, so of two clusters, or of two rows, of nearly equal value either may be taken. A region of at most top_k rows is
+    selected in the order of its places, not of its clusters.
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context, NativeCodeStore)
+        assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
+        require_native("native clusters", context, LIMITS)
+        config = self.config
+        fields = {
+            "kv_heads": context.num_kv_heads,
+            "dim": context.head_dim,
+            "bfloat16": context.dtype is torch.bfloat16,
+        }
+        if isinstance(self.codes, NativeCodeStore):
+            fields |= self.codes.arguments | {"step": STEPS[config.rerank_bits]}
+        arrays = ("clusters", "centroids", "sizes", "starts", "spreads", "places")
+        arguments = ClusterkvSelectArguments(
+            **fields,
+            **{name: pointer(getattr(self, name)) for name in arrays},
+            group=context.group_size,
+            top_k=config.top_k,
+            listed=config.rows_of_clusters,
+            clusters_per_extent=config.clusters_per_extent,
+            reduction=GROUP_REDUCTIONS.index(config.group_reduce),
+            scaling=context.scaling,
+            spread_weight=config.spread_weight,
+        )
+        select = context.library.function("kvseek_clusterkv_select", c_void_p)
+        self._selection = NativeSelection(select, arguments, context)
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection | None:
+        """See ReferenceIndex.select."""
+        return None if self.dense else self._selection(queries, batch)
