@@ -46,7 +46,7 @@ class NativeIndex(ReferenceIndex):
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         require_native("native clusters", context, LIMITS)
         config = self.config
-        fields = {
+        fields: dict[str, float] = {
             "kv_heads": context.num_kv_heads,
             "dim": context.head_dim,
             "bfloat16": context.dtype is torch.bfloat16,

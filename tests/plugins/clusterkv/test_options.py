@@ -127,7 +127,7 @@ def test_centroids_alone_take_whole_clusters(settings: dict[str, Any], clusters:
         assert rows[head].tolist() == expected_candidates(index, keys, own, head)
 
 
-def test_an_engine_from_before_the_codes_is_refused() -> None:
+def test_an_engine_from_before_codes_is_refused() -> None:
     """Its configuration has no rerank_bits, and no codebook lies beside it."""
     context = make_context(Config(), DIM, GROUP, [100])
     with pytest.raises(
