@@ -29,30 +29,29 @@ from kvseek.measurement.machine import describe, describe_gpu
 
 QUESTION = 40  # tokens
 WARM_STEPS = 8  # that a batch is not timed for, after its last request has begun to decode
+LONGEST_ANSWER = 2048  # tokens: requests begin to decode one after another, and the first one goes on until the last has done so
 ROOM = 8192  # tokens of the pool for each request beside its document: for what ended requests leave
 
 
-def answer_tokens(requests: int, steps: int) -> int:
-    """Tokens that a request generates: requests begin to decode one after another, and end so."""
-    return 4 * requests + WARM_STEPS + steps
-
-
 def step_seconds(engine: Engine, documents: Sequence[Sequence[int]], steps: int, seed: int) -> list[float]:
-    """Seconds of `steps` steps in which one request about each of the documents decodes."""
+    """Seconds of `steps` steps in which one request about each of the documents decodes; then all of them are cancelled."""
     generator = torch.Generator().manual_seed(seed)
+    running: list[int] = []
     for document in documents:
         question = torch.randint(engine.config.model.vocab_size, (QUESTION,), generator=generator).tolist()
-        engine.submit(Request((*document, *question), answer_tokens(len(documents), steps)))
-    found, together = [], 0
-    while engine.has_work:
+        running.append(engine.submit(Request((*document, *question), LONGEST_ANSWER)))
+    found, together = list[float](), 0
+    while len(found) < steps:
+        assert engine.has_work, f"answers of {LONGEST_ANSWER} tokens ended before all requests had decoded together"
         started = time.perf_counter()
         outputs = engine.step()
         seconds = time.perf_counter() - started
         if sum(output.token_id is not None for output in outputs) == len(documents):
             together += 1
-            if WARM_STEPS < together <= WARM_STEPS + steps:
+            if together > WARM_STEPS:
                 found.append(seconds)
-    assert len(found) == steps, "all requests decode together for so many steps"
+    for request in running:
+        engine.cancel(request)
     return found
 
 
@@ -82,7 +81,7 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
         rows: RowStorage | None = None
         for variant in bench.variants:
             config = engine_config(arguments.dtype, bench.model, variant, cells)
-            longest = own.context + QUESTION + answer_tokens(own.requests, own.steps)
+            longest = own.context + QUESTION + LONGEST_ANSWER
             config = dataclasses.replace(
                 config,
                 model=dataclasses.replace(config.model, max_position_embeddings=longest),
