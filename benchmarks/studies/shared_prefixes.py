@@ -29,7 +29,9 @@ from kvseek.measurement.machine import describe, describe_gpu
 
 QUESTION = 40  # tokens
 WARM_STEPS = 8  # that a batch is not timed for, after its last request has begun to decode
-LONGEST_ANSWER = 2048  # tokens: requests begin to decode one after another, and the first one goes on until the last has done so
+LONGEST_ANSWER = (
+    2048  # tokens: requests begin to decode one after another, and the first one goes on until the last has done so
+)
 ROOM = 8192  # tokens of the pool for each request beside its document: for what ended requests leave
 
 
