@@ -56,8 +56,8 @@ class CudaKernels:
         Compute capability of the GPU: major and minor version.
     multiprocessors : int
         Streaming multiprocessors of the GPU; persistent grids are sized by them.
-    shared_memory_per_block, shared_memory_per_multiprocessor : int
-        Most bytes of shared memory that a block may ask for, and that all blocks of a multiprocessor have together.
+    shared_memory_per_block : int
+        Most bytes of shared memory that a block may ask for.
 
     Raises
     ------
@@ -73,7 +73,7 @@ class CudaKernels:
         properties: Any = torch.cuda.get_device_properties(self.device)  # the stubs lag behind
         self.multiprocessors: int = properties.multi_processor_count
         self.shared_memory_per_block: int = properties.shared_memory_per_block_optin
-        self.shared_memory_per_multiprocessor: int = properties.shared_memory_per_multiprocessor
+        self._multiprocessor_bytes: int = properties.shared_memory_per_multiprocessor
         gpu = self._call("cuDeviceGet", self.device.index)
         # Streams and memory of PyTorch belong to the primary context.
         self._context = self._call("cuDevicePrimaryCtxRetain", gpu)
@@ -130,7 +130,9 @@ class CudaKernels:
             plugins/shared/overlap.cuh. Without effect below compute capability 9.0.
         even : bool
             With overlap, blocks start where the preceding kernel's end first. Let no multiprocessor take more of them than an
-            even share, so that a grid whose blocks all run at once, with equal work, ends everywhere at the same time.
+            even share, so that a grid whose blocks all run at once, with equal work, ends everywhere at the same time. They are
+            given shared memory for that, and wait until the preceding kernel leaves it: ask where it was measured to gain.
+            Without effect without overlap.
 
         Raises
         ------
@@ -141,7 +143,8 @@ class CudaKernels:
         kernel = self._find(name, arguments)
         overlap = overlap and self.capability >= (9, 0)
         if overlap and even:
-            shared_bytes = max(shared_bytes, self._bytes_of_even_share(kernel, math.prod(grid)))
+            even_bytes = bytes_of_even_share(math.prod(grid), self.multiprocessors, self._multiprocessor_bytes)
+            shared_bytes = max(shared_bytes, even_bytes - kernel.static_bytes)
         what = f"{name}, grid {grid}, {threads} threads, {shared_bytes} bytes of dynamic shared memory"
         self._call("cuCtxSetCurrent", self._context, what=what)
         if shared_bytes > kernel.shared_bytes:
@@ -168,12 +171,6 @@ class CudaKernels:
         config.hStream = stream
         config.attrs, config.numAttrs = [attribute], 1
         return config
-
-    def _bytes_of_even_share(self, kernel: _Kernel, blocks: int) -> int:
-        """Return dynamic shared memory of which a multiprocessor has just not enough for one block more than its share."""
-        share = -(-blocks // self.multiprocessors)
-        taken = self.shared_memory_per_multiprocessor // (share + 1) + SHARED_STEP
-        return min(taken - RESERVED_SHARED_BYTES, self.shared_memory_per_block) - kernel.static_bytes
 
     def _find(self, name: str, arguments: ctypes.Structure) -> _Kernel:
         kernel = self._kernels.get(name)
@@ -226,6 +223,16 @@ class CudaKernels:
             major, minor = torch.cuda.get_device_capability(self.device)
             remedy = f"; the cubin is of another architecture: build with --cuda_archs {major}{minor}"
         raise KernelError(f"{function} failed on {self.device}{about}: {words}{remedy}")
+
+
+def bytes_of_even_share(blocks: int, multiprocessors: int, shared_bytes: int) -> int:
+    """Return shared memory of a block with which no multiprocessor takes more than its share of the blocks.
+
+    A multiprocessor has `shared_bytes`: just too few for one block more than its share. At most half of them, and a little, are
+    returned, which is less than a block may ask for.
+    """
+    share = -(-blocks // multiprocessors)
+    return shared_bytes // (share + 1) + SHARED_STEP - RESERVED_SHARED_BYTES
 
 
 def cuda_device(device: torch.device | None = None) -> torch.device:

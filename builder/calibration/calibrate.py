@@ -122,7 +122,8 @@ class Calibrator:
     def _losses(self, checkpoint: Checkpoint, directory: Path, sources: list[LayerSource], advance: Advance) -> Losses:
         embedding = load_weights(directory, CPU, lambda name: name == "embed.weight")["embed.weight"]
         hidden = [self._windows.hidden_states(embedding, layers, advance) for layers in sources]
-        stored = load_weights(directory, CPU, lambda name: not name.startswith("layers."))
+        stored = load_weights(directory, CPU, lambda name: name != "embed.weight" and not name.startswith("layers."))
+        stored["embed.weight"] = embedding
         heads = [self._head(stored)] * len(sources)
         if self.config.quantize_lm_head:
             heads[0] = self._head({"norm.weight": stored["norm.weight"]} | self._plain_head(checkpoint, embedding))

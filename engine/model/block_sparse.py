@@ -19,7 +19,7 @@ from kvseek.core.config import KEY_BLOCK
 
 from .attention import CausalAttention
 from .prompt_attention import FEWEST_QUERIES, PromptAttention
-from .repeated_tokens import RepeatedTokens
+from .repeated_tokens import MOST_PLACES, RepeatedTokens
 
 if TYPE_CHECKING:
     from kvseek.core.config import EngineConfig
@@ -237,5 +237,6 @@ def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: i
             gathered += PIECES_TOGETHER * (kv_heads * KEY_BLOCK * dim + samples) * dim
     else:  # of one KV head: its keys, and weights of a query block's samples before and after softmax
         scores = past * (dim + 2 * each * model.group_size) * torch.float32.itemsize
-    # Places of tokens, and what sorts them.
-    return gathered * dtype.itemsize + ranks + scores + 10 * torch.int64.itemsize * tokens
+    # Places of all tokens, and what sorts them; the places of a chunk's pairs, their blocks and what they count.
+    places = (10 * tokens + 8 * MOST_PLACES * chunk) * torch.int64.itemsize
+    return gathered * dtype.itemsize + ranks + scores + places

@@ -55,7 +55,7 @@ class RepeatedTokens:
         first = torch.where(begins, number, 0).cummax(dim=0).values
         own = torch.empty_like(number).scatter_(0, by_pair, number)
         earlier = torch.empty_like(number).scatter_(0, by_pair, number - first)
-        surprise = (earlier + 1) * len(tokens) / seen_alone
+        surprise = earlier.float().add_(1).mul_(len(tokens)).div_(seen_alone)
         surprise[1:] /= seen_alone[:-1]
         return by_pair, own, earlier, surprise.log_().clamp_min_(0)
 

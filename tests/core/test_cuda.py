@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvseek.core.cuda import CudaKernels, choose_architecture, cubin_architectures
+from kvseek.core.cuda import (
+    RESERVED_SHARED_BYTES,
+    CudaKernels,
+    bytes_of_even_share,
+    choose_architecture,
+    cubin_architectures,
+)
 from kvseek.core.errors import KernelError
 
 
@@ -23,6 +29,15 @@ def test_the_nearest_older_minor_version_is_chosen(capability: int, expected: in
 def test_other_architectures_do_not_fit(available: list[int], capability: int) -> None:
     with pytest.raises(KernelError, match=f"this GPU is sm_{capability}: build the engine again with --cuda_archs"):
         choose_architecture(available, capability)
+
+
+@pytest.mark.parametrize("shared_bytes", [228 << 10, 100 << 10], ids=["compute capability 9.0", "12.0"])
+@pytest.mark.parametrize("share", [1, 2, 3, 7, 16, 24])
+def test_an_even_share_fits_and_one_block_more_does_not(share: int, shared_bytes: int) -> None:
+    for blocks in (132 * (share - 1) + 1, 132 * share):
+        taken = bytes_of_even_share(blocks, 132, shared_bytes) + RESERVED_SHARED_BYTES
+        assert share * taken <= shared_bytes < (share + 1) * taken
+        assert taken < shared_bytes - RESERVED_SHARED_BYTES
 
 
 @pytest.fixture

@@ -104,7 +104,8 @@ void prepare(const Job& job, const Task& task) {
     if (has_codes(job)) round_queries(job.a, task.request, task.head, task.queries);
 }
 
-// Score the clusters of an extent; those without keys, and what follows the last one, are -infinity.
+// Score the clusters of an extent. Those without keys are -infinity; what follows the last one is overwritten when
+// clusters are ranked.
 template <class T>
 void score(const Job& job, const Task& task, int64_t extent) {
     const ClusterkvSelectArguments& a = job.a;

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvseek.plugins.batch import Batch, RequestState, pack
 from kvseek.plugins.codes.key_codes import estimate_all, estimate_at, leading_bits
+from kvseek.plugins.nested import device
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import HELD_CANDIDATES, CudaIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
@@ -88,6 +89,17 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
     selection = select_rows(index, queries, slots)
     for request, slot in enumerate(slots):
         check_request(index, queries, request, slot, selection.rows[request])
+
+
+def test_a_block_may_have_more_groups_of_scores_than_it_tells_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block a task, as in large batches, and a region of 36 groups of 768 scores for each of its warps."""
+    monkeypatch.setattr(device, "MOST_BLOCKS", 1)
+    torch.manual_seed(5)
+    length = 36 * 768 * 16
+    index = make_index(Config(), "bfloat16", 64, 2, gpu_context.keys_of_slots([length], 64, "bfloat16"))
+    assert index.workspace(1)["blocks"] == 1
+    queries = (3 * torch.randn(1, KV_HEADS * 2, 64)).bfloat16().cuda()
+    check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
 
 
 def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, rows: Tensor) -> None:
