@@ -7,8 +7,8 @@
 // and choose.cu (nested), rerank.cu (ClusterKV), coded.cu (CTkvr) and attend.cu read what a kernel of this step wrote.
 // For attend.cu, every selection's last kernel must call allow_later_kernels, if it does, after its own wait.
 //
-// Blocks that start early start where there is room first. If a grid runs all at once and its blocks have equal work, an
-// even launch may help: else one multiprocessor gets three blocks, and another one. It makes blocks wait for shared
+// Blocks that start early start where there is room first. If a grid runs all at once and its blocks have equal work,
+// an even launch may help: else one multiprocessor gets three blocks, and another one. It makes blocks wait for shared
 // memory, so measure whether it gains.
 #pragma once
 
