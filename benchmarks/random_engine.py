@@ -50,14 +50,14 @@ def random_engine(config: EngineConfig, seed: int, threads: int) -> Iterator[Eng
     with tempfile.TemporaryDirectory(prefix="kvseek-bench-") as folder:
         directory = Path(folder) / "engine"
         write_random_engine(directory, config, seed)
-        decoder = load_decoder(directory, config)
-        tokenizer: Any = SimpleNamespace(file=None)  # requests are token ids
-        engine = Engine(config, decoder, tokenizer)
         try:
-            yield engine
-        finally:
-            engine.close()
+            with contextlib.closing(load_decoder(directory, config)) as decoder:  # which ends the ranks
+                tokenizer: Any = SimpleNamespace(file=None)  # requests are token ids
+                engine = Engine(config, decoder, tokenizer)
+                with contextlib.closing(engine):
+                    yield engine
             del engine, decoder
+        finally:
             torch.set_num_threads(threads)
 
 

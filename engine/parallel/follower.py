@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ def _ignore(first: int, logits: Tensor) -> None:
     """Take logits that rank 0 has, too."""
 
 
-def serve(connection: Connection, load: Load, up: Path | None = None) -> None:
+def serve(connection: Connection, load: Load, up: Path | None = None) -> NoReturn:
     """Load, and do what rank 0 says until it closes the connection. The file `up` is made when all is loaded."""
     torch.set_num_threads(load.threads)
     end_with_rank_0(connection)
@@ -146,8 +147,12 @@ def serve(connection: Connection, load: Load, up: Path | None = None) -> None:
         reporter.close()
 
 
-def follow(connection: Connection, own: argparse.Namespace | None = None) -> int:
-    """Serve rank 0; returns an exit status, 1 after an error that rank 0 is told. `own`: flags of a rank of another node."""
+def follow(connection: Connection, own: argparse.Namespace | None = None) -> NoReturn:
+    """Serve rank 0, and end this process: with status 1 after an error, which rank 0 is told. `own`: flags of another node.
+
+    It ends at once, before any memory is given back: that may take longer than `end_with_rank_0` allows, and on a GPU it would
+    wait for kernels, which may wait for other ranks.
+    """
     try:
         load: Load = connection.recv()
         if own is None:
@@ -155,15 +160,19 @@ def follow(connection: Connection, own: argparse.Namespace | None = None) -> int
         else:
             serve(connection, replace(load, directory=str(own.engine_dir), threads=own.threads), own.up)
     except (EOFError, ConnectionError):
-        return 0  # rank 0 has ended, or needs this rank no longer
+        _end(0)  # rank 0 has ended, or needs this rank no longer
     except Exception as error:
         logger.exception("rank 0 is told of an error")
         try:
             connection.send_bytes(f"{type(error).__name__}: {error}".encode())
         except OSError:
-            return 0
-        return 1
-    return 0
+            _end(0)
+        _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(status)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,15 +189,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the rank; returns the exit status."""
+    """Run the rank until the process ends; returns the exit status of one that does not join rank 0."""
     if len(argv) == 1:
         # These may reach all processes of a terminal or a unit at once: rank 0 decides what they mean.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        status = follow(Connection(int(argv[0])))
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # kernels may wait for other ranks, and an end in order would wait for them
-            os._exit(status)
-        return status
+        follow(Connection(int(argv[0])))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     arguments = parse_arguments(argv)
     try:
@@ -197,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
     except KvseekError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return follow(connection, arguments)
+    follow(connection, arguments)
 
 
 if __name__ == "__main__":

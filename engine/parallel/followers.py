@@ -30,6 +30,7 @@ from .watch import Watch, unanswered
 
 TIMEOUT_SECONDS = 60.0  # that a rank waits for another in a layer, or until all have joined
 END_SECONDS = 10.0  # that a rank has to end before it is killed
+LEFT_SECONDS = 5.0  # that a thread of rank 0 has to end which waits for ranks that have ended
 FOLLOWER = "kvseek.engine.parallel.follower"  # the program of a rank
 FAILED_SECONDS = 1.0  # that a rank has to tell why rank 0 has failed
 logger = logging.getLogger(__name__)
@@ -142,6 +143,10 @@ class Followers:
         except BaseException:
             logger.exception("the ranks cannot join")
             self.close()  # what waits for this rank ends with its process, and then nothing waits in a group
+            if not self._reporter.has_ended_apart(LEFT_SECONDS):
+                # In NCCL it stays, which is no default group. A wait for a rank in gloo fails after `timeout_seconds`. Should
+                # the thread join a group yet, create_store refuses the next engine of several ranks in this process.
+                logger.warning("a thread still waits for ranks that have ended, and is left behind")
             leave()  # so that this process may load another engine of several ranks
             raise
 

@@ -138,9 +138,8 @@ class RankProducts(Products):
         self._made = 0
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
-        """See Products. On the CPU it may copy the weight to another layout, so each is told of."""
-        self._made += 1
-        self._ranks.reporter.doing(f"prepares product {self._made}")
+        """See Products."""
+        self._tell()
         return self._products.linear(weight, bias, scale)
 
     def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
@@ -150,12 +149,18 @@ class RankProducts(Products):
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         """See Products."""
+        self._tell()
         own, ranks, vocab_size = self._products.head(weight, scale), self._ranks, self._vocab_size
         return lambda x: ranks.gather(own(x))[:, :vocab_size].contiguous()
 
     def embedding(self, weight: Tensor) -> Embedding:
         """See Products."""
         return RankEmbedding(weight, self._ranks)
+
+    def _tell(self) -> None:
+        """Tell of the next product, as on the CPU it may copy its weight to another layout."""
+        self._made += 1
+        self._ranks.reporter.doing(f"prepares product {self._made}")
 
 
 class RankEmbedding(Embedding):

@@ -36,7 +36,7 @@ class Report:
     Attributes
     ----------
     doing : str
-        Its present work, as "reads weights, 3 of 291".
+        Its present work, as "reads weights: layers.3.qkv.weight".
     waits : bool
         It waits for other ranks, and need not get on unless all do so.
     failure : str
@@ -78,6 +78,7 @@ class Reporter:
         self._check, self._report, self._steps, self._begun = check, Report(), 0, time.monotonic()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._apart: threading.Thread | None = None
 
     @property
     def report(self) -> Report:
@@ -122,12 +123,19 @@ class Reporter:
                 errors.append(error)
             done.set()
 
-        threading.Thread(target=run, name="kvseek-wait", daemon=True).start()
+        self._apart = threading.Thread(target=run, name="kvseek-wait", daemon=True)
+        self._apart.start()
         while not done.wait(LOOK_SECONDS):
             self._check()
         if errors:
             raise errors[0]
         return results[0]
+
+    def has_ended_apart(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the thread that `apart` may have left; returns whether none is there any more."""
+        if self._apart is not None:
+            self._apart.join(seconds)
+        return self._apart is None or not self._apart.is_alive()
 
     def publish(self, store: TCPStore, rank: int) -> None:
         """Write reports into a store, whose connection nothing else uses, until `close`; the first is there on return."""
@@ -157,7 +165,7 @@ class Reporter:
 
 
 class Reports:
-    """What rank 0 knows of the other ranks, and how long it has known it. One thread at a time uses it.
+    """What rank 0 knows of the other ranks, and how long it has known it. Several threads may use it.
 
     Parameters
     ----------
@@ -171,36 +179,42 @@ class Reports:
 
     def __init__(self, store: TCPStore, own: Reporter, ranks: Collection[int]) -> None:
         now = time.monotonic()
-        self._store, self._own = store, own
+        self._store, self._own, self._lock = store, own, threading.Lock()
         self._known: dict[int, Report] = {}
         self._heard, self._moved, self._failed = (dict.fromkeys((0, *ranks), now) for _ in range(3))
 
     def look(self) -> None:
         """Read all reports."""
-        now = time.monotonic()
-        for rank in self._heard:
-            if rank == 0:
-                report = self._own.report
-            elif self._store.check([_key(rank)]):
-                report = msgspec.json.decode(self._store.get(_key(rank)), type=Report)
-            else:
-                continue
-            known = self._known.get(rank, Report(beat=-1))
-            if known.beat != report.beat:
-                self._heard[rank] = now
-            if dataclasses.replace(known, beat=report.beat) != report:
-                self._moved[rank] = now
-            if not report.failure or known.failure != report.failure:
-                self._failed[rank] = now
-            self._known[rank] = report
+        with self._lock:
+            now = time.monotonic()
+            for rank in self._heard:
+                if rank == 0:
+                    report = self._own.report
+                elif self._store.check([_key(rank)]):
+                    report = msgspec.json.decode(self._store.get(_key(rank)), type=Report)
+                else:
+                    continue
+                known = self._known.get(rank, Report(beat=-1))
+                if known.beat != report.beat:
+                    self._heard[rank] = now
+                if dataclasses.replace(known, beat=report.beat) != report:
+                    self._moved[rank] = now
+                if not report.failure or known.failure != report.failure:
+                    self._failed[rank] = now
+                self._known[rank] = report
 
     @property
     def absent(self) -> list[int]:
         """Ranks that have never reported."""
-        return [rank for rank in self._heard if rank and rank not in self._known]
+        with self._lock:
+            return [rank for rank in self._heard if rank and rank not in self._known]
 
     def loading_fault(self) -> str:
         """Say which rank keeps the others from being loaded, and by what; empty if all is well so far."""
+        with self._lock:
+            return self._loading_fault()
+
+    def _loading_fault(self) -> str:
         now, known = time.monotonic(), self._known
         failed = [rank for rank, one in known.items() if one.failure and now - self._failed[rank] > SETTLE_SECONDS]
         if failed:
@@ -213,6 +227,8 @@ class Reports:
                 f"rank {rank}: no progress within {known[rank].within:.0f} s ({self.doing(rank)})" for rank in hung
             )
         if len(stalled) == len(self._heard):
+            if not known[0].waits:  # while others wait for rank 0 it may take its time, unless it gets on with nothing
+                return f"rank 0: no progress within {known[0].within:.0f} s ({known[0].doing})"
             return f"{named(stalled)}: each waits for the others, since {known[0].within:.0f} s"
         return ""
 
@@ -226,9 +242,10 @@ class Reports:
         while time.monotonic() - begun < SILENT_SECONDS:
             time.sleep(BEAT_SECONDS / 2)
             self.look()
-        silent = [rank for rank, heard in self._heard.items() if rank and heard <= begun]
-        most = max(one.steps for one in self._known.values())
-        return silent or [rank for rank, one in self._known.items() if rank and one.steps < most]
+        with self._lock:
+            silent = [rank for rank, heard in self._heard.items() if rank and heard <= begun]
+            most = max(one.steps for one in self._known.values())
+            return silent or [rank for rank, one in self._known.items() if rank and one.steps < most]
 
     def doing(self, rank: int) -> str:
         """Say what a rank has last told of itself, and whether it still tells anything."""

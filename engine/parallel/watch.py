@@ -87,7 +87,11 @@ class Watch:
 
     def _run(self) -> None:
         while not self._freeing.wait(PERIOD_SECONDS) and not self._closed.is_set():
-            failure = self._find_failure()
+            try:
+                failure = self._find_failure()
+            except Exception as error:  # rank 0 must not wait for ranks that nobody watches
+                logger.exception("the other ranks cannot be watched")
+                failure = f"rank 0: cannot watch the others: {type(error).__name__}: {error}"
             if failure and not self._freeing.is_set():  # else the connections were closed on purpose meanwhile
                 self._failure = failure
                 logger.error("%s: what waits for it on rank 0 is released", failure)
@@ -108,7 +112,8 @@ class Watch:
             return self._reports.loading_fault()
         since = self._since
         if since is not None and time.monotonic() - since > self._timeout:
-            return unanswered(self._reports, self._connections, self._timeout)
+            found = unanswered(self._reports, self._connections, self._timeout)
+            return found if self._since == since else ""  # that took seconds, in which the call may have ended
         return ""
 
 

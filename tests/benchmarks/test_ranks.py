@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvseek.benchmarks import decode, ranks, shapes
+from kvseek.benchmarks import decode, random_engine, ranks, shapes
 from kvseek.benchmarks.device.options import parse
 from kvseek.benchmarks.random_engine import write_random_engine
 from kvseek.benchmarks.ranks import add_ratios
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.cuda import cubin_path
+from kvseek.core.errors import CapacityError
 from kvseek.core.ranks import rank_config, vocabulary_rows
 from kvseek.engine.model.random_weights import RANDOM_FILE, make_weights, random_seed, weight_shapes, write_random
 
@@ -98,6 +100,25 @@ def test_bad_settings_are_named(case: str, capsys: pytest.CaptureFixture[str]) -
     flags, message = BAD[case]
     assert decode.main(["--shape", "tiny", "--methods", "full", *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, before = list[str](), torch.get_num_threads()
+    decoder = SimpleNamespace(close=lambda: closed.append("decoder"))
+
+    def fail(*_: object) -> None:
+        raise CapacityError("no memory for an engine")
+
+    monkeypatch.setattr(random_engine, "write_random_engine", lambda *_: None)
+    monkeypatch.setattr(random_engine, "load_decoder", lambda *_: decoder)
+    monkeypatch.setattr(random_engine, "Engine", fail)
+    config = EngineConfig(TINY, "full", max_seq_len=512, max_input_len=512)
+    with (
+        pytest.raises(CapacityError, match="no memory for an engine"),
+        random_engine.random_engine(config, 0, before),
+    ):
+        pass
+    assert closed == ["decoder"]
 
 
 def test_ratios_are_of_the_same_place() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.parallel.failing_rank import CASE, REASON, join
@@ -21,12 +22,13 @@ from tests.support.waiting import is_running, wait_for
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError
+from kvseek.engine.model.linear import Products
 from kvseek.engine.parallel import followers, leader, reports
 from kvseek.engine.parallel.device_ranks import DeviceRanks
 from kvseek.engine.parallel.followers import Followers, Member, RankError
 from kvseek.engine.parallel.leader import lead
 from kvseek.engine.parallel.nodes import ONE_NODE
-from kvseek.engine.parallel.ranks import Ranks, create_store, find_store
+from kvseek.engine.parallel.ranks import RankProducts, Ranks, create_store, find_store
 from kvseek.engine.parallel.reports import Reporter, Reports
 
 WAIT_SECONDS = (
@@ -113,6 +115,27 @@ def test_ranks_do_not_wait_when_rank_0_cannot_load(directory: Path, monkeypatch:
     monkeypatch.setattr(leader, "load_part", fail)
     with pytest.raises(CapacityError, match=r"^rank 0 has no memory$"):
         lead(directory, read_config(directory))
+
+
+@pytest.mark.usefixtures("started")
+def test_a_group_that_is_joined_too_late_is_left(
+    directory: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 dies while rank 0 joins, in a thread that is left there and joins nevertheless."""
+    joined = threading.Event()
+
+    def join_late(several: Followers) -> None:
+        os.kill(started[0], signal.SIGKILL)
+        wait_for(lambda: several._failure, "the end of rank 1")
+        time.sleep(1.0)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        joined.set()
+
+    monkeypatch.setattr(Followers, "_join", join_late)
+    with pytest.raises(RankError, match=r"^rank 1: its process \d+ has ended with status -9; the engine's ranks"):
+        lead(directory, read_config(directory))
+    assert joined.is_set()
+    assert not dist.is_initialized()
 
 
 def gpu_followers(directory: Path, monkeypatch: pytest.MonkeyPatch, case: str, own_case: str) -> Followers:
@@ -211,6 +234,8 @@ def test_ranks_that_wait_need_not_get_on_unless_all_do(world: Callable[[float], 
     assert wait_for(lambda: (fault := own.fault()).startswith("ranks") and fault, "the time limit") == (
         "ranks 0, 1, 2 and 3: each waits for the others, since 1 s"
     )
+    own.own.doing("pins rows")
+    assert wait_for(own.fault, "the time limit") == "rank 0: no progress within 1 s (pins rows)"
 
 
 def test_long_work_may_take_longer(world: Callable[[float], World]) -> None:
@@ -250,8 +275,21 @@ def test_what_waits_for_other_ranks_can_be_left() -> None:
     with pytest.raises(KeyError, match="5"):
         reporter.apart(lambda: {}[5])
     threading.Timer(0.2, failed.set).start()
+    assert reporter.has_ended_apart(0.0)
+    later = threading.Event()
     with pytest.raises(RankError):
-        reporter.apart(threading.Event().wait)
+        reporter.apart(later.wait)
+    assert not reporter.has_ended_apart(0.1)
+    later.set()
+    assert reporter.has_ended_apart(WAIT_SECONDS)
     for call in (reporter.doing, reporter.waiting):
         with pytest.raises(RankError):
             call("reads weights")
+
+
+def test_a_product_of_the_head_is_told_of() -> None:
+    ranks = Ranks(0, 2)
+    products, weight = RankProducts(Products(torch.float32), ranks, 8), torch.zeros(4, 3)
+    for number, make in enumerate((products.linear, products.row_parallel, products.head), 1):
+        make(weight)
+        assert ranks.reporter.report.doing == f"prepares product {number}"
