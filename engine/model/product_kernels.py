@@ -156,8 +156,11 @@ class ProductKernels:
             inputs=inputs,
         )
         name = f"kvseek_{'gated_' * gated}{'weight_only_' * (weight.itemsize == 1)}linear_{shape.rows}_{shape.warps}"
-        grid = -(-weight.shape[0] // shape.weight_rows), 1, 1
-        self._kernels.launch(name, grid, shape.warps * WARP, arguments, shape.shared_bytes, overlap=True, even=True)
+        blocks = -(-weight.shape[0] // shape.weight_rows)
+        # Measured with two and three blocks a multiprocessor. A single one would wait for more than half of the shared memory.
+        even = blocks > self._kernels.multiprocessors
+        threads, shared_bytes = shape.warps * WARP, shape.shared_bytes
+        self._kernels.launch(name, (blocks, 1, 1), threads, arguments, shared_bytes, overlap=True, even=even)
         return out
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
