@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.random_weights import fill_weight, weight_shapes
-from kvseek.engine.model.weight_only import HEAD, NONE, is_quantised, quantise
+from kvseek.engine.model.weight_only import HEAD, stored_weight
 
 ALIGNMENT = 128  # numbers: every matrix begins on a boundary that any kernel is content with
 
@@ -42,13 +42,8 @@ class RandomWeights:
 
 def quantised(tensors: dict[str, Tensor], precision: str, *, quantize_lm_head: bool = False) -> dict[str, Tensor]:
     """Weights as an engine of these fields of EngineConfig stores them; those that stay in their dtype are shared."""
-    if precision == NONE:
-        return tensors
     stored: dict[str, Tensor] = {}
     own_head = {HEAD: tensors["embed.weight"]} if quantize_lm_head else {}  # of a tied model
     for name, tensor in (own_head | tensors).items():
-        if is_quantised(name, quantize_lm_head=quantize_lm_head):
-            stored[name], stored[f"{name}_scale"] = quantise(tensor, precision)
-        else:
-            stored[name] = tensor
+        stored |= stored_weight(name, tensor, precision, quantize_lm_head=quantize_lm_head)
     return stored

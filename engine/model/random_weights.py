@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.ranks import vocabulary_rows
 
-from .weight_only import HEAD, NONE, is_quantised, quantise
+from .weight_only import HEAD, stored_weight
 
 RANDOM_FILE = "random_weights.json"
 
@@ -109,16 +110,14 @@ def make_weights(
         Called with the name of each tensor before it is made.
     """
     generator = torch.Generator(device).manual_seed(seed + rank)
+    stored = partial(stored_weight, precision=config.weight_only_precision, quantize_lm_head=config.quantize_lm_head)
     weights: dict[str, Tensor] = {}
     for name, shape in weight_shapes(config.model, size).items():
         if begin is not None:
             begin(name)
         tensor = torch.empty(shape, dtype=getattr(torch, config.dtype), device=device)
         fill_weight(tensor, name, config.model.num_layers, generator, size)
-        if config.weight_only_precision != NONE and is_quantised(name, quantize_lm_head=config.quantize_lm_head):
-            weights[name], weights[f"{name}_scale"] = quantise(tensor, config.weight_only_precision)
-        else:
-            weights[name] = tensor
+        weights |= stored(name, tensor)
     if config.quantize_lm_head and config.model.tie_word_embeddings:
-        weights[HEAD], weights[f"{HEAD}_scale"] = quantise(weights["embed.weight"], config.weight_only_precision)
+        weights |= stored(HEAD, weights["embed.weight"])
     return weights

@@ -16,9 +16,8 @@ PRECISIONS = {  # values of EngineConfig.weight_only_precision: dtype of the wei
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
 QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer
-HEAD = (
-    "lm_head.weight"  # with EngineConfig.quantize_lm_head a matrix of its own in tied models too: the embedding stays
-)
+# With EngineConfig.quantize_lm_head a matrix of its own in tied models too: the embedding stays.
+HEAD = "lm_head.weight"
 NUMBERS = 1 << 22  # weights quantised at a time, in whole rows: a few float32 copies of them take memory meanwhile
 FASTER_ROWS = 32  # most rows of x that a GPU multiplies faster than with 16-bit weights (benchmarks/README.md)
 INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because kernels load so many at once
@@ -74,3 +73,11 @@ def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def is_quantised(name: str, *, quantize_lm_head: bool = False) -> bool:
     """Whether weight-only quantisation applies to the weight of this name."""
     return name.endswith(tuple(f".{part}.weight" for part in QUANTISED)) or (quantize_lm_head and name == HEAD)
+
+
+def stored_weight(name: str, weight: Tensor, precision: str, *, quantize_lm_head: bool = False) -> dict[str, Tensor]:
+    """A weight as an engine of these fields of EngineConfig keeps it: quantised with its scale, or itself."""
+    if precision == NONE or not is_quantised(name, quantize_lm_head=quantize_lm_head):
+        return {name: weight}
+    quantised, scale = quantise(weight, precision)
+    return {name: quantised, f"{name}_scale": scale}

@@ -49,16 +49,22 @@ void lay_out_tasks(Task* tasks, int64_t count, Scratch& memory, const LayOut& la
     for (int64_t i = 0; i < count; i++) lay_out(tasks[i], arena);
 }
 
-// Write the top k of a task's candidates by their estimates, or by the heads' softmax weights.
+// Ranks of `count` keys or clusters by their scores [lanes, stride], or by the heads' softmax weights, which take the
+// scores' place.
+template <class Arguments>
+void rank_scores(const Arguments& a, float* scores, int lanes, int64_t stride, int64_t count, int32_t* ranks) {
+    if (a.reduction != 0) {
+        for (int lane = 0; lane < lanes; lane++) softmax(scores + lane * stride, count, static_cast<float>(a.scaling));
+        fold(scores, lanes, stride, count, a.reduction == 1);
+    }
+    rank_values(scores, count, ranks);
+}
+
+// Write the top k of a task's candidates by their estimates.
 template <class Arguments, class Task>
 void choose_rows(const Arguments& a, const Task& task, int lanes) {
     int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
-    if (a.reduction != 0) {
-        for (int lane = 0; lane < lanes; lane++)
-            softmax(task.estimates + lane * task.stride, task.candidate_count, static_cast<float>(a.scaling));
-        fold(task.estimates, lanes, task.stride, task.candidate_count, a.reduction == 1);
-    }
-    rank_values(task.estimates, task.candidate_count, task.ranks);
+    rank_scores(a, task.estimates, lanes, task.stride, task.candidate_count, task.ranks);
     take_largest(task.ranks, task.places, task.candidate_count, a.top_k, rows);
 }
 

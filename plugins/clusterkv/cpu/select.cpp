@@ -130,12 +130,7 @@ void score(const Job& job, const Task& task, int64_t extent) {
 void list(const Job& job, const Task& task) {
     const ClusterkvSelectArguments& a = job.a;
     for (int64_t c = task.clusters; c < task.cluster_stride; c++) task.sizes[c] = 0;
-    if (a.reduction != 0) {
-        for (int lane = 0; lane < job.lanes; lane++)
-            softmax(task.scores + lane * task.cluster_stride, task.clusters, static_cast<float>(a.scaling));
-        fold(task.scores, job.lanes, task.cluster_stride, task.clusters, a.reduction == 1);
-    }
-    rank_values(task.scores, task.clusters, task.cluster_ranks);
+    rank_scores(a, task.scores, job.lanes, task.cluster_stride, task.clusters, task.cluster_ranks);
     ClusterCut cut = cut_clusters(task.cluster_ranks, task.sizes, task.clusters, task.candidate_count);
     int32_t* to = task.places;
     for (int64_t c = 0; c < task.clusters; c++) {
