@@ -159,16 +159,22 @@ class CudaIndex(Index):
             reranker.check(batch.size)
         arguments = self._arguments(queries, batch, rows if reranker is None else reranker.candidates)
         chunks = min(self.workspace.units, max(1, SCORE_BLOCKS * self._kernels.multiprocessors // tasks))
-        self._launch("score", (chunks, tasks, 1), SCORE_THREADS, arguments, 0)
+        self._launch("score", (chunks, tasks, 1), SCORE_THREADS, arguments, 0, even=True)
         self._launch("choose", (tasks, 1, 1), CHOOSE_THREADS, arguments, self._choose_bytes)
         if codes is not None and reranker is not None:
             reranker.launch(codes, queries, batch, rows)
         return Selection(rows)
 
     def _launch(
-        self, kernel: str, grid: tuple[int, int, int], threads: int, arguments: SelectArguments, shared_bytes: int
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: SelectArguments,
+        shared_bytes: int,
+        even: bool = False,
     ) -> None:
-        self._kernels.launch(f"kvseek_clusterkv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
+        self._kernels.launch(f"kvseek_clusterkv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True, even=even)
 
     def _arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> SelectArguments:
         work, mean = self.workspace, self.config.group_reduce == "mean"
