@@ -110,7 +110,7 @@ struct TensorWarp {
         for (int i = 0; i < ROWS * PIECES / 32; ++i) {
             const int piece = lane + 32 * i, row = piece / PIECES, offset = piece % PIECES * 8;
             const Number* from = rows.row(row);
-            copy_async_16_or_zeros(to + row * ROW_STRIDE + offset, (from ? from : somewhere) + offset, from != nullptr);
+            copy_once_16_or_zeros(to + row * ROW_STRIDE + offset, (from ? from : somewhere) + offset, from != nullptr);
         }
     }
 
@@ -162,7 +162,7 @@ struct TensorWarp {
 #pragma unroll
             for (int i = 0; i < ROWS * PIECES / 32; ++i) {
                 const int piece = lane + 32 * i, row = piece / PIECES, offset = piece % PIECES * 8;
-                copy_async_16(to + row * ROW_STRIDE + offset, tile.row(min(row, last)) + offset);
+                copy_once_16_or_zeros(to + row * ROW_STRIDE + offset, tile.row(min(row, last)) + offset, true);
             }
         }
         close_copy_group();  // an empty one too: groups are counted

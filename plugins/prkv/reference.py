@@ -106,7 +106,7 @@ class ReferenceIndex(Index):
 
     def _choose(self, slot: int, keys: Tensor, queries: Tensor) -> Tensor | None:
         config, n = self.config, keys.shape[1]
-        self.static_rows[slot] = 0
+        self.static_rows[slot].zero_()  # an assignment of a number would wait for the device
         self.homes[slot] = torch.arange(config.most_static, device=keys.device)  # for rows yet to come: their places
         if config.most_static == 0 or n < config.page:
             self.targets[slot] = torch.full((), config.fixed_static, device=keys.device)

@@ -6,10 +6,15 @@
 
 namespace kvseek {
 
-// Read-only loads that leave the L1 cache alone: a row is used once. The address is a multiple of the size.
+// For memory that a step uses once: the L1 cache leaves it alone, and the L2 cache gives it up before anything else. So
+// there is room for what is used again and again, such as the page tables of host memory (docs/gpu.md, "Used once").
+#define KVSEEK_USED_ONCE ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+#define KVSEEK_LOAD_ONCE "{" KVSEEK_USED_ONCE "ld.global.nc.L1::no_allocate.L2::cache_hint."
+
+// The address is a multiple of the size.
 __device__ __forceinline__ uint4 load_once_16(const void* from) {
     uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile(KVSEEK_LOAD_ONCE "v4.u32 {%0, %1, %2, %3}, [%4], policy;}"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(from));
     return x;
@@ -17,13 +22,13 @@ __device__ __forceinline__ uint4 load_once_16(const void* from) {
 
 __device__ __forceinline__ uint2 load_once_8(const void* from) {
     uint2 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+    asm volatile(KVSEEK_LOAD_ONCE "v2.u32 {%0, %1}, [%2], policy;}" : "=r"(x.x), "=r"(x.y) : "l"(from));
     return x;
 }
 
 __device__ __forceinline__ unsigned load_once_4(const void* from) {
     unsigned x;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(from));
+    asm volatile(KVSEEK_LOAD_ONCE "u32 %0, [%1], policy;}" : "=r"(x) : "l"(from));
     return x;
 }
 
@@ -46,6 +51,15 @@ __device__ __forceinline__ void copy_async_16_or_zeros(void* to, const void* fro
                      static_cast<unsigned>(__cvta_generic_to_shared(to))),
                  "l"(from), "r"(exists ? 16 : 0)
                  : "memory");
+}
+
+// The same of memory that a step uses once.
+__device__ __forceinline__ void copy_once_16_or_zeros(void* to, const void* from, bool exists) {
+    asm volatile(
+        "{" KVSEEK_USED_ONCE "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, policy;}" ::"r"(
+            static_cast<unsigned>(__cvta_generic_to_shared(to))),
+        "l"(from), "r"(exists ? 16 : 0)
+        : "memory");
 }
 
 __device__ __forceinline__ void close_copy_group() {
