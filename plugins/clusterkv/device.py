@@ -174,7 +174,9 @@ class CudaIndex(Index):
         shared_bytes: int,
         even: bool = False,
     ) -> None:
-        self._kernels.launch(f"kvseek_clusterkv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True, even=even)
+        self._kernels.launch(
+            f"kvseek_clusterkv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True, even=even
+        )
 
     def _arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> SelectArguments:
         work, mean = self.workspace, self.config.group_reduce == "mean"

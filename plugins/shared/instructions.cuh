@@ -55,11 +55,11 @@ __device__ __forceinline__ void copy_async_16_or_zeros(void* to, const void* fro
 
 // The same of memory that a step uses once.
 __device__ __forceinline__ void copy_once_16_or_zeros(void* to, const void* from, bool exists) {
-    asm volatile(
-        "{" KVSEEK_USED_ONCE "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, policy;}" ::"r"(
-            static_cast<unsigned>(__cvta_generic_to_shared(to))),
-        "l"(from), "r"(exists ? 16 : 0)
-        : "memory");
+    asm volatile("{" KVSEEK_USED_ONCE
+                 "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, policy;}" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
 }
 
 __device__ __forceinline__ void close_copy_group() {

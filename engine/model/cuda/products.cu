@@ -101,7 +101,7 @@ class Blocks {
             for (int half = 0; half < HALVES; ++half) {
                 const bool valid = S::channel(part) < outputs_ && input + half * 4 * S::PIECE < inputs_;
                 copy_once_16_or_zeros(&ring_[next_stage_][part * HALVES + half][lane],
-                                       valid ? from + half * 4 * S::PIECE : weight_, valid);
+                                      valid ? from + half * 4 * S::PIECE : weight_, valid);
             }
         }
         close_copy_group();
