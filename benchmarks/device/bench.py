@@ -22,6 +22,7 @@ from kvseek.engine.loading.runtime import device_products, layer_kernels, prompt
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.kernel_model import KernelModel
+from kvseek.engine.model.weight_only import NONE
 from kvseek.engine.retrieval import Retrieval
 from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.variants import Variant
@@ -98,6 +99,7 @@ class Bench:
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}
+        self._tensors: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
         self.use(arguments.methods)
         free, _ = torch.cuda.mem_get_info(self.device)
         device = free if arguments.device_gib is None else min(free, int(arguments.device_gib * GIB))
@@ -113,6 +115,11 @@ class Bench:
                 self._needs[variant.label] = measured_needs(self, variant)
         itemsize = self.dtype.itemsize
         every = [Needs.of(self.config(v, self.cells), itemsize, self._needs[v.label]) for v in variants]
+        if not self.arguments.throughput:  # `load` makes the weights in the dtype too
+            plain = dataclasses.replace(
+                self.config(variants[0], self.cells), weight_only_precision=NONE, quantize_lm_head=False
+            )
+            every.append(Needs.of(plain, itemsize, IndexNeeds()))
         self.needs = Needs.most(every)
         # With "always", the rows of dense layers stay on the device. Variants share one pool, so the largest number of dense
         # layers counts for all of them.
@@ -120,11 +127,24 @@ class Bench:
         self.region_cache = min((v.cache for v in variants), key=lambda cache: cache.sink + cache.local)
 
     def load(self) -> None:
-        """Make the weights: after the plan has been checked, as it takes a while."""
+        """Make the weights of the variants in use: after the plan has been checked, as it takes a while."""
         self.weights = RandomWeights(self.model, self.dtype, self.device, self.arguments.seed)
         precisions = {(variant.weight_only_precision, variant.quantize_lm_head) for variant in self.variants}
         plain = self.weights.tensors
         self._tensors = {(bits, head): quantised(plain, bits, quantize_lm_head=head) for bits, head in precisions}
+
+    def load_alone(self, variant: Variant) -> None:
+        """Plan for one variant from now on, and hold no weights but its own, in whose place `weights` were."""
+        self.use([variant])
+        self._tensors.clear()
+        self.load()
+        ((precision, tensors),) = self._tensors.items()
+        if precision != (NONE, False):
+            own = self.weights.flat.untyped_storage().data_ptr()
+            for name, tensor in tensors.items():
+                if tensor.untyped_storage().data_ptr() == own:
+                    tensors[name] = tensor.clone()
+        del self.weights
 
     def filler(self) -> Filler:
         """Synthetic keys for all cells; makes them."""

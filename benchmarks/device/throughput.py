@@ -28,16 +28,14 @@ PAST_THE_PEAK = 0.5  # share of a method's best tokens per second below which la
 
 def run_throughput(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Every method at every context and batch, one after the other: no two of them fit at a time."""
-    bench.load()
     filler = bench.filler()
-    release()
     document: dict[str, Any] = {"results": [], "skipped": []}
     variants = list(bench.variants)
-    for context in bench.arguments.contexts:
-        for variant in variants:
-            bench.use([variant])
+    for variant in variants:
+        bench.load_alone(variant)
+        release()
+        for context in bench.arguments.contexts:
             _run_method(bench, variant, context, filler, document, save)
-    bench.use(variants)
     document["peaks"] = _peaks(document["results"], variants[0].label)
     return document
 

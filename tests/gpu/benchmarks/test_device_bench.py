@@ -97,12 +97,15 @@ def test_auto_takes_the_baseline_of_another_phase(tmp_path: Path) -> None:
 
 
 def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = run(tmp_path, "--throughput", "--contexts", "4096", "--batches", "1,2")
+    """Weights of one method lie on the device at a time."""
+    narrow = "pariskv:weight_only_precision=int8"
+    flags = ("--throughput", "--contexts", "4096", "--batches", "1,2", "--methods", f"full,pariskv,{narrow}")
+    document = run(tmp_path, *flags)
     found = [(entry["method"], entry["batch"]) for entry in document["results"]]
-    assert {method for method, _ in found} == {"full", "pariskv"}
+    assert found == [(method, batch) for method in ("full", "pariskv", narrow) for batch in (1, 2)]
     for entry in document["results"]:
         assert entry["tokens_per_second"] == pytest.approx(entry["batch"] / entry["step_seconds"]["median"])
-    assert [peak["method"] for peak in document["peaks"]] == ["full", "pariskv"]
+    assert [peak["method"] for peak in document["peaks"]] == ["full", "pariskv", narrow]
     assert "the baseline's peak" in capsys.readouterr().out
 
 

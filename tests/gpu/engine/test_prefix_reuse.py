@@ -180,8 +180,8 @@ def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) 
     extents = engine._cache.extents
     kept = set(range(extents.capacity)) - set(extents._free)
     assert 0 < len(kept) < extents.capacity
-    torch.cuda.synchronize()
     for kind in POISONS:
+        torch.cuda.synchronize()  # rows that change places are read when their request has ended, and the host writes next
         with torch.inference_mode():
             for array in left_behind(engine):
                 for number in range(array.shape[0]):
