@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvseek.benchmarks import decode, shapes
-from kvseek.benchmarks.studies import cache_hits, cached_prompts, selection_times, shared_prefixes
+from kvseek.benchmarks.studies import cache_hits, cached_prompts, scattered_rows, selection_times, shared_prefixes
 from kvseek.core.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -177,3 +177,12 @@ def test_questions_about_kept_documents(tmp_path: Path) -> None:
         (method, offload) for offload in ("always", "never") for method in ("full", "pariskv")
     ]
     assert all(seconds > 0 for entry in steps for seconds in entry["seconds"].values())
+
+
+def test_scattered_rows_of_host_memory(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    sizes = ["--rows", "50", "--heads", "2", "--layers", "3", "--tokens", "8192", "--head_dim", "64"]
+    assert scattered_rows.main([*sizes, "--output", str(output)]) == 0
+    found = json.loads(output.read_text(encoding="utf-8"))["microseconds"]
+    assert list(found)[:3] == ["again", "others", "others, 4 KiB touched"]
+    assert found["again"] > 0 < found["others"]
