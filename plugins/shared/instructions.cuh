@@ -6,8 +6,8 @@
 
 namespace kvseek {
 
-// For memory that a step uses once: the L1 cache leaves it alone, and the L2 cache gives it up before anything else. So
-// there is room for what is used again and again, such as the page tables of host memory (docs/gpu.md, "Used once").
+// For memory that a step uses once: the L1 cache leaves it alone, and the L2 cache gives it up before anything else, so
+// that there is room for what is used again (docs/gpu.md, "Used once").
 #define KVSEEK_USED_ONCE ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
 #define KVSEEK_LOAD_ONCE "{" KVSEEK_USED_ONCE "ld.global.nc.L1::no_allocate.L2::cache_hint."
 
