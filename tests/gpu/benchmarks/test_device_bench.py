@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from kvseek.benchmarks import decode, shapes
-from kvseek.benchmarks.studies import cache_hits, cached_prompts, scattered_rows, selection_times, shared_prefixes
+from kvseek.benchmarks.studies import (
+    cache_hits,
+    cached_prompts,
+    evictions,
+    scattered_rows,
+    selection_times,
+    shared_prefixes,
+)
 from kvseek.core.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -186,3 +193,13 @@ def test_scattered_rows_of_host_memory(tmp_path: Path) -> None:
     found = json.loads(output.read_text(encoding="utf-8"))["microseconds"]
     assert list(found)[:3] == ["again", "others", "others, 4 KiB touched"]
     assert found["again"] > 0 < found["others"]
+
+
+def test_steps_beside_an_eviction(tmp_path: Path) -> None:
+    output = tmp_path / "evictions.json"
+    flags = ["--shape", "tiny", "--methods", "full,nested", "--contexts", "4096,5000", "--offload", "always,never"]
+    assert evictions.main([*flags, "--output", str(output)]) == 0
+    results = json.loads(output.read_text(encoding="utf-8"))["results"]
+    cells = [(context, offload) for context in (4096, 5000) for offload in ("always", "never")]
+    assert [(entry["context"], entry["offload"]) for entry in results] == cells * 2
+    assert all(0 < entry["step_seconds"] < entry["longest_seconds"] and entry["shown_seconds"] > 0 for entry in results)
