@@ -134,7 +134,7 @@ class Bench:
         self._tensors = {(bits, head): quantised(plain, bits, quantize_lm_head=head) for bits, head in precisions}
 
     def load_alone(self, variant: Variant) -> None:
-        """Plan for one variant from now on, and hold no weights but its own, in whose place `weights` were."""
+        """Plan for one variant from now on, and hold its weights alone: `weights`, which a plain read reads, are gone then."""
         self.use([variant])
         self._tensors.clear()
         self.load()

@@ -173,12 +173,13 @@ def random_row_offsets(
     itemsize: int,
     device: torch.device,
     neighbours: int = 1,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Byte offsets, int64 [count], of random pages of `neighbours` rows of one layer of a row pool.
 
-    Sizes and strides are in elements; `neighbours` divides an extent.
+    Sizes and strides are in elements; `neighbours` divides an extent. Without a generator they are the same in each call.
     """
-    generator = torch.Generator(device).manual_seed(0)
+    generator = generator or torch.Generator(device).manual_seed(0)
     extent = torch.randint(0, extents, (count,), device=device, generator=generator)
     page = torch.randint(0, kv_heads * EXTENT_TOKENS // neighbours, (count,), device=device, generator=generator)
     return (extent * extent_stride + page * neighbours * 2 * head_dim) * itemsize

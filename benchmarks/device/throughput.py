@@ -78,13 +78,19 @@ def _try(bench: Bench, variant: Variant, cell: Cell, filler: Filler, document: d
     return None
 
 
-def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict[str, Any]:
-    cache, method = bench.new_cache(bench.row_storage("auto", [cell]), variant, [cell]), variant.label
-    indexes = bench.indexes(variant, cache, [cell])
-    hot = bench.arguments.hot_rows != "off"
-    contestant = DeviceContestant(method, method, bench.decoder(variant, cache, indexes, [cell], hot))
+def contestant_alone(bench: Bench, variant: Variant, cell: Cell, offload: str, filler: Filler) -> DeviceContestant:
+    """A variant that has begun to decode a cell, over rows and a cache of its own."""
+    cache = bench.new_cache(bench.row_storage(offload, [cell]), variant, [cell])
+    indexes, hot = bench.indexes(variant, cache, [cell]), bench.arguments.hot_rows != "off"
+    decoder = bench.decoder(variant, cache, indexes, [cell], hot)
+    contestant = DeviceContestant(variant.label, variant.label, decoder)
     filler.fill(cell, [(cache, [indexes])])
     contestant.start(cell)
+    return contestant
+
+
+def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict[str, Any]:
+    contestant, method = contestant_alone(bench, variant, cell, "auto", filler), variant.label
     first = max(contestant.step() for _ in range(2))  # captures the graph, too
     steps = max(LEAST_STEPS, min(bench.arguments.steps, int(MOST_SECONDS / first)))
     warmup = WARMUP if steps > LEAST_STEPS else 1
@@ -96,7 +102,7 @@ def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict
         "batch": cell.batch,
         "hot_rows": contestant.hot,
         "hit_rate": contestant.hit_rate(),
-        "host_layers": cache.rows.layout.host_layers,
+        "host_layers": contestant.cache.rows.layout.host_layers,
         "step_seconds": samples.summary(),
         "tokens_per_second": cell.batch / samples.median,
         "memory": memory(bench, contestant),

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from kvseek.benchmarks.device.bench import Bench
-from kvseek.benchmarks.device.contestant import DeviceContestant
 from kvseek.benchmarks.device.decode import release
 from kvseek.benchmarks.device.filling import Filler
 from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.options import parse
+from kvseek.benchmarks.device.throughput import contestant_alone
 from kvseek.core.errors import CapacityError
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import write_result
@@ -34,11 +34,8 @@ WARM_STEPS = 20  # that are not counted: the first one captures the graph
 
 def measure(bench: Bench, variant: Variant, cell: Cell, offload: str, filler: Filler) -> dict[str, Any]:
     """Seconds of a method's steps alone and beside an eviction; the cell has one request."""
-    cache = bench.new_cache(bench.row_storage(offload, [cell]), variant, [cell])
-    indexes = bench.indexes(variant, cache, [cell])
-    contestant = DeviceContestant(variant.label, variant.label, bench.decoder(variant, cache, indexes, [cell], True))
-    filler.fill(cell, [(cache, [indexes])])
-    contestant.start(cell)
+    contestant = contestant_alone(bench, variant, cell, offload, filler)
+    cache, indexes = contestant.cache, contestant.decoder.retrieval.indexes
     length, steps = cache.lengths[0], list[float]()
     for _ in range(cache.config.update):
         steps.append(contestant.step())

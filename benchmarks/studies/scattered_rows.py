@@ -2,7 +2,7 @@
 
     python benchmarks/studies/scattered_rows.py --rows 100 --heads 8 --layers 32 --tokens 131072
 
-The pool is a request's, as the engine lays it out. A step reads random rows of every KV head, layer after layer, in one CUDA
+The pool is a request's, as the engine lays it out. A step reads random rows of all KV heads, layer after layer, in one CUDA
 graph. *again*: the rows of the step before. *others*: other rows in each step. *others, block touched*: the same, but another
 address in the same block of so many bytes was read just before, by a launch that is not counted. A GPU translates addresses
 of host memory block by block, and remembers some translations; data of host memory it does not keep. So the smallest block
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvseek.benchmarks.device.memory_rates import timing_event
+from kvseek.benchmarks.device.memory_rates import random_row_offsets, timing_event
 from kvseek.benchmarks.studies.page_fetch import FETCH_BYTES, FETCH_THREADS, KERNELS, PageFetchArguments
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import EXTENT_TOKENS
@@ -36,7 +36,7 @@ WARMUP = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step reads: `rows` rows of `row_bytes` of each KV head and layer, from a pool of so many tokens."""
+    """What a step reads: of each layer heads × `rows` rows of `row_bytes`, from a pool of so many tokens."""
 
     rows: int
     heads: int
@@ -60,18 +60,14 @@ class ScatteredRows:
         self.out = torch.empty(count * sizes.row_bytes, dtype=torch.uint8, device=device)
         self.swept = torch.empty(SWEPT_BYTES, dtype=torch.uint8, device=device)
 
-    def draw(self) -> None:
-        """Choose other rows."""
-        sizes = self.sizes
-        shape = (sizes.layers, sizes.heads, sizes.rows)
-        layer = torch.arange(sizes.layers, device=self.device)[:, None, None]
-        head = torch.arange(sizes.heads, device=self.device)[None, :, None]
-        place = torch.randint(sizes.tokens, shape, device=self.device, generator=self.generator)
-        lists = (place // EXTENT_TOKENS * sizes.layers + layer) * sizes.heads + head
-        self.rows.copy_(((lists * EXTENT_TOKENS + place % EXTENT_TOKENS) * sizes.row_bytes).flatten())
-
-    def neighbours(self, block: int) -> None:
-        """Choose for every row the address half a block further on, in the same block."""
+    def draw(self, block: int) -> None:
+        """Choose other rows, and for each of them the address half a block further on, in the same block."""
+        pool, count = self.pool.rows, self.sizes.heads * self.sizes.rows
+        extents, _, heads, _, _, head_dim = pool.shape
+        shape = (extents, pool.stride(0), heads, head_dim, pool.itemsize, self.device)
+        for layer, rows in enumerate(self.rows.view(-1, count)):
+            found = random_row_offsets(count, *shape, generator=self.generator)
+            rows.copy_(found + layer * pool.stride(1) * pool.itemsize)
         start = self.rows // block * block
         self.touched.copy_(start + (self.rows - start + block // 2) % block)
 
@@ -98,8 +94,8 @@ class ScatteredRows:
                 if rows:
                     self.fetch(self.rows, layer, self.sizes.row_bytes)
 
-        self.draw()
-        self.neighbours(block or BLOCKS[0])
+        of_touches = block or BLOCKS[0]
+        self.draw(of_touches)
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -108,8 +104,7 @@ class ScatteredRows:
         times = list[float]()
         for _ in range(WARMUP + REPEATS):
             if not again:
-                self.draw()
-                self.neighbours(block or BLOCKS[0])
+                self.draw(of_touches)
             self.swept.zero_()
             begin, end = timing_event(), timing_event()
             begin.record()
@@ -123,7 +118,7 @@ class ScatteredRows:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table, or JSON with --output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=100, help="of a KV head and layer")
+    parser.add_argument("--rows", type=int, default=100, help="of a KV head and layer, on average")
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens of the pool, a multiple of 1,024")
