@@ -86,11 +86,16 @@ class Bench:
     weights : RandomWeights
     """
 
-    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], layers: int | None = None) -> None:
-        """Measure what the variants need and plan for them; `layers` cuts the shape to its first ones."""
+    def __init__(
+        self, arguments: argparse.Namespace, cells: Sequence[Cell], layers: int | None = None, *, alone: bool = False
+    ) -> None:
+        """Measure what the variants need and plan for them.
+
+        `layers` cuts the shape to its first ones. `alone`: variants will be loaded by load_alone, not all at once.
+        """
         from kvseek.core.cuda import cuda_device
 
-        self.arguments, self.cells = arguments, list(cells)
+        self.arguments, self.cells, self.alone = arguments, list(cells), alone
         self.device = cuda_device()
         torch.cuda.set_device(self.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
@@ -115,7 +120,7 @@ class Bench:
                 self._needs[variant.label] = measured_needs(self, variant)
         itemsize = self.dtype.itemsize
         every = [Needs.of(self.config(v, self.cells), itemsize, self._needs[v.label]) for v in variants]
-        if not self.arguments.throughput:  # `load` makes the weights in the dtype too
+        if not self.alone:  # `load` makes the weights in the dtype too
             plain = dataclasses.replace(
                 self.config(variants[0], self.cells), weight_only_precision=NONE, quantize_lm_head=False
             )

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, as it goes into the result file, which is written whenever it has grown."""
     if arguments.tp_size is not None:
         return run_ranks(arguments, partial(_save, arguments))
-    bench = Bench(arguments, cells_of(arguments))
+    bench = Bench(arguments, cells_of(arguments), alone=arguments.throughput)
     mode = "throughput" if arguments.throughput else "prefill" if arguments.prefill else "decode"
     head = {"benchmark": "device", "mode": mode, "machine": describe(), "gpu": describe_gpu(bench.device)}
     head |= {"shape": arguments.shape, "dtype": arguments.dtype, "weights": arguments.weights}

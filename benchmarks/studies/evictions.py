@@ -73,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="write JSON there")
     own = parser.parse_args(argv)
     flags = ["--shape", own.shape, "--methods", own.methods, "--contexts", own.contexts, "--offload", own.offload]
-    arguments = parse([*flags, "--throughput"])  # one method at a time
+    arguments = parse(flags)
     cells = [Cell(context, 1) for context in arguments.contexts]
-    bench, results = Bench(arguments, cells), list[dict[str, Any]]()
+    bench, results = Bench(arguments, cells, alone=True), list[dict[str, Any]]()
     filler, variants = bench.filler(), list(bench.variants)
     print(f"{'':12} {'tokens':>9} {'rows':>7} {'step ms':>8} {'excess ms':>9} {'longest ms':>10} {'shown ms':>8}")
     for variant in variants:
