@@ -44,7 +44,7 @@ class LayerRows:
 
     Attributes
     ----------
-    pool : Tensor [extents, G, 1024, 2, D], strided by extent
+    pool : Tensor [extents, G, 1024, 2, D]
         Keys and values by place, addressed through `IndexContext.extents`. The tensor is in host memory (pinned, for an engine
         on a GPU) or on the engine's device. On a GPU it may be read and written only in the order of the current stream.
     pointer : int

@@ -4,10 +4,11 @@
 
 The pool is a request's, as the engine lays it out. A step reads random rows of all KV heads, layer after layer, in one CUDA
 graph. *again*: the rows of the step before. *others*: other rows in each step. *others, block touched*: the same, but another
-address in the same block of so many bytes was read just before, by a launch that is not counted. A GPU translates addresses
-of host memory block by block, and remembers some translations; data of host memory it does not keep. So the smallest block
-whose touch saves as much as it can is the unit of its translations. Before each step 256 MiB of GPU memory are written, as
-weights and codes displace what the second-level cache holds of page tables.
+address in the same block of so many bytes was read just before, by a launch that is not counted, and by the thread block of
+the same number, so most likely on the same multiprocessor. *touched elsewhere*: by another thread block. A GPU
+translates addresses of host memory block by block, and remembers some translations; data of host memory it does not keep. So
+the largest block whose touch saves as much as any is the unit of its translations. Before each step 256 MiB of GPU memory are
+written, as weights and codes displace what the second-level cache holds of page tables.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kvseek.measurement.output import write_result
 
 BLOCKS = (4 << 10, 64 << 10, 256 << 10, 2 << 20)  # bytes
 SWEPT_BYTES = 256 << 20
+AWAY = 37  # thread blocks, to be on another multiprocessor
 REPEATS = 12
 WARMUP = 3
 
@@ -60,8 +62,11 @@ class ScatteredRows:
         self.out = torch.empty(count * sizes.row_bytes, dtype=torch.uint8, device=device)
         self.swept = torch.empty(SWEPT_BYTES, dtype=torch.uint8, device=device)
 
-    def draw(self, block: int) -> None:
-        """Choose other rows, and for each of them the address half a block further on, in the same block."""
+    def draw(self, block: int, *, elsewhere: bool = False) -> None:
+        """Choose other rows, and for each of them the address half a block further on, in the same block.
+
+        `elsewhere`: a thread block on another multiprocessor touches it.
+        """
         pool, count = self.pool.rows, self.sizes.heads * self.sizes.rows
         extents, _, heads, _, _, head_dim = pool.shape
         shape = (extents, pool.stride(0), heads, head_dim, pool.itemsize, self.device)
@@ -69,7 +74,8 @@ class ScatteredRows:
             found = random_row_offsets(count, *shape, generator=self.generator)
             rows.copy_(found + layer * pool.stride(1) * pool.itemsize)
         start = self.rows // block * block
-        self.touched.copy_(start + (self.rows - start + block // 2) % block)
+        touched = (start + (self.rows - start + block // 2) % block).view(-1, count)
+        self.touched.copy_(touched.roll(AWAY * elsewhere, dims=1).flatten())
 
     def fetch(self, offsets: Tensor, layer: int, row_bytes: int) -> None:
         """Read `row_bytes` at a layer's offsets on the current stream."""
@@ -84,7 +90,9 @@ class ScatteredRows:
         )
         self.kernels.launch("kvseek_page_fetch", (1, count, 1), FETCH_THREADS, arguments)
 
-    def microseconds(self, *, again: bool = False, block: int | None = None, rows: bool = True) -> float:
+    def microseconds(
+        self, *, again: bool = False, block: int | None = None, elsewhere: bool = False, rows: bool = True
+    ) -> float:
         """Median of a layer's part of a step: touches of blocks, if there are to be any, and then rows, unless not wanted."""
 
         def run() -> None:
@@ -104,7 +112,7 @@ class ScatteredRows:
         times = list[float]()
         for _ in range(WARMUP + REPEATS):
             if not again:
-                self.draw(of_touches)
+                self.draw(of_touches, elsewhere=elsewhere)
             self.swept.zero_()
             begin, end = timing_event(), timing_event()
             begin.record()
@@ -136,8 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for block in BLOCKS:
         touched = study.microseconds(block=block, rows=False)
         found[f"others, {block >> 10} KiB touched"] = study.microseconds(block=block) - touched
+    touched = study.microseconds(block=BLOCKS[0], elsewhere=True, rows=False)
+    both = study.microseconds(block=BLOCKS[0], elsewhere=True)
+    found[f"others, {BLOCKS[0] >> 10} KiB touched elsewhere"] = both - touched
     for name, microseconds in found.items():
-        print(f"{name:28} {microseconds:7.1f}", flush=True)
+        print(f"{name:34} {microseconds:7.1f}", flush=True)
     if options.output:
         write_result(options.output, {"benchmark": "scattered_rows", "sizes": asdict(sizes), "microseconds": found})
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -24,7 +25,9 @@ class HostPool:
     Attributes
     ----------
     rows : Tensor [extents, layers, G, 1024, 2, D], on the CPU
-        K then V of each token and KV head. Pinned memory is freed when the last tensor over it is.
+        K then V of each token and KV head. In memory the layers are outermost, because a layer's rows are read together: a GPU
+        takes longer for addresses that lie further apart (docs/gpu.md, "Addresses of host memory"). Pinned memory is freed when
+        the last tensor over it is.
     device_pointer : int
         Address of `rows` for kernels of the device; for the CPU, the address of the tensor.
     pinned : bool
@@ -43,17 +46,18 @@ class HostPool:
         CapacityError
             If host memory does not suffice.
         """
-        shape = (extents, layers, kv_heads, EXTENT_TOKENS, 2, head_dim)
+        shape = (layers, extents, kv_heads, EXTENT_TOKENS, 2, head_dim)
         self.pinned = device.type == "cuda" and math.prod(shape) > 0  # the driver allocates no empty ranges
         self.way: str | None
         self._row_bytes = 2 * head_dim * dtype.itemsize
         if self.pinned:
             memory = _pin(math.prod(shape) * dtype.itemsize, device)
             self.device_pointer, self.way = memory.device_pointer, memory.way
-            self.rows = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
+            rows = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
         else:
-            self.rows = _pageable(shape, dtype)
-            self.device_pointer, self.way = self.rows.data_ptr(), None
+            rows = _pageable(shape, dtype)
+            self.device_pointer, self.way = rows.data_ptr(), None
+        self.rows = rows.transpose(0, 1)
 
     def write(self, extent: int, first_layer: int, inside: slice, rows: Tensor) -> None:
         """Copy rows to places `inside` of an extent, in layers first_layer, first_layer + 1, ...
@@ -76,27 +80,32 @@ class HostPool:
             target.copy_(rows)
 
     def _copy_from_device(self, target: Tensor, rows: Tensor) -> None:
-        # In an extent the runs of rows of all layers and heads are equally spaced, so one strided copy moves them all.
-        runs = rows.view(rows.shape[0] * rows.shape[1], -1)
-        together = runs.shape[0] if runs.stride(0) * runs.element_size() <= MAX_PITCH_BYTES else 1
-        for first in range(0, runs.shape[0], together):
-            address = target.data_ptr() + first * EXTENT_TOKENS * self._row_bytes
-            self._copy_runs(address, runs[first : first + together])
+        layers, heads = rows.shape[:2]
+        runs = rows.view(layers * heads, -1)
+        pitch = runs.stride(0) * runs.element_size()
+        if pitch <= MAX_PITCH_BYTES:
+            self._copy_runs(target, rows, pitch)
+            return
+        for layer, head in itertools.product(range(layers), range(heads)):
+            one = slice(layer, layer + 1), slice(head, head + 1)
+            self._copy_runs(target[one], rows[one], 0)
 
-    def _copy_runs(self, address: int, runs: Tensor) -> None:
-        """Copy runs [layers × heads, numbers] from the device to `address` and on, spaced as in an extent."""
-        width = runs.shape[1] * runs.element_size()
+    def _copy_runs(self, target: Tensor, rows: Tensor, pitch: int) -> None:
+        """Copy rows [layers, G, n, 2, D] from the device, each (layer, KV head) `pitch` bytes after the one before."""
+        layers, heads = rows.shape[:2]
+        width = rows[0, 0].numel() * rows.element_size()
         driver = cuda_driver()
-        copy = driver.CUDA_MEMCPY2D()
+        copy = driver.CUDA_MEMCPY3D()
         copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        copy.srcDevice = runs.data_ptr()
-        # The stride of a single run means nothing and may be out of bounds.
-        copy.srcPitch = width if runs.shape[0] == 1 else runs.stride(0) * runs.element_size()
+        copy.srcDevice = rows.data_ptr()
+        # The pitch of a single run means nothing and may be out of bounds.
+        copy.srcPitch, copy.srcHeight = (pitch, heads) if layers * heads > 1 else (width, 1)
         copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
-        copy.dstHost = address
-        copy.dstPitch = EXTENT_TOKENS * self._row_bytes
-        copy.WidthInBytes, copy.Height = width, runs.shape[0]
-        check(driver.cuMemcpy2DAsync(copy, _current_stream(runs)), "copying rows to the row pool")
+        copy.dstHost = target.data_ptr()
+        # Heads of an extent are next to each other; from a layer to the next there are those of all extents.
+        copy.dstPitch, copy.dstHeight = EXTENT_TOKENS * self._row_bytes, self.rows.shape[0] * self.rows.shape[2]
+        copy.WidthInBytes, copy.Height, copy.Depth = width, heads, layers
+        check(driver.cuMemcpy3DAsync(copy, _current_stream(rows)), "copying rows to the row pool")
 
 
 def can_pin(size: int, available: int) -> bool:

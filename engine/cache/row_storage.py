@@ -26,6 +26,7 @@ class RowStorage:
     layout : RowLayout
         Number of extents, and number of first layers whose rows lie on the device.
     device_rows : Tensor [extents, device layers, G, 1024, 2, D], on the device
+        In memory the layers are outermost, as in the pool.
     pool : HostPool
         Rows of the other layers.
     """
@@ -42,9 +43,8 @@ class RowStorage:
         layout, on_device = self.layout, layer < self.layout.device_layers
         rows, number = (self.device_rows, layer) if on_device else (self.pool.rows, layer - layout.device_layers)
         base = self.device_rows.data_ptr() if on_device else self.pool.device_pointer
-        layers = layout.device_layers if on_device else layout.host_layers
-        stride = layers * layout.layer_bytes // rows.element_size()
-        return LayerRows(rows[:, number], base + number * layout.layer_bytes, stride)
+        pointer = base + number * layout.capacity * layout.layer_bytes
+        return LayerRows(rows[:, number], pointer, layout.layer_bytes // rows.element_size())
 
     def write(self, first_layer: int, rows: Tensor, spans: Sequence[Span]) -> None:
         """Write rows [layers, G, n, 2, D] of layers first_layer, ... on the current stream."""
@@ -88,7 +88,8 @@ class RowStorage:
 
 def _device_rows(layout: RowLayout, row_shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     try:
-        return torch.empty((layout.capacity, layout.device_layers, *row_shape), dtype=dtype, device=device)
+        shape = (layout.device_layers, layout.capacity, *row_shape)
+        return torch.empty(shape, dtype=dtype, device=device).transpose(0, 1)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         raise CapacityError(
             f"cannot allocate {layout.device_bytes:,} bytes on {device} for the rows of {layout.device_layers} layers and "

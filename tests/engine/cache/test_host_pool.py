@@ -26,7 +26,7 @@ def test_rows_arrive_where_kernels_look(layers: int, kv_heads: int, dtype: torch
     expected[1, 4 - layers :, :, 1000:1024] = everything[:, :, 7:31]
     assert torch.equal(pool.rows, expected)
     head, position = kv_heads - 1, 1010
-    numbers = (1 * 4 + 3) * kv_heads * EXTENT_TOKENS * 2 * 8 + (head * EXTENT_TOKENS + position) * 2 * 8
+    numbers = (3 * 3 + 1) * kv_heads * EXTENT_TOKENS * 2 * 8 + (head * EXTENT_TOKENS + position) * 2 * 8
     row = (ctypes.c_byte * (16 * dtype.itemsize)).from_address(pool.device_pointer + numbers * dtype.itemsize)
     assert torch.equal(torch.frombuffer(row, dtype=dtype).view(2, 8), everything[-1, -1, 17])
 
