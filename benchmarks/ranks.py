@@ -103,12 +103,27 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     """Load an engine, and yield the result of each context."""
     generator = torch.Generator().manual_seed(arguments.seed)
+    if config.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     with random_engine(config, arguments.seed, threads) as engine:
         contestant, decoder = EngineContestant(engine, threads, contest.variant.label), engine.decoder
         place = {"sums": decoder.sums, "host_layers": decoder.cache.rows.layout.host_layers}
+        loaded = device_memory(decoder.cache.window.device)
         for context in arguments.contexts:
             ids = torch.randint(config.model.vocab_size, (context,), generator=generator).tolist()
-            yield {**contest.named(), "context": context, **place, **_timed(arguments, contestant, ids)}
+            timed = _timed(arguments, contestant, ids)
+            after = device_memory(decoder.cache.window.device)
+            memory = None if loaded is None else {"loaded": loaded, "after": after}
+            yield {**contest.named(), "context": context, **place, **timed, "device_memory": memory}
+
+
+def device_memory(device: torch.device) -> dict[str, int] | None:
+    """Return the bytes of rank 0's GPU that tensors take, the most that they took, and all that is in use; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    tensors, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return {"tensors": tensors, "most_tensors": peak, "in_use": total - free}
 
 
 def _timed(arguments: argparse.Namespace, contestant: EngineContestant, ids: list[int]) -> dict[str, Any]:
@@ -157,16 +172,17 @@ def print_ranks(document: dict[str, Any]) -> None:
     console = Console(markup=False, highlight=False)
     machine, prompts = document["machine"], document["mode"] == "prefill"
     place = f"{document['gpus']} × {document['gpu']['name']}" if "gpu" in document else machine["cpu"]
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 140)
     console.print(f"{place}; torch {machine['versions']['torch']}; commit {machine['commit']}")
     title = f"{document['shape']} {document['dtype']}, random weights, {'prompts' if prompts else 'decode steps'}"
     caption = (
         "engines one after the other; × 1 rank: over one rank of the same method and offload; "
-        "× base: over the first method with as many ranks"
+        "× base: over the first method with as many ranks; GPU GiB: the most that tensors of rank 0 took"
     )
     table, unit = Table(title=title, caption=caption), "s" if prompts else "ms"
     table.add_column("method", no_wrap=True)
-    headings = ("tokens", "offload", "layers on host", "tp", unit, "min–max", "tokens/s", "× 1 rank", "× base", "sums")
+    ratios = ("× 1 rank", "× base")
+    headings = ("tokens", "offload", "layers on host", "tp", unit, "min–max", "tokens/s", *ratios, "GPU GiB", "sums")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for entry in document["results"]:
@@ -178,6 +194,7 @@ def print_ranks(document: dict[str, Any]) -> None:
 
 def _row(entry: dict[str, Any], prompts: bool) -> list[str]:
     seconds, scale = entry["seconds"], 1.0 if prompts else 1e3
+    memory = entry["device_memory"]
     ratios = ("" if entry[name] is None else f"{entry[name]:.3f}" for name in ("to_one_rank", "to_baseline"))
     return [
         entry["method"],
@@ -189,5 +206,6 @@ def _row(entry: dict[str, Any], prompts: bool) -> list[str]:
         f"{seconds['min'] * scale:.2f}–{seconds['max'] * scale:.2f}",
         f"{(entry['context'] if prompts else 1) / seconds['median']:,.1f}",
         *ratios,
+        "" if memory is None else f"{memory['after']['most_tensors'] / GIB:.1f}",
         entry["sums"],
     ]

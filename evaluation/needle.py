@@ -103,6 +103,8 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
         changed["weight_only_precision"] = config.weight_only_precision
     if config.quantize_lm_head:
         changed["quantize_lm_head"] = True
+    if config.tp_size > 1:
+        changed["tp_size"] = config.tp_size
     if config.prefill_attention != DENSE:
         own, usual = dataclasses.asdict(config.block_sparse), dataclasses.asdict(BlockSparseConfig())
         changed["prefill_attention"] = config.prefill_attention

@@ -37,7 +37,7 @@ from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.graphs import BUCKETS
-from kvseek.engine.parallel.sums import BUFFER_BYTES, NCCL_BYTES
+from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.plugins.registry import method_traits
 
 from .host import host_layout, host_weight_bytes, widened_bytes
@@ -122,7 +122,9 @@ class FitSearch:
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
         storage = weight_storage(whole)
         self.notes = storage.notes
-        of_sums = BUFFER_BYTES + NCCL_BYTES if ranks > 1 else 0  # whichever way is chosen when the engine is loaded
+        of_sums = (
+            symmetric_bytes(ranks) + NCCL_BYTES if ranks > 1 else 0
+        )  # whichever way is chosen when the engine is loaded
         self._beside = of_sums if self.on_gpu else widened_bytes(whole, ranks)
         if not self.on_gpu:
             self.weight_bytes = host_weight_bytes(whole, ranks)

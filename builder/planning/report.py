@@ -14,7 +14,7 @@ from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.loading.dry_run import HOPPER
-from kvseek.engine.parallel.sums import BUFFER_BYTES, NCCL_BYTES
+from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
 
 from .fit import Attempt, FitSearch, Most
 
@@ -124,8 +124,8 @@ def _rank_notes(search: FitSearch) -> list[str]:
         )
     if search.on_gpu:
         notes.append(
-            f"The work space contains {readable(BUFFER_BYTES)} in which ranks sum, and {readable(NCCL_BYTES)} for NCCL: an "
-            "estimate, and more than is taken where NCCL is not used."
+            f"The work space contains {readable(symmetric_bytes(ranks))} in which ranks sum, and {readable(NCCL_BYTES)} for "
+            "NCCL: an estimate, and more than is taken where NCCL is not used."
         )
     return notes
 

@@ -19,7 +19,9 @@ from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.linear import KernelProducts, Products
 from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.model.prompt_attention import PromptAttention
-from kvseek.engine.parallel.ranks import RankProducts, Ranks
+from kvseek.engine.parallel.device_ranks import DeviceRanks
+from kvseek.engine.parallel.rank_kernels import RankLayerKernels
+from kvseek.engine.parallel.ranks import RankPartProducts
 from kvseek.engine.retrieval import Retrieval
 
 from .indexes import without_hot_rows
@@ -68,7 +70,7 @@ class TorchRuntime:
 
     config: EngineConfig
     weights: dict[str, Tensor]
-    ranks: Ranks | None = None
+    ranks: DeviceRanks | None = None
 
     @property
     def footprint(self) -> Footprint:
@@ -80,7 +82,7 @@ class TorchRuntime:
         model = KernelModel(
             self.weights,
             retrieval,
-            layer_kernels(retrieval, kernels),
+            layer_kernels(retrieval, kernels, self.ranks),
             prompt_attention(retrieval, kernels),
             device_products(self.config, kernels, self.ranks),
         )
@@ -92,17 +94,18 @@ class TorchRuntime:
         return Decoder(model, retrieval, GraphSteps(model, retrieval))
 
 
-def layer_kernels(retrieval: Retrieval, kernels: CudaKernels) -> LayerKernels:
+def layer_kernels(retrieval: Retrieval, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> LayerKernels:
     """Make the launcher of the kernels for all that a layer computes besides products, selection and attention."""
     window, most = retrieval.cache.window, buckets_for(retrieval.config.max_batch_size)[-1]
-    return LayerKernels(kernels, retrieval.config.model, window.dtype, window.device, most)
+    sizes = kernels, retrieval.config.model, window.dtype, window.device, most
+    return LayerKernels(*sizes) if ranks is None else RankLayerKernels(*sizes, ranks)
 
 
-def device_products(config: EngineConfig, kernels: CudaKernels, ranks: Ranks | None = None) -> Products:
+def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> Products:
     """Make what makes the products of a model on a GPU, or of a rank's part of it."""
     few = product_kernels(config, kernels)
     products = Products(getattr(torch, config.dtype)) if few is None else KernelProducts(few)
-    return products if ranks is None else RankProducts(products, ranks, config.model.vocab_size)
+    return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
 
 
 def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttention:
@@ -110,7 +113,9 @@ def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttent
     return PromptAttention(kernels, retrieval.config.model, retrieval.cache.window.dtype)
 
 
-def load_runtime(directory: Path, config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> Runtime:
+def load_runtime(
+    directory: Path, config: EngineConfig, device: torch.device, ranks: DeviceRanks | None = None
+) -> Runtime:
     """Load the runtime that `config.runtime` names from an engine directory, or the part of a rank.
 
     Raises

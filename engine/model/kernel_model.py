@@ -91,7 +91,7 @@ class KernelModel(LayerwiseModel[Stream]):
         mark("rope")
         out = attend(q)
         mark("attend")
-        x += weights.finish(self.ops, x, out.flatten(1), mark)
+        self.ops.add(x, weights.finish(self.ops, x, out.flatten(1), mark))
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:

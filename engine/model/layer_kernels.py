@@ -171,9 +171,12 @@ class LayerKernels:
             hidden=x.shape[1],
             epsilon=self.model.rms_norm_eps,
         )
-        warps = -(-x.shape[1] // (PIECE * WARP))
-        self._launch("kvseek_add_rms_norm", (x.shape[0], 1, 1), min(NORM_THREADS, warps * WARP), arguments)
+        self._launch("kvseek_add_rms_norm", (x.shape[0], 1, 1), norm_threads(x.shape[1]), arguments)
         return out
+
+    def add(self, x: Tensor, delta: Tensor) -> None:
+        """Add `delta` to x [rows, hidden] in place."""
+        x += delta
 
     def rope_append(
         self,
@@ -327,6 +330,11 @@ class LayerKernels:
                 f"{self.device}; convert it before the launch"
             )
         return tensor.data_ptr()
+
+
+def norm_threads(hidden: int) -> int:
+    """Return the threads of a block that normalises a row of `hidden` numbers: whole warps."""
+    return min(NORM_THREADS, -(-hidden // (PIECE * WARP)) * WARP)
 
 
 def check_sizes(model: ModelConfig) -> None:

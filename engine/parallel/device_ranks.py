@@ -24,7 +24,19 @@ from .gpus import ranks_on, take_gpu
 from .nodes import LOOPBACK
 from .ranks import Ranks, using_interface_to
 from .reports import Reporter
-from .sums import NCCL, SMALL_BYTES, SYMMETRIC, NcclSums, Sums, SymmetricSums, choose, measure, try_to_make
+from .sums import (
+    NCCL,
+    SMALL_BYTES,
+    SYMMETRIC,
+    Inboxes,
+    NcclSums,
+    Sums,
+    SymmetricSums,
+    choose,
+    inbox_rows,
+    measure,
+    try_to_make,
+)
 
 # That a rank waits for another one while weights are read: long, as rank 0 notices earlier that one hangs, and ends the others.
 LOADING_SECONDS = 3600.0
@@ -85,11 +97,15 @@ class DeviceRanks(Ranks):
         exchanges = int(most(SymmetricSums.exchanges))
         with using_interface_to(LOOPBACK):
             SymmetricSums.catch_up(exchanges, ranks.rank, device)
-        makers: dict[str, Callable[[], Sums]] = {SYMMETRIC: partial(SymmetricSums, dist.group.WORLD, device, dtype)}
+        hidden = config.model.hidden_size
+        size = inbox_rows(config.max_batch_size, hidden, dtype), hidden
+        makers: dict[str, Callable[[], Sums]] = {
+            SYMMETRIC: partial(SymmetricSums, dist.group.WORLD, device, dtype, *size)
+        }
         if most(sharers) == 1:  # NCCL refuses several ranks on one GPU
             makers[NCCL] = partial(NcclSums, device)
         names, ways, seconds = list(makers), dict[str, Sums](), dict[str, float]()
-        rows, hidden = buckets_for(config.max_batch_size)[-1], config.model.hidden_size
+        rows = buckets_for(config.max_batch_size)[-1]
         for name, make in makers.items():
             sums = make_together(ranks, loading, name, partial(_make_on, device, make))
             if sums is None:
@@ -109,6 +125,11 @@ class DeviceRanks(Ranks):
     def way(self) -> str:
         """See Ranks."""
         return self.small.name
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        """By which kernels of all ranks hand each other their parts of decode steps; None where NCCL sums."""
+        return self.small.inboxes if isinstance(self.small, SymmetricSums) else None
 
     def leave(self) -> None:
         """See Ranks. What waits on the GPU for other ranks has been released."""

@@ -163,6 +163,14 @@ class RankProducts(Products):
         self._ranks.reporter.doing(f"prepares product {self._made}")
 
 
+class RankPartProducts(RankProducts):
+    """Makes the products of one rank on a GPU, whose RankLayerKernels sum what row-parallel products compute."""
+
+    def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
+        """Make a product that computes this rank's part of the sum."""
+        return self.linear(weight, bias, scale)
+
+
 class RankEmbedding(Embedding):
     """The embedding of all ranks, each of which has some rows of the vocabulary."""
 

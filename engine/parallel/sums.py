@@ -3,6 +3,9 @@
 PyTorch's symmetric memory lets kernels of each GPU read and write a buffer of every other one: one kernel waits for the
 others' parts, and adds them up (`one_shot_all_reduce`, as fast as a few microseconds) or does so for its share and writes the
 sums to all (`two_shot_all_reduce_`). NCCL is there for machines on which that does not work, and for large tensors.
+
+What a decode step adds to the residual stream needs no kernel of its own to be summed up: with symmetric memory there are inboxes
+too, by which the kernels that add and normalise hand each other their parts (rank_kernels.py).
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import itertools
 import logging
 import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
+from kvseek.engine.model.graphs import buckets_for
 
 SYMMETRIC, NCCL = "symmetric memory", "NCCL"
 BUFFER_BYTES = 16 << 20  # of a rank's symmetric memory; larger tensors are summed in pieces
@@ -38,6 +43,54 @@ logger = logging.getLogger(__name__)
 
 class SumError(KvseekError):
     """Ranks cannot sum tensors on their GPUs."""
+
+
+@dataclass(frozen=True)
+class Inboxes:
+    """What kernels of a rank need to hand each other rows of the residual stream's size (kvseek_sum_add_rms_norm of layer.cu).
+
+    Attributes
+    ----------
+    rank : int
+    own : Tensor, uint8
+        This rank's inbox, of `inbox_bytes` bytes; zeros at first.
+    addresses : Tensor, int64 [ranks], on the GPU
+        Of the inboxes of all ranks.
+    counts : Tensor, int32 [rows], on the GPU
+        Sums of each row so far; zeros at first.
+    stop : Tensor, int32 [1], on the GPU
+        Kernels do not wait for other ranks if it is not 0.
+    """
+
+    rank: int
+    own: Tensor
+    addresses: Tensor
+    counts: Tensor
+    stop: Tensor
+
+    @classmethod
+    def over(cls, rank: int, own: Tensor, addresses: Sequence[int], rows: int) -> Inboxes:
+        """Make those of a rank, whose own inbox has been cleared, for `rows` rows."""
+
+        def zeros(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=own.device)
+
+        return cls(rank, own, torch.tensor(addresses, device=own.device), zeros(rows), zeros(1))
+
+
+def inbox_rows(max_batch_size: int, hidden: int, dtype: torch.dtype) -> int:
+    """Return how many rows inboxes are for: those of the largest decode step, or of SMALL_BYTES."""
+    return min(buckets_for(max_batch_size)[-1], SMALL_BYTES // (hidden * dtype.itemsize))
+
+
+def inbox_bytes(ranks: int, rows: int, hidden: int, dtype: torch.dtype) -> int:
+    """Return the bytes of an inbox: two sums of all ranks' parts, and a number beside each 4 bytes of them."""
+    return 2 * ranks * rows * hidden * dtype.itemsize * 2
+
+
+def symmetric_bytes(ranks: int) -> int:
+    """Return the most bytes of symmetric memory that a rank takes."""
+    return BUFFER_BYTES + 4 * ranks * SMALL_BYTES
 
 
 class Sums(Protocol):
@@ -67,6 +120,13 @@ class SymmetricSums:
     ----------
     group : ProcessGroup
         Of all ranks, of any backend: its store tells the ranks each other's memory.
+    rows, hidden : int
+        Size of the residual stream of the largest decode step that `inboxes` are for.
+
+    Attributes
+    ----------
+    inboxes : Inboxes
+        Other ranks may write to this rank's when all have made theirs.
 
     Raises
     ------
@@ -103,7 +163,9 @@ class SymmetricSums:
         cls.exchanges += 1
         return buffer, symmetric.rendezvous(buffer, group)
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, rows: int, hidden: int
+    ) -> None:
         if dtype not in SYMMETRIC_DTYPES:
             raise SumError(f"dtype = {dtype}: must be one of {SYMMETRIC_DTYPES} for sums in symmetric memory")
         self._group = group.group_name
@@ -116,6 +178,11 @@ class SymmetricSums:
         signals = [*release_signals(self._own.numel(), rank, size), torch.zeros(self._own.numel(), dtype=torch.int32)]
         *own, self._zeros = (one.pin_memory().view(self._own.dtype).view(self._own.shape) for one in signals)
         self._signals = itertools.cycle(own)
+        inbox, memory = self._exchange(torch.uint8, inbox_bytes(size, rows, hidden, dtype), group, device)
+        addresses = [memory.get_buffer(other, (inbox.numel(),), torch.uint8).data_ptr() for other in range(size)]
+        self.inboxes = Inboxes.over(rank, inbox.zero_(), addresses, rows)
+        self._stopped = torch.ones(1, dtype=torch.int32).pin_memory()
+        torch.cuda.synchronize(device)
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -146,6 +213,7 @@ class SymmetricSums:
     def release(self) -> None:
         """See Sums. A sum waits several times, so many calls are needed for a step."""
         with torch.cuda.stream(self._beside):
+            self.inboxes.stop.copy_(self._stopped, non_blocking=True)
             self._own.copy_(next(self._signals), non_blocking=True)
             for pad in self._others:
                 pad.copy_(self._zeros, non_blocking=True)

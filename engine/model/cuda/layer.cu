@@ -21,6 +21,21 @@ struct AddRmsNormArguments {
     float epsilon;
 };
 
+struct SumAddRmsNormArguments {
+    void* x;              // Number [rows, hidden], changed in place
+    const void* part;     // Number [rows, hidden]: this rank's part of what is added
+    const void* weight;   // Number [hidden]
+    void* out;            // Number [rows, hidden]
+    const void* inboxes;  // void* [ranks]: the inbox of each rank, as send_part describes it
+    void* counts;         // unsigned [capacity]: sums of each row so far, the same on all ranks
+    const void* stop;     // int: if it is not 0, nobody waits for other ranks any more
+    int hidden;           // multiple of 8, at most NORM_THREADS * NORM_PIECES * 8
+    float epsilon;
+    int rank;
+    int ranks;
+    int capacity;  // rows of an inbox, at least those of this launch
+};
+
 struct StepBeginArguments {
     const void* requests;     // Request [batch]
     const void* embed;        // Number [tokens, hidden], of tokens first_token, first_token + 1, ...
@@ -182,6 +197,37 @@ __device__ __forceinline__ unsigned long long block_largest(unsigned long long k
     return key;
 }
 
+// Number of the p-th piece of a row that this thread has.
+__device__ __forceinline__ int piece_of(int p) {
+    return p * blockDim.x + threadIdx.x;
+}
+
+// The pieces of a row that this thread has.
+__device__ __forceinline__ void load_pieces(Eight<Number> (&to)[NORM_PIECES], const void* from, int pieces) {
+#pragma unroll
+    for (int p = 0; p < NORM_PIECES; ++p)
+        if (piece_of(p) < pieces) to[p].load(static_cast<const Number*>(from) + piece_of(p) * 8);
+}
+
+// Store out = values / rms(values) * weight of a row that the thread block has loaded.
+__device__ __forceinline__ void store_normed(Number* out, float (&values)[NORM_PIECES][8],
+                                             const Eight<Number> (&weight)[NORM_PIECES], int pieces, float epsilon) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int p = 0; p < NORM_PIECES; ++p)
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (piece_of(p) < pieces) squares += values[p][i] * values[p][i];
+    const float scale = rsqrtf(block_sum(squares) / (pieces * 8) + epsilon);
+#pragma unroll
+    for (int p = 0; p < NORM_PIECES; ++p) {
+        if (piece_of(p) >= pieces) continue;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[p][i] *= scale * weight[p][i];
+        store_eight(out + piece_of(p) * 8, values[p]);
+    }
+}
+
 // x += delta; out = x / rms(x) * weight. One thread block a row.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     kvseek_add_rms_norm(const __grid_constant__ kvseek::AddRmsNormArguments a) {
@@ -189,37 +235,110 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     Number* x = static_cast<Number*>(a.x) + row;
     const Number* delta = a.delta == nullptr ? nullptr : static_cast<const Number*>(a.delta) + row;
     const int pieces = a.hidden / 8;
-    float values[NORM_PIECES][8], squares = 0.0f;
+    float values[NORM_PIECES][8];
     Eight<Number> weight[NORM_PIECES];
-#pragma unroll
-    for (int p = 0; p < NORM_PIECES; ++p) {
-        const int piece = p * blockDim.x + threadIdx.x;
-        if (piece < pieces) weight[p].load(static_cast<const Number*>(a.weight) + piece * 8);
-    }
+    load_pieces(weight, a.weight, pieces);
     await_earlier_kernels();
     allow_later_kernels();
 #pragma unroll
     for (int p = 0; p < NORM_PIECES; ++p) {
-        const int piece = p * blockDim.x + threadIdx.x;
-        if (piece >= pieces) continue;
+        if (piece_of(p) >= pieces) continue;
         Eight<Number> own, added;
-        own.load(x + piece * 8);
-        if (delta != nullptr) added.load(delta + piece * 8);
+        own.load(x + piece_of(p) * 8);
+        if (delta != nullptr) added.load(delta + piece_of(p) * 8);
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[p][i] = delta == nullptr ? own[i] : own[i] + added[i];
-        if (delta != nullptr) store_eight(x + piece * 8, values[p]);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) squares += values[p][i] * values[p][i];
+        if (delta != nullptr) store_eight(x + piece_of(p) * 8, values[p]);
     }
-    const float scale = rsqrtf(block_sum(squares) / a.hidden + a.epsilon);
+    store_normed(static_cast<Number*>(a.out) + row, values, weight, pieces, a.epsilon);
+}
+
+// Ranks hand each other their parts of a sum through inboxes: unsigned long long [2, ranks, capacity, words of a row]
+// in each rank's memory, which the others write to. An entry has 32 bits of a part and, above them, the number of the
+// sum. It is written and read at once, so whoever finds the number has the bits, and no fence is needed (as in NCCL's
+// protocol LL). Sums of even and odd numbers take turns: a rank sends its part of sum n + 2 when it has finished sum n
+// + 1, for which every other rank has sent its part, and a rank sends that only after its kernel of sum n has ended.
+constexpr int PIECE_WORDS = 8 * sizeof(Number) / 4;
+
+__device__ __forceinline__ unsigned long long* inbox_row(const kvseek::SumAddRmsNormArguments& a, int of, int from,
+                                                         unsigned number) {
+    const long long row = static_cast<long long>((number & 1) * a.ranks + from) * a.capacity + blockIdx.x;
+    return static_cast<unsigned long long* const*>(a.inboxes)[of] + row * (a.hidden / 8 * PIECE_WORDS);
+}
+
+__device__ __forceinline__ void send_part(unsigned long long* to, const Eight<Number>& part, unsigned number) {
+    const unsigned* words = reinterpret_cast<const unsigned*>(&part);
+    const unsigned long long high = static_cast<unsigned long long>(number) << 32;
+#pragma unroll
+    for (int w = 0; w < PIECE_WORDS; w += 2)
+        asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to + w), "l"(high | words[w]),
+                     "l"(high | words[w + 1])
+                     : "memory");
+}
+
+// Wait for a piece of another rank's part; without it if the ranks are to stop.
+__device__ __forceinline__ void receive_part(Eight<Number>& part, const unsigned long long* from, unsigned number,
+                                             const void* stop) {
+    unsigned* words = reinterpret_cast<unsigned*>(&part);
+    bool here;
+    int stopped;
+    do {
+        here = true;
+#pragma unroll
+        for (int w = 0; w < PIECE_WORDS; w += 2) {
+            unsigned long long first, second;
+            asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+                         : "=l"(first), "=l"(second)
+                         : "l"(from + w)
+                         : "memory");
+            words[w] = static_cast<unsigned>(first);
+            words[w + 1] = static_cast<unsigned>(second);
+            here = here && first >> 32 == number && second >> 32 == number;
+        }
+        asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(stopped) : "l"(stop) : "memory");
+    } while (!here && stopped == 0);
+}
+
+// x += the sum of all ranks' parts, in the order of the ranks; out = x / rms(x) * weight. One thread block a row.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    kvseek_sum_add_rms_norm(const __grid_constant__ kvseek::SumAddRmsNormArguments a) {
+    const long long row = static_cast<long long>(blockIdx.x) * a.hidden;
+    Number* x = static_cast<Number*>(a.x) + row;
+    const int pieces = a.hidden / 8;
+    float values[NORM_PIECES][8];
+    Eight<Number> weight[NORM_PIECES], part[NORM_PIECES];
+    load_pieces(weight, a.weight, pieces);
+    await_earlier_kernels();
+    allow_later_kernels();
+    unsigned* count = static_cast<unsigned*>(a.counts) + blockIdx.x;
+    const unsigned number = *count + 1;
+    load_pieces(part, static_cast<const Number*>(a.part) + row, pieces);
+    for (int other = 0; other < a.ranks; ++other) {
+        if (other == a.rank) continue;
+        unsigned long long* to = inbox_row(a, other, a.rank, number);
+#pragma unroll
+        for (int p = 0; p < NORM_PIECES; ++p)
+            if (piece_of(p) < pieces) send_part(to + piece_of(p) * PIECE_WORDS, part[p], number);
+    }
 #pragma unroll
     for (int p = 0; p < NORM_PIECES; ++p) {
-        const int piece = p * blockDim.x + threadIdx.x;
-        if (piece >= pieces) continue;
+        if (piece_of(p) >= pieces) continue;
+        Eight<Number> own;
+        own.load(x + piece_of(p) * 8);
+        float sum[8] = {};
+        for (int from = 0; from < a.ranks; ++from) {
+            Eight<Number> received = part[p];
+            if (from != a.rank)
+                receive_part(received, inbox_row(a, a.rank, from, number) + piece_of(p) * PIECE_WORDS, number, a.stop);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) values[p][i] *= scale * weight[p][i];
-        store_eight(static_cast<Number*>(a.out) + row + piece * 8, values[p]);
+            for (int i = 0; i < 8; ++i) sum[i] += received[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[p][i] = own[i] + sum[i];
+        store_eight(x + piece_of(p) * 8, values[p]);
     }
+    store_normed(static_cast<Number*>(a.out) + row, values, weight, pieces, a.epsilon);
+    if (threadIdx.x == 0) *count = number;  // every thread has read it: store_normed waits for all
 }
 
 // Gathers the embedding of each request's token and computes the rotation of its position, once for all layers.

@@ -25,7 +25,7 @@ from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.linear import Linear, Products
 from kvseek.engine.model.weights import load_weights
-from kvseek.engine.parallel.sums import BUFFER_BYTES, NCCL_BYTES
+from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
 
 CPU = torch.device("cpu")
 BUDGET_FLAG = "--cache.kv_cache_host_memory_bytes"
@@ -128,7 +128,7 @@ def test_a_rank_is_planned_as_an_engine_of_its_size(tmp_path: Path) -> None:
             mine, others = whole.attempt(8192, 2).memory, own.attempt(8192, 2).memory
             assert mine is not None
             assert others is not None
-            of_sums = BUFFER_BYTES + NCCL_BYTES if flags is arguments else 0
+            of_sums = symmetric_bytes(2) + NCCL_BYTES if flags is arguments else 0
             assert (mine.rows, mine.work_bytes) == (others.rows, others.work_bytes + of_sums)
 
 
@@ -189,7 +189,7 @@ def test_what_is_printed_of_ranks(small: Path, capsys: pytest.CaptureFixture[str
         assert build.main(flags) == 0
         return " ".join(capsys.readouterr().out.split())
 
-    of_sums = "The work space contains 16.00 MiB in which ranks sum, and 512.00 MiB for NCCL"
+    of_sums = "The work space contains 24.00 MiB in which ranks sum, and 512.00 MiB for NCCL"
     text = printed(arguments(small, "--tp_size", "2"))
     assert of_sums in text
     assert "those of all 2 ranks, of 512.00 GiB" in text

@@ -74,7 +74,7 @@ def test_a_way_that_is_not_there_says_why() -> None:
 
     def refused() -> SymmetricSums:
         group: torch.distributed.ProcessGroup = None  # type: ignore[assignment]
-        return SymmetricSums(group, torch.device("cuda"), half)
+        return SymmetricSums(group, torch.device("cuda"), half, 1, 8)
 
     _, reason = try_to_make(refused)
     assert "dtype = torch.float16: must be one of" in reason
