@@ -122,9 +122,8 @@ class FitSearch:
         self.dtype: torch.dtype = getattr(torch, self.asked.dtype)
         storage = weight_storage(whole)
         self.notes = storage.notes
-        of_sums = (
-            symmetric_bytes(ranks) + NCCL_BYTES if ranks > 1 else 0
-        )  # whichever way is chosen when the engine is loaded
+        # Whichever way is chosen when the engine is loaded.
+        of_sums = symmetric_bytes(ranks) + NCCL_BYTES if ranks > 1 else 0
         self._beside = of_sums if self.on_gpu else widened_bytes(whole, ranks)
         if not self.on_gpu:
             self.weight_bytes = host_weight_bytes(whole, ranks)
