@@ -21,6 +21,8 @@ from kvseek.engine.model.linear import Embedding, Linear, Product, Products
 from .nodes import LOOPBACK, interface_to
 from .reports import Reporter
 
+EMBEDDED_TOKENS = 8192  # of a prompt whose embeddings are summed at once
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -179,11 +181,15 @@ class RankEmbedding(Embedding):
         self._ranks = ranks
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """See Embedding."""
-        own = tokens.long() - self.first
-        foreign = (own < 0) | (own >= self.weight.shape[0])
-        rows = F.embedding(own.masked_fill(foreign, 0), self.weight)
-        return self.complete(rows.masked_fill(foreign[:, None], 0))
+        """See Embedding. A sum needs two more tensors of its size, and a prompt's rows fill gigabytes: they are summed in pieces."""
+        rows = self.weight.new_empty(tokens.shape[0], self.weight.shape[1])
+        for start in range(0, tokens.shape[0], EMBEDDED_TOKENS):
+            piece = slice(start, start + EMBEDDED_TOKENS)
+            own = tokens[piece].long() - self.first
+            foreign = (own < 0) | (own >= self.weight.shape[0])
+            part = F.embedding(own.masked_fill_(foreign, 0), self.weight)
+            rows[piece] = self.complete(part.masked_fill_(foreign[:, None], 0))
+        return rows
 
     def complete(self, rows: Tensor) -> Tensor:
         """See Embedding. All but one rank add zeros, so the sum is exact."""
