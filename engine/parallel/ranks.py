@@ -181,7 +181,7 @@ class RankEmbedding(Embedding):
         self._ranks = ranks
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """See Embedding. A sum needs two more tensors of its size, and a prompt's rows fill gigabytes: it takes pieces."""
+        """See Embedding. Rows are summed in pieces: a sum takes two more tensors of its size, and a prompt's fill gigabytes."""
         rows = self.weight.new_empty(tokens.shape[0], self.weight.shape[1])
         for start in range(0, tokens.shape[0], EMBEDDED_TOKENS):
             piece = slice(start, start + EMBEDDED_TOKENS)
