@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
     pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
 quick_gguf.install(SMOLLM2)
 bfloat16.usable()  # before any test multiplies matrices
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C; tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples in every run, so that a change is what turns a test red. `--hypothesis-profile=default` looks for new ones.
 # A draw or an example that takes long says that the machine is busy, not that the test is wrong.
 hypothesis.settings.register_profile(
