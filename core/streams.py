@@ -108,6 +108,15 @@ def everything_launched(device: torch.device) -> Callable[[], None]:
     return event.synchronize
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait for all work that the current stream has been given, before a copy to pageable memory, as `.cpu()` makes.
+
+    Such a copy would wait inside the driver, where other threads' copies may wait for it in turn: those too that are to release
+    a kernel which waits for another rank (engine/parallel/watch.py).
+    """
+    everything_launched(device)()
+
+
 @contextmanager
 def wait_on_error(device: torch.device) -> Generator[None]:
     """If the block raises, wait for the work launched on `device` before the exception goes on.

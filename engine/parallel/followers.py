@@ -218,6 +218,8 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._watch is not None and self._config.device == "cuda":
+            self._watch.begin()  # what waited for them on this GPU ends from here to `stop_watching`
         self._failure = self._failure or "the engine is closed"
 
     def free(self) -> None:

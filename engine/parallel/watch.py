@@ -7,14 +7,21 @@ Later it is needed on GPUs. A kernel that sums waits for the other ranks' GPUs, 
 that kernel. So a rank that dies would leave the others waiting for ever, and no thread that computes could notice. The Watch
 lets rank 0's kernels end with wrong sums, and the call that waited for them fails with the name of the rank; those of another
 rank end with its process.
+
+Kernels of symmetric memory are released by copies to the GPU. The driver may keep such a copy waiting while another thread waits
+inside it, for a copy to pageable memory or for a kernel to be loaded, and that thread may wait for the kernel that is to be
+released. Rank 0 avoids this where we know it (`wait_for` of core/streams.py); where it happens yet, nothing in this process can
+end the wait, so the Watch ends the process.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -24,6 +31,7 @@ from .reports import Reports, named
 
 PERIOD_SECONDS = 0.2  # between two looks at the other ranks
 RELEASE_SECONDS = 0.001  # between two attempts to free kernels: each lets them pass one of their waits
+RELEASED_SECONDS = 30.0  # after which what waits on rank 0 should have been released, or the process ends
 GRACE_SECONDS = 3.0  # that the process of a rank has to end by itself once rank 0 has closed its connection
 HEADER_BYTES = 4  # of a message of multiprocessing.connection: its length, 0 for READY of follower.py
 logger = logging.getLogger(__name__)
@@ -53,9 +61,10 @@ class Watch:
     ) -> None:
         self._connections, self._release, self._timeout = connections, release, timeout_seconds
         self._reports, self._loading = reports, True
-        self._since: float | None = None
+        self._since: float | None = None  # when `begin` was called, until `end`
         self._failure = ""
         self._freeing, self._closed = threading.Event(), threading.Event()
+        self._limit = threading.Thread(target=self._end_unless_released, name="kvseek-release", daemon=True)
         self._thread = threading.Thread(target=self._run, name="kvseek-watch", daemon=True)
         self._thread.start()
 
@@ -84,6 +93,8 @@ class Watch:
         """End the thread. Kernels that wait for other ranks must have ended. May be called twice."""
         self._closed.set()
         self._thread.join()
+        if self._limit.ident is not None:
+            self._limit.join()
 
     def _run(self) -> None:
         while not self._freeing.wait(PERIOD_SECONDS) and not self._closed.is_set():
@@ -96,12 +107,29 @@ class Watch:
                 self._failure = failure
                 logger.error("%s: what waits for it on rank 0 is released", failure)
                 break
+        self._limit.start()
         while not self._closed.wait(RELEASE_SECONDS):
             try:
                 self._release()
             except RuntimeError:  # of CUDA: after a fault of a kernel nothing runs on this GPU any more, nor waits
                 logger.exception("kernels cannot be released")
                 return
+
+    def _end_unless_released(self) -> None:
+        """End this process if what waits for other ranks does not end; in a thread of its own, as `_release` may wait as well."""
+        begun = time.monotonic()
+        while not self._closed.wait(PERIOD_SECONDS):
+            if self._since is None:
+                begun = time.monotonic()  # nothing waits; after a failure until the engine is closed, whenever that is
+            elif time.monotonic() - begun > RELEASED_SECONDS:
+                reason = self._failure or "the engine is being closed"
+                logger.critical(
+                    "%s, and what waits for it on rank 0 could not be released within %g s: this process ends",
+                    reason,
+                    RELEASED_SECONDS,
+                )
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
+                os._exit(1)
 
     def _find_failure(self) -> str:
         for rank, connection in self._connections.items():

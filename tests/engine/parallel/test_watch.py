@@ -40,6 +40,34 @@ follower.serve = serve
 follower.main(sys.argv[1:])
 """
 
+# Rank 0, in whose GPU's driver both the call and what would release it wait. Its argument says what it does once rank 1 fails.
+STUCK = """
+import sys, threading, time
+from multiprocessing import Pipe
+from kvseek.engine.parallel import watch
+
+own, theirs = Pipe()
+stuck = threading.Event()
+reports = type("Reports", (), {"look": lambda self: None, "loading_fault": lambda self: ""})()
+watch.PERIOD_SECONDS, watch.RELEASED_SECONDS = 0.01, 0.5
+one = watch.Watch({1: own}, stuck.wait if sys.argv[1] != "idle" else lambda: None, 600.0, reports)
+if sys.argv[1] == "closing":
+    one.free()
+    one.begin()
+else:
+    one.begin()
+    theirs.close()
+    while not one.failure:
+        time.sleep(0.01)
+if sys.argv[1] == "idle":
+    one.end()
+    time.sleep(2)
+    one.close()
+    print("closed", threading.active_count())
+else:
+    stuck.wait()
+"""
+
 
 class Scripted(Reports):
     """Reports of ranks that only a test knows: what it looks for is called instead."""
@@ -105,6 +133,26 @@ def test_a_watch_that_cannot_look_says_so(
     message = "rank 0: cannot watch the others: ConnectionError: the store is closed"
     assert wait_for(lambda: own.failure, "the failure") == message
     assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"), [("waiting", "rank 1: it has ended or failed"), ("closing", "the engine is being closed")]
+)
+def test_a_process_that_cannot_be_released_ends_by_name(does: str, reason: str) -> None:
+    command = [sys.executable, "-c", STUCK, does]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 1
+    assert (
+        f"{reason}, and what waits for it on rank 0 could not be released within 0.5 s: this process ends"
+        in done.stderr
+    )
+    assert 'File "<string>", line' in done.stderr, "where each thread waits"
+
+
+def test_a_process_of_which_nothing_waits_goes_on_until_it_closes_the_engine() -> None:
+    command = [sys.executable, "-c", STUCK, "idle"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout == "closed 1\n"
 
 
 def test_threads_read_reports_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Takers
 from kvseek.engine.parallel import device_ranks
 from kvseek.engine.parallel.followers import RankError
 from kvseek.engine.parallel.gpus import SHARE_VARIABLE
@@ -116,9 +118,65 @@ def test_a_rank_that_dies_ends_the_engine(directory: Path) -> None:
         assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
 
 
-def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
-    decoder = lead(directory, read_config(directory))
+def first_step(decoder: LeadDecoder) -> Callable[[], object]:
     run_prefill(decoder, 0, [5, 6, 7], 5)
+    return lambda: decoder.decode([8], [0])
+
+
+def first_token(decoder: LeadDecoder) -> Callable[[], object]:
+    run_prefill(decoder, 0, [5, 6, 7], 5)
+    return lambda: decoder.decode_tokens([8], [0], [True])
+
+
+def first_logits(decoder: LeadDecoder) -> Callable[[], object]:
+    run_prefill(decoder, 0, [5, 6, 7], 5)
+    return lambda: decoder.decode_tokens([8], [0], [False])
+
+
+def rest_of_a_prompt(decoder: LeadDecoder) -> Callable[[], object]:
+    """In more launches than the driver takes before the host has to wait."""
+    prefill = begin_prompt(decoder)
+    prefill.advance(2)
+
+    def read() -> None:
+        while prefill.progress < 1:
+            prefill.advance(2)
+        prefill.finish()
+
+    return read
+
+
+def end_of_a_prompt(decoder: LeadDecoder) -> Callable[[], object]:
+    prefill = begin_prompt(decoder)
+    read_layers(prefill, decoder)
+    return prefill.finish
+
+
+def logits_of_a_prompt(decoder: LeadDecoder) -> Callable[[], object]:
+    """As they are computed where a request asks for `return_context_logits`."""
+    prefill = begin_prompt(decoder, {0: lambda first, logits: None})
+    read_layers(prefill, decoder)
+    return lambda: prefill.advance(len(TEACHER))
+
+
+def begin_prompt(decoder: LeadDecoder, takers: Takers = NO_TAKERS) -> Prefill:
+    decoder.cache.open(0, len(TEACHER) + 1)
+    return decoder.prefill([(0, TEACHER)], takers)
+
+
+def read_layers(prefill: Prefill, decoder: LeadDecoder) -> None:
+    for _ in range(decoder.config.model.num_layers):
+        assert prefill.advance(len(TEACHER)) == len(TEACHER)
+
+
+@pytest.mark.parametrize(
+    "begin", [first_step, first_token, first_logits, rest_of_a_prompt, end_of_a_prompt, logits_of_a_prompt]
+)
+def test_a_rank_that_hangs_ends_the_engine(
+    begin: Callable[[LeadDecoder], Callable[[], object]], directory: Path
+) -> None:
+    decoder = lead(directory, read_config(directory))
+    call = begin(decoder)
     watch = decoder._followers._watch
     assert watch is not None
     follower = follower_of(decoder)
@@ -128,7 +186,7 @@ def test_a_rank_that_hangs_ends_the_engine(directory: Path) -> None:
         with pytest.raises(
             RankError, match=r"^rank 1: no answer within 1 s \(silent for \d+ s, after: .*\); the engine's ranks"
         ):
-            decoder.decode([8], [0])
+            call()
     finally:
         os.kill(follower, signal.SIGCONT)
         decoder.close()
