@@ -108,7 +108,7 @@ def everything_launched(device: torch.device) -> Callable[[], None]:
     return event.synchronize
 
 
-def wait_for(device: torch.device) -> None:
+def wait_for_stream(device: torch.device) -> None:
     """Wait for all work that the current stream has been given, before a copy to pageable memory, as `.cpu()` makes.
 
     Such a copy would wait inside the driver, where other threads' copies may wait for it in turn: those too that are to release

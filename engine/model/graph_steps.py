@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvseek.core.streams import wait_for, wait_on_error
+from kvseek.core.streams import wait_for_stream, wait_on_error
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.batch import Batch
 
@@ -55,7 +55,7 @@ class GraphSteps:
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
             self._retrieval.end_step(slots)
-            wait_for(self._device)
+            wait_for_stream(self._device)
             logits = result.logits[: len(slots)].float().cpu()
             self._retrieval.check()
         return logits, attended

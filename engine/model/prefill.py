@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import CapacityError
-from kvseek.core.streams import Ticket, wait_for
+from kvseek.core.streams import Ticket, wait_for_stream
 from kvseek.engine.cache.activation_memory import prefill_bytes
 from kvseek.engine.model.attention import CausalAttention
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
@@ -137,7 +137,7 @@ class Prefill(ABC):
             for slot in kept:
                 self.retrieval.finish_indexes(slot)
             logits = self._logits()
-            wait_for(logits.device)
+            wait_for_stream(logits.device)
             logits = logits.cpu()  # the first tokens need not wait for the rows to reach the host
             for slot in kept:
                 self.retrieval.finish_rows(slot)
@@ -335,7 +335,7 @@ class LayerwisePrefill(Prefill):
         wanted = [(slot, piece) for slot, piece in unit if slot not in self.dropped]
         if wanted:
             logits = self._model.logits_of(self._prompt, [(piece.start, piece.stop) for _, piece in wanted])
-            wait_for(logits.device)  # takers copy to the host
+            wait_for_stream(logits.device)  # takers copy to the host
             parts = torch.split(logits, [piece.stop - piece.start for _, piece in wanted])
             for (slot, piece), part in zip(wanted, parts, strict=True):
                 self.takers[slot](piece.start - piece.first, part)

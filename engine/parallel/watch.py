@@ -10,8 +10,8 @@ rank end with its process.
 
 Kernels of symmetric memory are released by copies to the GPU. The driver may keep such a copy waiting while another thread waits
 inside it, for a copy to pageable memory or for a kernel to be loaded, and that thread may wait for the kernel that is to be
-released. Rank 0 avoids this where we know it (`wait_for` of core/streams.py); where it happens yet, nothing in this process can
-end the wait, so the Watch ends the process.
+released. Rank 0 avoids this where we know it (`wait_for_stream` of core/streams.py). Where it still happens, nothing in this
+process can end the wait, so the Watch ends the process.
 """
 
 from __future__ import annotations
