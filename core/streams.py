@@ -117,6 +117,27 @@ def wait_for_stream(device: torch.device) -> None:
     everything_launched(device)()
 
 
+class BoundedLaunches:
+    """Lets the host give the current stream at most `most` pieces of work before the first of them has ended.
+
+    The driver takes about a thousand launches that have not begun. One more waits inside it, where other threads' copies may
+    wait for it in turn, as `wait_for_stream` says. A wait for an event keeps nobody else waiting.
+    """
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        self._device, self._most = device, most
+        self._ends: deque[Callable[[], None]] = deque()  # each waits for the end of a piece, oldest first
+
+    def wait(self) -> None:
+        """Wait until there is room for one more piece."""
+        while len(self._ends) >= self._most:
+            self._ends.popleft()()
+
+    def add(self) -> None:
+        """Note that a piece has been launched; call `wait` before."""
+        self._ends.append(everything_launched(self._device))
+
+
 @contextmanager
 def wait_on_error(device: torch.device) -> Generator[None]:
     """If the block raises, wait for the work launched on `device` before the exception goes on.

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.numa import bound_meanwhile
 from kvseek.core.ranks import rank_config
+from kvseek.core.streams import BoundedLaunches
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix, Reuse
 from kvseek.engine.cache.prefix_rows import PrefixRows
@@ -43,6 +44,9 @@ from .gpus import check_gpus
 from .nodes import ONE_NODE, Nodes
 from .ranks import Ranks
 from .reports import STALL_SECONDS
+
+# Units of prompts that are launched before rank 0 waits for the first of them: some hundred launches, which keep the GPU busy.
+UNITS_AHEAD = 4
 
 
 class LeadCache(Cache):
@@ -95,11 +99,19 @@ class LeadPrefixRows(PrefixRows):
 
 
 class LeadPrefill(Prefill):
-    """A prefill that all ranks do."""
+    """A prefill that all ranks do. `launches` are those of all prefills of the engine."""
 
-    def __init__(self, prefill: Prefill, followers: Followers, number: int, prompts: Prompts, takers: Takers) -> None:
+    def __init__(
+        self,
+        prefill: Prefill,
+        followers: Followers,
+        launches: BoundedLaunches,
+        number: int,
+        prompts: Prompts,
+        takers: Takers,
+    ) -> None:
         super().__init__(prefill.retrieval, prompts, takers)
-        self._prefill, self._followers, self._number = prefill, followers, number
+        self._prefill, self._followers, self._launches, self._number = prefill, followers, launches, number
         self.dropped = prefill.dropped
 
     @property
@@ -115,7 +127,10 @@ class LeadPrefill(Prefill):
     def advance(self, max_tokens: int) -> int:
         """See Prefill; any exception is a RankError."""
         with self._followers.doing(Advance(self._number, max_tokens)):
-            return self._prefill.advance(max_tokens)
+            self._launches.wait()
+            work = self._prefill.advance(max_tokens)
+            self._launches.add()
+            return work
 
     def finish(self) -> Tensor:
         """See Prefill; any exception is a RankError."""
@@ -135,6 +150,7 @@ class LeadDecoder(Decoder):
     def __init__(self, decoder: Decoder, followers: Followers, ranks: Ranks) -> None:
         super().__init__(decoder.model, decoder.retrieval, decoder.steps)
         self._followers, self._ranks, self._numbers, self._closed = followers, ranks, itertools.count(), False
+        self._launches = BoundedLaunches(self.retrieval.cache.window.device, UNITS_AHEAD)
 
     @property
     def sums(self) -> str:
@@ -145,7 +161,8 @@ class LeadDecoder(Decoder):
         """See Decoder."""
         number = next(self._numbers)
         with self._followers.doing(Begin(number, prompts, tuple(takers))):
-            return LeadPrefill(super().prefill(prompts, takers), self._followers, number, prompts, takers)
+            prefill = super().prefill(prompts, takers)
+            return LeadPrefill(prefill, self._followers, self._launches, number, prompts, takers)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         """See Decoder."""

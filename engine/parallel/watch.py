@@ -8,10 +8,10 @@ that kernel. So a rank that dies would leave the others waiting for ever, and no
 lets rank 0's kernels end with wrong sums, and the call that waited for them fails with the name of the rank; those of another
 rank end with its process.
 
-Kernels of symmetric memory are released by copies to the GPU. The driver may keep such a copy waiting while another thread waits
-inside it, for a copy to pageable memory or for a kernel to be loaded, and that thread may wait for the kernel that is to be
-released. Rank 0 avoids this where we know it (`wait_for_stream` of core/streams.py). Where it still happens, nothing in this
-process can end the wait, so the Watch ends the process.
+Kernels of symmetric memory are released by copies to the GPU. The driver keeps such a copy waiting while another thread waits
+inside it, for a copy to pageable memory, for room for one more launch, or for a kernel to be loaded; and that thread may wait for
+the kernel that is to be released. Rank 0 avoids the first two (`wait_for_stream` and `BoundedLaunches` of core/streams.py). Where
+it still happens, nothing in this process can end the wait, so the Watch ends the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .reports import Reports, named
 
 PERIOD_SECONDS = 0.2  # between two looks at the other ranks
 RELEASE_SECONDS = 0.001  # between two attempts to free kernels: each lets them pass one of their waits
-RELEASED_SECONDS = 30.0  # after which what waits on rank 0 should have been released, or the process ends
+RELEASED_SECONDS = 10.0  # after which what waits on rank 0 should have been released, or the process ends
 GRACE_SECONDS = 3.0  # that the process of a rank has to end by itself once rank 0 has closed its connection
 HEADER_BYTES = 4  # of a message of multiprocessing.connection: its length, 0 for READY of follower.py
 logger = logging.getLogger(__name__)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from kvseek.core.streams import InFlight, SideStream, Ticket
+from kvseek.core import streams
+from kvseek.core.streams import BoundedLaunches, InFlight, SideStream, Ticket
 
 CPU = torch.device("cpu")
 
@@ -85,3 +87,19 @@ def test_the_cpu_works_at_once_and_tells_of_errors() -> None:
 
     with pytest.raises(RuntimeError, match="broken"):
         SideStream(CPU).run(fail)
+
+
+def test_the_host_waits_for_the_oldest_piece_once_the_most_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, pieces = list[str](), iter("abcd")
+
+    def launched(device: torch.device) -> Callable[[], None]:
+        piece = next(pieces)
+        events.append(f"launch {piece}")
+        return lambda: events.append(f"wait {piece}")
+
+    monkeypatch.setattr(streams, "everything_launched", launched)
+    launches = BoundedLaunches(CPU, 2)
+    for _ in range(4):
+        launches.wait()
+        launches.add()
+    assert events == ["launch a", "launch b", "wait a", "launch c", "wait b", "launch d"]

@@ -134,16 +134,21 @@ def first_logits(decoder: LeadDecoder) -> Callable[[], object]:
 
 
 def rest_of_a_prompt(decoder: LeadDecoder) -> Callable[[], object]:
-    """In more launches than the driver takes before the host has to wait."""
-    prefill = begin_prompt(decoder)
-    prefill.advance(2)
+    """In more launches than the driver takes before the host has to wait inside it, were they not bounded.
 
-    def read() -> None:
+    Another prompt is read before, as a kernel that is loaded at its first launch would wait inside the driver as well.
+    """
+
+    def read(prefill: Prefill) -> Tensor:
         while prefill.progress < 1:
             prefill.advance(2)
-        prefill.finish()
+        return prefill.finish()
 
-    return read
+    read(begin_prompt(decoder))
+    decoder.cache.close(0)
+    prefill = begin_prompt(decoder)
+    prefill.advance(2)
+    return lambda: read(prefill)
 
 
 def end_of_a_prompt(decoder: LeadDecoder) -> Callable[[], object]:
@@ -190,6 +195,36 @@ def test_a_rank_that_hangs_ends_the_engine(
     finally:
         os.kill(follower, signal.SIGCONT)
         decoder.close()
+
+
+def test_a_release_that_is_held_up_ends_the_process(directory: Path, tmp_path: Path) -> None:
+    """Rank 0 is a process of its own, which launches a whole prompt at once; it writes down the process of rank 1."""
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from kvseek.core.config_file import read_config\n"
+        "from kvseek.engine.parallel import leader, watch; from tests.gpu.parallel import test_ranks\n"
+        "leader.UNITS_AHEAD, watch.RELEASED_SECONDS, directory = 100_000, 3.0, Path(sys.argv[1])\n"
+        "decoder = leader.lead(directory, read_config(directory))\n"
+        "call, follower = test_ranks.rest_of_a_prompt(decoder), test_ranks.follower_of(decoder)\n"
+        "print(follower, flush=True); os.kill(follower, signal.SIGSTOP)\n"
+        "decoder._followers._watch._timeout = 1.0\n"
+        "call()\n"
+    )
+    log, command = tmp_path / "log", [sys.executable, "-c", program, str(directory)]
+    with log.open("w") as errors:  # no pipe, which rank 1 would keep open
+        rank_0 = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert rank_0.stdout is not None
+    follower = int(rank_0.stdout.readline())
+    try:
+        status = rank_0.wait(WAY_SECONDS)
+    finally:
+        rank_0.kill()
+        rank_0.stdout.close()
+        os.kill(follower, signal.SIGKILL)  # a process that is stopped does not notice that rank 0's has ended
+    found = log.read_text()
+    assert status == 1, found
+    assert "and what waits for it on rank 0 could not be released within 3 s: this process ends" in found
+    assert "in _release" in found, "the stack of the thread that was to release it"
 
 
 def check_a_way_that_fails(directory: Path, way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
