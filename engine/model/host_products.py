@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 
@@ -22,6 +23,12 @@ PACKED_FOR_ROWS = 32
 # Most rows that are multiplied faster without converting the weight first.
 FEW_ROWS_OF_BYTES = 32
 FEW_ROWS_OF_BFLOAT16 = 8
+# For each product and number of rows PyTorch and oneDNN keep what they have made, some hundred kilobytes, by default for the last
+# 1,024. Prompts have any number of rows, so a server would grow by hundreds of megabytes, for what is seldom asked again. Both
+# read these variables at the first product of the process; decode steps, with five products a batch size, need no more.
+KEPT_PRODUCTS = 64
+for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, str(KEPT_PRODUCTS))
 
 
 def stays_quantised(dtype: torch.dtype, stored: torch.dtype, inputs: int) -> bool:
