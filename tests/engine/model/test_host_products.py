@@ -199,5 +199,7 @@ def test_prompts_of_many_lengths_take_no_memory() -> None:
     )
     unset = {"LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     assert int(done.stdout) <= 16 << 20
