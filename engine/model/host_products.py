@@ -25,7 +25,7 @@ FEW_ROWS_OF_BYTES = 32
 FEW_ROWS_OF_BFLOAT16 = 8
 # For each product and number of rows PyTorch and oneDNN keep what they have made, some hundred kilobytes, by default for the last
 # 1,024. Prompts have any number of rows, so a server would grow by hundreds of megabytes, for what is seldom asked again. Both
-# read these variables at the first product of the process; decode steps, with five products a batch size, need no more.
+# read these variables at the first product of the process. 64 are decode steps of a dozen batch sizes, of five products each.
 KEPT_PRODUCTS = 64
 for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, str(KEPT_PRODUCTS))
