@@ -254,7 +254,8 @@ def failing(poisoned: Poisoned, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def asked(door: Door, path: str, prompt: Sequence[int], count: int = ANSWER) -> str:
     """Message of the error that the model tensorrt_llm, or with the path "v1" OpenAI's port, gives; empty without one."""
     if path == "v1":
-        own = {"model": "model", "prompt": list(prompt), "max_tokens": count, "ignore_eos": True, "stream": True}
+        own: dict[str, Any] = {"model": "model", "prompt": list(prompt), "max_tokens": count, "temperature": 0}
+        own |= {"ignore_eos": True, "stream": True}  # greedy: a token that is drawn may be one of NaN
         return message_of(requests.post(f"{door.openai_url}/completions", json=own, timeout=SECONDS))
     body = {"input_ids": list(prompt), "request_output_len": count, "end_id": -1, "streaming": "stream" in path}
     return message_of(door.post(f"tensorrt_llm/{path}", body))
