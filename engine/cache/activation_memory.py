@@ -12,7 +12,7 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.block_sparse import sparse_bytes
 from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.prompt_attention import filled_up, most_parts
+from kvseek.engine.model.prompt_attention import LSE_NUMBERS, filled_up, most_parts
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.registry import method_traits
@@ -24,7 +24,6 @@ from .row_storage import STAGED_EXTENTS
 # on the CPU the process itself with PyTorch, and a weight on its way to oneDNN's layout.
 RESERVE_BYTES = 1 << 30
 TOKEN_BYTES = 8  # id and position of a prompt's token, as a plan takes them
-LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
 LOGITS_BYTES = 4  # a logit, as a plan returns it
 
 

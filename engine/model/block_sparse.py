@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from kvseek.core.config import KEY_BLOCK
 
 from .attention import CausalAttention
-from .prompt_attention import FEWEST_QUERIES, PromptAttention
+from .prompt_attention import FEWEST_QUERIES, LSE_NUMBERS, PromptAttention, cudnn_attention, filled_up, flash_attention
 from .repeated_tokens import MOST_PLACES, RepeatedTokens
 
 if TYPE_CHECKING:
@@ -53,10 +53,13 @@ class BlockSparseAttention:
 
     def __init__(self, config: EngineConfig, dense: CausalAttention, mass: BlockMass) -> None:
         self._dense, self._mass = dense, mass
+        self._together: PromptAttention | None = None  # who reads what was chosen for all query blocks at once
+        if isinstance(dense, PromptAttention) and dense.dtype is not torch.float32:
+            self._together = dense
         self._count = config.block_sparse.budget // KEY_BLOCK
         self._repeated = repeated_blocks(self._count)
         self._size, self._samples = config.block_sparse.query_block, config.block_sparse.samples
-        self._tail, self._chunk = config.block_sparse.dense_tail, config.prefill_chunk_tokens
+        self._tail = config.block_sparse.dense_tail
 
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, following: int, repeated: RepeatedTokens
@@ -66,34 +69,55 @@ class BlockSparseAttention:
         blocks, sparse = (keys.shape[1] - q) // KEY_BLOCK, q - max(0, self._tail - following)
         if blocks <= self._count or sparse <= 0:
             return self._dense(queries, keys, values, scaling)
-        past = blocks * KEY_BLOCK
-        mass = self._mass(
-            sample(queries[:, :sparse], keys.shape[0], self._size, self._samples), keys[:, :past], scaling
+        past, first, last = blocks * KEY_BLOCK, keys.shape[1] - q, keys.shape[1] - q + sparse
+        asking = queries[:, :sparse]
+        mass = self._mass(sample(asking, keys.shape[0], self._size, self._samples), keys[:, :past], scaling)
+        again = repeated.blocks(first, last, self._size, blocks, self._repeated)
+        chosen = choose(mass, self._count, again).transpose(0, 1)
+        read = self._read_each if self._together is None else partial(self._read_together, self._together)
+        out = read(asking, chosen, keys[:, :last], values[:, :last], past, scaling)
+        if sparse < q:
+            out = torch.cat((out, self._dense(queries[:, sparse:], keys, values, scaling)))
+        return out
+
+    def _read_each(
+        self, queries: Tensor, chosen: Tensor, keys: Tensor, values: Tensor, past: int, scaling: float
+    ) -> Tensor:
+        """Attend from queries [H, q, D] to the chosen blocks [b, G, count] of `past` tokens, and to what follows these.
+
+        Keys and values [G, n, D] end with the last query's. Returns [q, H, D]. One query block after the other is read from
+        the same memory, in which what was chosen stands before what follows.
+        """
+        q, room, out = queries.shape[1], chosen.shape[2] * KEY_BLOCK, list[Tensor]()
+        read_keys, read_values = (
+            part.new_empty(part.shape[0], room + part.shape[1] - past, part.shape[2]) for part in (keys, values)
         )
-        read_keys, read_values = (self._with_room(part, past, q) for part in (keys, values))
-        first = keys.shape[1] - q
-        again = repeated.blocks(first, first + sparse, self._size, blocks, self._repeated)
-        out = []
-        for number, chosen in enumerate(choose(mass, self._count, again).unbind(1)):
-            start, stop = number * self._size, min((number + 1) * self._size, sparse)
-            for rows, part in ((read_keys, keys), (read_values, values)):
-                gather(part[:, :past], chosen, rows[:, : self._count * KEY_BLOCK])
+        read_keys[:, room:], read_values[:, room:] = keys[:, past:], values[:, past:]
+        for block, start in zip(torch.split(chosen, 1), range(0, q, self._size), strict=True):
+            stop = min(start + self._size, q)
+            gather(keys[:, :past], block, read_keys[None, :, :room])
+            gather(values[:, :past], block, read_values[None, :, :room])
             seen = read_keys.shape[1] - (q - stop)
             out.append(self._dense(queries[:, start:stop], read_keys[:, :seen], read_values[:, :seen], scaling))
-        if sparse < q:
-            out.append(self._dense(queries[:, sparse:], keys, values, scaling))
         return torch.cat(out)
 
-    def _with_room(self, part: Tensor, past: int, q: int) -> Tensor:
-        """Return part [G, n, D] from token `past` on, with room for the chosen blocks before it.
-
-        KV heads are equally far apart in all chunks: cuDNN compiles a plan for every distance (prompt_attention.py).
-        """
-        kv_heads, n, dim = part.shape
-        room = self._count * KEY_BLOCK
-        rows = part.new_empty(kv_heads, room + KEY_BLOCK + max(q, self._chunk), dim)[:, : room + n - past]
-        rows[:, room:] = part[:, past:]
-        return rows
+    def _read_together(
+        self,
+        attention: PromptAttention,
+        queries: Tensor,
+        chosen: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        past: int,
+        scaling: float,
+    ) -> Tensor:
+        """As `_read_each`, with all that was chosen for a chunk gathered and read at once."""
+        number, kv_heads, count = chosen.shape
+        read_keys, read_values = keys.new_empty(2, number, kv_heads, count * KEY_BLOCK, keys.shape[2])
+        gather(keys[:, :past], chosen, read_keys)
+        gather(values[:, :past], chosen, read_values)
+        own = keys[:, past:], values[:, past:]
+        return attention.attend_in_blocks(queries, self._size, (read_keys, read_values), own, scaling)
 
 
 def sample(queries: Tensor, kv_heads: int, size: int, samples: int) -> Tensor:
@@ -103,8 +127,9 @@ def sample(queries: Tensor, kv_heads: int, size: int, samples: int) -> Tensor:
     """
     heads, q, dim = queries.shape
     odd = torch.arange(1, 2 * samples, 2, device=queries.device)
-    places = [start + odd * min(size, q - start) // (2 * samples) for start in range(0, q, size)]
-    taken = queries[:, torch.cat(places)].view(kv_heads, heads // kv_heads, len(places), samples, dim)
+    starts = torch.arange(0, q, size, device=queries.device)[:, None]
+    places = starts + odd * (q - starts).clamp_max(size) // (2 * samples)
+    taken = queries[:, places].view(kv_heads, heads // kv_heads, len(places), samples, dim)
     return taken.transpose(1, 2).reshape(kv_heads, len(places), -1, dim)
 
 
@@ -124,16 +149,16 @@ def choose(mass: Tensor, count: int, again: Tensor) -> Tensor:
 
 
 def gather(part: Tensor, chosen: Tensor, out: Tensor) -> None:
-    """Copy the chosen blocks [G, count] of keys or values [G, p, D] to `out` [G, count * KEY_BLOCK, D]."""
-    heads = torch.arange(len(chosen), device=chosen.device)[:, None]
+    """Copy the chosen blocks [b, G, count] of keys or values [G, p, D] to `out` [b, G, count * KEY_BLOCK, D]."""
+    heads = torch.arange(len(part), device=chosen.device)[:, None]
     if part.shape[2] * part.itemsize % 8 == 0:
         part, out = part.view(torch.int64), out.view(torch.int64)  # an index copies number by number: larger ones
     torch.ops.aten.index.Tensor_out(cut(part, KEY_BLOCK), [heads, chosen], out=cut(out, KEY_BLOCK))
 
 
 def cut(part: Tensor, size: int) -> Tensor:
-    """View rows [G, n, D] in pieces of `size`, [G, n / size, size, D]."""
-    return part.view(part.shape[0], part.shape[1] // size, size, part.shape[2])
+    """View rows [..., n, D] in pieces of `size`, [..., n / size, size, D]."""
+    return part.view(*part.shape[:-2], part.shape[-2] // size, size, part.shape[-1])
 
 
 def block_mass(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
@@ -171,10 +196,8 @@ def block_mass_by_attention(queries: Tensor, keys: Tensor, scaling: float, atten
 
 def attend_by_flash(queries: Tensor, pieces: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Attend by flash attention on a GPU; see Attend. It does not take float32."""
-    operator: Any = torch.ops.aten._scaled_dot_product_flash_attention
     shape = (*pieces.shape[:2], -1, -1)
-    found = operator(queries.expand(shape), pieces, values.expand(shape), 0.0, False, False, scale=scaling)
-    return found[0], found[1]
+    return flash_attention(queries.expand(shape), pieces, values.expand(shape), scaling)
 
 
 def attend_by_cudnn(queries: Tensor, pieces: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -185,13 +208,10 @@ def attend_by_cudnn(queries: Tensor, pieces: Tensor, values: Tensor, scaling: fl
     together = len(pieces) // PIECES_TOGETHER * PIECES_TOGETHER
     if not together or queries.shape[1] < FEWEST_QUERIES:
         return attend_by_flash(queries, pieces, values, scaling)
-    operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
     shape, found = (PIECES_TOGETHER, pieces.shape[1], -1, -1), []
     rows, names = queries.expand(shape).contiguous(), values.expand(shape).contiguous()
     for start in range(0, together, PIECES_TOGETHER):
-        part = pieces[start : start + PIECES_TOGETHER]
-        shares, lse = operator(rows, part, names, None, True, 0.0, False, False, scale=scaling)[:2]
-        found.append((shares, lse.view(shares.shape[:3])))
+        found.append(cudnn_attention(rows, pieces[start : start + PIECES_TOGETHER], names, scaling))
     if together < len(pieces):
         found.append(attend_by_flash(queries, pieces[together:], values, scaling))
     shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -229,6 +249,12 @@ def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: i
     each = config.block_sparse.samples
     samples = query_blocks * each * heads
     gathered = 2 * kv_heads * (budget + KEY_BLOCK + chunk) * dim + chunk * heads * dim + 2 * samples * dim
+    if (
+        config.device == "cuda" and dtype is not torch.float32
+    ):  # all query blocks at once; queries and outputs are filled up
+        rows = query_blocks * filled_up(min(config.block_sparse.query_block, chunk))
+        gathered += 2 * kv_heads * (query_blocks - 1) * budget * dim + heads * (3 * rows + chunk) * dim
+        gathered += 3 * LSE_NUMBERS * heads * rows
     # Ranks of blocks: their mass, and its order (topk and sort). By attention: shares of all samples, also in float32.
     ranks = query_blocks * kv_heads * blocks * (torch.float32.itemsize + 2 * torch.int64.itemsize)
     if config.device == "cuda" and dtype is not torch.float32:

@@ -37,6 +37,7 @@ FEWEST_QUERIES = 512  # a chunk of fewer is left to flash attention: it would no
 MERGED_PARTS = 16  # as in merge_attention.cu: blocks for 2^15 times SHORTEST_BLOCK tokens, and the chunk
 THREADS = 256  # as in merge_attention.cu
 PIECE = 8  # numbers that a thread merges
+LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
 
 
 class MergeAttentionArguments(ctypes.Structure):
@@ -102,10 +103,45 @@ class PromptAttention:
         padded = fill_up(queries)
         parts = [attend_block(padded, keys[:, a:b], values[:, a:b], scaling) for a, b in blocks]
         rest = blocks[-1][1]
-        # cuDNN aligns its mask to the top left, and would read what lies behind the keys of a chunk that is filled up.
-        attend = attend_square if padded is queries and rest == past else attend_causally
-        parts.append(attend(queries, keys[:, rest:], values[:, rest:], scaling))
+        parts.append(self._attend_chunk(queries, keys[:, rest:], values[:, rest:], scaling))
         return self.merge(parts, q)
+
+    def attend_in_blocks(
+        self, queries: Tensor, size: int, chosen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
+    ) -> Tensor:
+        """Attend from each block of `size` queries to all keys that were chosen for it, and causally to those of the chunk.
+
+        All blocks are one call, as the host would need longer for a call each than the GPU for its work. Not for float32,
+        of which no log-sum-exps are to be had.
+
+        Parameters
+        ----------
+        queries : Tensor [H, q, D]
+            Those of a chunk, the last block may be shorter.
+        chosen : Tensors [b, G, n, D], contiguous
+            Keys and values for each of the b blocks.
+        own : Tensors [G, at least q, D]
+            Keys and values whose last q tokens are those of the queries.
+
+        Returns
+        -------
+        Tensor [q, H, D], contiguous.
+        """
+        heads, q, dim = queries.shape
+        blocks = in_blocks(queries, size)
+        by_cudnn = self.refusal is None and blocks.shape[2] >= FEWEST_QUERIES
+        output, lse = (cudnn_attention if by_cudnn else flash_attention)(blocks, *chosen, scaling)
+        # A block is filled up, and all are put one behind the other again: no copy where they are full, but of the log-sum-exps.
+        output = output[:, :, :size].transpose(1, 2).reshape(-1, heads, dim).transpose(0, 1)
+        lse = lse[:, :, :size].transpose(0, 1).reshape(heads, -1)
+        return self.merge([Part(output, lse), self._attend_chunk(queries, *own, scaling)], q)
+
+    def _attend_chunk(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+        """Attend causally from queries [H, q, D] to keys and values [G, n, D], the last q of which are the queries' tokens."""
+        q = queries.shape[1]
+        # cuDNN aligns its mask to the top left, and would read what lies behind the keys of a chunk that is filled up.
+        square = q == keys.shape[1] == filled_up(q) and q >= FEWEST_QUERIES and self.refusal is None
+        return (attend_square if square else attend_causally)(queries, keys, values, scaling)
 
     def merge(self, parts: list[Part], tokens: int) -> Tensor:
         """Merge attention of the first `tokens` queries to disjoint sets of keys; returns [tokens, H, D], contiguous."""
@@ -196,14 +232,26 @@ def fill_up(queries: Tensor) -> Tensor:
     return padded
 
 
+def in_blocks(queries: Tensor, size: int) -> Tensor:
+    """Cut queries [H, q, D] into blocks of `size`, [b, H, n, D] with n filled up like a chunk; zeros fill up."""
+    heads, q, dim = queries.shape
+    number, width = -(-q // size), filled_up(min(size, q))
+    tokens = queries.transpose(0, 1)
+    if q == number * width:
+        return tokens.reshape(number, width, heads, dim).transpose(1, 2)
+    padded = queries.new_zeros(number, width, heads, dim)
+    for block, part in zip(padded, torch.split(tokens, size), strict=True):
+        block[: len(part)] = part
+    return padded.transpose(1, 2)
+
+
 def attend_block(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False) -> Part:
     """Attend to all of a block by cuDNN, or causally to as many keys as queries: queries [H, q, D], keys and values [G, n, D].
 
     Raises RuntimeError if cuDNN does not take the sizes.
     """
-    operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
-    found = operator(queries[None], keys[None], values[None], None, True, 0.0, causal, False, scale=scaling)
-    return Part(found[0][0], found[1].view(queries.shape[:2]))
+    output, lse = cudnn_attention(queries[None], keys[None], values[None], scaling, causal)
+    return Part(output[0], lse[0])
 
 
 def attend_square(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
@@ -213,6 +261,26 @@ def attend_square(queries: Tensor, keys: Tensor, values: Tensor, scaling: float)
 
 def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
     """Attend causally by flash attention: queries [H, q, D] are the last of the tokens of keys and values [G, n, D]."""
+    output, lse = flash_attention(queries[None], keys[None], values[None], scaling, causal=True)
+    return Part(output[0], lse[0])
+
+
+def cudnn_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attend by cuDNN, with the mask's corner at the top left: queries [B, H, q, D], keys and values [B, G, n, D].
+
+    Returns the output [B, H, q, D] and log-sum-exps float32 [B, H, q]. Raises RuntimeError if cuDNN does not take the sizes.
+    """
+    operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+    found = operator(queries, keys, values, None, True, 0.0, causal, False, scale=scaling)
+    return found[0], found[1].view(queries.shape[:3])
+
+
+def flash_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attend by flash attention, with the mask's corner at the bottom right; see cudnn_attention."""
     operator: Any = torch.ops.aten._scaled_dot_product_flash_attention
-    found = operator(queries[None], keys[None], values[None], 0.0, True, False, scale=scaling)
-    return Part(found[0][0], found[1][0])
+    found = operator(queries, keys, values, 0.0, causal, False, scale=scaling)
+    return found[0], found[1]

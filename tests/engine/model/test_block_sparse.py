@@ -189,13 +189,14 @@ def test_what_must_be_chosen_fits_into_the_smallest_budget() -> None:
 )
 def test_blocks_are_gathered_to_the_bit(dtype: torch.dtype, dim: int) -> None:
     _, keys, _ = make(1, 641, 4, 2, dim, dtype)
-    chosen = torch.tensor([[0, 3, 9], [1, 2, 8]])
-    out = torch.full((2, 300, dim), 7.0, dtype=dtype)
-    gather(keys[:, :640], chosen, out[:, :192])
-    for head, blocks in enumerate(chosen.tolist()):
-        rows = torch.cat([keys[head, block * 64 : block * 64 + 64] for block in blocks])
-        assert torch.equal(out[head, :192], rows)
-    assert out[:, 192:].eq(7).all()
+    chosen = torch.tensor([[[0, 3, 9], [1, 2, 8]], [[0, 1, 2], [7, 8, 9]]])
+    out = torch.full((2, 2, 300, dim), 7.0, dtype=dtype)
+    gather(keys[:, :640], chosen, out[:, :, :192])
+    for part, by_head in zip(out, chosen.tolist(), strict=True):
+        for head, blocks in enumerate(by_head):
+            rows = torch.cat([keys[head, block * 64 : block * 64 + 64] for block in blocks])
+            assert torch.equal(part[head, :192], rows)
+    assert out[:, :, 192:].eq(7).all()
 
 
 @given(st.integers(1, 5000), st.sampled_from([512, 1024]), st.sampled_from([0, 512, 900]), st.sampled_from([300, 2048]))

@@ -28,6 +28,7 @@ from kvseek.engine.model.prompt_attention import (
     expected_attention,
     fill_up,
     filled_up,
+    in_blocks,
     most_parts,
     past_blocks,
 )
@@ -70,6 +71,28 @@ def test_a_chunk_is_filled_up_behind_its_queries() -> None:
     assert not filled[:, 700:].any()
     assert filled.transpose(0, 1).is_contiguous(), "as whole chunks are"
     assert fill_up(filled) is filled
+
+
+@pytest.mark.parametrize(
+    ("queries", "size", "number", "width"),
+    [
+        (2048, 512, 4, 512),
+        (1000, 512, 2, 512),
+        (300, 512, 1, 512),
+        (100, 512, 1, 128),
+        (1536, 768, 2, 1024),
+        (9, 3, 3, 4),
+    ],
+)
+def test_queries_are_cut_into_blocks_that_are_filled_up(queries: int, size: int, number: int, width: int) -> None:
+    cut = torch.randn(queries, 4, 32).transpose(0, 1)
+    blocks = in_blocks(cut, size)
+    assert blocks.shape == (number, 4, width, 32)
+    assert blocks.transpose(1, 2).is_contiguous(), "as chunks are"
+    for block, expected in zip(blocks, cut.split(size, dim=1), strict=True):
+        assert torch.equal(block[:, : expected.shape[1]], expected)
+        assert not block[:, expected.shape[1] :].any()
+    assert (blocks.data_ptr() == cut.data_ptr()) == (queries == number * width), "full blocks are not copied"
 
 
 def test_without_cudnn_flash_attention_reads_prompts_by_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,6 @@ from tests.support.prefill import run_prefill
 from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.engine.loading.load import load_decoder
-from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.block_sparse import (
     PIECES_TOGETHER,
     Attend,
@@ -37,8 +36,8 @@ from kvseek.engine.model.repeated_tokens import RepeatedTokens
 pytestmark = pytest.mark.gpu
 
 
-def sparse_config(model: object, dtype: str, budget: int, dense_tail: int = 0) -> EngineConfig:
-    settings = BlockSparseConfig(budget, dense_tail=dense_tail, dense_layers=0)
+def sparse_config(model: object, dtype: str, budget: int, dense_tail: int = 0, query_block: int = 512) -> EngineConfig:
+    settings = BlockSparseConfig(budget, query_block, dense_tail=dense_tail, dense_layers=0)
     limits = {"max_seq_len": 9000, "max_input_len": 9000}
     return EngineConfig(
         model,  # type: ignore[arg-type]
@@ -82,35 +81,57 @@ def check_mass(dtype: str, dim: int, group: int, past: int, device: torch.device
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_gathered_blocks_are_the_rows(dtype: str, device: torch.device) -> None:
     keys = rows(dtype, device, 5000, 128)[:, :4992]
-    chosen = torch.stack([torch.randperm(78, device=device)[:32].sort().values for _ in range(KV_HEADS)])
-    out = torch.full((KV_HEADS, 2100, 128), 7.0, dtype=keys.dtype, device=device)
-    gather(keys, chosen, out[:, :2048])
-    for head in range(KV_HEADS):
-        expected = keys[head].view(78, KEY_BLOCK, 128)[chosen[head]].flatten(0, 1)
-        assert torch.equal(out[head, :2048], expected)
-    assert out[:, 2048:].eq(7).all()
+    chosen = torch.rand(3, KV_HEADS, 78, device=device).argsort()[..., :32].sort().values
+    out = torch.full((3, KV_HEADS, 2100, 128), 7.0, dtype=keys.dtype, device=device)
+    gather(keys, chosen, out[:, :, :2048])
+    for part, blocks in zip(out, chosen, strict=True):
+        for head in range(KV_HEADS):
+            expected = keys[head].view(78, KEY_BLOCK, 128)[blocks[head]].flatten(0, 1)
+            assert torch.equal(part[head, :2048], expected)
+    assert out[:, :, 2048:].eq(7).all()
 
 
 @pytest.mark.parametrize(("q", "past"), [(2048, 6144), (1000, 4096), (2048, 6001), (300, 5000)])
-@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("bfloat16", 64, 3), ("float32", 64, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group", "query_block", "cudnn"),
+    [
+        ("bfloat16", 128, 4, 512, True),
+        ("bfloat16", 64, 3, 512, True),
+        ("float16", 128, 1, 768, True),
+        ("bfloat16", 128, 4, 96, True),
+        ("bfloat16", 96, 2, 512, False),
+        ("float32", 64, 3, 512, False),
+    ],
+)
 def test_it_is_attention_to_chosen_blocks(
-    dtype: str, dim: int, group: int, q: int, past: int, kernels: MakeKernels, device: torch.device
+    dtype: str,
+    dim: int,
+    group: int,
+    query_block: int,
+    cudnn: bool,
+    q: int,
+    past: int,
+    kernels: MakeKernels,
+    device: torch.device,
 ) -> None:
-    """Against dense attention of each query block to the rows that its own choice names."""
+    """Against dense attention of each query block to the rows that its own choice names; with and without cuDNN."""
     torch.manual_seed(q + past)
     dense = make(kernels, dtype, dim, group)
-    config = sparse_config(dense._model, dtype, 2048, 100)
+    if not cudnn:
+        dense.refusal = "not to be asked"
+    assert (dense.refusal is None) == cudnn
+    config = sparse_config(dense._model, dtype, 2048, 100, query_block)
     attention = BlockSparseAttention(config, dense, mass_of(config, dense))
     queries = torch.randn(q, KV_HEADS * group, dim, device=device).to(dense.dtype).transpose(0, 1)
     keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
     repeated = RepeatedTokens(torch.randint(200, (past + q,)).tolist(), device)
     found, whole = attention(queries, keys, values, dim**-0.5, 0, repeated), past // KEY_BLOCK * KEY_BLOCK
-    samples = sample(queries[:, : q - 100], KV_HEADS, 512, 32)
-    again = repeated.blocks(past, past + q - 100, 512, whole // KEY_BLOCK, repeated_blocks(32))
+    samples = sample(queries[:, : q - 100], KV_HEADS, query_block, 32)
+    again = repeated.blocks(past, past + q - 100, query_block, whole // KEY_BLOCK, repeated_blocks(32))
     assert again.any(), "some pairs of tokens stood there before"
     chosen = choose(mass_of(config, dense)(samples, keys[:, :whole], dim**-0.5), 32, again)
-    for number, start in enumerate(range(0, q - 100, 512)):
-        stop = min(start + 512, q - 100)
+    for number, start in enumerate(range(0, q - 100, query_block)):
+        stop = min(start + query_block, q - 100)
         places = (chosen[:, number, :, None] * KEY_BLOCK + torch.arange(KEY_BLOCK, device=device)).flatten(1)
         own = torch.arange(whole, past + stop, device=device).expand(KV_HEADS, -1)
         index = torch.cat((places, own), dim=1)[..., None].expand(-1, -1, dim)
@@ -142,17 +163,18 @@ def test_the_host_does_not_wait(kernels: MakeKernels, device: torch.device) -> N
         attention(queries, keys, keys, 0.1, 0, RepeatedTokens(ids, device))
 
 
+@pytest.mark.parametrize("query_block", [512, 200])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_its_work_space_is_counted(dtype: str, kernels: MakeKernels, device: torch.device) -> None:
+def test_its_work_space_is_counted(dtype: str, query_block: int, kernels: MakeKernels, device: torch.device) -> None:
     """What sparse attention adds to the peak of the dense attention that reads the same keys."""
     dense = make(kernels, dtype, 64, 3)
-    config = sparse_config(dense._model, dtype, 1024)
-    attention = BlockSparseAttention(config, causal_attention_device, mass_of(config, causal_attention_device))
+    config = sparse_config(dense._model, dtype, 1024, query_block=query_block)
+    attention = BlockSparseAttention(config, dense, mass_of(config, dense))
     queries = torch.randn(2048, KV_HEADS * 3, 64, device=device).to(dense.dtype).transpose(0, 1)
     keys = rows(dtype, device, 8192, 64)
     peaks = []
     for attend in (
-        lambda: causal_attention_device(queries, keys, keys, 0.1),
+        lambda: dense(queries, keys, keys, 0.1),
         lambda: attention(queries, keys, keys, 0.1, 0, RepeatedTokens([i % 3000 for i in range(8192)], device)),
     ):
         attend()
