@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, require
+from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 from kvseek.engine.model.weight_only import NONE
@@ -21,9 +21,10 @@ CACHE_PREFIX = "cache."
 BLOCK_SPARSE_PREFIX = "block_sparse."
 # The engine's fields that a variant may set.
 PRECISION, QUANTIZE_HEAD, PREFILL_ATTENTION = "weight_only_precision", "quantize_lm_head", "prefill_attention"
+CHUNK, CHUNK_TOKENS = "prefill_chunk_tokens", EngineConfig.prefill_chunk_tokens
 FORM = (
     f"NAME or NAME:field=value,field=value; fields of the cache are cache.NAME, of the engine {PRECISION}, "
-    f"{QUANTIZE_HEAD}, {PREFILL_ATTENTION} and block_sparse.NAME"
+    f"{QUANTIZE_HEAD}, {PREFILL_ATTENTION}, block_sparse.NAME and {CHUNK}"
 )
 
 
@@ -45,6 +46,8 @@ class Variant:
         What prompts attend to; see EngineConfig.
     block_sparse_fields : dict
         Fields of `block_sparse` that differ from its defaults.
+    prefill_chunk_tokens : int
+        Prompt tokens that one unit of prefill processes; see EngineConfig.
     """
 
     label: str
@@ -55,6 +58,7 @@ class Variant:
     prefill_attention: str = DENSE
     block_sparse_fields: dict[str, Any] = field(default_factory=dict, hash=False)
     quantize_lm_head: bool = False
+    prefill_chunk_tokens: int = CHUNK_TOKENS
 
     @property
     def entry(self) -> Method:
@@ -94,6 +98,8 @@ class Variant:
             words.append(f"--{QUANTIZE_HEAD}")
         if self.prefill_attention != DENSE:
             words += [f"--{PREFILL_ATTENTION}", self.prefill_attention]
+        if self.prefill_chunk_tokens != CHUNK_TOKENS:
+            words += [f"--{CHUNK}", str(self.prefill_chunk_tokens)]
         for name, value in named.items():
             words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
         return words
@@ -150,7 +156,10 @@ def _parse(label: str) -> Variant:
     require(not idle, "--methods: block_sparse", block_sparse, "left out with dense prompts", remedy)
     head = own.pop(QUANTIZE_HEAD, False)
     require(isinstance(head, bool), f"--methods: {QUANTIZE_HEAD}", head, "true or false", "leave it out for false")
-    return Variant(label, method, own, cache, precision, attention, block_sparse, head)
+    chunk = own.pop(CHUNK, CHUNK_TOKENS)
+    whole = type(chunk) is int and chunk > 0
+    require(whole, f"--methods: {CHUNK}", chunk, "a whole number > 0", f"leave it out for {CHUNK_TOKENS}")
+    return Variant(label, method, own, cache, precision, attention, block_sparse, head, chunk)
 
 
 def _choice(fields: dict[str, Any], name: str, usual: str) -> str:

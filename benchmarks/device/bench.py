@@ -53,6 +53,7 @@ def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Seque
         quantize_lm_head=variant.quantize_lm_head,
         prefill_attention=variant.prefill_attention,
         block_sparse=variant.block_sparse,
+        prefill_chunk_tokens=variant.prefill_chunk_tokens,
         max_batch_size=max(cell.batch for cell in cells),
         max_input_len=longest,
         max_seq_len=longest,

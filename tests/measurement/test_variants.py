@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvseek.core.config import BlockSparseConfig
+from kvseek.core.config import BlockSparseConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.measurement.variants import parse_variants
 
@@ -27,6 +27,12 @@ def test_a_variant_may_have_a_head_of_8_bits() -> None:
     assert variant.flags() == ["--method", "full", "--weight_only_precision", "int8", "--quantize_lm_head"]
 
 
+def test_a_variant_may_read_prompts_in_other_chunks() -> None:
+    usual, own = parse_variants("full,full:prefill_chunk_tokens=4096")
+    assert (usual.prefill_chunk_tokens, own.prefill_chunk_tokens) == (EngineConfig.prefill_chunk_tokens, 4096)
+    assert own.flags() == [*usual.flags(), "--prefill_chunk_tokens", "4096"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -41,6 +47,8 @@ def test_a_variant_may_have_a_head_of_8_bits() -> None:
         (f"{SPARSE},block_sparse.budget=100", r"block_sparse.budget = 100: must be a multiple of 64"),
         (f"{SPARSE},block_sparse.tokens=100", r"block_sparse: unknown key 'tokens'"),
         ("full:quantize_lm_head=1", "--methods: quantize_lm_head = 1: must be true or false"),
+        ("full:prefill_chunk_tokens=0", "--methods: prefill_chunk_tokens = 0: must be a whole number > 0"),
+        ("full:prefill_chunk_tokens=true", "--methods: prefill_chunk_tokens = True: must be a whole number > 0"),
         ("full:weight_only_precision=int4", r"--methods: weight_only_precision = 'int4': must be one of"),
     ],
 )
