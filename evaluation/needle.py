@@ -31,7 +31,7 @@ from kvseek.evaluation.needle_tasks.facts import Score, score
 from kvseek.evaluation.needle_tasks.tasks import ROUNDS, TASKS, Dialogue, make_dialogues
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import run_command, write_result
-from kvseek.measurement.variants import DENSE
+from kvseek.measurement.variants import CHUNK, CHUNK_TOKENS, DENSE
 from kvseek.plugins.registry import get_method
 
 EXTRA_TOKENS = 8  # an answer may be so much longer than the right one
@@ -109,6 +109,8 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
         own, usual = dataclasses.asdict(config.block_sparse), dataclasses.asdict(BlockSparseConfig())
         changed["prefill_attention"] = config.prefill_attention
         changed |= {f"block_sparse.{name}": value for name, value in own.items() if value != usual[name]}
+    if config.prefill_chunk_tokens != CHUNK_TOKENS:
+        changed[CHUNK] = config.prefill_chunk_tokens
     if with_cache:
         usual = dataclasses.asdict(CacheConfig(**method.traits().cache_defaults))
         cache = dataclasses.asdict(config.cache)

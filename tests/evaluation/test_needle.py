@@ -155,6 +155,8 @@ def test_engines_of_one_method_are_told_apart(needle_folder: Path, build_engine:
     )
     named = "prkv:prefill_attention=block_sparse,block_sparse.budget=2048"
     assert needle.engine_names(directories[:1], [sparse]) == [named]
+    chunks = replace(sparse, prefill_chunk_tokens=4096)
+    assert needle.engine_names(directories[:1], [chunks]) == [f"{named},prefill_chunk_tokens=4096"]
     assert needle.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
     cached = replace(configs[0], cache=replace(configs[0].cache, local=128))
     names = ["prkv:top_k=128,cache.full_threshold=256", "prkv:top_k=128,cache.local=128,cache.full_threshold=256"]
