@@ -24,14 +24,13 @@ from kvseek import LLM, SamplingParams
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import FinishReason
-from kvseek.engine.model.weight_only import NONE
 from kvseek.evaluation.needle_results import Results, print_table
 from kvseek.evaluation.needle_tasks import vocabulary
 from kvseek.evaluation.needle_tasks.facts import Score, score
 from kvseek.evaluation.needle_tasks.tasks import ROUNDS, TASKS, Dialogue, make_dialogues
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import run_command, write_result
-from kvseek.measurement.variants import CHUNK, CHUNK_TOKENS, DENSE
+from kvseek.measurement.variants import CHUNK, DENSE, PRECISION, PREFILL_ATTENTION, QUANTIZE_HEAD
 from kvseek.plugins.registry import get_method
 
 EXTRA_TOKENS = 8  # an answer may be so much longer than the right one
@@ -99,24 +98,22 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
     method = get_method(config.method)
     settings, defaults = (dataclasses.asdict(method.configure(values)) for values in (config.method_config, {}))
     changed = {name: value for name, value in settings.items() if value != defaults[name]}
-    if config.weight_only_precision != NONE:
-        changed["weight_only_precision"] = config.weight_only_precision
-    if config.quantize_lm_head:
-        changed["quantize_lm_head"] = True
-    if config.tp_size > 1:
-        changed["tp_size"] = config.tp_size
+    changed |= unusual(config, PRECISION, QUANTIZE_HEAD, "tp_size", PREFILL_ATTENTION)
     if config.prefill_attention != DENSE:
         own, usual = dataclasses.asdict(config.block_sparse), dataclasses.asdict(BlockSparseConfig())
-        changed["prefill_attention"] = config.prefill_attention
         changed |= {f"block_sparse.{name}": value for name, value in own.items() if value != usual[name]}
-    if config.prefill_chunk_tokens != CHUNK_TOKENS:
-        changed[CHUNK] = config.prefill_chunk_tokens
+    changed |= unusual(config, CHUNK)
     if with_cache:
         usual = dataclasses.asdict(CacheConfig(**method.traits().cache_defaults))
         cache = dataclasses.asdict(config.cache)
         changed |= {f"cache.{name}": value for name, value in cache.items() if value != usual[name]}
     words = (f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in changed.items())
     return f"{config.method}:{','.join(words)}" if changed else config.method
+
+
+def unusual(config: EngineConfig, *names: str) -> dict[str, Any]:
+    """Those of an engine's fields that have not the default's value."""
+    return {name: value for name in names if (value := getattr(config, name)) != getattr(EngineConfig, name)}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
