@@ -103,7 +103,7 @@ class PrefixCache:
         if sparse:  # the slot begins with the prefix alone, the last of which lies in the window
             places = self.cache.retrieval_tokens(match.tokens)
         shared = 0 if self._traits.prefix_reuse == "copies" else min(found, places) // EXTENT_TOKENS
-        return Prefix(match.tokens, extents, shared, sparse, head=self.rows.heads[extents[0]])
+        return Prefix(match.tokens, extents, shared, sparse, sink_rows=self.rows.sink_rows[extents[0]])
 
     def _reusable(self, prompt: bytes) -> bytes:
         """Return the part of a prompt that need not be read if it is kept."""
@@ -220,7 +220,6 @@ class PrefixCache:
             # A request in the window alone uses no extents, but its session goes on with it.
             self._note_use(tokens if self.cache.lengths[slot] else b"", salt, session)
         self._read.discard(slot)
-        self.rows.release(slot)
         if self._loader is not None:
             self._loader.cancel(slot)
         self.cache.close(slot)
@@ -247,7 +246,7 @@ class PrefixCache:
     def _write(self, tokens: bytes, salt: str | None) -> None:
         """Have what is kept of a sequence written to disk."""
         if self.store is not None and (nodes := self._tree.match(salt, tokens).nodes):
-            self.store.keep(nodes, self.rows.heads[nodes[0].extent])
+            self.store.keep(nodes, self.rows.sink_rows[nodes[0].extent])
 
     def _note_use(self, tokens: bytes, salt: str | None, session: Session | None) -> None:
         """Note whose the nodes of these tokens are, for the order of eviction and for the end of sessions."""
@@ -269,7 +268,7 @@ class PrefixCache:
         places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink, session)
         tokens = tokens[: (sink + places) * TOKEN_BYTES]
         nodes = self._tree.whole_nodes(salt, tokens)  # fewer than before, if room was short
-        self.rows.complete(slot, len(nodes) * EXTENT_TOKENS, places, nodes[0].extent if nodes else None)
+        self.rows.complete(slot, len(nodes) * EXTENT_TOKENS, places)
         self._insert(slot, tokens, salt, self._extents.of_slot(slot))
 
     def _make_room(self, slot: int, places: int, session: Session | None = None) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvseek.core.config import EXTENT_TOKENS
 
 from .cache import Cache
-from .prefix import Head, Prefix
+from .prefix import Prefix
 from .prefix_folder import Match
 from .prefix_store import Load, PrefixStore
 
@@ -85,15 +85,15 @@ class PrefixLoader:
         """Put the rows that were loaded into the slot's prefix, and return the number of tokens that it has more."""
         prefix, have = self._cache.prefixes.get(slot), self._tokens(slot)
         before = () if prefix is None else prefix.extents[: self._whole(slot)]
-        if load.sink_rows is not None:
-            # Such a sequence begins on disk: the slot shares no extent, whose entries would have a state.
-            head = Head(load.sink_rows, (None,) * self._cache.rows.layout.host_layers)
-        else:
+        sink_rows = load.sink_rows
+        if sink_rows is None:
             assert prefix is not None, "what is loaded follows whole extents of the slot's prefix"
-            head = prefix.head
+            sink_rows = prefix.sink_rows
         tokens = load.matches[load.loaded - 1].stop
         extents = (*before, *load.extents[: load.loaded])
-        self._cache.prefixes[slot] = Prefix(tokens, extents, 0 if prefix is None else prefix.shared, head=head)
+        self._cache.prefixes[slot] = Prefix(
+            tokens, extents, 0 if prefix is None else prefix.shared, sink_rows=sink_rows
+        )
         self._store.counts.loaded_tokens += tokens - have
         return tokens - have
 

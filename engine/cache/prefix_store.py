@@ -32,7 +32,6 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.streams import everything_launched
 
 from .disk_usage import DiskUsage, StoreCounts
-from .prefix import Head
 from .prefix_file import HEADER_BYTES, DamagedFileError, Entry, read_data, write_file
 from .prefix_folder import Match, PrefixFolder
 from .prefix_tree import TOKEN_BYTES, Node
@@ -136,16 +135,16 @@ class PrefixStore:
 
     # Writing.
 
-    def keep(self, nodes: Sequence[Node], head: Head) -> None:
-        """Have a sequence's first nodes written, given in order, as far as they are not on disk; `head` is the sequence's."""
+    def keep(self, nodes: Sequence[Node], sink_rows: Tensor) -> None:
+        """Have a sequence's first nodes and its sink's rows written, as far as they are not on disk; nodes are given in order."""
         used, arrived = list[bytes](), everything_launched(self._device)
         with self._work:
             for node in nodes:
                 if (known := self.folder.covers(node.key, node.before, node.tokens)) is not None:
                     used.append(known)
                 elif node.key not in self._writes and not self.folder.is_foreign(node.key):
-                    sink_rows = head.sink_rows if node.parent is None else None
-                    self._writes[node.key] = Write(node.key, node.before, node.tokens, node.extent, sink_rows, arrived)
+                    own = sink_rows if node.parent is None else None
+                    self._writes[node.key] = Write(node.key, node.before, node.tokens, node.extent, own, arrived)
             self._work.notify()
         self.folder.touch(used)
 

@@ -140,13 +140,12 @@ def test_an_adopted_prefix_selects_as_the_slot_that_wrote_it(
     keys, queries = topical(total, 8)
     region.prefill(1, *(part if i == 0 else part.transpose(0, 1) for i, part in enumerate(topical(900, 9))), 0)
     region.prefill(0, keys[:, :1100], queries[:1100].transpose(0, 1), 5 * EVICTED)
-    state = index.prefix_state(0)
     for start in range(1100, total, EVICTED):
         region.evict(0, keys[:, start : start + EVICTED])
     region.extents.release(1)
     region.extents.reserve(1, total, region.extents.of_slot(0)[:1])
     region.lengths[1] = total
-    index.adopt(1, 1024, state)
+    index.adopt(1, 1024)
     index.append(1, 1024, keys[:, 1024:])
     index.publish(1, 1024, total - 1024)
     written, adopted = (select(index, queries[-3:], [slot] * 3) for slot in (0, 1))
