@@ -56,7 +56,7 @@ class ReferenceIndex(Index):
         super().__init__(context)
         self.config: Config = context.config
         most_tokens = context.extents.max_extents * EXTENT_TOKENS
-        self.ring, self.width = self.config.ring(most_tokens), self.config.list_width(most_tokens)
+        self.ring, self.width = self.config.centroids, self.config.list_width(most_tokens)
         self.capacity = self.config.recall_capacity(most_tokens)
         slots, heads, kv_heads = context.extents.slots, context.num_heads, context.num_kv_heads
         shape = (slots, heads, self.ring, context.head_dim)

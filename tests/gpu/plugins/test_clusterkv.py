@@ -177,6 +177,8 @@ def test_equal_keys_are_taken_in_order() -> None:
     assert codes is not None
     codes.high.fill_(0x1B)
     codes.scales.fill_(1.0)
+    codes.means.fill_(1)
+    codes.mean_steps.fill_(1.0)
     queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda").bfloat16()
     rows = select_rows(found, queries, [0]).rows[0]
     assert found.reranker is not None

@@ -214,16 +214,15 @@ def test_rho_is_rounded_up_in_decimals() -> None:
 
 
 def test_recent_follows_top_k() -> None:
-    assert Config().recent == 1024
-    assert Config(top_k=4096).recent == 4096
+    assert Config().recent == 8192
+    assert Config(top_k=10_000).recent == 10_000
     assert Config(top_k=20, recent=24).recent == 24
 
 
 def test_sizes_of_a_slot() -> None:
     config = Config()
-    assert (config.ring(1 << 17), config.list_width(1 << 17)) == (2048, 1280)
-    assert config.recall_capacity(1 << 17) == 16 * 1280 + 1024
-    assert (config.ring(4096), config.list_width(600), config.recall_capacity(600)) == (256, 600, 600)
+    assert (config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (1280, 16 * 1280 + 8192)
+    assert (config.list_width(600), config.recall_capacity(600)) == (600, 600)
     assert config.prompt_centroids(131_072, 2048) == 2048
     assert config.prompt_centroids(1601, 2048) == 101
 
