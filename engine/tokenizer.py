@@ -22,7 +22,11 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 LONGEST_RUN = 16  # tokens without complete text after which TextStream looks for a place to cut
 PROMPT_CONTEXT = 8  # tokens of the prompt with which the first ones of an answer are decoded
 PROBE = "kvseekprobe"  # a text that no template changes
-PROBED = {"user": ["user"], "assistant": ["user", "assistant", "user"], "system": ["system", "user"]}  # conversations by role
+PROBED = {
+    "user": ["user"],
+    "assistant": ["user", "assistant", "user"],
+    "system": ["system", "user"],
+}  # conversations by role
 
 
 def _byte_characters() -> dict[str, int]:
@@ -79,8 +83,8 @@ class Tokenizer:
     def _spelling(self, text: str, spaces: int) -> tuple[int, ...]:
         """Encode a text as it stands behind a line end, with no tokens before it but for at most `spaces` of single spaces.
 
-        At the beginning of a text many tokenizers add a space, which would hide how the text is spelt elsewhere. Where the line end
-        is no token of its own, the beginning has to do.
+        At the beginning of a text many tokenizers add a space, which would hide how the text is spelt elsewhere. Where the
+        line end is no token of its own, the beginning has to do.
         """
         for before in ("\n", ""):
             ids = self.encode(before + text, add_special_tokens=False)
@@ -243,8 +247,8 @@ class ChatTemplate:
         """Write a conversation; raises as Tokenizer.apply_chat_template."""
         if self._in_parts["user"] is None:
             raise RequestError(
-                "messages: the model's chat template writes nothing of what a user says, neither of a text nor of a list of parts; "
-                "send the conversation without it, as one text in the form that the model expects"
+                "messages: the model's chat template writes nothing of what a user says, neither of a text nor of a list of "
+                "parts; send the conversation without it, as one text in the form that the model expects"
             )
         try:
             return self._write(messages)
@@ -281,9 +285,9 @@ class TextStream:
     """Text of one output while its tokens arrive.
 
     `push` returns only text that later tokens cannot change: it holds back bytes of an incomplete UTF-8 character and
-    text that could be the beginning of a stop word. `Tokenizer.decode_complete` of the prompt and all returned texts together equal
-    `Tokenizer.decode` of the tokens of both, or, if `stopped`, the part of that text before the stop word that was complete first,
-    `stop_word`.
+    text that could be the beginning of a stop word. `Tokenizer.decode_complete` of the prompt and all returned texts together
+    equal `Tokenizer.decode` of the tokens of both, or, if `stopped`, the part of that text before the stop word that was complete
+    first, `stop_word`.
 
     The cost of a token does not grow with the output: a token is decoded together with the few before it, not with all.
     """
@@ -294,7 +298,7 @@ class TextStream:
         self.stopped, self.stop_word = False, ""
         self._tokenizer = tokenizer
         self._stop_words = tuple(stop_words)
-        # `_context` tokens that decoders need (many leave out the space at the beginning of a text), then those not given out yet.
+        # `_context` tokens, which decoders need (many leave out the space at the beginning of a text), then those not given out.
         self._ids = tokenizer.last_with_text(prompt_ids) if prompt_ids else []
         self._context_text, self._context = tokenizer.decode_complete(self._ids) if self._ids else ("", 0)
         self._held = ""  # text that could begin a stop word

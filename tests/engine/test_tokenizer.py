@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.sentencepiece import save_sentencepiece
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tests.support.sentencepiece import save_sentencepiece
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvseek.core.errors import EngineDirectoryError, RequestError

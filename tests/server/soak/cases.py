@@ -100,7 +100,9 @@ def texts_of(tokenizer: Tokenizer, tokens: Sequence[int], prompt_ids: Sequence[i
 
 
 def _answered(case: Case, tokens: Sequence[int], tokenizer: Tokenizer) -> Case:
-    return replace(case, tokens=tuple(tokens), texts=texts_of(tokenizer, tokens, case.prompt_ids) if case.prompt else ())
+    return replace(
+        case, tokens=tuple(tokens), texts=texts_of(tokenizer, tokens, case.prompt_ids) if case.prompt else ()
+    )
 
 
 def _draw(number: int, engine: Engine, random: Random) -> Case:
