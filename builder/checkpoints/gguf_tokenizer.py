@@ -6,6 +6,7 @@ words, `tokenizer.ggml.pre`. What the names mean is written in llama.cpp (src/ll
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -120,7 +121,7 @@ def load_tokenizer(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> Mo
     require(len(types) == len(tokens), TYPES, len(types), f"of {len(tokens)} tokens, as {TOKENS}", REMEDY)
     try:
         backend, begins, ids = MODELS[str(model)](tokens, types, metadata, arrays)
-        names = _special_tokens(tokens, ids | metadata)
+        names = _special_tokens(tokens, {**ids, **metadata})
         _add_tokens(backend, tokens, types, set(names.values()))
     except ConfigError:
         raise
@@ -155,8 +156,9 @@ def _sentencepiece(
 ) -> tuple[Any, bool, dict[str, int]]:
     """Make a tokenizer of the kind of Llama 2's, and tell whether texts begin with `bos`, and ids that files may leave out.
 
-    SentencePiece joins the two neighbouring pieces whose joint piece has the best score, the library tokenizers the two that
-    come first in a list of merges. The list in the order of the scores does the same, if no two scores are equal.
+    SentencePiece joins the two neighbouring pieces whose joint piece has the best score, and of equal ones the leftmost. The
+    library tokenizers joins the two that come first in a list of merges. The list in the order of the scores does the same if
+    none are equal but those of runs of one character: of a run, the leftmost pair is the one that has the longest left piece.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -167,17 +169,19 @@ def _sentencepiece(
     require(len(scores) == len(tokens), SCORES, len(scores), f"of {len(tokens)} tokens, as {TOKENS}", REMEDY)
     pieces = {token: scores[i] for i, token in enumerate(tokens) if types[i] == TokenType.NORMAL}
     pairs = [
-        (-score, piece[:cut], piece[cut:])
+        (-score, -cut, piece[:cut], piece[cut:])
         for piece, score in pieces.items()
         for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces
     ]
-    joint = {left + right for _, left, right in pairs}
-    distinct = len({pieces[piece] for piece in joint})
-    require(distinct == len(joint), SCORES, f"{distinct} for {len(joint)} pieces", "another one for each piece", REMEDY)
+    joint = {left + right for _, _, left, right in pairs}
+    counts = Counter(pieces[piece] for piece in joint)
+    equal = sorted(piece for piece in joint if counts[pieces[piece]] > 1 and len(set(piece)) > 1)
+    limit = f"another score for each piece, but {len(equal)} have that of another one"
+    require(not equal, SCORES, equal[:4], limit, REMEDY)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     unknown = int(metadata.get("tokenizer.ggml.unknown_token_id", 0))
-    merges = [(left, right) for _, left, right in sorted(pairs)]
+    merges = [(left, right) for _, _, left, right in sorted(pairs)]
     model = models.BPE(vocabulary, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     backend, spaces = Tokenizer(model), normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -68,22 +68,22 @@ def load_tokenizer_directory(directory: Path, remedy: str) -> ModelTokenizer:
             f"have transformers write one with AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or {remedy}"
         )
     try:
-        _refuse_foreign_code(directory)
+        settings = _settings(directory)
         named = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         templates = named.chat_template  # one, or several by their names
         template = templates.get("default") if isinstance(templates, dict) else templates
         backend = Tokenizer.from_file(str(file))
         backend.no_padding()
         backend.no_truncation()
-        _add_missing(backend, named.added_tokens_decoder)
+        _add_missing(backend, named.added_tokens_decoder, settings.get("added_tokens_decoder") or {})
     except Exception as error:  # of many types: tokenizers raises Exception itself
         raise ConfigError(f"{directory}: cannot load the tokenizer ({error}); {remedy}") from None
     names = {name: str(token) for name, token in named.special_tokens_map.items() if isinstance(token, str)}
     return ModelTokenizer(backend, names, template)
 
 
-def _refuse_foreign_code(directory: Path) -> None:
-    """Raise ConfigError if tokenizer_config.json names the publisher's own code, which may do more than tokenizer.json says."""
+def _settings(directory: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json; raises ConfigError if it names the publisher's own code, which is not run."""
     import transformers
 
     path = directory / SETTINGS_FILE
@@ -93,13 +93,15 @@ def _refuse_foreign_code(directory: Path) -> None:
         raise ConfigError(f"{path}: tokenizer_class = {name!r}: must be a name; correct it")
     if "auto_map" in settings and not hasattr(transformers, name):
         raise ConfigError(f"{path}: tokenizer_class = {name!r} is the publisher's own code, which is not run")
+    return settings
 
 
-def _add_missing(backend: Any, tokens: Mapping[int, Any]) -> None:
-    """Add the tokens that only the files beside tokenizer.json state; raises ConfigError if one has another id there."""
-    stated = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for number, token in sorted(tokens.items()):
-        if token.content not in stated:
+def _add_missing(backend: Any, tokens: Mapping[int, Any], stated: Mapping[str, Any]) -> None:
+    """Add the `tokens` that only the files beside tokenizer.json have; raises ConfigError unless ids are as `stated` there."""
+    own = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for _, token in sorted(tokens.items()):
+        if token.content not in own:
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-        if (found := backend.token_to_id(token.content)) != number:
-            raise ConfigError(f"{SETTINGS_FILE} gives {token.content!r} the id {number}, {TOKENIZER_FILE} {found}")
+    for number, token in stated.items():
+        if (found := backend.token_to_id(token["content"])) != int(number):
+            raise ConfigError(f"{SETTINGS_FILE} gives {token['content']!r} the id {number}, {TOKENIZER_FILE} {found}")
