@@ -70,6 +70,18 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Encode a text as it stands behind another one, of which it begins a line.
+
+        Tokenizers of the kind of Llama 2's put a space before what they encode, which belongs at the beginning of a whole text
+        only. Where a line end is no token of its own before the text, it is encoded by itself.
+        """
+        ids = self.encode("\n" + text, add_special_tokens=False)
+        for count in (1, 2):  # with the space
+            if b"".join(map(self.token_bytes, ids[:count])).lstrip(b" ") == b"\n":
+                return ids[count:]
+        return self.encode(text, add_special_tokens=False)
+
     def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Encode a word as it stands inside a text: behind a space, and behind anything else.
 
@@ -81,20 +93,10 @@ class Tokenizer:
         return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def _spelling(self, text: str, spaces: int) -> tuple[int, ...]:
-        """Encode a text as it stands behind a line end, with no tokens before it but for at most `spaces` of single spaces.
-
-        At the beginning of a text many tokenizers add a space, which would hide how the text is spelt elsewhere. Where the
-        line end is no token of its own, the beginning has to do.
-        """
-        for before in ("\n", ""):
-            ids = self.encode(before + text, add_special_tokens=False)
-            pieces = [self.token_bytes(token) for token in ids]
-            starts = (n for n in range(len(ids)) if b"".join(pieces[:n]).lstrip(b" ") == before.encode())
-            if (start := next(starts, None)) is not None:
-                break
-        else:
-            return ()
-        lead = len(rest := b"".join(pieces[start:])) - len(rest.lstrip(b" "))
+        """Encode a text as it stands inside of another, without tokens that are a space alone before its last `spaces` spaces."""
+        ids = self.encode_inside(text)
+        pieces = [self.token_bytes(token) for token in ids]
+        lead, start = len(whole := b"".join(pieces)) - len(whole.lstrip(b" ")), 0
         while start < len(ids) - 1 and pieces[start] == b" " and lead > spaces:
             start, lead = start + 1, lead - 1
         return tuple(ids[start:])
@@ -107,7 +109,7 @@ class Tokenizer:
     def decode_complete(self, ids: Sequence[int]) -> tuple[str, int]:
         """Decode token ids without the character, if any, that is not complete at their end; also count the tokens before it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in ids[-PROMPT_CONTEXT:]:
+        for token in self.last_with_text(ids):
             decoder.decode(self._text_bytes(token))
         pending, stop = len(decoder.getstate()[0]), len(ids)
         while pending > 0:

@@ -152,6 +152,13 @@ def test_the_answer_continues_the_text_of_the_prompt(each, prompt, answer):
     assert each.decode(prompt_ids) + stream_all(each, ids, (), prompt_ids)[0] == each.decode(prompt_ids + ids)
 
 
+@pytest.mark.parametrize("name", ["tiny", "sentencepiece"])
+@pytest.mark.parametrize("text", ["Paris", " Paris", "\nParis", "灯 Paris", ""])
+def test_a_text_behind_another_begins_with_no_further_space(request, name, text):
+    tokenizer = request.getfixturevalue(name)
+    assert tokenizer.decode([*tokenizer.encode("France is"), *tokenizer.encode_inside(text)]) == "France is" + text
+
+
 def test_the_first_word_keeps_its_space(sentencepiece):
     prompt_ids = sentencepiece.encode("France is")
     ids = sentencepiece.encode("Paris", add_special_tokens=False)

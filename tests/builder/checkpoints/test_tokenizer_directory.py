@@ -131,6 +131,25 @@ def test_other_files_do_not_do(tmp_path: Path) -> None:
         open_checkpoint(tmp_path).tokenizer()
 
 
+def test_a_built_engine_encodes_as_the_file_says(model: Path, tmp_path: Path) -> None:
+    """A model of Qwen's class with a split and normalisation of its own."""
+    save_split(tmp_path / "own")
+    edit(tmp_path / "own" / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    flags = [
+        "--method",
+        "full",
+        "--kernels",
+        "reference",
+        "--no-check",
+        "--quiet",
+        "--tokenizer",
+        str(tmp_path / "own"),
+    ]
+    assert build.main(["--model", str(model), "--output_dir", str(tmp_path / "engine"), *flags]) == 0
+    own, stated = EngineTokenizer(tmp_path / "engine"), Tokenizer.from_file(str(tmp_path / "own" / "tokenizer.json"))
+    assert [own.encode(text) for text in TEXTS] == [stated.encode(text).ids for text in TEXTS]
+
+
 @pytest.mark.parametrize(("named", "ends"), [("<|pad|>", (1, 2)), ("<|end|>", (1,)), (None, (1,))])
 def test_the_tokenizers_eos_token_ends_texts_too(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str | None, ends: tuple[int, ...]
