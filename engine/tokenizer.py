@@ -122,7 +122,7 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Write a conversation as text, up to where the model's answer begins; messages have "role" and "content".
 
-        Raises RequestError if the model has no chat template, or its template refuses the messages or leaves out what users say.
+        Raises RequestError if the model has no chat template, or its template refuses the messages or leaves out what one says.
         """
         with self._lock:
             if self._template is None:
@@ -247,11 +247,12 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Write a conversation; raises as Tokenizer.apply_chat_template."""
-        if self._in_parts["user"] is None:
-            raise RequestError(
-                "messages: the model's chat template writes nothing of what a user says, neither of a text nor of a list of "
-                "parts; send the conversation without it, as one text in the form that the model expects"
-            )
+        for role in {message["role"]: None for message in messages}:
+            if self._in_parts.get(role, False) is None:
+                raise RequestError(
+                    f"messages: the model's chat template writes nothing of what the role {role!r} says, neither of a text nor "
+                    "of a list of parts; leave such messages out, or send the conversation as one text that the model expects"
+                )
         try:
             return self._write(messages)
         except Exception as error:  # of many types: a template is a program

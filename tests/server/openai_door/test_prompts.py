@@ -132,10 +132,16 @@ def test_a_template_may_read_content_as_a_text_or_as_parts(directory: Path, tmp_
 
 
 @pytest.mark.parametrize("content", ["{{ m.text }}", "{{ m.content.text }}", "{{ m.content[0].value }}"])
-def test_a_template_that_leaves_out_what_users_say_is_refused(directory: Path, tmp_path: Path, content: str) -> None:
-    tokenizer = with_template(directory, tmp_path, "{% for m in messages %}" + content + "{% endfor %}")
-    with pytest.raises(FieldError, match="template writes nothing of what a user says"):
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_a_template_that_leaves_out_what_a_role_says_is_refused(
+    directory: Path, tmp_path: Path, content: str, role: str
+) -> None:
+    own = f"{{% if m.role == '{role}' %}}{content}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    tokenizer = with_template(directory, tmp_path, "{% for m in messages %}" + own + "{% endfor %}")
+    with pytest.raises(FieldError, match=f"template writes nothing of what the role '{role}' says"):
         chat_ids(messages(TALK), tokenizer, read_config(directory))
+    others = [message for message in TALK if message["role"] != role]
+    assert tokenizer.apply_chat_template(others) == "".join(message["content"] for message in others)
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ messages[9].content[0] }}", "{% for %}"])
