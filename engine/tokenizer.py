@@ -247,8 +247,12 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Write a conversation; raises as Tokenizer.apply_chat_template."""
-        for role in {message["role"]: None for message in messages}:
-            if self._in_parts.get(role, False) is None:
+        for number, message in enumerate(messages):
+            for name in ("role", "content"):
+                if not isinstance(message.get(name), str):
+                    shown = f"{message.get(name)!r:.80}"
+                    raise RequestError(f"messages[{number}].{name} = {shown}: must be a text; give it as one")
+            if self._in_parts.get(role := message["role"], False) is None:
                 raise RequestError(
                     f"messages: the model's chat template writes nothing of what the role {role!r} says, neither of a text nor "
                     "of a list of parts; leave such messages out, or send the conversation as one text that the model expects"

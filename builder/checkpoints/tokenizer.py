@@ -40,8 +40,7 @@ class ModelTokenizer:
         self.backend.save(str(folder / TOKENIZER_FILE))
         # This class of transformers' takes tokenizer.json as it is.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        document = json.dumps({**settings, **self.special_tokens}, indent=2, ensure_ascii=False)
-        (folder / SETTINGS_FILE).write_text(document + "\n", encoding="utf-8")
+        (folder / SETTINGS_FILE).write_text(json.dumps({**settings, **self.special_tokens}, indent=2), encoding="utf-8")
         if self.chat_template:
             (folder / TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")
 
@@ -72,6 +71,7 @@ def load_tokenizer_directory(directory: Path, remedy: str) -> ModelTokenizer:
         named = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         templates = named.chat_template  # one, or several by their names
         template = templates.get("default") if isinstance(templates, dict) else templates
+        _check_template(template)
         backend = Tokenizer.from_file(str(file))
         backend.no_padding()
         backend.no_truncation()
@@ -94,6 +94,16 @@ def _settings(directory: Path) -> dict[str, Any]:
     if "auto_map" in settings and not hasattr(transformers, name):
         raise ConfigError(f"{path}: tokenizer_class = {name!r} is the publisher's own code, which is not run")
     return settings
+
+
+def _check_template(template: Any) -> None:
+    """Raise ConfigError unless a chat template is a text that can be written to a file, or None."""
+    if not isinstance(template, str | None):
+        raise ConfigError(f"chat_template = {template!r:.80}: must be a text; correct it")
+    try:
+        (template or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"chat_template: must be Unicode ({error.reason} at {error.start}); correct it") from None
 
 
 def _add_missing(backend: Any, tokens: Mapping[int, Any], stated: Mapping[str, Any]) -> None:

@@ -242,6 +242,9 @@ def test_empty_stop_word_is_refused(tiny):
 def test_chat_template(tiny, tmp_path):
     messages = [{"role": "user", "content": "When?"}]
     assert tiny.apply_chat_template(messages) == "<|user|>When?<|assistant|>"
+    for bad, name in (({"content": "When?"}, "role"), ({"role": "user", "content": ["When?"]}, "content")):
+        with pytest.raises(RequestError, match=rf"messages\[1\]\.{name} = .*: must be a text"):
+            tiny.apply_chat_template([*messages, bad])
     save_tiny_tokenizer(tmp_path)
     with pytest.raises(RequestError, match="no chat template"):
         Tokenizer(tmp_path).apply_chat_template(messages)

@@ -119,6 +119,16 @@ def test_templates(tmp_path: Path) -> None:
         assert text == ("<|begin|>hi", "hi")[number]
 
 
+@pytest.mark.parametrize("template", [5, "a\ud800", {"default": 5}])
+def test_templates_that_are_no_text(tmp_path: Path, template: Any) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    edit(tmp_path / "config.json", architectures=["x"])
+    edit(tmp_path / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer \(.*chat_template"):
+        open_checkpoint(tmp_path).tokenizer()
+
+
 def test_other_files_do_not_do(tmp_path: Path) -> None:
     """A vocabulary alone does not say how text is split: transformers would take the split of the kind of model."""
     save_tokenizer(tmp_path)
