@@ -39,6 +39,10 @@ class SamplingError(RequestError):
     """No token can be drawn because of what a request asks for together, which shows only while the request runs."""
 
 
+class LogitsError(KvseekError, ArithmeticError):
+    """The largest of a token's logits is NaN or infinite: weights, rows or what was computed with them are wrong or overflow."""
+
+
 class CapacityError(KvseekError, MemoryError):
     """The KV cache cannot hold what was asked for."""
 
