@@ -59,6 +59,10 @@ class UnavailableError(KvseekError):
     """There is no engine to serve the request: the engine is starting, has failed, or is shutting down."""
 
 
+class EngineHungError(KvseekError):
+    """The engine's thread does not come back from a step, such as one whose kernel never ends."""
+
+
 class TimeoutExpiredError(KvseekError):
     """The request's own time limit passed before it could start."""
 

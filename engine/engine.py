@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
+from kvseek.core.cuda import check_alive
 from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, LogitsError, RequestError, SamplingError
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -416,10 +417,13 @@ class Engine:
     def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
         """End a request by an error of a step. Without `code` no client can have caused it, as `check` let the request in.
 
-        Unless memory was short, what the request has used may be wrong then, and is not kept for others.
+        Unless memory was short, what the request has used may be wrong then, and is not kept for others. If the device has failed
+        for good, this raises, and the engine cannot go on.
         """
         if isinstance(error, LogitsError):
             self.unsound, self.unsound_in_a_row = self.unsound + 1, self.unsound_in_a_row + 1
+        elif not isinstance(error, SamplingError):
+            check_alive(self._cache.window.device)
         if code is None and isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             code = ErrorCode.UNAVAILABLE
         elif code is None:

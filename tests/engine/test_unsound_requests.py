@@ -70,14 +70,14 @@ def check_canaries(engine: Engine, plain: Plain, requests: list[Request], failur
 
 
 @contextlib.contextmanager
-def broken_activations(engine: Engine, token: int) -> Iterator[None]:
-    """Whoever reads this token has NaN in all layers from there on, and in its rows."""
+def broken_activations(engine: Engine, token: int | None = None) -> Iterator[None]:
+    """Whoever reads this token (None: any) has NaN in all layers from there on, and in its rows."""
     model = engine.decoder.model
     embed = model.embed
 
     def broken(tokens: Tensor) -> Tensor:
         rows: Tensor = embed(tokens).clone()
-        rows[tokens == token] = torch.nan
+        rows[tokens == token if token is not None else tokens >= 0] = torch.nan
         return rows
 
     model.embed = broken
