@@ -1,14 +1,12 @@
-"""Faults in numbers: NaN and flipped bits in activations, rows and weights, each while one request runs; then canaries are asked.
+"""What a request leaves whose logits are not finite: nothing that it has used is kept, in memory or on disk.
 
-What a failed request has used is kept no longer, so canaries are answered as by a fresh engine, whether they begin like it or not.
-Where the fault stays (rows of kept extents), canaries may fail by name until what they share is gone.
+So canaries are answered as by a fresh engine, whether they begin like it or not.
 """
 
 from __future__ import annotations
 
-import contextlib
+import random
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine
+from tests.engine.number_faults import NAN, ask, broken_activations, entries_of, is_unsound, trial
 from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, NAMES, WINDOW, Load, Plain, load, model, plain
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_to_end
 from tests.support.waiting import wait_for
-from torch import Tensor
 
-from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import Session
 from kvseek.engine.cache import prefix_store
@@ -38,28 +35,6 @@ OTHERS = [Request(DOCUMENT[::-1][:1300], 10), Request(DOCUMENT[5:45], 10)]
 METHODS = [name for name in NAMES if name != "ctkvr-rows"]
 
 
-def ask(engine: Engine, *requests: Request) -> list[tuple[StepOutput, list[int]]]:
-    """The last output and the tokens of each of some requests that are submitted together."""
-    ids = [engine.submit(request) for request in requests]
-    outputs = run_to_end(engine)
-    assert engine._cache.extents.used == 0
-    found = []
-    for one in ids:
-        own = [output for output in outputs if output.request_id == one]
-        assert [output.finish_reason is not None for output in own] == [False] * (len(own) - 1) + [True]
-        found.append((own[-1], [output.token_id for output in own if output.token_id is not None]))
-    return found
-
-
-def is_unsound(end: StepOutput) -> bool:
-    assert end.finish_reason in (FinishReason.LENGTH, FinishReason.ERROR)
-    if end.finish_reason is FinishReason.LENGTH:
-        return False
-    assert end.code is ErrorCode.INTERNAL
-    assert "must be finite" in end.error
-    return True
-
-
 def check_canaries(engine: Engine, plain: Plain, requests: list[Request], failures: int = 0) -> None:
     """Each is answered as by a fresh engine, after at most so many failures of all of them."""
     for request in requests:
@@ -69,20 +44,30 @@ def check_canaries(engine: Engine, plain: Plain, requests: list[Request], failur
         assert answer[1] == plain(replace(request, cache_salt=None, session=None))
 
 
-@contextlib.contextmanager
-def broken_activations(engine: Engine, token: int | None = None) -> Iterator[None]:
-    """Whoever reads this token (None: any) has NaN in all layers from there on, and in its rows."""
-    model = engine.decoder.model
-    embed = model.embed
+@pytest.mark.parametrize("place", ["weights", "rows", "entries"])
+@pytest.mark.parametrize("method", METHODS)
+def test_after_a_nan_canaries_have_their_answers(method: str, place: str, load: Load, plain: Plain) -> None:
+    """At once, as the first request that meets the NaN fails by name and takes what it has used with it."""
+    engine = load(method)
+    if place == "entries":
+        ask(engine, QUESTIONS[0])
+        if not entries_of(engine):
+            return
+    outcome = trial(engine, plain, place, NAN, random.Random(1))
+    assert outcome.alike == {"right": 3}
+    assert outcome.others == {"right": 1}
+    assert outcome.victim == "failed" or place == "entries"
 
-    def broken(tokens: Tensor) -> Tensor:
-        rows: Tensor = embed(tokens).clone()
-        rows[tokens == token if token is not None else tokens >= 0] = torch.nan
-        return rows
 
-    model.embed = broken
-    yield
-    model.embed = embed
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["weights", "rows", "activations"])
+@pytest.mark.parametrize("method", METHODS)
+def test_flipped_bits_fail_by_name_or_give_an_answer(method: str, place: str, load: Load, plain: Plain) -> None:
+    """What stays finite is not noticed (docs/robustness.md), but ends no other request and nothing else."""
+    engine, chance = load(method), random.Random(1)
+    for bit in (30, 30, 27, 3, 31):
+        outcome = trial(engine, plain, place, bit, chance)
+        assert outcome.others == {"right": 1}
 
 
 @pytest.mark.parametrize("method", NAMES)

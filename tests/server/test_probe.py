@@ -6,7 +6,7 @@ import queue
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.test_unsound_requests import broken_activations
+from tests.engine.number_faults import broken_activations
 from tests.support.waiting import wait_for
 
 from kvseek.core.request import FinishReason, Request, StepOutput
