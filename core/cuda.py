@@ -255,9 +255,9 @@ def cuda_device(device: torch.device | None = None) -> torch.device:
 
 
 def check_alive(device: torch.device) -> None:
-    """Wait for a device's work; raises KernelError if it has failed so that no call succeeds any more, as after an illegal address.
+    """Wait for a device's work; nothing has to be done for the CPU.
 
-    Nothing has to be done for the CPU.
+    Raises KernelError if the device has failed so that no call succeeds any more, as after an illegal address.
     """
     if device.type != "cuda":
         return

@@ -198,7 +198,7 @@ class PrefixCache:
     # A request's prompt has been read, and it ends.
 
     def share(self, slot: int, prompt: bytes, salt: str | None) -> None:
-        """Let others use the whole extents of a running request, whose prompt has been read to its end and led to sound logits."""
+        """Let others use the whole extents of a running request, whose prompt has been read and whose logits are finite."""
         self._read.add(slot)
         whole = self.cache.lengths[slot] // EXTENT_TOKENS
         # Rows that change places are not shared before they are back in token order.

@@ -101,8 +101,8 @@ class ServerState:
             found.append(f"the engine has not answered for {ANSWER_SECONDS:g} s")
         elif self._pong is not None and self._pong.unsound >= UNSOUND_REQUESTS:
             found.append(
-                f"the last {self._pong.unsound} requests ended because their logits were not finite; restart the engine process if "
-                "that goes on"
+                f"the last {self._pong.unsound} requests ended because their logits were not finite; restart the server if that "
+                "goes on"
             )
         elif self._triton is not None and self._client.connected_seconds < SETTLE_SECONDS:
             found.append("Triton's models may still be looking for the engine process")
