@@ -24,7 +24,9 @@ def test_a_device_that_has_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.cuda, "synchronize", dead)
     check_alive(torch.device("cpu"))
-    with pytest.raises(KernelError, match="cuda:1 has failed: CUDA error: an illegal memory access was encountered; no call"):
+    with pytest.raises(
+        KernelError, match="cuda:1 has failed: CUDA error: an illegal memory access was encountered; no call"
+    ):
         check_alive(torch.device("cuda", 1))
 
 
