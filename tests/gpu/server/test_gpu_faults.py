@@ -46,7 +46,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def directory(random_model: RandomModel, on_gpu: BuildEngine) -> Path:
-    shape = {"hidden_size": 512, "intermediate_size": 4096, "head_dim": 64, "max_position_embeddings": 16384}
+    shape = {"intermediate_size": 4096, "head_dim": 64, "max_position_embeddings": 16384}
     return on_gpu(random_model("llama", **shape), "full", *LIMITS)
 
 
