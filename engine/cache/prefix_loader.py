@@ -31,6 +31,7 @@ class PrefixLoader:
     def __init__(self, cache: Cache, store: PrefixStore, make_room: Callable[[int, int], int]) -> None:
         self._cache, self._store, self._make_room = cache, store, make_room
         self._loads: dict[int, Load] = {}
+        self._loaded: dict[int, list[bytes]] = {}  # by slot: keys of the files whose rows it has got
 
     def loads(self, slot: int) -> bool:
         """Whether a slot waits for rows."""
@@ -52,8 +53,13 @@ class PrefixLoader:
         del self._loads[slot]
         return self._take(slot, load) if load.loaded else 0
 
+    def keys(self, slot: int) -> list[bytes]:
+        """Return the keys of the files whose rows a slot has got."""
+        return self._loaded.get(slot, [])
+
     def cancel(self, slot: int) -> None:
         """Write nothing more to the extents of a slot that is about to be closed."""
+        self._loaded.pop(slot, None)
         if (load := self._loads.pop(slot, None)) is not None:
             self._store.cancel(load)
 
@@ -89,6 +95,7 @@ class PrefixLoader:
         if sink_rows is None:
             assert prefix is not None, "what is loaded follows whole extents of the slot's prefix"
             sink_rows = prefix.sink_rows
+        self._loaded.setdefault(slot, []).extend(match.entry.key for match in load.matches[: load.loaded])
         tokens = load.matches[load.loaded - 1].stop
         extents = (*before, *load.extents[: load.loaded])
         self._cache.prefixes[slot] = Prefix(

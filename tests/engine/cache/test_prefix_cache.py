@@ -269,6 +269,16 @@ class CacheMachine(RuleBasedStateMachine):
     def end_one(self, number: int, failed: bool) -> None:
         self.end(list(self.running)[number % len(self.running)], failed)
 
+    @precondition(lambda self: self.running)
+    @rule(number=st.integers(0, SLOTS - 1))
+    def end_one_unsound(self, number: int) -> None:
+        """Nobody finds what it has used; others that run have what they need of it to their ends, and leave nothing of it."""
+        slot = list(self.running)[number % len(self.running)]
+        used = self.prefixes._used.get(slot, set())
+        self.prefixes.discard(slot)
+        assert used.isdisjoint(self.prefixes._tree)
+        self.end(slot, failed=True)
+
     def end(self, slot: int, failed: bool) -> None:
         one = self.running.pop(slot)
         if one.read:
