@@ -19,6 +19,7 @@ import torch
 from kvseek.core.errors import KvseekError
 from kvseek.plugins.attention.hot_rows import hit_rate
 
+from .filling import with_empty_buffer
 from .memory_plan import Cell
 from .memory_rates import elapsed_seconds, timing_event
 from .observers import PartClock, SelectedRows, capture_stream, observing, shared_rows
@@ -69,7 +70,8 @@ class DeviceContestant:
     def start(self, cell: Cell, behind: int = 0, warmup: int = WARMUP) -> None:
         """Begin `behind` tokens behind the cell's context, which the cache holds already; `warmup` steps are not counted."""
         self.warmup = warmup
-        self._slots, self._context, self._done = list(range(cell.batch)), cell.context, behind
+        self._slots, self._done = list(range(cell.batch)), behind
+        self._context = with_empty_buffer(self.cache, cell.context)
         self._tokens = [slot + 1 for slot in self._slots]
         self.wall, self.upkeep = [], []
         for hot in self.decoder.retrieval.hot_rows:

@@ -70,7 +70,7 @@ class Filler:
                 cache.close(slot)
             for slot in range(cell.batch):
                 cache.open(slot, cell.context + self._room)
-                cache.begin_prefill(slot, _with_empty_buffer(cache, cell.context))
+                cache.begin_prefill(slot, with_empty_buffer(cache, cell.context))
         for layer in range(len(self.signs)):
             with self._turned(layer):
                 for cache, index_sets in targets:
@@ -120,7 +120,7 @@ def _placed(keys: Tensor, orders: Sequence[Tensor]) -> Tensor:
     return placed
 
 
-def _with_empty_buffer(cache: Cache, tokens: int) -> int:
+def with_empty_buffer(cache: Cache, tokens: int) -> int:
     """Return how many of `tokens` tokens there are without those in the update buffer, so that `update` steps evict nothing."""
     region, config = cache.retrieval_tokens(tokens), cache.config
     return config.sink + config.local + 1 + region if region else tokens
