@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 import re
 import threading
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.core.errors import EngineDirectoryError, RequestError
+from kvseek.core.fields import check_unicode
 
 TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory, as transformers' save_pretrained writes it
 REPLACEMENT = "\ufffd"  # decoding puts this in place of bytes that are no UTF-8
 SPACE = "\u2581"  # how SentencePiece writes a space
+MAX_REASON = 300  # characters of a template's own error in ours
 LONGEST_RUN = 16  # tokens without complete text after which TextStream looks for a place to cut
 
 
@@ -50,10 +53,7 @@ class Tokenizer:
 
         Text from `apply_chat_template` already has these tokens. Raises RequestError on lone surrogates.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(f"text_input: not Unicode ({error.reason} at {error.start}); send valid UTF-8") from None
+        check_unicode("text_input", text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -72,22 +72,65 @@ class Tokenizer:
         )
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Write a conversation as text, up to where the model's answer begins; messages have "role" and "content".
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write a conversation as text by the model's chat template.
 
-        Raises RequestError if the model has no chat template, or its template refuses the messages.
+        Parameters
+        ----------
+        messages : sequence of mappings
+            With "role" and "content", and whatever else the template reads.
+        add_generation_prompt : bool, optional
+            Whether the text goes on to where the model's answer begins; None: yes, unless `continue_final_message`.
+        continue_final_message : bool
+            Whether the text ends within the last message, so that the model goes on with it.
+        chat_template_kwargs : mapping, optional
+            Further variables of the template.
+
+        Raises
+        ------
+        RequestError
+            The model has no chat template, the template fails on the messages, or the arguments exclude each other.
         """
-        from jinja2 import TemplateError
-
-        if not self._tokenizer.chat_template:
+        extra = dict(chat_template_kwargs or {})
+        for name in extra:
+            if name in self._template_names:
+                raise RequestError(
+                    f"chat_template_kwargs.{name}: is a variable that the server sets itself; choose another name, or leave it out"
+                )
+        if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "apply_chat_template = True: this model's tokenizer has no chat template; send the text as it is"
+                "continue_final_message, add_generation_prompt: at most one of them may be true; set the other to false"
             )
+        if not self._tokenizer.chat_template:
+            raise RequestError("apply_chat_template: this model's tokenizer has no chat template; send the text as it is")
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}") from None
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=begins,
+                continue_final_message=continue_final_message,
+                **extra,
+            )
+        except Exception as error:  # a template is a program, which may raise anything
+            reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
+            raise RequestError(
+                f"messages: cannot be written by the model's chat template ({reason}); change them, or send the text as it is"
+            ) from None
         return text
+
+    @property
+    def _template_names(self) -> frozenset[str]:
+        """Variables of chat templates, and parameters of transformers' function, that are no client's to set."""
+        parameters = inspect.signature(type(self._tokenizer).apply_chat_template).parameters
+        return frozenset(("messages", "conversations", *parameters, *self._tokenizer.special_tokens_map))
 
     def stream(self, stop_words: Sequence[str] = ()) -> TextStream:
         """Start the text of one output; see TextStream."""

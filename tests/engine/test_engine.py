@@ -119,9 +119,9 @@ def test_cancelling_frees_what_a_request_held(engine: Engine, steps: int) -> Non
     ("request_", "message"),
     [
         (Request((), 5), "input_ids = '0 tokens': must be at least one token"),
-        (Request((1,) * 301, 5), "input_lengths = 301: must be <= max_input_len = 300"),
-        (Request((1,), 0), r"max_tokens (request_output_len) = 0: must be >= 1"),
-        (Request((1,) * 300, 101), r"max_tokens (request_output_len) = 101: must be <= max_seq_len = 400"),
+        (Request((1,) * 301, 5), "input_ids = '301 tokens': must be <= max_input_len = 300"),
+        (Request((1,), 0), r"max_tokens = 0: must be >= 1"),
+        (Request((1,) * 300, 101), r"max_tokens = 101: must be <= max_seq_len = 400"),
         (Request((1, 5000), 5), "input_ids = 5000: must be in [0, "),
         (Request((-1,), 5), "input_ids = -1: must be in [0, "),
         (Request((1,), 5, end_ids=(-3,)), "end_id = -3: must be in [0, "),
