@@ -81,7 +81,7 @@ def code_of(error: Exception) -> ErrorCode:
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
-    """Give the fields with which an error's message begins the names that their sender knows; `names` has these by the engine's."""
+    """Replace the engine's names of fields, with which an error's message begins, by those that the fields' sender knows."""
     found = LEADING_NAMES.match(message)
     if found is None:
         return message

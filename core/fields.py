@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .errors import ConfigError, RequestError
+from .errors import ConfigError, KvseekError, RequestError
 
 T = TypeVar("T")
 SHOWN_CHARACTERS = 60  # of a value, in an error
@@ -54,22 +54,22 @@ def read_fields(cls: type[Any], names: Collection[str], values: dict[str, Any], 
     return arguments
 
 
-def typed(name: str, value: Any, kind: Any) -> Any:
-    """Return a value as the type `kind`: lists become tuples and integers floats where that is the type, nothing else is converted.
+def typed(name: str, value: Any, kind: Any, error: type[KvseekError] = RequestError) -> Any:
+    """Return a value as the type `kind`: where that says so, lists become tuples, and integers floats. Nothing else is converted.
 
     Raises
     ------
-    RequestError
+    RequestError, or `error`
         If the value is something else; `name` begins the message.
     """
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$")
+    except msgspec.ValidationError as found:
+        reason, _, place = str(found).partition(" - at `$")
         text = repr(value)
         shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
         where = f"{name}{place.removesuffix('`')}" if place else f"{name} = {shown}"
-        raise RequestError(f"{where}: {reason}; correct it, or leave it out for its default") from None
+        raise error(f"{where}: {reason}; correct it, or leave it out for its default") from None
 
 
 def check_unicode(name: str, text: str) -> None:
@@ -82,7 +82,7 @@ def check_unicode(name: str, text: str) -> None:
 
 
 def check_types(instance: object, but: Collection[str] = ()) -> None:
-    """Raise RequestError unless the fields of a frozen dataclass have the types that the class says; numbers become those types."""
+    """Raise RequestError unless the fields of a frozen dataclass have the types that the class says; see `typed`."""
     for name, hint in _type_hints(type(instance)).items():
         if name not in but:
             object.__setattr__(instance, name, typed(name, getattr(instance, name), hint))

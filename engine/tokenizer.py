@@ -102,14 +102,16 @@ class Tokenizer:
         for name in extra:
             if name in self._template_names:
                 raise RequestError(
-                    f"chat_template_kwargs.{name}: is a variable that the server sets itself; choose another name, or leave it out"
+                    f"chat_template_kwargs.{name}: is a variable that kvseek sets itself; choose another name, or leave it out"
                 )
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message, add_generation_prompt: at most one of them may be true; set the other to false"
             )
         if not self._tokenizer.chat_template:
-            raise RequestError("apply_chat_template: this model's tokenizer has no chat template; send the text as it is")
+            raise RequestError(
+                "apply_chat_template: this model's tokenizer has no chat template; send the text as it is"
+            )
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         try:
             text: str = self._tokenizer.apply_chat_template(

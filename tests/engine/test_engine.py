@@ -143,8 +143,8 @@ def test_bad_requests_name_field_and_limit(engine: Engine, request_: Request, me
     [
         ({"temperature": -0.1}, "temperature = -0.1: must be finite and >= 0"),
         ({"temperature": float("nan")}, "temperature = nan"),
-        ({"top_p": 0.0}, "top_p = 0.0: must be in (0, 1]"),
-        ({"top_p": 1.01}, "top_p = 1.01: must be in (0, 1]"),
+        ({"top_p": -0.5}, "top_p = -0.5: must be in [0, 1]"),
+        ({"top_p": 1.01}, "top_p = 1.01: must be in [0, 1]"),
         ({"top_k": -1}, "top_k = -1: must be in [0, 2147483647]"),
         ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: must be in [0.01, 100.0]; 1 is no penalty"),
         ({"repetition_penalty": 1e-38}, "repetition_penalty = 1e-38"),

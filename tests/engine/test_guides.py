@@ -211,7 +211,7 @@ def test_end_tokens_come_exactly_when_the_text_is_complete(guides):
 
 def test_bad_words_that_leave_nothing_are_an_error(guides, tokenizer):
     letter = tuple(tokenizer.encode("a", add_special_tokens=False))
-    with pytest.raises(SamplingError, match="^bad_words, guided_decoding_guide: leave no token to draw"):
+    with pytest.raises(SamplingError, match=r"^bad_words, guided_decoding_guide: leave no token to draw"):
         generate(guides, SamplingParams(guide=Guide(GuideType.REGEX, "a"), bad_words=(letter,)))
 
 

@@ -214,9 +214,9 @@ def test_what_a_template_is_given(tmp_path):
     assert tokenizer.apply_chat_template(talk, continue_final_message=True) == "[Ada:When?"
     assert tokenizer.apply_chat_template(talk, chat_template_kwargs={"tone": "!"}) == "[Ada:When?]!>"
     for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "eos_token", "self"):
-        with pytest.raises(RequestError, match=f"^chat_template_kwargs.{name}: is a variable that the server sets"):
+        with pytest.raises(RequestError, match=f"^chat_template_kwargs.{name}: is a variable that kvseek sets"):
             tokenizer.apply_chat_template(talk, chat_template_kwargs={name: "x"})
-    with pytest.raises(RequestError, match="^continue_final_message, add_generation_prompt: at most one"):
+    with pytest.raises(RequestError, match=r"^continue_final_message, add_generation_prompt: at most one"):
         tokenizer.apply_chat_template(talk, continue_final_message=True, add_generation_prompt=True)
 
 
