@@ -105,6 +105,7 @@ def check_conversation(messages: Any, where: str = "messages") -> Sequence[Messa
             raise RequestError(f"{place} = {message!r:.60}: must be {wanted}; convert it")
         for name in ("role", "content"):
             typed(f"{place}.{name}", message.get(name), str)
+        typed(f"{place}.name", message.get("name"), str | None)
     return messages  # type: ignore[no-any-return]
 
 
