@@ -59,8 +59,6 @@ class SamplingParams:
 
     Attributes
     ----------
-    min_p : float
-        Keep the tokens that have at least this share of the likeliest token's probability.
     repetition_penalty : float
         Divides positive and multiplies negative logits of the tokens of prompt and output.
     presence_penalty, frequency_penalty : float
@@ -84,12 +82,13 @@ class SamplingParams:
         Return the model's logits at every token of the prompt.
     return_generation_logits : bool
         Return the model's logits from which each token is drawn, before anything here changes them.
+    min_p : float
+        Keep the tokens that have at least this share of the likeliest token's probability.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
     presence_penalty: float = 0.0
@@ -103,6 +102,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     return_context_logits: bool = False
     return_generation_logits: bool = False
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -206,9 +206,11 @@ class Request:
                 bad = next(token for token in ids if not 0 <= token < vocabulary)
                 _require(False, name, bad, limit, "the vocabulary of the model has no such id")
         _require(all(self.stop_words), "stop_words_list", (), "non-empty sequences", "leave empty stop words out")
-        if self.sampling.guide is not None and not self.end_ids:
+        guide = self.sampling.guide
+        if guide is not None and not self.end_ids:
+            name = "guided_decoding_guide" if guide.guide else "guided_decoding_guide_type"
             raise RequestError(
-                "guided_decoding_guide: needs a token that ends the output once it is complete; leave end_id and ignore_eos at "
+                f"{name}: needs a token that ends the output once it is complete; leave end_id and ignore_eos at "
                 "their defaults"
             )
         limit = f"in [0, {MAX_PRIORITY}]"

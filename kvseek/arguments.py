@@ -27,6 +27,7 @@ NAMES = {
     "end_ids": "stop_token_ids",
     "bad_words_list": "bad_words",
     "guided_decoding_guide": "guide",
+    "guided_decoding_guide_type": "guide",
     "return_context_logits": "prompt_logprobs",
     "timeout_seconds": "timeout",
     "session_id": "session",

@@ -29,8 +29,6 @@ class SamplingParams:
         Draw among the `top_k` likeliest tokens; 0 and -1 are all.
     top_p : float
         Draw among the likeliest tokens that together have this probability; 1 is all, 0 the likeliest one.
-    min_p : float
-        Draw among the tokens that have at least this share of the likeliest token's probability; 0 is all.
     repetition_penalty : float
         A penalty above 1 makes tokens rarer that are already in prompt or output.
     seed : int
@@ -58,6 +56,8 @@ class SamplingParams:
         The output's text follows this JSON schema, regular expression or grammar, unless `max_tokens` or `stop` cuts it off.
     prompt_logprobs : int or None
         The same for every token of the prompt but the first. With it `max_tokens` may be 0.
+    min_p : float
+        Draw among the tokens that have at least this share of the likeliest token's probability; 0 is all.
 
     Raises
     ------
@@ -69,7 +69,6 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -84,6 +83,7 @@ class SamplingParams:
     logprobs: int | None = None
     guide: Guide | None = None
     prompt_logprobs: int | None = None
+    min_p: float = 0.0
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""

@@ -279,7 +279,20 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
     assert llm.engine.step_report.number == before
 
 
-NO_PROMPTS = [None, 5, b"abc", bytearray(b"abc"), {"a": 1}, {4, 5}, [b"ab"], [None], [True], [[1, "a"]], "\ud83d", object()]
+NO_PROMPTS = [
+    None,
+    5,
+    b"abc",
+    bytearray(b"abc"),
+    {"a": 1},
+    {4, 5},
+    [b"ab"],
+    [None],
+    [True],
+    [[1, "a"]],
+    "\ud83d",
+    object(),
+]
 NO_TALKS = [None, "hi", b"hi", ["hi"], [["hi"]], {"role": "user"}, [{"role": "user"}], [{"role": 5, "content": "x"}]]
 TALK = [{"role": "user", "content": "log"}]
 NO_OPTIONS: dict[str, list[Any]] = {

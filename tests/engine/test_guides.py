@@ -217,7 +217,7 @@ def test_bad_words_that_leave_nothing_are_an_error(guides, tokenizer):
 
 def test_a_guide_needs_an_end_token(guide_config):
     request = Request((5,), 4, SamplingParams(guide=Guide(GuideType.JSON)))
-    with pytest.raises(RequestError, match="guided_decoding_guide: needs a token that ends the output"):
+    with pytest.raises(RequestError, match="guided_decoding_guide_type: needs a token that ends the output"):
         request.validate(guide_config)
     replace(request, end_ids=(END,)).validate(guide_config)
 
