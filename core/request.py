@@ -222,6 +222,12 @@ class Request:
         if self.cache_salt is not None:
             check_text("cache_salt", self.cache_salt, MAX_SALT)
 
+    @property
+    def logit_fields(self) -> str:
+        """Names of the fields by which the request asks for logits, for errors."""
+        names = ("return_context_logits", "return_generation_logits")
+        return ", ".join(name for name in names if getattr(self.sampling, name))
+
     def logits(self, vocabulary: int) -> int:
         """Count the logits, numbers of 4 bytes each, that the request asks for at most."""
         prompt = len(self.prompt_ids) if self.sampling.return_context_logits else 0

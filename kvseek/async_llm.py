@@ -71,7 +71,7 @@ class AsyncLLM(BaseLLM):
         params = SamplingParams() if sampling_params is None else sampling_params
         template = template_arguments(add_generation_prompt, continue_final_message, chat_template_kwargs)
         kept: dict[str, Any] = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-        options = {"template": template, "priority": priority, "timeout": timeout} | kept
+        options: dict[str, Any] = {"template": template, "priority": priority, "timeout": timeout} | kept
         make = functools.partial(self._generation, 0, check_conversation(messages), params, **options)
         return self._run(make)
 

@@ -79,9 +79,10 @@ class RequestFactory:
         served = self.layout.models[model]
         rows = ({name: each[row : row + 1] for name, each in tensors.items()} for row in range(batch))
         try:
-            made: list[list[ServedRequest]] = [[*served.sequences(row, self.tokenizer, self.config)] for row in rows]
-            for sequences in made:
-                sequences[0].request.validate(self.config)  # the others differ by their seeds
+            made: list[list[ServedRequest]] = []
+            for row in rows:
+                made.append([*served.sequences(row, self.tokenizer, self.config)])
+                made[-1][0].request.validate(self.config)  # the others differ by their seeds
         except RequestError as error:
             raise type(error)(renamed(str(error), served.kind.names)) from None
         return made
@@ -98,7 +99,7 @@ class RequestFactory:
         logits = served.request.logits(self.config.model.vocab_size)
         if logits > MAX_JSON_LOGITS:
             raise RequestError(
-                f"return_context_logits, return_generation_logits: {logits:,} logits are asked for: must be <= "
+                f"{served.request.logit_fields}: {logits:,} logits are asked for: must be <= "
                 f"{MAX_JSON_LOGITS:,} over HTTP; use gRPC, or ask for those of fewer tokens"
             )
         return served

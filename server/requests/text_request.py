@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvseek.core.config import EngineConfig
@@ -51,7 +51,7 @@ def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
 class TextRequest:
     """See ServedRequest. A stop word is found in the text, whatever tokens it is spelt with, and is not part of the output."""
 
-    names = NAMES
+    names: Mapping[str, str] = NAMES
     repeats_text = False  # whether each response of a stream has the text of those before it too
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvseek.core.request import Request, StepOutput
@@ -19,7 +19,7 @@ NAMES = {"max_tokens": "request_output_len", "top_k": "runtime_top_k", "top_p": 
 class TokenRequest:
     """See ServedRequest. A complete answer begins with its prompt unless `exclude_input_in_output`, as in TensorRT-LLM."""
 
-    names = NAMES
+    names: Mapping[str, str] = NAMES
 
     def __init__(self, request: Request, tensors: Tensors) -> None:
         self.request = request
