@@ -280,8 +280,8 @@ BAD = [
     (PROMPT, replace(SHORT, max_tokens=-4), r"max_tokens = -4: must be >= 1"),
     (PROMPT, replace(SHORT, max_tokens=5000), "must be <= max_seq_len = 1200"),
     (PROMPT, replace(SHORT, temperature=-1.0), "temperature = -1.0: must be finite and >= 0"),
-    (PROMPT, replace(SHORT, top_p=-0.5), r"top_p = -0.5: must be in \(0, 1\]"),
-    (PROMPT, replace(SHORT, top_p=1.5), r"top_p = 1.5: must be in \(0, 1\]"),
+    (PROMPT, replace(SHORT, top_p=-0.5), r"top_p = -0.5: must be in \[0, 1\]"),
+    (PROMPT, replace(SHORT, top_p=1.5), r"top_p = 1.5: must be in \[0, 1\]"),
     (PROMPT, replace(SHORT, top_k=-2), "top_k = -2: must be in"),
     (PROMPT, replace(SHORT, end_id=10**6), r"end_id = 1000000: must be in \[0, "),
 ]
