@@ -109,7 +109,7 @@ def test_bad_words_agree_with_transformers(seed, words):
         # An id that no word has stands for the prompt, of which bad words do not count.
         scores = processor(torch.tensor([[9, *drawn]]), torch.cat((row, torch.zeros(6)))[None])[0, :4]
         if not scores.isfinite().any():
-            with pytest.raises(RequestError, match="^bad_words: leave no token"):
+            with pytest.raises(RequestError, match=r"^bad_words: leave no token"):
                 sampler.sample(row)
             return
         drawn.append(sampler.sample(row))
