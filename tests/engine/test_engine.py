@@ -161,7 +161,10 @@ def test_bad_sampling_names_field_and_limit(values: dict[str, float], message: s
 def test_a_request_that_never_fits_is_refused_with_the_numbers(tmp_path: Path, build_engine: BuildEngine) -> None:
     model = save_random_model(tmp_path / "model", "llama")
     engine = Engine.load(build_engine(model, "full", "--cache.kv_cache_host_memory_bytes", "1000", *WINDOW))
-    with pytest.raises(CapacityError, match=r"= 940 tokens need 1 extents of the row pool, it has 0; shorten"):
+    refusal = (
+        "max_tokens = 40: needs 1 extents of the row pool together with the prompt of 900 tokens, it has 0; shorten"
+    )
+    with pytest.raises(CapacityError, match=refusal):
         engine.submit(Request((1,) * 900, 40))
     assert len(engine.generate([Request((1,) * 15, 5)])[0]) == 5, "a request that stays in the window needs no extent"
 
