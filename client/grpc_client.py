@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
+from kvseek.core.fields import check_unicode
+
 from .chunk import Chunk
 from .errors import ClientError, no_reply
 from .options import REPLY_SECONDS, GenerateOptions
@@ -93,6 +95,8 @@ class GrpcClient:
             kind, dtype = types.get(name, BOOL)
             values = value if isinstance(value, list) else [value]
             if kind == "BYTES":
+                for item in values:
+                    check_unicode(name, item)
                 values = [item.encode("utf-8") for item in values]
             array = np.array([values] if self._model.batched else values, dtype=dtype)
             tensors.append(grpc.InferInput(name, list(array.shape), kind))

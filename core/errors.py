@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from enum import StrEnum
+
+LEADING_NAMES = re.compile(r"[a-z]\w*(?:, [a-z]\w*)*")  # of the fields that a message is about
 
 
 class ErrorCode(StrEnum):
@@ -82,3 +86,11 @@ def code_of(error: Exception) -> ErrorCode:
     A failure after the engine has accepted a request is no client's fault: Engine._fail chooses the code of those.
     """
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), ErrorCode.INTERNAL)
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """Replace the engine's names of fields, with which an error's message begins, by those that the fields' sender knows."""
+    found = LEADING_NAMES.match(message)
+    if found is None:
+        return message
+    return ", ".join(names.get(name, name) for name in found[0].split(", ")) + message[found.end() :]

@@ -1,4 +1,4 @@
-"""Makes dataclasses from JSON values; errors about unknown keys, missing keys and wrong types say where they are."""
+"""Makes dataclasses from JSON values, and checks the types of their fields; errors say which field is wrong, and how."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import typing
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from .errors import ConfigError
+import msgspec
+
+from .errors import ConfigError, KvseekError, RequestError
 
 T = TypeVar("T")
+SHOWN_CHARACTERS = 60  # of a value, in an error
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
@@ -49,6 +52,40 @@ def read_fields(cls: type[Any], names: Collection[str], values: dict[str, Any], 
         if f.name in names and f.name not in arguments and required:
             raise ConfigError(f"{where}: key {f.name!r} is missing; add it, or build the engine again")
     return arguments
+
+
+def typed(name: str, value: Any, kind: Any, error: type[KvseekError] = RequestError) -> Any:
+    """Return a value as the type `kind`: where that says so, lists become tuples, and integers floats. Nothing else is converted.
+
+    Raises
+    ------
+    RequestError, or `error`
+        If the value is something else; `name` begins the message.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as found:
+        reason, _, place = str(found).partition(" - at `$")
+        text = repr(value)
+        shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+        where = f"{name}{place.removesuffix('`')}" if place else f"{name} = {shown}"
+        raise error(f"{where}: {reason}; correct it, or leave it out for its default") from None
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise RequestError if UTF-8 cannot encode a text; `name` begins the message."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = "is half of a surrogate pair, such as half an emoji"
+        raise RequestError(f"{name}: character {error.start} {half}; send text that UTF-8 can encode") from None
+
+
+def check_types(instance: object, but: Collection[str] = ()) -> None:
+    """Raise RequestError unless the fields of a frozen dataclass have the types that the class says; see `typed`."""
+    for name, hint in _type_hints(type(instance)).items():  # type: ignore[arg-type]  # classes are hashable
+        if name not in but:
+            object.__setattr__(instance, name, typed(name, getattr(instance, name), hint))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from .errors import RequestError
+from .fields import check_unicode, typed
 
 MAX_GUIDE_BYTES = 1 << 16
 # The library's time for an expression or a grammar grows with the square of its length, and what is nested deep enough ends the
@@ -45,13 +46,14 @@ class Guide:
                 f"guided_decoding_guide_type = {self.type!r:.80}: must be one of {', '.join(kinds)}; correct it"
             )
         object.__setattr__(self, "type", GuideType(self.type))
+        check_unicode("guided_decoding_guide", typed("guided_decoding_guide", self.guide, str))
         if (self.type is GuideType.JSON) == bool(self.guide):
             wanted = "absent" if self.guide else f"the {self.type}"
             raise RequestError(
                 f"guided_decoding_guide = {self.guide!r:.80}: must be {wanted} for guided_decoding_guide_type = {self.type}; "
                 "correct one of them"
             )
-        size = len(self.guide.encode("utf-8", "surrogatepass"))
+        size = len(self.guide.encode())
         limit = MAX_BYTES.get(self.type, MAX_GUIDE_BYTES)
         if size > limit:
             raise RequestError(

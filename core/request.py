@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .config import EngineConfig
 from .errors import ErrorCode, RequestError
+from .fields import check_types, check_unicode
 from .guide import Guide
 from .session import Session, check_text
 from .statistics import RequestStatistics
@@ -23,6 +25,8 @@ MAX_LOGPROBS = 20  # likeliest tokens whose log probabilities a step may return
 MAX_BAD_WORDS = 256  # every token is compared with all of them
 MAX_BIASED_TOKENS = 1024
 MAX_SALT = 256
+MAX_STOP_WORDS = 64  # every token of the output is compared with all of them
+MAX_STOP_WORD_BYTES = 1024
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -30,12 +34,28 @@ def _require(condition: bool, name: str, value: object, limit: str, remedy: str)
         raise RequestError(f"{name} = {value!r}: must be {limit}; {remedy}")
 
 
+def check_words(name: str, words: Iterable[str]) -> tuple[str, ...]:
+    """Return texts that end an output, or must not be in it, without the empty ones; raises RequestError that names the field."""
+    kept = tuple(word for word in words if word)
+    if len(kept) > MAX_STOP_WORDS:
+        raise RequestError(f"{name} has {len(kept)} words: must be <= {MAX_STOP_WORDS}; send fewer")
+    for word in kept:
+        check_unicode(name, word)
+    longest = max((len(word.encode()) for word in kept), default=0)
+    if longest > MAX_STOP_WORD_BYTES:
+        raise RequestError(f"{name}: one has {longest} bytes: must be <= {MAX_STOP_WORD_BYTES}; shorten it")
+    return kept
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of drawing the next token. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole.
+    """Parameters of drawing the next token. Temperature 0 is greedy, and so is top_p 0; top_k 0, top_p 1 and min_p 0 leave the
+    distribution whole.
 
     They apply in this order: bias, repetition penalty, presence and frequency penalty, guide, bad words and min_tokens,
-    temperature, top-k, top-p, one draw from the request's own generator.
+    temperature, top-k, top-p, min-p, one draw from the request's own generator.
+
+    Construction raises RequestError on a value of the wrong type or out of range.
 
     Attributes
     ----------
@@ -62,6 +82,8 @@ class SamplingParams:
         Return the model's logits at every token of the prompt.
     return_generation_logits : bool
         Return the model's logits from which each token is drawn, before anything here changes them.
+    min_p : float
+        Keep the tokens that have at least this share of the likeliest token's probability.
     """
 
     temperature: float = 0.0
@@ -80,12 +102,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     return_context_logits: bool = False
     return_generation_logits: bool = False
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         finite = math.isfinite(self.temperature) and self.temperature >= 0
         _require(finite, "temperature", self.temperature, "finite and >= 0", "0 decodes greedily")
         _require(0 <= self.top_k <= MAX_COUNT, "top_k", self.top_k, f"in [0, {MAX_COUNT}]", "0 keeps all tokens")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]", "1 keeps all tokens")
+        _require(0 <= self.top_p <= 1, "top_p", self.top_p, "in [0, 1]", "1 keeps all tokens")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]", "0 keeps all tokens")
         low, high = REPETITION_PENALTIES
         penalty = low <= self.repetition_penalty <= high
         _require(penalty, "repetition_penalty", self.repetition_penalty, f"in [{low}, {high}]", "1 is no penalty")
@@ -109,8 +134,13 @@ class SamplingParams:
             _require(fits, name, value, f"in [0, {MAX_LOGPROBS}]", "0 is the token's own alone")
 
     @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken and none is drawn at random."""
+        return self.temperature == 0 or self.top_p == 0
+
+    @property
     def needs_logits(self) -> bool:
-        """Whether something changes the logits, or they are asked for: then the largest is not enough at temperature 0."""
+        """Whether something changes the logits, or they are asked for: then the largest is not enough."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
         told = self.logprobs is not None or self.return_generation_logits
         return self.repetition_penalty != 1 or any(changed) or told or self.guide is not None
@@ -131,6 +161,7 @@ class Request:
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
     (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
     request ends with an error, and a running request ends with the tokens it has and FinishReason.TIMEOUT. None: no limit.
+    `waited_seconds` of it had passed before the submission, at a door.
     `cache_salt`: only requests of the same salt share what they have read (docs/conversations.md). `session`: the conversation
     that the request continues, whose rows are kept rather than others'.
     """
@@ -142,22 +173,27 @@ class Request:
     stop_words: tuple[tuple[int, ...], ...] = ()
     priority: int = DEFAULT_PRIORITY
     timeout_seconds: float | None = None
+    waited_seconds: float = 0.0
     cache_salt: str | None = None
     session: Session | None = None
 
     def validate(self, config: EngineConfig) -> None:
-        """Raise RequestError unless an engine of this configuration can serve the request."""
+        """Raise RequestError unless an engine of this configuration can serve the request.
+
+        All doors and the Python API call it, and so does the engine. Messages begin with the field's name, which is that of
+        TensorRT-LLM's inputs where these have one; who has other names for his clients gives them by `errors.renamed`.
+        """
+        check_types(self, but=("prompt_ids",))  # a door or the API has made these itself, and there may be a million
         n, vocabulary = len(self.prompt_ids), config.model.vocab_size
         _require(n >= 1, "input_ids", f"{n} tokens", "at least one token", "send a prompt")
         limit = f"<= max_input_len = {config.max_input_len} tokens"
-        _require(
-            n <= config.max_input_len, "input_lengths", n, limit, "shorten it or build with a larger max_input_len"
-        )
+        remedy = "shorten it or build with a larger max_input_len"
+        _require(n <= config.max_input_len, "input_ids", f"{n} tokens", limit, remedy)
         limit, least = (">= 0", 0) if self.sampling.scores_prompt else (">= 1", 1)
-        _require(self.max_tokens >= least, "max_tokens (request_output_len)", self.max_tokens, limit, "ask for a token")
+        _require(self.max_tokens >= least, "max_tokens", self.max_tokens, limit, "ask for a token")
         limit = f"<= max_seq_len = {config.max_seq_len} together with the prompt of {n} tokens"
         fits = n + self.max_tokens <= config.max_seq_len
-        _require(fits, "max_tokens (request_output_len)", self.max_tokens, limit, "ask for fewer tokens")
+        _require(fits, "max_tokens", self.max_tokens, limit, "ask for fewer tokens")
         limit = f"in [0, {vocabulary})"
         for name, ids in (
             ("input_ids", self.prompt_ids),
@@ -166,12 +202,15 @@ class Request:
             *(("bad_words_list", w) for w in self.sampling.bad_words),
             ("logit_bias", tuple(token for token, _ in self.sampling.logit_bias)),
         ):
-            bad = next((i for i in ids if not 0 <= i < vocabulary), None)
-            _require(bad is None, name, bad, limit, "the vocabulary of the model has no such id")
+            if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+                bad = next(token for token in ids if not 0 <= token < vocabulary)
+                _require(False, name, bad, limit, "the vocabulary of the model has no such id")
         _require(all(self.stop_words), "stop_words_list", (), "non-empty sequences", "leave empty stop words out")
-        if self.sampling.guide is not None and not self.end_ids:
+        guide = self.sampling.guide
+        if guide is not None and not self.end_ids:
+            name = "guided_decoding_guide" if guide.guide else "guided_decoding_guide_type"
             raise RequestError(
-                "guided_decoding_guide: needs a token that ends the output once it is complete; leave end_id and ignore_eos at "
+                f"{name}: needs a token that ends the output once it is complete; leave end_id and ignore_eos at "
                 "their defaults"
             )
         limit = f"in [0, {MAX_PRIORITY}]"
@@ -182,6 +221,12 @@ class Request:
         _require(within, "timeout", seconds, limit, "leave it out for no limit")
         if self.cache_salt is not None:
             check_text("cache_salt", self.cache_salt, MAX_SALT)
+
+    @property
+    def logit_fields(self) -> str:
+        """Names of the fields by which the request asks for logits, for errors."""
+        names = ("return_context_logits", "return_generation_logits")
+        return ", ".join(name for name in names if getattr(self.sampling, name))
 
     def logits(self, vocabulary: int) -> int:
         """Count the logits, numbers of 4 bytes each, that the request asks for at most."""

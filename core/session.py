@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import RequestError
+from .fields import check_types, check_unicode, typed
 
 # The scale and the default are those of TensorRT-LLM's KvCacheRetentionConfig.
 MAX_RETENTION_PRIORITY = 100
@@ -17,14 +18,10 @@ MAX_SESSION_ID = 256
 
 def check_text(name: str, text: str, most: int) -> None:
     """Raise RequestError unless a client's name for something has 1 to `most` characters that UTF-8 can encode."""
+    typed(name, text, str)
     if not 1 <= len(text) <= most:
         raise RequestError(f"{name} has {len(text)} characters: must be 1 to {most}; leave it out for none")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{name}: character {error.start} is half of a surrogate pair; send text that UTF-8 can encode"
-        ) from None
+    check_unicode(name, text)
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,7 @@ class Session:
 
     def __post_init__(self) -> None:
         check_text("session_id", self.id, MAX_SESSION_ID)
+        check_types(self)
         if not 0 <= self.retention_priority <= MAX_RETENTION_PRIORITY:
             raise RequestError(
                 f"retention_priority = {self.retention_priority!r}: must be in [0, {MAX_RETENTION_PRIORITY}]; "

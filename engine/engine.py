@@ -193,8 +193,9 @@ class Engine:
         needed, capacity = self._cache.extents_needed(tokens), self._cache.extents.capacity
         if needed > capacity:
             raise CapacityError(
-                f"prompt and max_tokens = {tokens} tokens need {needed} extents of the row pool, it has {capacity}; "
-                "shorten the request or build with a larger cache.kv_cache_host_memory_bytes"
+                f"max_tokens = {request.max_tokens}: needs {needed} extents of the row pool together with the prompt of "
+                f"{len(request.prompt_ids)} tokens, it has {capacity}; shorten the request or build with a larger "
+                "cache.kv_cache_host_memory_bytes"
             )
         if request.session is not None and not self._prefixes.enabled:
             raise RequestError(
@@ -202,9 +203,10 @@ class Engine:
                 "leave it out, or use an engine that reuses prefixes (docs/conversations.md)"
             )
         if request.sampling.scores_prompt and not self.decoder.model.scores_prompts:
+            name = "return_context_logits" if request.sampling.return_context_logits else "prompt_logprobs"
             raise RequestError(
-                f"prompt_logprobs, return_context_logits: an engine of runtime {self.config.runtime} does not compute the logits "
-                "of a prompt; leave them out, or build with --runtime torch"
+                f"{name}: an engine of runtime {self.config.runtime} does not compute the logits of a prompt; leave it out, or "
+                "build with --runtime torch"
             )
 
     def prepare(self, request: Request) -> Sequence:

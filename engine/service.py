@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import os
 import queue
 import sys
 import threading
@@ -28,6 +29,10 @@ from .tokenizer import Tokenizer
 
 Callback = Callable[[StepOutput], None]
 T = TypeVar("T")
+FORKED = (
+    "the engine belongs to process {parent}, of which this process is a fork, without the engine's threads; load the engine in "
+    "this process, or start processes by multiprocessing's method spawn"
+)
 SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"
 LOOK_SECONDS = 5.0  # between two looks of the timer, at most
 # Most time of a round of the engine's loop. None takes as long, because it reads only units of a prompt.
@@ -43,10 +48,13 @@ class EngineService:
     must return soon; an exception that it raises cancels its request and no other. An exception of the engine itself (after
     a CUDA error no call succeeds) ends all requests with that error and closes the service, and so does a round of its loop that
     does not end within HUNG_SECONDS, such as a step whose kernel never ends.
+
+    A fork of the process has none of the service's threads, and its locks may be held for ever. There `submit` and `ask` raise
+    UnavailableError; `cancel`, `call` and `close` do nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._process = engine, os.getpid()
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._uncompiled: queue.SimpleQueue[Sequence | None] = (
             queue.SimpleQueue()
@@ -90,6 +98,16 @@ class EngineService:
                 Engine.load, directory, threads, max_queue_size, max_num_tokens, disk, nodes
             ).result()
         return cls(engine)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that has the engine."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise UnavailableError in a fork of the process that has the engine."""
+        if self.forked:
+            raise UnavailableError(FORKED.format(parent=self._process))
 
     def on_step(self, function: Callable[[StepReport], None]) -> None:
         """Set the function that the engine's thread calls with the report of each step."""
@@ -158,8 +176,9 @@ class EngineService:
         QueueFullError
             If the queue is full (max_queue_size).
         UnavailableError
-            After `drain` or `close`, or when the engine has failed.
+            After `drain` or `close`, when the engine has failed, or in a fork of the process.
         """
+        self.check_process()
         sequence = self._engine.prepare(request)
         with self._lock:
             if self._refusal:
@@ -177,20 +196,23 @@ class EngineService:
 
     def cancel(self, handle: int) -> None:
         """End a request as cancelled: at once if it waits, soon if it runs; does nothing if it has ended."""
-        self._end(handle, FinishReason.CANCELLED)
+        if not self.forked:
+            self._end(handle, FinishReason.CANCELLED)
 
     def call(self, function: Callable[[], object]) -> None:
         """Let the engine's thread call a function between two steps, which shows that the thread still works.
 
         The function is never called if the engine hangs or has failed, or the service is closed. Its exceptions are logged.
         """
-        self._commands.put(lambda: _try(function))
+        if not self.forked:
+            self._commands.put(lambda: _try(function))
 
     def ask(self, function: Callable[[Engine], T]) -> Future[T]:
         """Let the engine's thread call a function between two steps; the future gets what it returns or raises.
 
         That is UnavailableError if the service is closed or the engine fails before; after that, it is raised here.
         """
+        self.check_process()
         answer: Future[T] = Future()
         with self._lock:
             if self._refusal:
@@ -224,6 +246,8 @@ class EngineService:
 
     def close(self) -> None:
         """End all requests as cancelled and stop the threads. May be called twice."""
+        if self.forked:
+            return
         self._refuse(SHUTTING_DOWN)
         self._closed = True
         self._wake()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 import re
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.core.errors import EngineDirectoryError, RequestError
+from kvseek.core.fields import check_unicode
 
 TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory
 TOKENIZER_FILE = "tokenizer.json"  # in the folder, as the library tokenizers writes it
@@ -19,6 +21,7 @@ SETTINGS_FILE = "tokenizer_config.json"  # beside it, as transformers writes it:
 TEMPLATE_FILE = "chat_template.jinja"  # if the model has one
 REPLACEMENT = "\ufffd"  # decoding puts this in place of bytes that are no UTF-8
 SPACE = "\u2581"  # how SentencePiece writes a space
+MAX_REASON = 300  # characters of a template's own error in ours
 LONGEST_RUN = 16  # tokens without complete text after which TextStream looks for a place to cut
 PROMPT_CONTEXT = 8  # tokens of the prompt with which the first ones of an answer are decoded
 PROBE = "kvseekprobe"  # a text that no template changes
@@ -63,10 +66,7 @@ class Tokenizer:
 
         Text from `apply_chat_template` already has these tokens. Raises RequestError on lone surrogates.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(f"text_input: not Unicode ({error.reason} at {error.start}); send valid UTF-8") from None
+        check_unicode("text_input", text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -119,15 +119,43 @@ class Tokenizer:
             return self.decode(ids[:stop]), stop
         return self.decode(ids[: stop + 1]).removesuffix(REPLACEMENT), stop  # a token that begins with complete text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Write a conversation as text, up to where the model's answer begins; messages have "role" and "content".
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Write a conversation as text by the model's chat template.
 
-        Raises RequestError if the model has no chat template, or its template refuses the messages or leaves out what one says.
+        Parameters
+        ----------
+        messages : sequence of mappings
+            With "role" and "content", and whatever else the template reads.
+        add_generation_prompt : bool, optional
+            Whether the text goes on to where the model's answer begins; None: yes, unless `continue_final_message`.
+        continue_final_message : bool
+            Whether the text ends within the last message, so that the model goes on with it.
+        chat_template_kwargs : mapping, optional
+            Further variables of the template.
+
+        Raises
+        ------
+        RequestError
+            The model has no chat template, the template fails on the messages or leaves out what one says, or the arguments
+            exclude each other.
         """
         with self._lock:
             if self._template is None:
                 self._template = ChatTemplate(self._directory)
-        return self._template.render(messages)
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message, add_generation_prompt: at most one of them may be true; set the other to false"
+            )
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        how = {"add_generation_prompt": begins, "continue_final_message": continue_final_message}
+        return self._template.render(messages, how, chat_template_kwargs or {})
 
     def stream(self, stop_words: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> TextStream:
         """Start the text of one output, which continues the prompt's; see TextStream."""
@@ -232,7 +260,7 @@ class ChatTemplate:
         path = folder / TEMPLATE_FILE
         if not path.is_file():
             raise RequestError(
-                "apply_chat_template = True: this model's tokenizer has no chat template; send the text as it is"
+                "apply_chat_template: this model's tokenizer has no chat template; send the text as it is"
             )
         import tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -241,12 +269,20 @@ class ChatTemplate:
         names = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
         empty, template = tokenizers.Tokenizer(tokenizers.models.BPE()), path.read_text(encoding="utf-8")
         self._writer = PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=template, **names)
+        # Variables of templates, and parameters of transformers' function, that are no client's to set.
+        parameters = inspect.signature(type(self._writer).apply_chat_template).parameters
+        self._names = frozenset(("messages", "conversations", *parameters, *self._writer.special_tokens_map))
         self._in_parts: dict[str, bool | None] = {}
         for role in PROBED:
             self._in_parts[role] = self._reads_parts(role)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Write a conversation; raises as Tokenizer.apply_chat_template."""
+    def render(self, messages: Sequence[Mapping[str, Any]], how: Mapping[str, bool], extra: Mapping[str, Any]) -> str:
+        """Write a conversation; raises as Tokenizer.apply_chat_template, whose arguments these are."""
+        for name in extra:
+            if name in self._names:
+                raise RequestError(
+                    f"chat_template_kwargs.{name}: is a variable that kvseek sets itself; choose another name, or leave it out"
+                )
         for number, message in enumerate(messages):
             for name in ("role", "content"):
                 if not isinstance(message.get(name), str):
@@ -258,18 +294,21 @@ class ChatTemplate:
                     "of a list of parts; leave such messages out, or send the conversation as one text that the model expects"
                 )
         try:
-            return self._write(messages)
-        except Exception as error:  # of many types: a template is a program
-            raise RequestError(f"messages: the model's chat template refuses them: {error}") from None
+            return self._write(messages, **how, **extra)
+        except Exception as error:  # a template is a program, which may raise anything
+            reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
+            raise RequestError(
+                f"messages: cannot be written by the model's chat template ({reason}); change them, or send the text as it is"
+            ) from None
 
-    def _write(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _write(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         written = [
             {**message, "content": [{"type": "text", "text": message["content"]}]}
             if self._in_parts.get(message["role"])
             else message
             for message in messages
         ]
-        text: str = self._writer.apply_chat_template(written, tokenize=False, add_generation_prompt=True)
+        text: str = self._writer.apply_chat_template(written, tokenize=False, **arguments)
         return text
 
     def _reads_parts(self, role: str) -> bool | None:
@@ -279,7 +318,7 @@ class ChatTemplate:
         for in_parts in (False, True):
             self._in_parts[role] = in_parts
             try:
-                text = self._write(messages)
+                text = self._write(messages, add_generation_prompt=True)
             except Exception:
                 continue
             if PROBE in text:

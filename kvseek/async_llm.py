@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from types import TracebackType
@@ -13,10 +13,11 @@ from typing import Any, Self
 from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
 from kvseek.core.session import EndedSession, Session
 
-from .base_llm import BaseLLM, Prompt
+from .arguments import Message, Prompt, check_conversation
+from .base_llm import BaseLLM, template_arguments
 from .generation import Generation, GenerationError
 from .outputs import OutputPiece
-from .prefix import Message, Prefix
+from .prefix import Prefix
 from .sampling_params import SamplingParams
 
 MAKERS = 2  # threads that tokenise, beside the event loop: more would take the engine's cores
@@ -47,7 +48,7 @@ class AsyncLLM(BaseLLM):
 
         Parameters and errors are those of LLM.generate.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         kept: dict[str, Any] = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
         make = functools.partial(self._generation, 0, prompt, params, priority=priority, timeout=timeout, **kept)
         return self._run(make)
@@ -62,15 +63,16 @@ class AsyncLLM(BaseLLM):
         session: str | Session | None = None,
         cache_salt: str | None = None,
         prefix: Prefix | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[OutputPiece, None]:
-        """Answer one conversation, as `generate` does with a prompt; LLM.chat says what messages are."""
-        params = sampling_params or SamplingParams()
-
-        def make() -> Generation:
-            text = self.tokenizer.apply_chat_template(messages if prefix is None else prefix.conversation(messages))
-            kept: dict[str, Any] = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-            return self._generation(0, text, params, templated=True, priority=priority, timeout=timeout, **kept)
-
+        """Answer one conversation, as `generate` does with a prompt; see LLM.chat."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        template = template_arguments(add_generation_prompt, continue_final_message, chat_template_kwargs)
+        kept: dict[str, Any] = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
+        options: dict[str, Any] = {"template": template, "priority": priority, "timeout": timeout} | kept
+        make = functools.partial(self._generation, 0, check_conversation(messages), params, **options)
         return self._run(make)
 
     async def prefix(self, beginning: Prompt | Sequence[Message], *, cache_salt: str | None = None) -> Prefix:
@@ -88,6 +90,8 @@ class AsyncLLM(BaseLLM):
 
     async def close(self) -> None:
         """End all requests and free the engine; no thread is left. May be called again, also while it is under way."""
+        if self._service.forked:
+            return
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close_once())
         await asyncio.shield(self._closing)
@@ -127,6 +131,7 @@ class AsyncLLM(BaseLLM):
         handle = self._service.submit(generation.request, on_output)
         try:
             while generation.output is None:
+                self._service.check_process()
                 piece = generation.push(await arrived.get())
                 if piece is not None:
                     yield piece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import weakref
@@ -13,20 +12,39 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import CapacityError, EngineDirectoryError, RequestError, UnavailableError
-from kvseek.core.request import DEFAULT_PRIORITY, Request
-from kvseek.core.session import EndedSession, Session
+from kvseek.core.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDirectoryError,
+    RequestError,
+    UnavailableError,
+    renamed,
+)
+from kvseek.core.fields import typed
+from kvseek.core.request import DEFAULT_PRIORITY, MAX_SALT, Request
+from kvseek.core.session import MAX_SESSION_ID, EndedSession, Session, check_text
 from kvseek.engine.engine import MAX_NUM_TOKENS, Engine
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
 from kvseek.engine.tokenizer import Tokenizer
 
+from .arguments import (
+    CHAT_NAMES,
+    NAMES,
+    PREFIX_NAMES,
+    Message,
+    Positive,
+    Prompt,
+    check_conversation,
+    check_path,
+    plain,
+    prompt_ids,
+)
 from .engine_cache import EngineSource, engine_source
 from .generation import Generation
-from .prefix import Message, Prefix
+from .prefix import Prefix
 from .sampling_params import SamplingParams
 
-Prompt = str | Sequence[int]  # text or token ids
 PathLike = str | os.PathLike[str]
 
 
@@ -66,6 +84,19 @@ class BaseLLM:
             "tokenizer": tokenizer,
         }
         options = {name: value for name, value in named.items() if value is not None} | build_options
+        for name, path in {
+            "model": model,
+            "tokenizer": tokenizer,
+            "cache_dir": cache_dir,
+            "disk_dir": disk_dir,
+        }.items():
+            if path is not None or name == "model":
+                check_path(name, path)
+        numbers = {"threads": threads, "disk_bytes": disk_bytes}
+        for name, value in numbers.items():
+            typed(name, value, Positive | None, ConfigError)
+        typed("max_num_tokens", max_num_tokens, Positive, ConfigError)
+        typed("quiet", quiet, bool, ConfigError)
         disk = DiskSettings(None if disk_dir is None else Path(disk_dir).expanduser(), disk_bytes)
         source = engine_source(model, options, cache_dir, quiet)
         self.engine_dir = source.directory
@@ -94,19 +125,23 @@ class BaseLLM:
 
     def _end_session(self, session_id: str, cache_salt: str | None) -> Future[EndedSession | None]:
         self._check_open()
+        check_text("session_id", session_id, MAX_SESSION_ID)
+        if cache_salt is not None:
+            check_text("cache_salt", cache_salt, MAX_SALT)
         return self._service.ask(lambda engine: engine.end_session(session_id, cache_salt))
 
     def _check_open(self) -> None:
+        self._service.check_process()  # before anything else takes a lock, which a fork may have taken along
         if not self._finalizer.alive:
             raise UnavailableError("the LLM is closed: no further requests; make another one")
 
     def _generation(
         self,
         index: int,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Message],
         params: SamplingParams,
         *,
-        templated: bool = False,
+        template: Mapping[str, Any] | None = None,
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
         session: str | Session | None = None,
@@ -115,62 +150,92 @@ class BaseLLM:
     ) -> Generation:
         """Make a request that the engine can serve, without submitting it.
 
-        `templated` text already has its special tokens, and those of `prefix`, if any.
+        `template`: the prompt is a conversation, which the chat template writes with these arguments.
 
         Raises RequestError or CapacityError if the engine can never serve the request, UnavailableError if the LLM is closed.
         """
         self._check_open()
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params = {params!r}: must be a kvseek.SamplingParams; make one")
+            raise RequestError(f"sampling_params = {params!r:.80}: must be a kvseek.SamplingParams; make one")
+        if not (session is None or isinstance(session, str | Session)):
+            raise RequestError(f"session = {session!r:.80}: must be a session's id or a kvseek.Session; make one")
+        if not (prefix is None or isinstance(prefix, Prefix)):
+            raise RequestError(f"prefix = {prefix!r:.80}: must be what LLM.prefix returns; make one")
+        names = NAMES if template is None else CHAT_NAMES
+        try:
+            own_session = Session(session) if isinstance(session, str) else session
+            if prefix is not None:
+                prefix.check(self._service, cache_salt)
+                own_session, cache_salt = own_session or prefix.session, prefix.cache_salt
+            text, ids = (
+                self._tokens(prompt, prefix) if template is None else self._chat_tokens(prompt, template, prefix)
+            )
+            bad_words = tuple(
+                spelling for word in params.bad_words or () for spelling in self.tokenizer.spellings(word)
+            )
+            ends = () if params.ignore_eos else self.config.model.eos_token_ids
+            request = Request(
+                prompt_ids=tuple(ids),
+                max_tokens=params.max_tokens,
+                sampling=params.for_engine(bad_words, len(ids)),
+                end_ids=(*ends, *(params.stop_token_ids or ())),
+                priority=plain(priority),
+                timeout_seconds=plain(timeout),
+                cache_salt=cache_salt,
+                session=own_session,
+            )
+            self.engine.check(request)
+        except (RequestError, CapacityError) as error:
+            raise type(error)(renamed(str(error), names)) from None
+        return Generation(index, text, request, self.tokenizer, params.stop or (), names)
+
+    def _tokens(self, prompt: Any, prefix: Prefix | None) -> tuple[str | None, list[int]]:
+        """Return a prompt's text, None if it is token ids, and its tokens."""
         text = prompt if isinstance(prompt, str) else None
-        if not isinstance(prompt, str):
-            ids = _token_ids(prompt)
-        elif prefix is not None and not templated:
-            ids = self.tokenizer.encode_inside(prompt)
+        if text is None:
+            ids = prompt_ids(prompt)
         else:
-            ids = self.tokenizer.encode(prompt, not templated)
-        own_session = Session(session) if isinstance(session, str) else session
-        if not (own_session is None or isinstance(own_session, Session)):
-            raise RequestError(f"session = {session!r}: must be a session's id or a kvseek.Session; make one")
-        if prefix is not None:
-            prefix.check(self._service, cache_salt)
-            own_session, cache_salt = own_session or prefix.session, prefix.cache_salt
-            text, ids = (text, ids) if templated else prefix.prompt(text, ids)
-        bad_words = tuple(spelling for word in params.bad_words for spelling in self.tokenizer.spellings(word))
-        ends = () if params.ignore_eos else self.config.model.eos_token_ids
-        request = Request(
-            prompt_ids=tuple(ids),
-            max_tokens=params.max_tokens,
-            sampling=params.for_engine(bad_words, len(ids)),
-            end_ids=(*ends, *params.stop_token_ids),
-            priority=priority,
-            timeout_seconds=timeout,
-            cache_salt=cache_salt,
-            session=own_session,
-        )
-        self.engine.check(request)
-        return Generation(index, text, request, self.tokenizer, params.stop)
+            ids = self.tokenizer.encode(text) if prefix is None else self.tokenizer.encode_inside(text)
+        return (text, ids) if prefix is None else prefix.prompt(text, ids)
+
+    def _chat_tokens(
+        self, messages: Any, template: Mapping[str, Any], prefix: Prefix | None
+    ) -> tuple[str | None, list[int]]:
+        """Return a conversation's text and its tokens. The template writes special tokens itself, and those of the prefix."""
+        conversation = messages if prefix is None else prefix.conversation(messages)
+        text = self.tokenizer.apply_chat_template(conversation, **template)
+        return text, self.tokenizer.encode(text, False)
 
     def _prefix(self, beginning: Prompt | Sequence[Message], cache_salt: str | None) -> tuple[Prefix, Generation]:
         """Make a prefix, and the request that reads it, without submitting that; raises as `_generation`."""
         self._check_open()
+        try:
+            return self._make_prefix(beginning, cache_salt)
+        except (RequestError, CapacityError) as error:
+            raise type(error)(renamed(str(error), PREFIX_NAMES)) from None
+
+    def _make_prefix(self, beginning: Prompt | Sequence[Message], cache_salt: str | None) -> tuple[Prefix, Generation]:
+        if cache_salt is not None:
+            check_text("cache_salt", cache_salt, MAX_SALT)
         if isinstance(beginning, str):
             prefix = Prefix(self._service, self.tokenizer.encode(beginning, True), beginning, None, cache_salt)
         elif isinstance(beginning, Sequence) and beginning and isinstance(beginning[0], Mapping):
-            messages: Sequence[Any] = beginning
+            messages: Sequence[Any] = check_conversation(beginning)
             probes = [[*messages, {"role": "user", "content": content}] for content in ("a", "Z")]
             one, other = (self.tokenizer.encode(self.tokenizer.apply_chat_template(probe), False) for probe in probes)
             ids = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
             prefix = Prefix(self._service, ids, None, messages, cache_salt)
         else:
-            ids_given: Sequence[Any] = beginning
-            prefix = Prefix(self._service, _token_ids(ids_given), None, None, cache_salt)
+            prefix = Prefix(self._service, prompt_ids(beginning), None, None, cache_salt)
         params = SamplingParams(max_tokens=1)  # a request generates something; nobody reads it
         reading = self._generation(0, prefix.token_ids, params, session=prefix.session, cache_salt=cache_salt)
         return prefix, reading
 
     def _generations(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, **options: Any
+        self,
+        prompts: Sequence[Prompt] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        **options: Any,
     ) -> list[Generation]:
         """Make a `_generation` for every prompt; if there are several, an error names the prompt at fault."""
         each = _one_each(params, len(prompts))
@@ -185,7 +250,8 @@ class BaseLLM:
             except (RequestError, CapacityError) as error:
                 if len(prompts) == 1:
                     raise
-                raise type(error)(f"prompts[{index}]: {error}; no prompt has been started") from None
+                where = "prompts" if options.get("template") is None else "messages"
+                raise type(error)(f"{where}[{index}]: {error}; no prompt has been started") from None
         return generations
 
 
@@ -206,8 +272,8 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     """Return sampling parameters for each prompt; raises RequestError if their number is not that of the prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence):
-        raise RequestError(f"sampling_params = {params!r}: must be a kvseek.SamplingParams; make one")
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise RequestError(f"sampling_params = {params!r:.80}: must be a kvseek.SamplingParams; make one")
     if len(params) != count:
         raise RequestError(
             f"sampling_params has {len(params)} entries: must be one for all prompts, or {count}, one for each; leave some out"
@@ -215,21 +281,12 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return params
 
 
-def _token_ids(ids: Sequence[int]) -> list[int]:
-    """Convert token ids to Python integers; raises RequestError if they are something else."""
-    try:
-        return [operator.index(number) for number in ids]
-    except TypeError:
-        raise RequestError(f"prompt = {ids!r:.80}: must be a text or a sequence of token ids; convert it") from None
-
-
-def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Make a list of prompts; a single text or a single sequence of token ids becomes a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    try:
-        operator.index(listed[0])
-    except (IndexError, TypeError):  # no prompt; a text, or a sequence of ids
-        return listed
-    return [listed]
+def template_arguments(
+    add_generation_prompt: bool | None, continue_final_message: bool, chat_template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments that Tokenizer.apply_chat_template has besides messages; raises RequestError."""
+    return {
+        "add_generation_prompt": typed("add_generation_prompt", add_generation_prompt, bool | None),
+        "continue_final_message": typed("continue_final_message", continue_final_message, bool),
+        "chat_template_kwargs": typed("chat_template_kwargs", chat_template_kwargs, dict[str, Any] | None),
+    }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvseek.core.errors import KvseekError, UnavailableError
+from kvseek.core.errors import KvseekError, UnavailableError, renamed
 from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.text_output import TextOutput
@@ -38,6 +38,11 @@ class GenerationError(KvseekError):
 class Generation:
     """A request and its output so far.
 
+    Parameters
+    ----------
+    names : mapping
+        The caller's names of what the engine's errors name.
+
     Attributes
     ----------
     request : Request
@@ -47,9 +52,15 @@ class Generation:
     """
 
     def __init__(
-        self, index: int, prompt: str | None, request: Request, tokenizer: Tokenizer, stop: Sequence[str]
+        self,
+        index: int,
+        prompt: str | None,
+        request: Request,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        names: Mapping[str, str],
     ) -> None:
-        self.index, self.request = index, request
+        self.index, self.request, self._names = index, request, names
         self.output: RequestOutput | None = None
         self._prompt = prompt
         self._words = TextOutput(tokenizer, request.prompt_ids, stop)
@@ -82,7 +93,9 @@ class Generation:
         ids = () if output.token_id is None else (output.token_id,)
         reason = self._words.finish_reason
         if reason is not None:
-            self.output = self._complete(reason, output.error if reason is FinishReason.ERROR else "")
+            self.output = self._complete(
+                reason, renamed(output.error, self._names) if reason is FinishReason.ERROR else ""
+            )
         return OutputPiece(self.index, text, ids, reason, self.output)
 
     def _complete(self, reason: FinishReason, error: str) -> RequestOutput:

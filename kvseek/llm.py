@@ -6,15 +6,17 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Literal, Self, overload
+from typing import Any, Literal, Self, overload
 
+from kvseek.core.fields import typed
 from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
 from kvseek.core.session import EndedSession, Session
 
-from .base_llm import BaseLLM, Prompt, prompt_list
+from .arguments import Message, Prompt, conversation_list, prompt_list
+from .base_llm import BaseLLM, template_arguments
 from .generation import Generation, GenerationError
 from .outputs import OutputPiece, RequestOutput
-from .prefix import Message, Prefix
+from .prefix import Prefix
 from .sampling_params import SamplingParams
 
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -165,6 +167,9 @@ class LLM(BaseLLM):
         session: str | Session | None = None,
         cache_salt: str | None = None,
         prefix: Prefix | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -179,6 +184,9 @@ class LLM(BaseLLM):
         session: str | Session | None = None,
         cache_salt: str | None = None,
         prefix: Prefix | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[OutputPiece]: ...
 
     def chat(
@@ -192,25 +200,32 @@ class LLM(BaseLLM):
         session: str | Session | None = None,
         cache_salt: str | None = None,
         prefix: Prefix | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput] | Iterator[OutputPiece]:
         """Answer conversations, written down by the model's own chat template.
 
         Parameters
         ----------
         messages : sequence of messages, or a sequence of conversations
-            A message is a dictionary with "role" and "content"; a conversation is a sequence of them.
+            A message is a dictionary with "role" and "content", which are texts, and whatever else the model's chat template
+            reads, such as "name"; a conversation is a sequence of them.
         sampling_params, stream, priority, timeout, session, cache_salt, prefix
             As of `generate`, and so are what is returned and raised. RequestError also if the model has no chat template,
-            or the template refuses the messages.
+            or the template fails on the messages.
+        add_generation_prompt : bool, optional
+            Whether the text goes on to where the model's answer begins; if left out, it does unless `continue_final_message`.
+        continue_final_message : bool
+            Whether the model goes on with the last message instead of answering it.
+        chat_template_kwargs : mapping, optional
+            Further variables of the template.
         """
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations: Sequence[Sequence[Message]] = [messages] if single else messages  # type: ignore[assignment, list-item]
-        if prefix is not None:
-            conversations = [prefix.conversation(conversation) for conversation in conversations]
-        texts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        conversations = conversation_list(messages)
+        template = template_arguments(add_generation_prompt, continue_final_message, chat_template_kwargs)
         kept = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-        options = {"templated": True, "priority": priority, "timeout": timeout} | kept
-        return self._answer(self._generations(texts, sampling_params, **options), stream)
+        options = {"template": template, "priority": priority, "timeout": timeout} | kept
+        return self._answer(self._generations(conversations, sampling_params, **options), stream)
 
     def prefix(self, beginning: Prompt | Sequence[Message], *, cache_salt: str | None = None) -> Prefix:
         """Read the beginning of many prompts once, such as a document that questions are asked about.
@@ -261,7 +276,7 @@ class LLM(BaseLLM):
 
     def _answer(self, generations: Sequence[Generation], stream: bool) -> list[RequestOutput] | Iterator[OutputPiece]:
         pieces = self._run(generations)
-        if stream:
+        if typed("stream", stream, bool):
             return pieces
         outputs = [piece.output for piece in pieces if piece.output is not None]
         return sorted(outputs, key=lambda output: output.index)
@@ -276,6 +291,7 @@ class LLM(BaseLLM):
                 on_output = functools.partial(_put, arrived, generation.index)
                 handles[generation.index] = self._service.submit(generation.request, on_output)
             while handles:
+                self._service.check_process()  # in a fork nothing would ever arrive
                 index, output = arrived.get()
                 piece = generations[index].push(output)
                 if piece is None:

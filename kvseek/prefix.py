@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +12,7 @@ from kvseek.core.errors import RequestError
 from kvseek.core.session import MAX_RETENTION_PRIORITY, Session
 from kvseek.engine.service import EngineService
 
-Message = Mapping[str, str]  # with "role" and "content"
+from .arguments import Message
 
 
 class Prefix:

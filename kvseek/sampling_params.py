@@ -9,7 +9,10 @@ from typing import Any, Self
 
 from kvseek.core import request
 from kvseek.core.errors import RequestError
+from kvseek.core.fields import typed
 from kvseek.core.guide import Guide
+
+from .arguments import plain, texts, token_ids
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -23,9 +26,9 @@ class SamplingParams:
     temperature : float
         0, the default, is greedy: the likeliest token.
     top_k : int
-        Draw among the `top_k` likeliest tokens; 0 is all.
+        Draw among the `top_k` likeliest tokens; 0 and -1 are all.
     top_p : float
-        Draw among the likeliest tokens that together have this probability; 1 is all.
+        Draw among the likeliest tokens that together have this probability; 1 is all, 0 the likeliest one.
     repetition_penalty : float
         A penalty above 1 makes tokens rarer that are already in prompt or output.
     seed : int
@@ -33,7 +36,7 @@ class SamplingParams:
     max_tokens : int
         Most tokens to generate.
     stop : str or sequence of str
-        Texts that end the output, and are not part of it.
+        Texts that end the output, and are not part of it; at most 64 of 1,024 bytes. Empty ones end nothing.
     stop_token_ids : sequence of int
         Tokens that end the output beside the model's own end tokens, and are not part of it.
     ignore_eos : bool
@@ -53,12 +56,14 @@ class SamplingParams:
         The output's text follows this JSON schema, regular expression or grammar, unless `max_tokens` or `stop` cuts it off.
     prompt_logprobs : int or None
         The same for every token of the prompt but the first. With it `max_tokens` may be 0.
+    min_p : float
+        Draw among the tokens that have at least this share of the likeliest token's probability; 0 is all.
 
     Raises
     ------
     RequestError
-        On a parameter that is unknown or out of range. What depends on the engine, such as the longest request, is checked
-        when a request is made.
+        On a parameter that is unknown, of another type or out of range. What depends on the engine, such as the longest request,
+        is checked when a request is made.
     """
 
     temperature: float = 0.0
@@ -67,17 +72,18 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int = 0
     max_tokens: int = DEFAULT_MAX_TOKENS
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_tokens: int = 0
-    bad_words: str | Sequence[str] = ()
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    bad_words: str | Sequence[str] | None = ()
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
     logprobs: int | None = None
     guide: Guide | None = None
     prompt_logprobs: int | None = None
+    min_p: float = 0.0
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""
@@ -90,17 +96,26 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        values = {one.name: plain(getattr(self, one.name)) for one in dataclasses.fields(self)}
         # As tuples and a dict of its own: equal parameters are equal, whatever they were given as.
         for name in ("stop", "bad_words"):
-            words = getattr(self, name)
-            object.__setattr__(self, name, (words,) if isinstance(words, str) else tuple(words))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        self.for_engine((), 0)  # raises on a number that is out of range
+            values[name] = request.check_words(name, texts(name, values[name]))
+        ids, biases = values["stop_token_ids"], values["logit_bias"]
+        values["stop_token_ids"] = () if ids is None else tuple(token_ids("stop_token_ids", ids))
+        if isinstance(biases, Mapping):
+            biases = {plain(token): plain(bias) for token, bias in biases.items()}
+        values["logit_bias"] = typed("logit_bias", {} if biases is None else biases, dict[int, float])
+        values["max_tokens"] = typed("max_tokens", values["max_tokens"], int)
+        values["ignore_eos"] = typed("ignore_eos", values["ignore_eos"], bool)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self.for_engine((), 0)  # raises on what else is of another type or out of range
 
     def for_engine(self, bad_words: tuple[tuple[int, ...], ...], prompt_tokens: int) -> request.SamplingParams:
         """Make the engine's parameters of these, for a prompt of so many tokens and with the bad words as tokens."""
         names = [one.name for one in dataclasses.fields(request.SamplingParams)]
         shared = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        shared |= {"bad_words": bad_words, "logit_bias": tuple(self.logit_bias.items())}
+        shared |= {"bad_words": bad_words, "logit_bias": tuple((self.logit_bias or {}).items())}
+        if self.top_k == -1:
+            shared["top_k"] = 0
         return request.SamplingParams(**shared, prompt_ignore_length=prompt_tokens)

@@ -125,7 +125,7 @@ def test_a_stop_text_ends_the_request(directory: Path) -> None:
 
 def test_errors(directory: Path) -> None:
     async def use(llm: AsyncLLM) -> None:
-        with pytest.raises(RequestError, match="input_ids"):
+        with pytest.raises(RequestError, match="prompt = '0 tokens'"):
             await last(llm.generate([]))
         with pytest.raises(GenerationError, match="timeout = 1e-06 s: passed"):
             await last(llm.generate("log", timeout=1e-6))

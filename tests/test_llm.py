@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 import kvseek
 from kvseek import (
     LLM,
+    ConfigError,
     GenerationError,
     Guide,
     GuideType,
@@ -259,12 +260,11 @@ def test_parameters_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        ([PROMPTS[0], []], GREEDY, r"prompts\[1\]: input_ids = '0 tokens': must be at least one token"),
-        ([PROMPTS[0], [5, 4000]], GREEDY, r"prompts\[1\]: input_ids = 4000: must be in \[0, 384\)"),
+        ([PROMPTS[0], []], GREEDY, r"prompts\[1\]: prompt = '0 tokens': must be at least one token"),
+        ([PROMPTS[0], [5, 4000]], GREEDY, r"prompts\[1\]: prompt = 4000: must be in \[0, 384\)"),
         ([[5.5]], GREEDY, r"prompt = \[5.5\]: must be a text or a sequence of token ids"),
-        ("log", SamplingParams(max_tokens=5000), r"max_tokens .* = 5000: must be <= max_seq_len = 1024"),
-        ("log", SamplingParams(max_tokens=0), r"max_tokens .* = 0: must be >= 1"),
-        ("log", SamplingParams(stop=""), r"stop_words = '': must be non-empty"),
+        ("log", SamplingParams(max_tokens=5000), r"^max_tokens = 5000: must be <= max_seq_len = 1024"),
+        ("log", SamplingParams(max_tokens=0), r"^max_tokens = 0: must be >= 1"),
         (["log", "log"], [GREEDY], "sampling_params has 1 entries: must be one for all prompts, or 2"),
         ("log", {"max_tokens": 5}, r"sampling_params = .*: must be a kvseek.SamplingParams"),
     ],
@@ -279,12 +279,157 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
     assert llm.engine.step_report.number == before
 
 
+NO_PROMPTS = [
+    None,
+    5,
+    b"abc",
+    bytearray(b"abc"),
+    {"a": 1},
+    {4, 5},
+    [b"ab"],
+    [None],
+    [True],
+    [[1, "a"]],
+    "\ud83d",
+    object(),
+]
+NO_TALKS = [None, "hi", b"hi", ["hi"], [["hi"]], {"role": "user"}, [{"role": "user"}], [{"role": 5, "content": "x"}]]
+TALK = [{"role": "user", "content": "log"}]
+NO_OPTIONS: dict[str, list[Any]] = {
+    "sampling_params": [5, {"max_tokens": 5}, [5]],
+    "stream": ["no", 1],
+    "priority": [1.5, "1", True],
+    "timeout": ["1", float("nan")],
+    "session": [5, b"x", "\ud800"],
+    "cache_salt": [5, b"x"],
+    "prefix": ["x"],
+    "add_generation_prompt": ["no"],
+    "continue_final_message": ["no"],
+    "chat_template_kwargs": [5, {"messages": []}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        *(("prompt|prompts", lambda llm, value=value: llm.generate(value)) for value in NO_PROMPTS),
+        *(("beginning", lambda llm, value=value: llm.prefix(value)) for value in NO_PROMPTS),
+        *((r"messages[\w.\[\]]*", lambda llm, value=value: llm.chat(value)) for value in NO_TALKS),
+        *(
+            (name, lambda llm, name=name, value=value: llm.chat(TALK, **{name: value}))
+            for name, values in NO_OPTIONS.items()
+            for value in values
+        ),
+        *(("session_id", lambda llm, value=value: llm.end_session(value)) for value in (5, "", b"x")),
+        ("cache_salt", lambda llm: llm.prefix("log", cache_salt=5)),
+        ("messages", lambda llm: llm.chat([{"role": "user", "content": "a\ud83d"}])),
+    ],
+)
+def test_every_argument_is_checked_by_its_name(llm: LLM, name: str, call: Callable[[LLM], Any]) -> None:
+    before = llm.engine.step_report.number
+    with pytest.raises(RequestError, match=rf"^({name})\b"):
+        call(llm)
+    assert llm.engine.step_report.number == before
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_tokens", [2.5, "5", None, True]),
+        ("top_k", [1.5, -2]),
+        ("ignore_eos", ["no", 1, None]),
+        ("stop", [5, b"x", ["a", 5], ["\ud83d"], ["a"] * 65, "a" * 1025]),
+        ("bad_words", [5, {"a": 1}]),
+        ("stop_token_ids", [5, "5", b"x", [2.5], [True]]),
+        ("logit_bias", [5, {"a": 1}, {1: "a"}, [(1, 2)]]),
+        ("guide", ["json"]),
+        ("min_p", [-0.1, 1.1, "x"]),
+    ],
+)
+def test_parameters_of_another_type_are_refused(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(RequestError, match=rf"^{name}\b"):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("threads", [0, "2", True]),
+        ("max_num_tokens", [0, None]),
+        ("disk_bytes", [-1, "x"]),
+        ("quiet", ["no"]),
+        ("cache_dir", [5]),
+        ("disk_dir", [b"x"]),
+        ("tokenizer", [5]),
+        ("model", [None, b"x"]),
+    ],
+)
+def test_options_of_an_llm_are_checked_before_anything_is_built(directory: Path, name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"^{name} = "):
+            LLM(**{"model": directory, name: value})
+
+
+def test_numbers_of_numpy_are_numbers_and_empty_words_none(llm: LLM, expected: list[list[int]]) -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(24),  # type: ignore[arg-type]
+        temperature=np.float32(0),  # type: ignore[arg-type]
+        top_k=-1,
+        stop=["", ""],
+        bad_words="",
+        stop_token_ids=None,
+        logit_bias={np.int32(5): np.float32(0)},  # type: ignore[dict-item]
+        ignore_eos=True,
+    )
+    assert (params.stop, params.bad_words) == ((), ())
+    assert list(llm.generate(np.array(PROMPTS[0]), params)[0].token_ids) == expected[0]
+    for greedy in ({"top_p": 0}, {"min_p": 1}):
+        drawn = SamplingParams(max_tokens=24, temperature=2.0, ignore_eos=True, **greedy)  # type: ignore[arg-type]
+        assert list(llm.generate([PROMPTS[0]], drawn)[0].token_ids) == expected[0]
+
+
+FORK = """
+import os, sys
+from kvseek import LLM, KvseekError, SamplingParams
+
+llm = LLM(sys.argv[1])
+pieces = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=500, ignore_eos=True), stream=True)
+next(pieces)
+child = os.fork()
+if child == 0:
+    calls = [
+        lambda: llm.generate([[5, 6]]),
+        lambda: llm.chat([{"role": "user", "content": "a"}]),
+        lambda: llm.prefix("a"),
+        lambda: llm.end_session("a"),
+        lambda: next(pieces),
+    ]
+    for call in calls:
+        try:
+            call()
+        except KvseekError as error:
+            print(error, flush=True)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+print(sum(len(piece.token_ids) for piece in pieces))
+"""
+
+
+def test_a_fork_of_the_process_is_told_that_it_has_no_engine(directory: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", FORK, directory], capture_output=True, text=True, timeout=300)
+    lines = run.stdout.splitlines()
+    assert len(lines) == 6, run.stderr
+    assert all("this process is a fork" in line and "spawn" in line for line in lines[:5])
+    assert lines[5] == "499", "the parent's own requests go on"
+
+
 def test_a_guide_is_followed_or_refused(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=20, guide=Guide(GuideType.REGEX, "(yes|no), [0-9]{2}"))
     outputs = llm.generate(PROMPTS, [replace(params, seed=seed) for seed in range(len(PROMPTS))])
     assert all(re.fullmatch("(yes|no), [0-9]{2}", output.text) for output in outputs)
     refused = replace(params, guide=Guide(GuideType.REGEX, "("))
-    with pytest.raises(GenerationError, match=r"prompts\[1\]: guided_decoding_guide: cannot be followed") as caught:
+    with pytest.raises(GenerationError, match=r"prompts\[1\]: guide: cannot be followed") as caught:
         llm.generate(PROMPTS[:2], [params, refused])
     assert re.fullmatch("(yes|no), [0-9]{2}", caught.value.outputs[0].text)
 
@@ -497,9 +642,9 @@ def test_prefixes_and_sessions_that_do_not_fit_are_refused(llm: LLM, directory: 
             ("cache_salt = 'b': must be 'a', that of", lambda: llm.generate("who?", prefix=text, cache_salt="b")),
             ("session: is that of one conversation, there are 2", lambda: llm.generate(["a", "b"], session="s")),
             ("session = 5: must be a session's id", lambda: llm.generate("a", session=5)),  # type: ignore[call-overload]
-            ("session_id has 0 characters", lambda: llm.generate("a", session="")),
-            ("prompt = 5: must be a text or", lambda: llm.prefix(5)),  # type: ignore[arg-type]
-            ("input_ids = '0 tokens': must be at least one", lambda: llm.prefix([])),
+            ("session has 0 characters", lambda: llm.generate("a", session="")),
+            ("beginning = 5: must be a text or", lambda: llm.prefix(5)),  # type: ignore[arg-type]
+            ("beginning = '0 tokens': must be at least one", lambda: llm.prefix([])),
         ]
         for match, call in refusals:
             with pytest.raises(RequestError, match=match):

@@ -174,7 +174,7 @@ def does_not_fit(retrieval: Retrieval, tokens: int) -> CapacityError:
     idle = torch.cuda.memory_reserved(window.device) - torch.cuda.memory_allocated(window.device)
     needed = prefill_bytes(retrieval.config, window.dtype, tokens)
     return CapacityError(
-        f"input_lengths = {tokens}: its prefill needs about {needed:,} bytes of device memory, {free + idle:,} are free; "
+        f"input_ids has {tokens} tokens: its prefill needs about {needed:,} bytes of device memory, {free + idle:,} are free; "
         "shorten the prompt, or build with a smaller prefill_chunk_tokens or cache.kv_cache_device_memory_bytes"
     )
 

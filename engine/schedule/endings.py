@@ -45,7 +45,7 @@ def failed(sequence: Sequence, error: Exception, code: ErrorCode | None = None) 
 
 def expired(sequence: Sequence, now: float) -> StepOutput:
     """Make the only output of a request whose time limit passed while it waited; `now` in seconds of time.perf_counter."""
-    waited = now - sequence.statistics.submitted_at
+    waited = sequence.request.waited_seconds + now - sequence.statistics.submitted_at
     error = TimeoutExpiredError(
         f"timeout = {sequence.request.timeout_seconds:g} s: passed while the request waited for its turn, for {waited:.1f} s; "
         "send it again later, or with a longer timeout"

@@ -66,7 +66,7 @@ class GuideTrial:
         if self._process is None:
             command = [sys.executable, "-m", __name__, self._arguments]
             process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._end_process = weakref.finalize(self, _end, process)
+            self._end_process = weakref.finalize(self, _end, process, os.getpid())
             if not _ask(process, b""):
                 self._end()
                 raise UnavailableError(
@@ -90,8 +90,10 @@ def _ask(process: subprocess.Popen[bytes], line: bytes) -> bytes:
     return process.stdout.readline()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it has not ended, and close the pipes to it."""
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End the process, if it has not ended, and close the pipes to it. Does nothing in a fork of its owner, whose it still is."""
+    if os.getpid() != owner:
+        return
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

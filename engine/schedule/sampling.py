@@ -1,4 +1,4 @@
-"""Draws the next token of one request: bias, penalties, guide, bad words, temperature, top-k, top-p, one draw."""
+"""Draws the next token of one request: bias, penalties, guide, bad words, temperature, top-k, top-p, min-p, one draw."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the next token is the one with the largest logit, and nothing else is asked for (`greedy_token`)."""
-        return self.params.temperature == 0 and not self.params.needs_logits
+        return self.params.greedy and not self.params.needs_logits
 
     @property
     def logprobs(self) -> LogProbs | None:
@@ -83,10 +83,14 @@ class Sampler:
         scores = self._adjusted(logits)
         best, token = scores.max(dim=0)  # of equal scores the lowest id
         if not torch.isfinite(best):
-            raise SamplingError(
-                "bad_words, min_tokens, guided_decoding_guide: together they leave no token to draw; send fewer bad words"
-            )
-        if self.params.temperature > 0:
+            asked = {
+                "bad_words": self.params.bad_words,
+                "min_tokens": self.params.min_tokens,
+                "guided_decoding_guide": self.guided,
+            }
+            names = ", ".join(name for name, value in asked.items() if value)
+            raise SamplingError(f"{names}: leave no token to draw; ask for less of them")
+        if not self.params.greedy:
             token = self._draw(scores)
         drawn = int(token)
         if self.params.logprobs is not None:
@@ -142,7 +146,8 @@ class Sampler:
             self._guide.accept(drawn)
 
     def _draw(self, scores: Tensor) -> Tensor:
-        ids, probabilities = candidates(scores, self.params.temperature, self.params.top_k, self.params.top_p)
+        params = self.params
+        ids, probabilities = candidates(scores, params.temperature, params.top_k, params.top_p, params.min_p)
         cumulative = probabilities.cumsum(dim=0)
         target = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[-1]
         # right=True passes over tokens of probability 0; target < cumulative[-1], so the index is in range
@@ -197,8 +202,10 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def candidates(scores: Tensor, temperature: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Find the tokens that top-k and then top-p (nucleus sampling) leave, and their probabilities.
+def candidates(
+    scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Find the tokens that top-k, then top-p (nucleus sampling) and then min-p leave, and their probabilities.
 
     Parameters
     ----------
@@ -209,13 +216,16 @@ def candidates(scores: Tensor, temperature: float, top_k: int, top_p: float) -> 
     top_k : int
         Number of tokens to keep; tokens whose logit equals the last kept one's are kept too. 0 keeps every token.
     top_p : float
-        Keep the most probable tokens, up to and including the token at which their sum of probabilities reaches top_p.
+        Greater than 0. Keep the most probable tokens, up to and including the token at which their sum of probabilities reaches
+        top_p.
+    min_p : float
+        Keep the tokens with at least this share of the most probable token's probability; 0 keeps every token.
 
     Returns
     -------
     ids : Tensor, int64 [kept]
     probabilities : Tensor, float64 [kept]
-        Relative to the tokens that top-k left; they sum to less than 1 if top-p left tokens out.
+        Relative to the tokens that top-k left; they sum to less than 1 if top-p or min-p left tokens out.
     """
     ids = torch.arange(scores.shape[0])
     if 0 < top_k < scores.shape[0]:
@@ -223,11 +233,13 @@ def candidates(scores: Tensor, temperature: float, top_k: int, top_p: float) -> 
         scores = scores[ids]
     # float64, with the largest score at 0, so that no temperature above 0 overflows
     probabilities = ((scores.double() - scores.max().double()) / temperature).softmax(dim=0)
-    if top_p == 1:
-        return ids, probabilities
-    # Tokens below this bound add up to less than 1 - top_p, so none is in the nucleus; leaving them out saves the sort.
-    likely = (probabilities >= (1 - top_p) / probabilities.shape[0]).nonzero()[:, 0]
-    ordered, order = probabilities[likely].sort(descending=True, stable=True)
-    preceding = ordered.cumsum(dim=0) - ordered
-    kept = preceding < top_p
-    return ids[likely[order[kept]]], ordered[kept]
+    if top_p < 1:
+        # Tokens below this bound add up to less than 1 - top_p, so none is in the nucleus; leaving them out saves the sort.
+        likely = (probabilities >= (1 - top_p) / probabilities.shape[0]).nonzero()[:, 0]
+        ordered, order = probabilities[likely].sort(descending=True, stable=True)
+        kept = ordered.cumsum(dim=0) - ordered < top_p
+        ids, probabilities = ids[likely[order[kept]]], ordered[kept]
+    if min_p > 0:
+        kept = probabilities >= min_p * probabilities.max()
+        ids, probabilities = ids[kept], probabilities[kept]
+    return ids, probabilities

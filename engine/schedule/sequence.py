@@ -50,5 +50,5 @@ class Sequence:
     @property
     def deadline(self) -> float | None:
         """Time at which the request's own time limit passes, in seconds of time.perf_counter; None: it has no limit."""
-        limit = self.request.timeout_seconds
-        return None if limit is None else self.statistics.submitted_at + limit
+        limit, waited = self.request.timeout_seconds, self.request.waited_seconds
+        return None if limit is None else self.statistics.submitted_at + limit - waited

@@ -7,7 +7,6 @@ from kvseek.core.request import Request
 
 LOGIT_BYTES = 4
 LARGEST_AT_ONCE = 4  # requests of the largest number of logits for which there is room at a time
-INPUTS = "return_context_logits, return_generation_logits"
 
 
 class LogitsRoom:
@@ -42,13 +41,13 @@ class LogitsRoom:
         if logits > self._limit:
             tokens = logits // self._vocabulary
             raise RequestError(
-                f"{INPUTS}: {tokens:,} tokens × {self._vocabulary:,} logits are asked for: must be <= --max_logits = "
-                f"{self._limit:,}; ask for those of fewer tokens, or start the server with a larger --max_logits"
+                f"{request.logit_fields}: {tokens:,} tokens × {self._vocabulary:,} logits are asked for: must be <= "
+                f"--max_logits = {self._limit:,}; ask for those of fewer tokens, or start the server with a larger --max_logits"
             )
         held = sum(self._held.values()) + unread
         if held + LOGIT_BYTES * logits > self.bytes:
             raise QueueFullError(
-                f"{INPUTS}: {held:,} bytes are on their way to clients: must be <= {self.bytes:,}, which is "
+                f"{request.logit_fields}: {held:,} bytes are on their way to clients: must be <= {self.bytes:,}, which is "
                 f"{LARGEST_AT_ONCE} × {LOGIT_BYTES} × --max_logits, with those of this request; send it again later"
             )
         self._held[number] = LOGIT_BYTES * logits

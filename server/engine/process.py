@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from kvseek.core.errors import KvseekError, RequestError, code_of
+from kvseek.core.errors import ErrorCode, KvseekError, RequestError, code_of, renamed
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.loading.prefixes import DiskSettings
@@ -143,6 +143,8 @@ class Door:
         span = None if server.tracer is None else server.tracer.start(request, message.trace)
 
         def on_output(output: StepOutput) -> None:
+            if output.code is ErrorCode.TIMEOUT and message.request.timeout_seconds is None:
+                output = replace(output, error=renamed(output.error, {"timeout": "default_timeout"}))
             server.metrics.record(output)
             if span is not None and output.finish_reason is not None:
                 span.end(output)

@@ -67,6 +67,8 @@ def admit(request: Any, schemas: Mapping[str, ModelSchema]) -> None:
 def _move_timeout(request: Any, batched: bool) -> None:
     if TIMEOUT not in request.parameters:
         return
+    if request.parameters[TIMEOUT].WhichOneof("parameter_choice") != "int64_param":
+        raise RequestError(f"{TIMEOUT}: must be an integer as a parameter, microseconds; convert it, or send the input")
     seconds = request.parameters[TIMEOUT].int64_param / 1e6
     del request.parameters[TIMEOUT]
     # One number for each prompt; a batch that is too large is refused afterwards.

@@ -21,7 +21,7 @@ from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, Chunk
 from kvseek.server.requests.text_request import max_text_bytes
 from kvseek.server.requests.translation import Tensors
 
-from .fields import MAX_FIELD_BYTES, Input, shortened, shown
+from .fields import MAX_FIELD_BYTES, Input, json_fault, shortened, shown
 
 MODEL_VERSION = "1"
 MAX_LIST = 1024  # most values of an input that is not the prompt
@@ -96,17 +96,7 @@ class ModelSchema:
                 ) from None
             raise RequestError("the body is not a JSON object; send {...} with the model's inputs as fields") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RequestError(
-                f"the body is not JSON{self._place(body, str(error))}: {error}; send valid JSON"
-            ) from None
-
-    def _place(self, body: bytes | bytearray, message: str) -> str:
-        """Name the last known field before a fault of the syntax, such as NaN."""
-        found = re.search(r"\(byte (\d+)\)", message)
-        end = int(found[1]) if found else len(body)
-        places = {name: body.rfind(f'"{name}"'.encode(), 0, end) for name in (*self.inputs, "id", "parameters")}
-        last = max(places, key=lambda name: places[name])
-        return f" (in or after the field {last})" if places[last] >= 0 else ""
+            raise RequestError(json_fault(body, error, (*self.inputs, "id", "parameters"))[1]) from None
 
 
 def schemas(layout: Layout, config: EngineConfig) -> Mapping[str, ModelSchema]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import ErrorCode
+from kvseek.core.errors import ErrorCode, RequestError, renamed
 from kvseek.core.request import MAX_SEED, FinishReason, LogProbs, Request, SamplingParams, StepOutput
 from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import TextStream, Tokenizer
@@ -35,6 +35,12 @@ BROKEN_OFF = "the server is shutting down and has ended the request before its e
 
 class Body(Protocol):
     """What the bodies of both endpoints have besides their Parameters."""
+
+    prompt_field: ClassVar[str]
+
+    @property
+    def limit_field(self) -> str | None:
+        """Name of the field that says how many tokens to generate at most; None: the client says nothing."""
 
     def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[Prompt]:
         """Return every prompt, tokenised."""
@@ -75,9 +81,15 @@ class Choice:
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, stop: Sequence[str], streaming: bool, echo: Echo | None = None
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        streaming: bool,
+        echo: Echo | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
-        self.request, self.streaming, self.ended = request, streaming, False
+        self.request, self.streaming, self.ended, self.names = request, streaming, False, names or {}
         self._output = TextOutput(tokenizer, request.prompt_ids, stop)
         told = request.sampling.logprobs is not None
         self._offsets = tokenizer.stream(prompt_ids=request.prompt_ids) if told else None
@@ -138,8 +150,6 @@ def make_choices(
     sampling = replace(parameters.sampling(tokenizer, top), guide=guide)
     session = parameters.session
     ends, streaming = parameters.end_ids(config), bool(parameters.stream)
-    _check_tokens("stop_token_ids", ends, config)
-    _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], config)
     prompts = body.prompts(tokenizer, config)
     tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * parameters.choices
     require(
@@ -165,11 +175,15 @@ def make_choices(
             cache_salt=tenant.salt(parameters.cache_salt),
             session=session,
         )
-        request.validate(config)
+        names = {"input_ids": body.prompt_field, "max_tokens": body.limit_field or "max_tokens, by default,"}
+        try:
+            request.validate(config)
+        except RequestError as error:
+            raise RequestError(renamed(str(error), names)) from None
         echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))
         for number in range(parameters.choices):
             own = replace(request, sampling=_seeded(request.sampling, number))
-            choices.append(Choice(own, tokenizer, stop, streaming, echo))
+            choices.append(Choice(own, tokenizer, stop, streaming, echo, names))
     return choices, tokens
 
 
@@ -192,22 +206,19 @@ def _check_prompt_logprobs(count: int) -> None:
 
 def _limit(body: Body, prompt_tokens: int, config: EngineConfig, least: int) -> int:
     """Return the most tokens to generate; raises FieldError if prompt and answer do not fit together."""
-    limit, left = body.limit(prompt_tokens, config), config.max_seq_len - prompt_tokens
-    if left < least or limit > left:
-        whole = f"max_tokens = {limit}: must be <= {left}, as the prompt has {prompt_tokens} tokens of max_seq_len"
+    limit, left, name = body.limit(prompt_tokens, config), config.max_seq_len - prompt_tokens, body.limit_field
+    if left < least:
+        whole = f"{body.prompt_field} has {prompt_tokens} tokens: must be <= {config.max_seq_len - least}"
         raise FieldError(
-            "max_tokens", f"{whole} = {config.max_seq_len}; ask for fewer, or shorten the prompt", TOO_LONG
+            body.prompt_field, f"{whole}, to leave room for an answer in max_seq_len; shorten it", TOO_LONG
         )
-    require(limit >= least, "max_tokens", limit, f">= {least}", "ask for a token")
+    if name is not None and limit > left:
+        whole = f"{name} = {limit}: must be <= {left}, as the prompt has {prompt_tokens} tokens of max_seq_len"
+        raise FieldError(name, f"{whole} = {config.max_seq_len}; ask for fewer, or shorten the prompt", TOO_LONG)
+    require(limit >= least, name or "max_tokens", limit, f">= {least}", "ask for a token")
     return limit
 
 
 def _seeded(sampling: SamplingParams, number: int) -> SamplingParams:
     """Give choice `number` a seed of its own; with one seed all choices would be equal."""
     return replace(sampling, seed=(sampling.seed + number) & MAX_SEED)
-
-
-def _check_tokens(name: str, ids: Sequence[int], config: EngineConfig) -> None:
-    vocabulary = config.model.vocab_size
-    bad = next((token for token in ids if not 0 <= token < vocabulary), None)
-    require(bad is None, name, bad, f"token ids in [0, {vocabulary})", "the vocabulary of the model has no such id")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ _many_ids = msgspec.json.Decoder(list[list[int]])
 class CompletionBody(Parameters, kw_only=True):
     """Fields of a completion that have an effect."""
 
+    prompt_field: ClassVar[str] = "prompt"
     prompt: msgspec.Raw = ABSENT
     logprobs: int | None = None
     best_of: int | None = None
@@ -42,13 +43,19 @@ class CompletionBody(Parameters, kw_only=True):
         prompts = []
         for prompt in found:
             if isinstance(prompt, str):
-                prompts.append(Prompt(text_ids(prompt, tokenizer, config), prompt if self.echo else None))
+                ids = text_ids(prompt, self.add_special_tokens is not False, tokenizer, config)
+                prompts.append(Prompt(ids, prompt if self.echo else None))
                 continue
             check_length("prompt", prompt, config.max_input_len)
             bad = next((token for token in prompt if not 0 <= token < vocabulary), None)
             require(bad is None, "prompt", bad, f"token ids in [0, {vocabulary})", "the model has no such token")
             prompts.append(Prompt(prompt, tokenizer.decode_complete(prompt)[0] if self.echo else None))
         return prompts
+
+    @property
+    def limit_field(self) -> str | None:
+        """See ChatBody."""
+        return None if self.max_tokens is None else "max_tokens"
 
     def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
         """Return the most tokens to generate."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvseek.core.errors import ErrorCode, KvseekError, RequestError, code_of
+from kvseek.core.errors import LEADING_NAMES, ErrorCode, KvseekError, RequestError, code_of, renamed
 from kvseek.server.http_door.errors import CLOSING, RETRY_AFTER_SECONDS, RETRY_LATER, HttpError, describe
 from kvseek.server.http_door.listener import LINGER_SECONDS
 from kvseek.server.requests.generations import CodedError
@@ -22,22 +21,30 @@ CODES = {
     ErrorCode.TIMEOUT: "timeout",
     ErrorCode.INTERNAL: "internal_error",
 }
-# The engine names its inputs as TensorRT-LLM does; here they have OpenAI's names.
+# The engine's errors begin with TensorRT-LLM's names of inputs; here they have OpenAI's. Those of the prompt and of the number of
+# tokens depend on the request (Choice.names).
 PARAMS = {
-    "input_ids": "prompt",
-    "input_lengths": "prompt",
-    "text_input": "prompt",
     "end_id": "stop_token_ids",
-    "stop_words_list": "stop",
-    "stop_words": "stop",
     "bad_words_list": "bad_words",
     "guided_decoding_guide": "response_format",
+    "guided_decoding_guide_type": "response_format",
+    "apply_chat_template": "messages",
 }
-SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
-LIMITS = ("max_tokens", "min_tokens", "bad_words", "logit_bias", "logprobs", "stop", "priority", "timeout")
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", "stop", "priority", "timeout")
+TOKENS = ("bad_words", "logit_bias", "logprobs", "stop_token_ids", "response_format")
+TEMPLATE = ("messages", "prompt", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 REUSE = ("cache_salt", "session_id", "retention_priority", "retention_seconds")
-FIELDS = frozenset((*SAMPLING, *LIMITS, *REUSE, "messages", "prompt"))  # that engine and door know by the same name
-LEADING_NAME = re.compile(r"([a-z]\w*)(?=[ :\[.,])")
+FIELDS = frozenset((*SAMPLING, *LIMITS, *TOKENS, *TEMPLATE, *REUSE))
 JSON = "application/json"
 
 
@@ -78,7 +85,8 @@ def error_json(error: Exception) -> tuple[int, dict[str, Any]]:
         kind = _kind(error)
         code = CODES.get(kind)
         if kind is ErrorCode.INVALID:
-            message, param = renamed(message)
+            message = renamed(message, PARAMS)
+            param = field_of(message)
     return status, {"error": {"message": message, "type": error_type(status), "param": param, "code": code}}
 
 
@@ -89,13 +97,11 @@ def error_type(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def renamed(message: str) -> tuple[str, str | None]:
-    """Replace the engine's name of a field, with which a message begins, by OpenAI's; returns the message and the name."""
-    found = LEADING_NAME.match(message)
-    if found is None or (found[1] not in PARAMS and found[1] not in FIELDS):
-        return message, None  # the message begins with something else
-    name = PARAMS.get(found[1], found[1])
-    return name + message[found.end() :], name
+def field_of(message: str) -> str | None:
+    """Return the field with which a message begins; None if it begins with something else."""
+    found = LEADING_NAMES.match(message)
+    name = "" if found is None else found[0].split(", ")[0]
+    return name if name in FIELDS else None
 
 
 class Refusal(Response):

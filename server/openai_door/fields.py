@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvseek.server.http_door.fields import MAX_FIELD_BYTES, first_character, shortened, shown
+from kvseek.server.http_door.fields import MAX_FIELD_BYTES, first_character, json_fault, shortened, shown
 
 from .errors import FieldError
 
@@ -49,8 +49,10 @@ class BodyFormat(Generic[T]):
         fields = msgspec.structs.fields(kind)
         self._decoders = {field.name: msgspec.json.Decoder(field.type) for field in fields}
         # An unknown field ends the decoding, because a body could have a million of them.
-        names = dict.fromkeys((*self._decoders, *neutral, *self._ignored))
-        body = msgspec.defstruct("Body", [(name, msgspec.Raw, None) for name in names], forbid_unknown_fields=True)
+        self._names = tuple(dict.fromkeys((*self._decoders, *neutral, *self._ignored)))
+        body = msgspec.defstruct(
+            "Body", [(name, msgspec.Raw, None) for name in self._names], forbid_unknown_fields=True
+        )
         self._outer = msgspec.json.Decoder(body)
 
     def read(self, body: bytes | bytearray) -> T:
@@ -82,7 +84,7 @@ class BodyFormat(Generic[T]):
             message = f"{name}: there is no such field; check the spelling, or leave it out"
             raise FieldError(name, message, "unknown_parameter") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FieldError("", f"the body is not JSON: {error}; send valid JSON, encoded as UTF-8") from None
+            raise FieldError(*json_fault(body, error, self._names)) from None
 
     def _value(self, name: str, raw: msgspec.Raw) -> Any:
         size = memoryview(raw).nbytes

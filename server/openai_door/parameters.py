@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_SALT, MAX_SEED, SamplingParams
+from kvseek.core.request import (
+    DEFAULT_PRIORITY,
+    MAX_LOGPROBS,
+    MAX_SALT,
+    MAX_SEED,
+    SamplingParams,
+    check_words,
+)
 from kvseek.core.session import Session, check_text, read_session
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.requests.text_request import MAX_STOP_WORD_BYTES
-from kvseek.server.requests.translation import MAX_STOP_WORDS
 
 from .errors import FieldError
 from .fields import ABSENT
@@ -30,7 +33,6 @@ WITHOUT_EFFECT = ("user", "metadata", "service_tier", "prompt_cache_key", "promp
 # Fields that kvseek does not support, with the values at which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
-    "min_p": (0, 0.0),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "logits_processors": ([],),
@@ -71,11 +73,13 @@ class Parameters(msgspec.Struct, kw_only=True):
     response_format: msgspec.Raw = ABSENT
     # vLLM's names for what OpenAI does not have, and kvseek's own.
     top_k: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
+    add_special_tokens: bool | None = None
     priority: int | None = None
     timeout: float | None = None
     cache_salt: str | None = None
@@ -109,14 +113,10 @@ class Parameters(msgspec.Struct, kw_only=True):
         require(ids <= MAX_STOP_IDS, "stop_token_ids", f"{ids} ids", f"<= {MAX_STOP_IDS} ids", "send fewer")
         if self.cache_salt is not None:
             check_text("cache_salt", self.cache_salt, MAX_SALT)
-        seconds = self.timeout
-        require(seconds is None or math.isfinite(seconds), "timeout", seconds, "finite", "leave it out for no limit")
 
     def stop_words(self) -> tuple[str, ...]:
-        """Return the texts that end an answer; their number is limited, because every token is compared with all of them."""
-        words = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        check_words("stop", words, "text")
-        return words
+        """Return the texts that end an answer; empty ones end none. Raises RequestError."""
+        return check_words("stop", (self.stop,) if isinstance(self.stop, str) else self.stop or ())
 
     def end_ids(self, config: EngineConfig) -> tuple[int, ...]:
         """Return the tokens that end an answer: the model's own unless `ignore_eos`, and `stop_token_ids`."""
@@ -127,7 +127,7 @@ class Parameters(msgspec.Struct, kw_only=True):
         """Make the engine's parameters of the first choice. Without `seed` every request draws anew, as with OpenAI."""
         given: dict[str, Any] = {
             name: value
-            for name in ("top_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+            for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
             if (value := getattr(self, name)) is not None
         }
         seed = secrets.randbits(63) if self.seed is None else self.seed & MAX_SEED  # OpenAI's seeds have a sign
@@ -152,27 +152,15 @@ class Parameters(msgspec.Struct, kw_only=True):
         return DEFAULT_PRIORITY if self.priority is None else self.priority
 
     def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-        words = self.bad_words or []
-        check_words("bad_words", words, "word")
+        words = check_words("bad_words", self.bad_words or ())
         return tuple(spelling for word in words for spelling in tokenizer.spellings(word))
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
         biases = self.logit_bias or {}
-        count, limit = len(biases), f"<= {MAX_BIASED_TOKENS} tokens"
-        require(count <= MAX_BIASED_TOKENS, "logit_bias", f"{count} tokens", limit, "send fewer")
         for token in biases:
             number = token.isascii() and token.isdigit() and len(token) <= 10
             require(number, "logit_bias", token, "token ids, written as strings", "the model's tokenizer tells them")
         return tuple((int(token), bias) for token, bias in biases.items())
-
-
-def check_words(name: str, words: Sequence[str], noun: str) -> None:
-    """Raise FieldError on too many, too long or empty words of a field; `noun` says in the error what one of them is."""
-    count, longest = len(words), max((len(word.encode()) for word in words), default=0)
-    require(count <= MAX_STOP_WORDS, name, f"{count} {noun}s", f"<= {MAX_STOP_WORDS} {noun}s", "send fewer")
-    limit = f"<= {MAX_STOP_WORD_BYTES} bytes"
-    require(longest <= MAX_STOP_WORD_BYTES, name, f"a {noun} of {longest} bytes", limit, "shorten it")
-    require(all(words), name, "", "non-empty", f"leave empty {noun}s out")
 
 
 def check_logprobs(name: str, count: int) -> int:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import RequestError
+from kvseek.core.errors import RequestError, renamed
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.requests.text_request import PromptTooLongError, encode_prompt, max_text_bytes
 
-from .errors import FieldError
+from .errors import PARAMS, FieldError, field_of
 from .fields import ABSENT, decode, is_absent
 from .parameters import require
 
@@ -45,7 +45,7 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation. Only role and content are read; the other fields, of answers and of tools, must be empty."""
+    """One message of a conversation. Role, content and name are read; the other fields must be empty."""
 
     role: str
     content: str | list[Part] | None = None
@@ -87,29 +87,41 @@ def count_strings(raw: msgspec.Raw, limit: int) -> int:
 
 
 def message_texts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as chat templates take them, with "role" and "content"; raises FieldError that names the message."""
+    """Return messages as chat templates take them, with "role", "content" and "name"; raises FieldError."""
     require(bool(messages), "messages", [], "at least one message", "send one with the role user")
-    return [
-        {"role": _role(f"messages[{number}]", message), "content": _content(f"messages[{number}]", message)}
-        for number, message in enumerate(messages)
-    ]
+    texts = []
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        own = {"role": _role(place, message), "content": _content(place, message)}
+        texts.append(own if message.name is None else own | {"name": message.name})
+    return texts
 
 
-def chat_ids(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, config: EngineConfig) -> list[int]:
-    """Write messages with the model's chat template, and tokenise that. The template writes special tokens itself."""
-    _check_bytes("messages", (message["content"] for message in messages), tokenizer, config)
+def chat_ids(
+    messages: Sequence[dict[str, str]],
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    template: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Write messages with the model's chat template, and tokenise that. The template writes special tokens itself.
+
+    `template` has the arguments that Tokenizer.apply_chat_template has besides.
+    """
+    _check_bytes("messages", (text for message in messages for text in message.values()), tokenizer, config)
     try:
-        text = tokenizer.apply_chat_template(messages)
+        text = tokenizer.apply_chat_template(messages, **(template or {}))
     except RequestError as error:
-        raise FieldError("messages", str(error).replace("apply_chat_template = True", "messages")) from None
-    return encode("messages", text, False, tokenizer, config.max_input_len)
+        message = renamed(str(error), PARAMS)
+        raise FieldError(field_of(message) or "messages", message) from None
+    return encode("messages", text, add_special_tokens, tokenizer, config.max_input_len)
 
 
-def text_ids(prompt: str, tokenizer: Tokenizer, config: EngineConfig) -> list[int]:
-    """Tokenise a prompt, with the tokens with which the model expects a text to begin."""
+def text_ids(prompt: str, add_special_tokens: bool, tokenizer: Tokenizer, config: EngineConfig) -> list[int]:
+    """Tokenise a prompt; `add_special_tokens` puts the tokens before it with which the model expects a text to begin."""
     _check_bytes("prompt", (prompt,), tokenizer, config)
     require(bool(prompt), "prompt", prompt, "at least one character", "send a prompt")
-    return encode("prompt", prompt, True, tokenizer, config.max_input_len)
+    return encode("prompt", prompt, add_special_tokens, tokenizer, config.max_input_len)
 
 
 def encode(field: str, text: str, add_special_tokens: bool, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
@@ -119,7 +131,7 @@ def encode(field: str, text: str, add_special_tokens: bool, tokenizer: Tokenizer
     except PromptTooLongError as error:
         raise FieldError(field, str(error), TOO_LONG) from None
     except RequestError as error:
-        raise FieldError(field, str(error).replace("text_input", field)) from None
+        raise FieldError(field, renamed(str(error), {"text_input": field})) from None
     return check_length(field, ids, max_tokens)
 
 
@@ -147,7 +159,7 @@ def _check_bytes(field: str, texts: Iterable[str], tokenizer: Tokenizer, config:
 def _role(where: str, message: Message) -> str:
     role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for it
     require(role in ROLES, f"{where}.role", role, "system, user or assistant", "kvseek has no tools or functions")
-    for name in ("name", "refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"):
+    for name in ("refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"):
         value = getattr(message, name)
         empty = is_empty(value) if isinstance(value, msgspec.Raw) else value is None
         require(empty, f"{where}.{name}", "set", "null", "kvseek does not support it, leave it out")

@@ -13,7 +13,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvseek.core.errors import ErrorCode, KvseekError, code_of
+from kvseek.core.errors import ErrorCode, KvseekError, code_of, renamed
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
 from kvseek.server.workers import Workers
@@ -187,7 +187,7 @@ async def _chunks(served: ServedRequest, outputs: asyncio.Queue[StepOutput]) -> 
     while True:
         output = await outputs.get()
         if output.finish_reason is FinishReason.ERROR:
-            raise CodedError(output.code, output.error)
+            raise CodedError(output.code, renamed(output.error, served.names))
         for chunk in served.push(output):
             yield chunk
         if output.finish_reason is not None or served.ended:

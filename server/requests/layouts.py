@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvseek.core.config import EngineConfig
 from kvseek.engine.tokenizer import Tokenizer
 
-from .llmapi_request import llmapi_requests
+from .llmapi_request import LlmApiRequest, llmapi_requests
 from .text_request import TextRequest, text_requests
 from .token_request import TokenRequest, token_requests
 from .translation import Tensors
@@ -30,6 +30,8 @@ class ServedModel:
         Whether the prompt is text, which has to be tokenised, or token ids.
     batched : bool
         Whether the first dimension of clients' tensors is the batch, and responses have `batch_index` and `sequence_index`.
+    kind : type
+        Class of its requests, whose `names` are the inputs by the names of the engine's errors.
     sequences : callable
         Makes the sequences of one prompt from tensors, [1, ...] each; raises RequestError on any input that cannot be served.
     """
@@ -38,6 +40,7 @@ class ServedModel:
     prompt: str
     takes_text: bool
     batched: bool
+    kind: type[TextRequest | TokenRequest]
     sequences: Callable[[Tensors, Tokenizer, EngineConfig], Sequence[TextRequest | TokenRequest]]
 
 
@@ -60,13 +63,14 @@ TOKEN_MODEL = ServedModel(
     prompt="input_ids",
     takes_text=False,
     batched=True,
+    kind=TokenRequest,
     sequences=lambda tensors, _, config: token_requests(tensors, config.model.eos_token_ids),
 )
 TEXT_MODEL = ServedModel(
-    "tensorrt_llm_bls", prompt="text_input", takes_text=True, batched=True, sequences=text_requests
+    "tensorrt_llm_bls", prompt="text_input", takes_text=True, batched=True, kind=TextRequest, sequences=text_requests
 )
 LLMAPI_MODEL = ServedModel(
-    "tensorrt_llm", prompt="text_input", takes_text=True, batched=False, sequences=llmapi_requests
+    "tensorrt_llm", prompt="text_input", takes_text=True, batched=False, kind=LlmApiRequest, sequences=llmapi_requests
 )
 INFLIGHT_BATCHER_LLM = Layout(
     "inflight_batcher_llm",

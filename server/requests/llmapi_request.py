@@ -6,16 +6,15 @@ and tensorrt_llm/sampling_params.py, which gives an absent input its meaning).
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import RequestError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
+from .text_request import NAMES as TEXT_NAMES
 from .text_request import TextRequest, text_requests
 from .translation import Tensors, refuse_unsupported, scalar
 
@@ -34,7 +33,7 @@ NAMES = {  # inputs that the text model has under another name
     "sampling_param_return_perf_metrics": "return_perf_metrics",
     "return_cumulative_logprob": "return_log_probs",
 }
-OWN_NAMES = {text_name: own for own, text_name in NAMES.items()}
+OWN_NAMES = TEXT_NAMES | {text_name: own for own, text_name in NAMES.items()}  # by the names of the engine's errors
 NEUTRAL: dict[str, tuple[object, ...]] = {  # see refuse_unsupported
     "image_url": ("",),
     "sampling_param_best_of": (1, 0),
@@ -58,6 +57,7 @@ NONE = "None"  # what stands for a reason until there is one
 class LlmApiRequest(TextRequest):
     """See ServedRequest. As TensorRT-LLM's, each response of a stream has the whole text so far, without the prompt."""
 
+    names = OWN_NAMES
     repeats_text = True
 
     def __init__(
@@ -84,25 +84,19 @@ class LlmApiRequest(TextRequest):
 def llmapi_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) -> list[TextRequest]:
     """Make the one sequence that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
     refuse_unsupported(tensors, NEUTRAL)
-    try:
-        made = text_requests(as_text_model(tensors), tokenizer, config, LlmApiRequest)
-        for sequence in made:
-            sequence.request.validate(config)  # here, because the engine's messages have the engine's names
-        return made
-    except RequestError as error:
-        raise type(error)(re.sub(r"^\w+", lambda name: OWN_NAMES.get(name[0], name[0]), str(error))) from None
+    return text_requests(as_text_model(tensors), tokenizer, config, LlmApiRequest)
 
 
 def as_text_model(tensors: Tensors) -> Tensors:
     """Give the tensors the text model's names, and values that mean there what these mean here.
 
-    Here a token is drawn at random if temperature, top_k or top_p is given, unless one of them leaves no choice: temperature 0,
-    top_k 1 or top_p 0. In the text model top_p 0 is off, and a temperature alone does not suffice.
+    Here a token is drawn at random if temperature, top_k, top_p or min_p is given, unless one of them leaves no choice:
+    temperature 0, top_k 1 or top_p 0. In the text model top_p 0 is off, and a temperature alone does not suffice.
     """
     made = {NAMES.get(name, name): tensor for name, tensor in tensors.items()}
     made.setdefault("max_tokens", np.array([[DEFAULT_MAX_TOKENS]], np.int32))
     temperature, top_k, top_p = (scalar(made, name) for name in ("temperature", "top_k", "top_p"))
-    if top_p == 0 and top_k is not None and top_k > 1:
+    if top_p == 0 and (top_k is None or top_k >= 0):
         made["top_k"] = np.array([[1]], np.int32)
     elif top_p is None and not top_k and (temperature, top_k) != (None, None):
         made["top_p"] = np.array([[1.0]], np.float32)

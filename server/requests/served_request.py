@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import RequestError, TimeoutExpiredError
+from kvseek.core.errors import RequestError, TimeoutExpiredError, renamed
 from kvseek.core.request import Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -34,8 +34,11 @@ class ServedRequest(Protocol):
     ended : bool
         Whether the client has its last chunk although the engine goes on, because a stop word came; the caller has to cancel
         the request then.
+    names : mapping
+        The client's names of fields, by those with which the engine's errors begin.
     """
 
+    names: Mapping[str, str]
     request: Request
     streaming: bool
     ended: bool
@@ -45,16 +48,14 @@ class ServedRequest(Protocol):
 
 
 def after(request: Request, seconds: float) -> Request:
-    """Take the `seconds` that a request has spent at a door off its time limit; raises TimeoutExpiredError if none are left."""
+    """Note the `seconds` that a request has spent at a door; raises TimeoutExpiredError if its time limit has passed."""
     limit = request.timeout_seconds
-    if limit is None or not limit > 0:  # the engine refuses limits that are not above 0
-        return request
-    if seconds >= limit:
+    if limit is not None and 0 < limit <= seconds:  # of a limit that is not above 0 the engine says what is wrong
         raise TimeoutExpiredError(
             f"timeout = {limit:g} s: passed before the request was tokenised, after {seconds:.1f} s; "
             "send it again later, or with a longer timeout"
         )
-    return replace(request, timeout_seconds=limit - seconds)
+    return replace(request, waited_seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,16 @@ class RequestFactory:
         for name, size in sizes.items():
             if size != batch:
                 raise RequestError(f"{name} has {size} rows: must be {batch}, one for each prompt; send as many")
-        sequences = self.layout.models[model].sequences
+        served = self.layout.models[model]
         rows = ({name: each[row : row + 1] for name, each in tensors.items()} for row in range(batch))
-        return [[*sequences(row, self.tokenizer, self.config)] for row in rows]
+        try:
+            made: list[list[ServedRequest]] = []
+            for row in rows:
+                made.append([*served.sequences(row, self.tokenizer, self.config)])
+                made[-1][0].request.validate(self.config)  # the others differ by their seeds
+        except RequestError as error:
+            raise type(error)(renamed(str(error), served.kind.names)) from None
+        return made
 
     def make_one(self, model: str, tensors: Tensors) -> ServedRequest:
         """Make the request of one prompt for one sequence; raises RequestError if more are asked for."""
@@ -91,7 +99,7 @@ class RequestFactory:
         logits = served.request.logits(self.config.model.vocab_size)
         if logits > MAX_JSON_LOGITS:
             raise RequestError(
-                f"return_context_logits, return_generation_logits: {logits:,} logits are asked for: must be <= "
+                f"{served.request.logit_fields}: {logits:,} logits are asked for: must be <= "
                 f"{MAX_JSON_LOGITS:,} over HTTP; use gRPC, or ask for those of fewer tokens"
             )
         return served

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.request import FinishReason, Request, StepOutput, check_words
 from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -16,7 +16,6 @@ from .log_probs import RunningLogProbs
 from .logits import RunningLogits
 from .perf_metrics import PerfMetrics
 from .translation import (
-    MAX_STOP_WORDS,
     Tensors,
     end_ids,
     make_request,
@@ -27,9 +26,16 @@ from .translation import (
     sequences,
     text,
     texts,
+    values,
 )
 
-MAX_STOP_WORD_BYTES = 1024
+# Inputs of the text model, by the names of the engine's errors. A bias is out of range by its weight.
+NAMES = {
+    "input_ids": "text_input",
+    "messages": "text_input",
+    "bad_words_list": "bad_words",
+    "logit_bias": "embedding_bias_weights",
+}
 CHARACTERS_PER_TOKEN = 8  # more than most texts have
 
 
@@ -45,6 +51,7 @@ def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
 class TextRequest:
     """See ServedRequest. A stop word is found in the text, whatever tokens it is spelt with, and is not part of the output."""
 
+    names: Mapping[str, str] = NAMES
     repeats_text = False  # whether each response of a stream has the text of those before it too
 
     def __init__(
@@ -104,10 +111,14 @@ def text_requests(
 ) -> list[TextRequest]:
     """Make the sequences that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
     refuse_unsupported(tensors)
-    bad_words = tuple(spelling for word in _words(tensors, "bad_words") for spelling in tokenizer.spellings(word))
+    bad_words = tuple(
+        spelling
+        for word in check_words("bad_words", texts(tensors, "bad_words"))
+        for spelling in tokenizer.spellings(word)
+    )
     sampling = sampling_params(tensors, "top_k", "top_p", bad_words, _logit_bias(tensors, tokenizer))
     count = sequences(tensors)
-    stop_words = _words(tensors, "stop_words")  # refused before the prompt is tokenised
+    stop_words = check_words("stop_words", texts(tensors, "stop_words"))  # refused before the prompt is tokenised
     prompt = _prompt(tensors, max_text_bytes(config, tokenizer))
     use_template = bool(scalar(tensors, "apply_chat_template", False))
     if use_template:
@@ -123,9 +134,8 @@ def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, floa
 
     Empty words, which fill up the rows of a batch, count for nothing.
     """
-    _words(tensors, "embedding_bias_words")  # checks them
-    words = tensors["embedding_bias_words"].reshape(-1).tolist() if "embedding_bias_words" in tensors else []
-    weights = tensors["embedding_bias_weights"].reshape(-1).tolist() if "embedding_bias_weights" in tensors else []
+    check_words("embedding_bias_words", texts(tensors, "embedding_bias_words"))
+    words, weights = values(tensors, "embedding_bias_words"), values(tensors, "embedding_bias_weights")
     if len(words) != len(weights):
         raise RequestError(
             f"embedding_bias_weights has {len(weights)} numbers: must be {len(words)}, one for each of embedding_bias_words; "
@@ -173,14 +183,3 @@ def encode_prompt(
             )
         size *= 2
     return tokenizer.encode(prompt, add_special_tokens)
-
-
-def _words(tensors: Tensors, name: str) -> tuple[str, ...]:
-    """Read words of a request. Their number is limited, because every token is compared with all of them."""
-    words = texts(tensors, name)
-    if len(words) > MAX_STOP_WORDS:
-        raise RequestError(f"{name} has {len(words)} words: must be <= {MAX_STOP_WORDS}; send fewer")
-    longest = max((len(word.encode()) for word in words), default=0)
-    if longest > MAX_STOP_WORD_BYTES:
-        raise RequestError(f"{name}: one has {longest} bytes: must be <= {MAX_STOP_WORD_BYTES}; shorten it")
-    return words

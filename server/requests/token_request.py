@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvseek.core.request import Request, StepOutput
@@ -12,9 +12,14 @@ from .logits import RunningLogits
 from .perf_metrics import PerfMetrics
 from .translation import Tensors, engine_request, numbered, scalar, sequences
 
+# Inputs of the token model, by the names of the engine's errors.
+NAMES = {"max_tokens": "request_output_len", "top_k": "runtime_top_k", "top_p": "runtime_top_p"}
+
 
 class TokenRequest:
     """See ServedRequest. A complete answer begins with its prompt unless `exclude_input_in_output`, as in TensorRT-LLM."""
+
+    names: Mapping[str, str] = NAMES
 
     def __init__(self, request: Request, tensors: Tensors) -> None:
         self.request = request

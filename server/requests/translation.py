@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kvseek.core.errors import RequestError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, Request, SamplingParams
+from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingParams
 from kvseek.core.session import Session, read_session
 
 Tensors = Mapping[str, NDArray[Any]]
-
-MAX_STOP_WORDS = 64  # most stop words as token ids; the text model takes as many as texts
 
 SHOWN_CHARACTERS = 40  # most of a text in an error message
 
@@ -41,13 +40,24 @@ def scalar(tensors: Tensors, name: str, default: Any = None) -> Any:
         return default
     if tensors[name].size != 1:
         raise RequestError(f"{name} has {tensors[name].size} values: must be 1 for each prompt; send one")
-    return tensors[name].reshape(-1)[0].item() if tensors[name].dtype != object else tensors[name].reshape(-1)[0]
+    return values(tensors, name)[0]
+
+
+def values(tensors: Tensors, name: str) -> list[Any]:
+    """Return a tensor's values as Python objects, none if it is absent.
+
+    A float32 becomes the shortest number that it can stand for, which is what the client has written: 0.1, not 0.10000000149.
+    """
+    if name not in tensors:
+        return []
+    found = tensors[name].reshape(-1)
+    return [float(str(value)) for value in found] if found.dtype == np.float32 else found.tolist()
 
 
 def refuse_unsupported(tensors: Tensors, neutral_values: Mapping[str, tuple[object, ...]] = NEUTRAL) -> None:
     """Raise RequestError if an unsupported input is given with another value than its neutral values."""
     for name, neutral in neutral_values.items():
-        for value in tensors[name].reshape(-1).tolist() if name in tensors else []:
+        for value in values(tensors, name):
             plain = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
             if plain not in neutral:
                 shown = repr(plain)[:SHOWN_CHARACTERS]
@@ -101,36 +111,31 @@ def sampling_params(
 ) -> SamplingParams:
     """Read the sampling parameters; absent tensors, and numbers that turn something off, mean the same as in TensorRT-LLM.
 
-    There top_k 0 and top_p 0, the defaults, are off. With both off the likeliest token is drawn, whatever the temperature is.
-    `top_k` and `top_p` name the inputs that have these numbers.
+    There top_k 0 and top_p 0, the defaults, are off. With both off, and min_p, the likeliest token is drawn, whatever the
+    temperature is. `top_k` and `top_p` name the inputs that have these numbers.
     """
-    k, p = scalar(tensors, top_k, 0), float(scalar(tensors, top_p, 0.0))
-    greedy = k == 1 or (k == 0 and p == 0)
+    k, p, min_p = (scalar(tensors, name, 0) for name in (top_k, top_p, "min_p"))
+    greedy = k == 1 or (k == 0 and p == 0 and min_p == 0)
     shortest = max(scalar(tensors, "min_tokens", 0), scalar(tensors, "min_length", 0))
-    try:
-        params = SamplingParams(
-            temperature=float(scalar(tensors, "temperature", 1.0)),
-            top_k=k,
-            top_p=1.0 if p == 0 else p,
-            repetition_penalty=float(scalar(tensors, "repetition_penalty", 1.0)),
-            seed=scalar(tensors, "seed", scalar(tensors, "random_seed", 0)),
-            presence_penalty=float(scalar(tensors, "presence_penalty", 0.0)),
-            frequency_penalty=float(scalar(tensors, "frequency_penalty", 0.0)),
-            prompt_ignore_length=max(0, scalar(tensors, "prompt_ignore_length", 0)),
-            min_tokens=max(0, shortest),
-            bad_words=bad_words,
-            logit_bias=logit_bias,
-            logprobs=0 if scalar(tensors, "return_log_probs", False) else None,
-            guide=_guide(tensors),
-            return_context_logits=bool(scalar(tensors, "return_context_logits", False)),
-            return_generation_logits=bool(scalar(tensors, "return_generation_logits", False)),
-        )
-        return dataclasses.replace(params, temperature=0.0, top_k=0) if greedy else params
-    except RequestError as error:  # it has the engine's names, clients know those of the inputs
-        for own, name in (("top_k", top_k), ("top_p", top_p)):
-            if str(error).startswith(f"{own} ="):
-                raise RequestError(f"{name}{str(error)[len(own) :]}") from None
-        raise
+    params = SamplingParams(
+        temperature=scalar(tensors, "temperature", 1.0),
+        top_k=k,
+        top_p=1.0 if p == 0 else p,
+        repetition_penalty=scalar(tensors, "repetition_penalty", 1.0),
+        seed=scalar(tensors, "seed", scalar(tensors, "random_seed", 0)),
+        presence_penalty=scalar(tensors, "presence_penalty", 0.0),
+        frequency_penalty=scalar(tensors, "frequency_penalty", 0.0),
+        prompt_ignore_length=max(0, scalar(tensors, "prompt_ignore_length", 0)),
+        min_tokens=max(0, shortest),
+        bad_words=bad_words,
+        logit_bias=logit_bias,
+        logprobs=0 if scalar(tensors, "return_log_probs", False) else None,
+        guide=_guide(tensors),
+        return_context_logits=bool(scalar(tensors, "return_context_logits", False)),
+        return_generation_logits=bool(scalar(tensors, "return_generation_logits", False)),
+        min_p=min_p,
+    )
+    return dataclasses.replace(params, temperature=0.0, top_k=0) if greedy else params
 
 
 def _guide(tensors: Tensors) -> Guide | None:
@@ -222,7 +227,6 @@ def make_request(
     """Make a request of the engine; `max_tokens` names the input that has this number. Raises RequestError."""
     if max_tokens not in tensors:
         raise RequestError(f"{max_tokens} is missing; say how many tokens to generate at most")
-    seconds = scalar(tensors, "timeout")
     return Request(
         prompt_ids=tuple(prompt_ids),
         max_tokens=scalar(tensors, max_tokens),
@@ -230,16 +234,15 @@ def make_request(
         end_ids=ends,
         stop_words=stop_words,
         priority=scalar(tensors, "priority", DEFAULT_PRIORITY),
-        timeout_seconds=None if seconds is None else float(seconds),
+        timeout_seconds=scalar(tensors, "timeout"),
         cache_salt=_name(tensors, "cache_salt"),
         session=_session(tensors),
     )
 
 
 def _session(tensors: Tensors) -> Session | None:
-    seconds = scalar(tensors, "retention_seconds")
-    priority = scalar(tensors, "retention_priority")
-    return read_session(_name(tensors, "session_id"), priority, None if seconds is None else float(seconds))
+    priority, seconds = (scalar(tensors, name) for name in ("retention_priority", "retention_seconds"))
+    return read_session(_name(tensors, "session_id"), priority, seconds)
 
 
 def _name(tensors: Tensors, name: str) -> str | None:
@@ -261,5 +264,4 @@ def text(value: object, name: str) -> str:
 
 def texts(tensors: Tensors, name: str) -> tuple[str, ...]:
     """Return the non-empty strings of a tensor."""
-    values = tensors[name].reshape(-1).tolist() if name in tensors else []
-    return tuple(decoded for value in values if (decoded := text(value, name)))
+    return tuple(decoded for value in values(tensors, name) if (decoded := text(value, name)))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of
+from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of, renamed
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
@@ -207,7 +207,7 @@ class TritonDoor:
         served, last = part.served, output.finish_reason is not None
         if output.finish_reason is FinishReason.ERROR:
             self._forget(stream)
-            stream.fail(output.error, output.code)
+            stream.fail(renamed(output.error, served.names), output.code)
             self._cancel(stream)  # the other parts
             return
         chunks = [chunk | part.index for chunk in served.push(output)]

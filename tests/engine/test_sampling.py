@@ -1,11 +1,14 @@
 """Sampling against the processors of transformers, and the laws that it must keep."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -41,9 +44,9 @@ def draw(params: SamplingParams, rows: torch.Tensor, prompt: tuple[int, ...] = (
     return [sampler.sample(row) for row in rows]
 
 
-@given(seeds, st.integers(0, VOCABULARY + 5), st.floats(0.01, 1.0), st.floats(0.1, 5.0))
+@given(seeds, st.integers(0, VOCABULARY + 5), st.floats(0.01, 1.0), st.floats(0.0, 1.0), st.floats(0.1, 5.0))
 @settings(max_examples=200, deadline=None)
-def test_kept_tokens_and_probabilities_agree_with_transformers(seed, top_k, top_p, temperature):
+def test_kept_tokens_and_probabilities_agree_with_transformers(seed, top_k, top_p, min_p, temperature):
     logits = random_logits(seed)
     expected = TemperatureLogitsWarper(temperature)(None, logits[None].double())
     if top_k:
@@ -52,7 +55,10 @@ def test_kept_tokens_and_probabilities_agree_with_transformers(seed, top_k, top_
     assume(bool(((near - top_p).abs() > 1e-9).all()) or top_p == 1)  # either side may be right at the border
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    ids, probabilities = candidates(logits, temperature, top_k, top_p)
+    shares = expected.softmax(-1) / expected.softmax(-1).max()
+    assume(bool(((shares - min_p).abs() > 1e-9)[shares < 1].all()))
+    expected = MinPLogitsWarper(min_p)(None, expected)
+    ids, probabilities = candidates(logits, temperature, top_k, top_p, min_p)
     assert set(ids.tolist()) == set(expected[0].isfinite().nonzero()[:, 0].tolist())
     torch.testing.assert_close(probabilities / probabilities.sum(), expected[0].softmax(-1)[ids], rtol=1e-9, atol=0)
 
@@ -103,7 +109,7 @@ def test_bad_words_agree_with_transformers(seed, words):
         # An id that no word has stands for the prompt, of which bad words do not count.
         scores = processor(torch.tensor([[9, *drawn]]), torch.cat((row, torch.zeros(6)))[None])[0, :4]
         if not scores.isfinite().any():
-            with pytest.raises(RequestError, match="bad_words, min_tokens: together they leave no token"):
+            with pytest.raises(RequestError, match=r"^bad_words: leave no token"):
                 sampler.sample(row)
             return
         drawn.append(sampler.sample(row))
@@ -141,7 +147,11 @@ def test_log_probabilities_are_those_of_the_models_logits():
 
 
 def test_only_plain_requests_are_greedy():
-    plain = (SamplingParams(), SamplingParams(top_k=3, top_p=0.5, seed=9, prompt_ignore_length=4))
+    plain = (
+        SamplingParams(),
+        SamplingParams(top_k=3, top_p=0.5, min_p=0.1, seed=9, prompt_ignore_length=4),
+        SamplingParams(temperature=1.5, top_p=0.0),
+    )
     assert all(make(params).greedy for params in plain)
     changes = {"temperature": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1, "frequency_penalty": 0.1}
     changes |= {"min_tokens": 1, "bad_words": ((1,),), "logit_bias": ((1, 1.0),), "logprobs": 0}
@@ -155,7 +165,8 @@ def test_greedy_is_the_argmax(seed):
     assert draw(SamplingParams(), logits[None]) == [int(logits.argmax())]
     # one candidate is greedy too, whatever the temperature
     assert draw(SamplingParams(temperature=3.0, top_k=1), logits[None]) == [int(logits.argmax())]
-    assert draw(SamplingParams(temperature=3.0, top_p=1e-9), logits[None]) == [int(logits.argmax())]
+    for one in ({"top_p": 1e-9}, {"top_p": 0.0}, {"top_p": 0.0, "logprobs": 0}, {"min_p": 1.0}):
+        assert draw(SamplingParams(temperature=3.0, **one), logits[None]) == [int(logits.argmax())]
 
 
 @given(st.integers(2, 49152), st.data())
@@ -238,8 +249,10 @@ def test_logits_that_are_no_numbers_fail_the_request(params, bad):
             ("temperature", -1.0),
             ("temperature", float("nan")),
             ("top_k", -1),
-            ("top_p", 0.0),
+            ("top_p", -0.1),
             ("top_p", 1.5),
+            ("min_p", -0.1),
+            ("min_p", 1.5),
             ("seed", -1),
         ),
         *(("presence_penalty", 101), ("frequency_penalty", float("nan")), ("min_tokens", -1), ("logprobs", 21)),
@@ -263,3 +276,13 @@ def test_bad_parameters_are_named(field, value):
 def test_bad_lists_are_named(fields, message):
     with pytest.raises(RequestError, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+@pytest.mark.parametrize("value", [b"x", "x", 2.5, True, object()])
+def test_values_of_another_type_are_named(name, value):
+    default = getattr(SamplingParams(), name)
+    if type(value) is type(default):
+        return
+    with pytest.raises(RequestError, match=rf"^{name} = .*: Expected `.*, got `.*; correct it"):
+        SamplingParams(**{name: value})

@@ -248,13 +248,48 @@ def test_chat_template(tiny, tmp_path):
     save_tiny_tokenizer(tmp_path)
     with pytest.raises(RequestError, match="no chat template"):
         Tokenizer(tmp_path).apply_chat_template(messages)
-    save_tiny_tokenizer(tmp_path / "refuses", "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(RequestError, match="roles must alternate"):
-        Tokenizer(tmp_path / "refuses").apply_chat_template(messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0] + 1 }}",
+        "{{ 1 // (messages | length - 1) }}",
+        "{{ 'x'.index('y') }}",
+        "{{ strftime_now(5) }}",
+        "{% macro more() %}{{ more() }}{% endmacro %}{{ more() }}",
+        "{{ 'x' * (10 ** 18) }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ messages.append(1) }}",
+        "{% if %}",
+    ],
+)
+def test_whatever_a_template_raises_is_a_refusal_that_names_it(tmp_path, template):
+    save_tiny_tokenizer(tmp_path, template)
+    with pytest.raises(RequestError, match=r"^messages: cannot be written by the model's chat template \(\w+"):
+        Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "When?"}])
+
+
+def test_what_a_template_is_given(tmp_path):
+    save_tiny_tokenizer(
+        tmp_path,
+        "{% for m in messages %}[{{ m.name }}:{{ m.content }}]{% endfor %}{{ tone }}{% if add_generation_prompt %}>{% endif %}",
+    )
+    tokenizer, talk = Tokenizer(tmp_path), [{"role": "user", "content": "When?", "name": "Ada"}]
+    assert tokenizer.apply_chat_template(talk) == "[Ada:When?]>"
+    assert tokenizer.apply_chat_template(talk, add_generation_prompt=False) == "[Ada:When?]"
+    assert tokenizer.apply_chat_template(talk, continue_final_message=True) == "[Ada:When?"
+    assert tokenizer.apply_chat_template(talk, chat_template_kwargs={"tone": "!"}) == "[Ada:When?]!>"
+    for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "eos_token", "self"):
+        with pytest.raises(RequestError, match=f"^chat_template_kwargs.{name}: is a variable that kvseek sets"):
+            tokenizer.apply_chat_template(talk, chat_template_kwargs={name: "x"})
+    with pytest.raises(RequestError, match=r"^continue_final_message, add_generation_prompt: at most one"):
+        tokenizer.apply_chat_template(talk, continue_final_message=True, add_generation_prompt=True)
 
 
 def test_bad_text_and_missing_folder(tiny, tmp_path):
-    with pytest.raises(RequestError, match="text_input: not Unicode"):
+    with pytest.raises(RequestError, match="text_input: character 1 is half of a surrogate pair"):
         tiny.encode("a\udc80")
     with pytest.raises(EngineDirectoryError, match="no tokenizer; build it again"):
         Tokenizer(tmp_path).encode("a")

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -47,6 +47,7 @@ class Served:
     """A request whose output number `stops_at` has a stop word."""
 
     request: Any = Request((1,), 4)
+    names: ClassVar = {"input_ids": "prompt"}
     streaming = True
     ended = False
 
@@ -126,7 +127,8 @@ def test_time_at_the_door_counts_towards_the_time_limit() -> None:
         generations = make(client)
         served.request = Request((1,), 4, timeout_seconds=5.0)
         async with generations.generate(served, ticket(waited=4.0)):
-            assert 0 < client.requests[-1].timeout_seconds < 1.1
+            assert client.requests[-1].timeout_seconds == 5.0, "errors tell the limit that the client has set"
+            assert 4.0 <= client.requests[-1].waited_seconds < 5.0
         with pytest.raises(
             TimeoutExpiredError,
             match=r"timeout = 5 s: passed before the request was tokenised, after 6\.\d s",
@@ -180,13 +182,13 @@ def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
     asyncio.run(run())
 
 
-def test_an_error_of_the_engine_keeps_its_code() -> None:
+def test_an_error_of_the_engine_keeps_its_code_and_gets_the_clients_names() -> None:
     async def run() -> None:
         client = Client()
         generations = make(client)
         async with generations.generate(Served(), ticket()) as chunks:
-            client.give(StepOutput(1, finish_reason=FinishReason.ERROR, error="no", code=ErrorCode.TIMEOUT))
-            with pytest.raises(CodedError, match="no") as caught:
+            client.give(StepOutput(1, finish_reason=FinishReason.ERROR, error="input_ids: no", code=ErrorCode.TIMEOUT))
+            with pytest.raises(CodedError, match=r"^prompt: no") as caught:
                 await anext(chunks)
         assert caught.value.code is ErrorCode.TIMEOUT
         generations.close()

@@ -123,7 +123,7 @@ def test_what_cannot_be_followed_is_refused_by_name(client: OpenAI, model: str, 
 
 
 def test_words_that_a_schema_needs_and_that_are_banned(client: OpenAI, model: str) -> None:
-    with pytest.raises(openai.BadRequestError, match="together they leave no token"):
+    with pytest.raises(openai.BadRequestError, match="bad_words, response_format: leave no token"):
         client.chat.completions.create(
             model=model, messages=TALK, response_format=form({"const": 7}), extra_body={"bad_words": ["7"]}
         )

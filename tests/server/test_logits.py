@@ -126,14 +126,14 @@ def test_only_the_prompt(server: RunningServer, answer: Any) -> None:
     with grpc.InferenceServerClient(server.grpc_url) as client:
         asked = questions(prompt, 0)["tensorrt_llm"] | {"return_context_logits": True, "exclude_input_in_output": True}
         result = client.infer("tensorrt_llm", inputs_of(asked))
-        with pytest.raises(grpc.InferenceServerException, match=r"max_tokens \(request_output_len\) = 0: must be >= 1"):
+        with pytest.raises(grpc.InferenceServerException, match=r"^.*request_output_len = 0: must be >= 1"):
             client.infer("tensorrt_llm", inputs_of(questions(prompt, 0)["tensorrt_llm"]))
     assert result.as_numpy("output_ids").shape == (1, 1, 0)
     assert np.abs(result.as_numpy("context_logits")[0] - expected[: len(prompt)]).max() <= MAX_DIFFERENCE
 
 
 def test_too_many_logits_are_refused(server: RunningServer, answer: Any) -> None:
-    limit = f"return_context_logits, return_generation_logits: .* must be <= --max_logits = {MOST * VOCABULARY:,}"
+    limit = f"return_context_logits.*: .* must be <= --max_logits = {MOST * VOCABULARY:,}"
     with grpc.InferenceServerClient(server.grpc_url) as client:
 
         def ask(tokens: int, **asked: bool) -> Any:

@@ -112,7 +112,7 @@ def test_running_out_of_memory_ends_one_request_with_the_numbers(
     (failed,) = [output for output in outputs if output.request_id == long and output.finish_reason]
     assert failed.finish_reason is FinishReason.ERROR
     need = prefill_bytes(decoder.config, torch.float32, 150)
-    assert f"input_lengths = 150: its prefill needs about {need:,} bytes" in failed.error
+    assert f"input_ids has 150 tokens: its prefill needs about {need:,} bytes" in failed.error
     assert "72 are free" in failed.error
     tokens = [output.token_id for output in outputs if output.request_id == short and output.token_id is not None]
     assert [tokens] == reference.generate([Request(tuple(PROMPT[:60]), 12)])

@@ -174,7 +174,7 @@ def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pyt
     outputs += run_to_end(engine)
     (failed,) = [output for output in outputs if output.request_id == long and output.finish_reason]
     assert failed.finish_reason is FinishReason.ERROR
-    assert failed.error.startswith("input_lengths = 150: its prefill needs about ")
+    assert failed.error.startswith("input_ids has 150 tokens: its prefill needs about ")
     assert [o.token_id for o in outputs if o.request_id == short and o.token_id is not None] == expected
 
 

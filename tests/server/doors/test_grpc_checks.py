@@ -176,6 +176,7 @@ REFUSED: list[tuple[Change, str]] = [
     (lambda r: r.__setattr__("id", "a" * 257), "id has 257 characters: must be <= 256"),
     (lambda r: r.parameters["priority"].__setattr__("int64_param", 2), "priority: .* send the input `priority`"),
     (lambda r: r.parameters["sequence_id"].__setattr__("int64_param", 2), "sequence_id: tensorrt_llm has no such"),
+    (lambda r: r.parameters["timeout"].__setattr__("string_param", "2"), "timeout: must be an integer as a parameter"),
     (lambda r: [r.parameters[f"p{i}"] for i in range(9)], "parameters: 9 are given: must be <= 8"),
 ]
 

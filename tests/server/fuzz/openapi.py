@@ -29,6 +29,7 @@ MESSAGE = {
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
+        "name": {"type": "string"},
     },
 }
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 300}}
@@ -49,7 +50,8 @@ RANGES = {
     "n": (1, 8),
     "best_of": (1, 1),
     "temperature": (0, 4),
-    "top_p": (0.01, 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
     "top_k": (-1, 300),
     "logprobs": (0, 20),
     "top_logprobs": (0, 20),

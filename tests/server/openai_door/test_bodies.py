@@ -110,12 +110,21 @@ def test_every_field_reaches_the_engine(reader: Reader) -> None:
         "timeout": 12.5,
         "logprobs": True,
         "top_logprobs": 4,
+        "min_p": 0.25,
     }
     (choice,) = reader.chat(**fields)
     request, sampling = choice.request, choice.request.sampling
     assert (request.max_tokens, request.priority, request.timeout_seconds) == (7, 7, 12.5)
     assert request.end_ids == (1, 9)
-    for name in ("temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
         assert getattr(sampling, name) == fields[name]
     assert (sampling.min_tokens, sampling.seed, sampling.logprobs) == (3, 11, 4)
     assert sampling.logit_bias == ((5, -100), (6, 1.5))
@@ -151,6 +160,106 @@ def test_max_tokens_of_a_chat_has_two_names(reader: Reader) -> None:
         reader.chat(max_tokens=6, max_completion_tokens=5)
 
 
+def test_what_changes_nothing_is_no_fault(reader: Reader) -> None:
+    for ask in (reader.chat, reader.complete):
+        (plain,) = ask(seed=5)
+        for fields in ({"stop": ""}, {"stop": ["", ""]}, {"bad_words": [""]}, {"top_k": -1}, {"min_p": 0}):
+            (choice,) = ask(seed=5, **fields)
+            assert choice.request == plain.request
+        assert ask(top_p=0)[0].request.sampling.greedy
+
+
+class TemplateTokenizer(Tokenizer):
+    """With a template that shows what it gets, and a special token before texts."""
+
+    def _load(self) -> None:
+        from tokenizers import processors
+
+        super()._load()
+        self._loaded.chat_template = (
+            "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }};{% endfor %}"
+            "{% if add_generation_prompt %}begin{% endif %}{{ tone }}"
+        )
+        processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+        self._loaded.backend_tokenizer.post_processor = processor
+
+
+def test_how_a_conversation_is_written(directory: Path, config: EngineConfig) -> None:
+    tokenizer = TemplateTokenizer(directory)
+    reader = Reader(tokenizer, config)
+
+    def written(messages: Any = HELLO, **fields: Any) -> str:
+        return tokenizer.decode(reader.chat(messages, **fields)[0].request.prompt_ids)
+
+    def expected(text: str) -> str:
+        return tokenizer.decode(tokenizer.encode(text, False))
+
+    assert written() == expected("user  the light was lit;begin")
+    assert written([HELLO[0] | {"name": "Ada"}]) == expected("user Ada the light was lit;begin")
+    assert written(add_generation_prompt=False) == expected("user  the light was lit;")
+    assert written(continue_final_message=True) == expected("user  the light was lit")
+    assert written(continue_final_message=True, add_generation_prompt=False) == written(continue_final_message=True)
+    assert written(chat_template_kwargs={"tone": "dry"}) == expected("user  the light was lit;begindry")
+    assert written(chat_template_kwargs={}) == written(chat_template_kwargs=None) == written()
+    assert reader.chat()[0].request.prompt_ids[0] != 0
+    assert reader.chat(add_special_tokens=True)[0].request.prompt_ids[0] == 0
+    assert reader.complete()[0].request.prompt_ids[0] == 0
+    assert reader.complete(add_special_tokens=False)[0].request.prompt_ids[0] != 0
+    faults: list[tuple[dict[str, Any], str, str]] = [
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "at most one of them may be true",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "kvseek sets itself"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "Expected `object`"),
+        ({"chat_template_kwargs": {"tone": "x" * 20_000}}, "chat_template_kwargs", "must be <= 16384"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt", "Expected `bool"),
+    ]
+    for fields, param, message in faults:
+        with pytest.raises(FieldError, match=message) as caught:
+            reader.chat(**fields)
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_completion_tokens": 1000}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 1000}, "max_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"messages": [{"role": "user", "content": "lit " * 111}]}, "messages"),
+        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_a_refusal_names_a_field_that_the_client_has_sent(reader: Reader, fields: dict[str, Any], param: str) -> None:
+    small = Reader(reader.tokenizer, replace(reader.config, max_seq_len=120, max_input_len=120))
+    with pytest.raises(RequestError) as caught:
+        small.chat(**({"messages": HELLO} | fields))
+    name, message = refused(caught.value)
+    assert name == param
+    assert message.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (json.dumps({"stop": "half \ud83d"}).encode(), "stop", r"stop: \\ud83d at byte 15 of the body is half of"),
+        (json.dumps({"stop": "\ude00", "user": "a"}).encode(), "stop", r"stop: \\ude00 at byte"),
+        (json.dumps({"stop": "\U0001f600 \\ud83d"}).encode()[:-1], "stop", "it ends at byte 31, before it is complete"),
+        (b'{"stop": "a", "prompt": "the \\"seed\\": ', "prompt", "it ends at byte 39"),
+        (b'{"prompt": "cut off', "prompt", r"\(in or after the field prompt\): it ends at byte 19"),
+        (b'{"prompt": "a", "seed": NaN}', "seed", r"\(in or after the field seed\): JSON is malformed"),
+        (b'{"prompt": "half \xf0\x9f"}', "", "UTF-8"),
+    ],
+)
+def test_the_cause_of_what_is_no_json_is_told(reader: Reader, body: bytes, param: str, message: str) -> None:
+    with pytest.raises(FieldError, match=message) as caught:
+        COMPLETION_FORMAT.read(body).prompts(reader.tokenizer, reader.config)
+    assert caught.value.param in (param, "prompt")
+
+
 @pytest.mark.parametrize("neutral", [CHAT_NEUTRAL, COMPLETION_NEUTRAL])
 def test_unsupported_fields_are_accepted_where_they_change_nothing(reader: Reader, neutral: Any) -> None:
     ask = reader.chat if neutral is CHAT_NEUTRAL else reader.complete
@@ -173,7 +282,8 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_token": 1}, "max_token", "check the spelling"),
     ({"temperature": -1}, "temperature", "must be finite and >= 0"),
     ({"temperature": "hot"}, "temperature", "got `str`"),
-    ({"top_p": 0}, "top_p", r"must be in \(0, 1\]"),
+    ({"top_p": -0.1}, "top_p", r"must be in \[0, 1\]"),
+    ({"min_p": 1.1}, "min_p", r"must be in \[0, 1\]"),
     ({"top_k": -2}, "top_k", "must be in"),
     ({"top_k": 10**30}, "top_k", "must be in"),
     ({"n": 9}, "n", r"must be in \[1, 8\]"),
@@ -186,17 +296,15 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty", r"must be in \[0.01"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids, written as strings"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids, written as strings"),
-    ({"logit_bias": {"384": 1}}, "logit_bias", r"token ids in \[0, 384\)"),
+    ({"logit_bias": {"384": 1}}, "logit_bias", r"must be in \[0, 384\)"),
     ({"logit_bias": {"3": 101}}, "logit_bias", "must be in"),
     ({"logit_bias": [1]}, "logit_bias", "got `array`"),
-    ({"stop": ""}, "stop", "non-empty"),
-    ({"stop": ["a"] * 65}, "stop", "must be <= 64 texts"),
-    ({"stop": "a" * 1025}, "stop", "must be <= 1024 bytes"),
+    ({"stop": ["a"] * 65}, "stop", "must be <= 64"),
+    ({"stop": "a" * 1025}, "stop", "1025 bytes: must be <= 1024"),
     ({"stop": [1]}, r"stop", r"stop\[0\]: Expected `str`"),
-    ({"stop_token_ids": [384]}, "stop_token_ids", r"token ids in \[0, 384\)"),
+    ({"stop_token_ids": [384]}, "stop_token_ids", r"must be in \[0, 384\)"),
     ({"stop_token_ids": list(range(2000))}, "stop_token_ids", "must be <= 1024 ids"),
-    ({"bad_words": [""]}, "bad_words", "non-empty"),
-    ({"bad_words": ["x" * 2000]}, "bad_words", "must be <= 1024 bytes"),
+    ({"bad_words": ["x" * 2000]}, "bad_words", "2000 bytes: must be <= 1024"),
     ({"min_tokens": -1}, "min_tokens", "must be in"),
     ({"priority": 256}, "priority", r"must be in \[0, 255\]"),
     ({"timeout": 0}, "timeout", "must be > 0"),
@@ -235,7 +343,7 @@ def test_faults_of_both_endpoints_are_named(
             "kvseek has no tools",
         ),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages[0].tool_call_id", "leave it"),
-        ({"messages": [*HELLO, {"role": "user", "content": "x", "name": "A"}]}, "messages[1].name", "leave it out"),
+        ({"messages": [*HELLO, {"role": "user", "content": "x", "name": 5}]}, "messages", r"messages\[1\].name: Exp"),
         (
             {"messages": [{"role": "user", "content": "x", "foo": 1}]},
             "messages",
