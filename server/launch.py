@@ -22,13 +22,13 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
 from kvseek.engine.parallel.nodes import check_nodes
-from kvseek.server.openai_door.keys import read_keys
+from kvseek.server.requests.keys import read_keys
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
 from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
-from .ports import Ports, start_on_free_ports
+from .ports import OFF, Ports, read_port, start_on_free_ports, written
 from .processes import Program, listens
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
@@ -129,11 +129,12 @@ def running_server(
         # Triton answers at its gRPC port before it has tried to listen at its metrics port.
         metrics = triton[0].metrics
         supervisor.wait_until(
-            lambda: listens(supervisor.process_ids().get(TRITON, 0), metrics) and _is_ready(server.http_url),
+            lambda: listens(supervisor.process_ids().get(TRITON, 0), metrics) and _is_ready(held.health(server.host)),
             ready_seconds,
         )
         return server
 
+    ports.health(host)  # here too
     with ports.hold(host) as held, ExitStack() as running:
         yield start_on_free_ports(running, [(LOOPBACK, Ports(0, 0, 0, 0))], start)
 
@@ -164,8 +165,8 @@ def _programs(
     write_models(repository, engine_dir, settings, socket)
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
-        *("--host", host, "--http_port", str(ports.http), "--grpc_port", str(ports.grpc)),
-        *("--metrics_port", str(ports.metrics), "--openai_port", str(ports.openai)),
+        *("--host", host, "--http_port", written(ports.http), "--grpc_port", written(ports.grpc)),
+        *("--metrics_port", written(ports.metrics), "--openai_port", written(ports.openai)),
         *("--held_ports", *held, "--state", str(scratch / STATE_FILE), *(("--open_models",) if open_models else ())),
         *("--triton_grpc", f"{LOOPBACK}:{inner.grpc}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
     )
@@ -220,7 +221,7 @@ def reachable(host: str) -> str:
 def _is_ready(url: str) -> bool:
     """Whether the doors call the server ready."""
     try:
-        return get(f"http://{url}/v2/health/ready").status_code == 200
+        return get(url).status_code == 200
     except requests.RequestException:
         return False  # not listening yet
 
@@ -266,10 +267,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
     parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: %(default)s)")
-    parser.add_argument("--http_port", type=int, default=8000, help="default: %(default)s; 0 picks a free port")
-    parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
-    parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
-    parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
+    about = f"default: %(default)s; 0 picks a free port, {OFF} closes it"
+    parser.add_argument("--http_port", type=read_port, default=8000, help=about)
+    parser.add_argument("--grpc_port", type=read_port, default=8001, help=about)
+    parser.add_argument("--metrics_port", type=read_port, default=8002, help=about)
+    parser.add_argument("--openai_port", type=read_port, default=9000, help=about)
     about = "servers behind one OpenAI port, each with free ports of its own (default: 1, without a router)"
     parser.add_argument("--replicas", type=int, default=1, help=about)
     about = "number of this host among --nnodes, 0 for that of rank 0 (default: %(default)s); the others serve nothing themselves"
@@ -320,9 +322,7 @@ def _serve(arguments: argparse.Namespace, ports: Ports, settings: ServeSettings)
         ) as server,
         _signals() as received,
     ):
-        where = f"gRPC {arguments.host}:{server.ports.grpc}, HTTP {arguments.host}:{server.ports.http}"
-        where += f", metrics {arguments.host}:{server.ports.metrics}/metrics"
-        print(f"ready: {where}, OpenAI http://{arguments.host}:{server.ports.openai}/v1", flush=True)
+        print(f"ready: {server.ports.describe(arguments.host)}", flush=True)
         return _wait(server.check, received)
 
 

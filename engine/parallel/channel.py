@@ -75,33 +75,33 @@ class Channel:
     Parameters
     ----------
     connection : Connection
-        Whose messages nothing else reads or sends.
+        Whose messages nothing else reads or sends; others may wait for them.
     seal : Seal or None
         None on one host, where the connection is a pair of sockets that no other process has.
     """
 
     def __init__(self, connection: Connection, seal: Seal | None = None) -> None:
-        self._connection, self._seal = connection, seal
+        self.connection, self._seal = connection, seal
         self.code_bytes = 0 if seal is None else CODE_BYTES
         """Bytes of a message beside its own."""
 
     def send(self, message: bytes) -> None:
         """Send a message; raises OSError."""
-        self._connection.send_bytes(message if self._seal is None else self._seal.close(message))
+        self.connection.send_bytes(message if self._seal is None else self._seal.close(message))
 
     def receive(self, most: int = MOST_BYTES) -> bytes:
         """Wait for a message of at most so many bytes; raises EOFError, OSError, TamperedError."""
-        data = self._connection.recv_bytes(most + self.code_bytes)
+        data = self.connection.recv_bytes(most + self.code_bytes)
         return data if self._seal is None else self._seal.open(data)
 
     def poll(self) -> bool:
         """Whether there is a message, or the end of the connection."""
-        return self._connection.poll()
+        return self.connection.poll()
 
     def fileno(self) -> int:
         """Return the file descriptor of the connection."""
-        return self._connection.fileno()
+        return self.connection.fileno()
 
     def close(self) -> None:
         """Close this end."""
-        self._connection.close()
+        self.connection.close()

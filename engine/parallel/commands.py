@@ -127,7 +127,8 @@ def encode(command: Load | Command) -> bytes:
 
 def decode(message: bytes) -> Load | Command:
     """Read a command; raises MsgspecError if it is none, and ConfigError if a configuration cannot be."""
-    return _decoder.decode(message)
+    command: Load | Command = _decoder.decode(message)
+    return command
 
 
 def digest(cache: Cache) -> int:

@@ -173,7 +173,10 @@ class Followers:
         """Wait until all ranks have loaded their parts; raises RankError with the first error."""
         self._reporter.waiting("waits until the other ranks are loaded")
         while len(self._ready) < len(self._members):
-            wait([member.channel for member in self._members if member.rank not in self._ready], FAILED_SECONDS)
+            wait(
+                [member.channel.connection for member in self._members if member.rank not in self._ready],
+                FAILED_SECONDS,
+            )
             self._check()
             self._check_watch()
         if self._watch is not None and self._config.device == "cpu":
@@ -242,7 +245,7 @@ class Followers:
             raise
         except Exception as error:
             # A rank that has died may end this rank's communication a moment before its connection is seen closed.
-            wait([member.channel for member in self._members], FAILED_SECONDS)
+            wait([member.channel.connection for member in self._members], FAILED_SECONDS)
             told, ended = self._news()
             found = "" if self._watch is None else self._watch.failure
             reason = "; ".join(ended.values())
@@ -264,7 +267,7 @@ class Followers:
     def _check_watch(self) -> None:
         """Raise RankError if the watch has found one that has failed, with what it tells itself if it does."""
         if self._watch is not None and self._watch.failure:
-            wait([member.channel for member in self._members], FAILED_SECONDS)
+            wait([member.channel.connection for member in self._members], FAILED_SECONDS)
             self._check()
             self._fail(self._watch.failure)
 

@@ -23,11 +23,11 @@ import msgspec
 
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.private_files import LEAST_KEY_CHARACTERS, PrivateFileError, read_key_file
 
 from .channel import Channel, Seal, TamperedError
 
 KEY_VARIABLE = "KVSEEK_RANKS_KEY"
-LEAST_KEY_CHARACTERS = 16
 LOOPBACK = "127.0.0.1"
 HANDSHAKE_SECONDS = 5  # that a peer may take for each message until it is known
 RETRY_SECONDS = 0.5  # between two attempts to reach rank 0
@@ -239,10 +239,9 @@ def _without_limit(channel: Channel) -> None:
 
 def _read_key(path: Path | None) -> str:
     try:
-        key = os.environ.get(KEY_VARIABLE, "") if path is None else path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"ranks_key_file = {path}: cannot be read ({reason}); give a file with a key") from None
+        key = os.environ.get(KEY_VARIABLE, "") if path is None else read_key_file(path).strip()
+    except PrivateFileError as error:
+        raise ConfigError(f"ranks_key_file = {path}: {error}") from None
     if len(key) < LEAST_KEY_CHARACTERS:
         where = f"variable {KEY_VARIABLE}" if path is None else f"ranks_key_file = {path}"
         raise ConfigError(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import requests
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.door_processes import write_keys
 from tests.support.live_server import command_line
 from tests.support.waiting import wait_for
 
@@ -133,8 +134,8 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(
     random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
 ) -> None:
     directory = build_engine(random_model("llama"), "full", *LIMITS)
-    keys = tmp_path / "keys"
-    keys.write_text("first-key\nsecond-key\n")
+    first, second = "the-first-key-of-tests", "the-second-key-of-tests"
+    keys = write_keys(tmp_path / "keys", first, second)
     service = Service(directory, tmp_path / "server.log", "--api_key_file", str(keys))
     try:
         messages = [{"role": "user", "content": WORDS * 4}]
@@ -142,13 +143,13 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(
             answer = service.ask(messages, key=key)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         cached = {}
-        for key in ("first-key", "second-key"):
+        for key in (first, second):
             for number in range(2):
                 answer = service.ask(messages, "one", key)
                 assert answer.status_code == 200, answer.text
                 cached[key, number] = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached["first-key", 0] == cached["second-key", 0] == 0, "though both asked the same replica"
-        assert min(cached["first-key", 1], cached["second-key", 1]) > 100
+        assert cached[first, 0] == cached[second, 0] == 0, "though both asked the same replica"
+        assert min(cached[first, 1], cached[second, 1]) > 100
         for replica in service.replicas:  # who goes past the router needs one too
             assert requests.post(f"{replica}/v1/chat/completions", json={}, timeout=30).status_code == 401
             assert requests.get(f"{replica}/metrics", timeout=30).status_code == 401

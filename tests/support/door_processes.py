@@ -107,6 +107,13 @@ def doors(
         process.wait()
 
 
+def write_keys(path: Path, *keys: str) -> Path:
+    """Write a file of keys that a server takes."""
+    path.write_text("".join(f"{key}\n" for key in keys))
+    path.chmod(0o600)
+    return path
+
+
 def reply(connection: socket.socket) -> tuple[int, JSON]:
     """Status and JSON of the response on a connection, which is closed."""
     with connection, contextlib.closing(connection.makefile("rb")) as file:

@@ -280,6 +280,7 @@ def test_the_interface_of_an_address() -> None:
 def write_key(folder: Path, key: str) -> Path:
     path = folder / "key"
     path.write_text(key)
+    path.chmod(0o600)
     return path
 
 
