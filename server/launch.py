@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_s
 from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
-from .ports import OFF, Ports, read_port, start_on_free_ports, written
+from .ports import CLOSED, OFF, Ports, read_port, start_on_free_ports, written
 from .processes import Program, listens
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
@@ -38,14 +37,13 @@ STOP_SECONDS = 5.0  # time for a process to end once nothing runs in it any more
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
-CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
-KEY_HEADER = "kvseek-closed"
+TRITON_NUMBER = 1  # Triton puts a colon and its port behind any address: of a socket in a folder they end the name
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
 STATE_FILE = "restarts.json"
 # Of `kvseek serve`: what a host has to say on which rank 0 does not run.
 NODE_FLAGS = (
     *("engine_dir", "tp_size", "nnodes", "node_rank", "rdzv_endpoint", "ranks_key_file"),
-    *("threads", "restarts", "log", "ready_seconds"),
+    *("threads", "restarts", "log", "ready_seconds", "core_dumps"),
 )
 STANDARD_OUTPUT = Path("-")  # log to standard output, where a container's log belongs
 
@@ -136,7 +134,7 @@ def running_server(
 
     ports.health(host)  # here too
     with ports.hold(host) as held, ExitStack() as running:
-        yield start_on_free_ports(running, [(LOOPBACK, Ports(0, 0, 0, 0))], start)
+        yield start_on_free_ports(running, [(LOOPBACK, Ports(CLOSED, CLOSED, 0, CLOSED))], start)
 
 
 def _stop(supervisor: Supervisor) -> None:
@@ -158,17 +156,17 @@ def _programs(
 ) -> list[Program]:
     """Describe the engine process, the doors and Triton, in the order in which they start and end.
 
-    `held`: names of those of `ports` that are held for the doors; `inner`: Triton's own ports, on loopback.
+    `held`: names of those of `ports` that are held for the doors; `inner`: Triton's metrics port, on loopback.
     """
     server, socket = find_server(scratch), scratch / "engine.sock"
-    repository = scratch / "models"
+    repository, triton = scratch / "models", scratch / "triton"
     write_models(repository, engine_dir, settings, socket)
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
         *("--host", host, "--http_port", written(ports.http), "--grpc_port", written(ports.grpc)),
         *("--metrics_port", written(ports.metrics), "--openai_port", written(ports.openai)),
         *("--held_ports", *held, "--state", str(scratch / STATE_FILE), *(("--open_models",) if open_models else ())),
-        *("--triton_grpc", f"{LOOPBACK}:{inner.grpc}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
+        *("--triton_grpc", f"unix:{triton}:{TRITON_NUMBER}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
     )
     python = (sys.executable, "-m")
     return [
@@ -179,34 +177,36 @@ def _programs(
             {**os.environ, **environment},
             is_up=socket.exists,
             clean_up=lambda: socket.unlink(missing_ok=True),
+            core_dumps=settings.core_dumps,
         ),
-        Program(DOORS, (*python, "kvseek.server.doors", *own, *http), STOP_SECONDS),
+        Program(DOORS, (*python, "kvseek.server.doors", *own, *http), STOP_SECONDS, core_dumps=settings.core_dumps),
         Program(
             TRITON,
-            _triton_command(server, repository, inner, verbose),
+            _triton_command(server, repository, triton, inner.metrics, verbose),
             2 * STOP_SECONDS,
             server.environment,
             ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
             workers=tuple(f"/models/{model}/" for model in LAYOUTS[settings.layout].models),
             clean_up=lambda: _free_shared_memory(repository),
+            core_dumps=settings.core_dumps,
         ),
     ]
 
 
-def _triton_command(server: TritonServer, repository: Path, ports: Ports, verbose: bool) -> tuple[str, ...]:
-    """Make Triton's command line: its ports are for this machine alone, its HTTP endpoint is off (docs/security.md)."""
+def _triton_command(
+    server: TritonServer, repository: Path, socket: Path, metrics_port: int, verbose: bool
+) -> tuple[str, ...]:
+    """Make Triton's command line: gRPC is for the doors alone, at a socket in a folder of this user's (docs/security.md)."""
     return (
         str(server.binary),
         f"--model-repository={repository}",
         f"--backend-directory={server.backends}",
         "--allow-http=false",
         "--disable-auto-complete-config",  # otherwise an extra process of each model is started and ended first
-        f"--grpc-address={LOOPBACK}",
-        f"--grpc-port={ports.grpc}",
-        # Nobody knows the key, so nobody can use these protocols.
-        f"--grpc-restricted-protocol={CLOSED_PROTOCOLS}:{KEY_HEADER}={secrets.token_hex(32)}",
+        f"--grpc-address=unix:{socket}",
+        f"--grpc-port={TRITON_NUMBER}",
         f"--metrics-address={LOOPBACK}",
-        f"--metrics-port={ports.metrics}",
+        f"--metrics-port={metrics_port}",
         f"--exit-timeout-secs={STOP_SECONDS:.0f}",
         f"--log-verbose={int(verbose)}",
         f"--backend-config=python,shm-region-prefix-name={_memory_prefix(repository)}",

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import re
 import subprocess
+import sys
 from typing import Any
 
 import kubernetes_validate
@@ -198,7 +199,7 @@ def test_the_router_knows_its_flags() -> None:
     text = (DOCKER / "kubernetes/router.yaml").read_text(encoding="utf-8")
     deployment = next(part for part in yaml.safe_load_all(text) if part["kind"] == "Deployment")
     (router,) = deployment["spec"]["template"]["spec"]["containers"]
-    command = [*replicas.router_command(), *router["args"], "--help"]
+    command = [sys.executable, "-m", "smg", "launch", *router["args"], "--help"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     known = set(re.findall(r"--[a-z-]+", found.stdout))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 import requests
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.door_processes import write_keys
-from tests.support.live_server import command_line
+from tests.support.live_server import command_line, descendants
 from tests.support.waiting import wait_for
 
 from kvseek.server.launch import main
@@ -26,6 +25,7 @@ from kvseek.server.launch import main
 pytestmark = pytest.mark.server
 LIMITS = ("--max_seq_len", "900", "--max_batch_size", "2")
 SECONDS = 300.0
+SECRET = re.compile("[0-9a-f]{40}")  # as our keys are drawn
 WORDS = "the harbour and its ships " * 8
 
 
@@ -128,6 +128,9 @@ def test_clients_cannot_change_the_routers_workers(service: Service) -> None:
     workers = f"{service.url.removesuffix('/v1')}/workers"
     assert requests.get(workers, timeout=5).status_code == 401
     assert requests.post(workers, json={"url": "http://127.0.0.1:1"}, timeout=5).status_code == 401
+    commands = {pid: command_line(pid) for pid in descendants(service.process.pid)}
+    assert any("smg.cli" in command for command in commands.values())
+    assert not any("admin:" in command or SECRET.search(command) for command in commands.values())
 
 
 def test_each_replica_checks_keys_and_each_key_is_a_tenant(
@@ -178,11 +181,10 @@ def test_what_replicas_cannot_have_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_router_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_router_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvseek.server import replicas
     from kvseek.server.errors import ServerError
-    from kvseek.server.replicas import router_command
 
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(replicas, "find_spec", lambda name: None)
     with pytest.raises(ServerError, match=r"the router smg is not installed; pip install 'kvseek\[replicas\]'"):
-        router_command()
+        replicas.check_router()
