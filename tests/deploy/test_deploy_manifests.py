@@ -184,7 +184,9 @@ def test_the_router_finds_the_servers_pods(deployment: Any, container: Any) -> N
     assert f"--port={ports['openai']}" in arguments
     assert f"--prometheus-port={ports['metrics']}" in arguments
     own = replicas.flags(["http://a"], "0.0.0.0", ports["openai"], ports["metrics"], "key")
-    expected = {word for word in own[own.index("--policy") :] if not word.startswith("router:")}
+    expected = {*own[own.index("--policy") : own.index("--control-plane-api-keys")]}
+    assert not any("KEY)" in word for word in arguments), "other processes of the node would see it"
+    assert '"--control-plane-api-keys", "router:kvseek:admin:" + os.environ["CONTROL_KEY"]' in router["command"][-1]
     given = {part for word in arguments for part in word.split("=", 1)}
     assert expected <= given
     assert parts["Service"]["spec"]["selector"] == template["metadata"]["labels"]
