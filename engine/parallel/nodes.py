@@ -12,8 +12,10 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -29,7 +31,7 @@ from .channel import Channel, Seal, TamperedError
 
 KEY_VARIABLE = "KVSEEK_RANKS_KEY"
 LOOPBACK = "127.0.0.1"
-HANDSHAKE_SECONDS = 5  # that a peer may take for each message until it is known
+HANDSHAKE_SECONDS = 5  # that a peer may take until it is known, as others wait meanwhile
 RETRY_SECONDS = 0.5  # between two attempts to reach rank 0
 KEEPALIVE = {
     "TCP_KEEPIDLE": 10,
@@ -131,8 +133,9 @@ def accept_ranks(nodes: Nodes, tp_size: int, fingerprint: str) -> Mapping[int, J
         while len(joined) < tp_size - len(own):
             peer, (address, _) = listening.accept()
             try:
-                channel = _agreed(peer, nodes.key, leads=True)
-                hello = _read_hello(channel)
+                with _limited(peer):
+                    channel = _agreed(peer, nodes.key, leads=True)
+                    hello = _read_hello(channel)
                 for rank in [rank for rank, one in joined.items() if one.channel.poll()]:
                     joined.pop(rank).channel.close()  # who waits says nothing: its process has ended
                 if reason := _why_not(hello, nodes, tp_size, fingerprint, joined):
@@ -143,7 +146,6 @@ def accept_ranks(nodes: Nodes, tp_size: int, fingerprint: str) -> Mapping[int, J
             except (TamperedError, EOFError, OSError, msgspec.MsgspecError) as error:
                 logger.error("a connection from %s is closed: %s: %s", address, type(error).__name__, error)
                 continue
-            _without_limit(channel)
             joined[hello.rank] = Joined(channel, address)
     return joined
 
@@ -156,9 +158,10 @@ def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Channel:
         try:
             peer = socket.create_connection((nodes.host, nodes.port), HANDSHAKE_SECONDS)
             peer.settimeout(None)
-            channel = _agreed(peer, nodes.key, leads=False)
-            channel.send(msgspec.json.encode(Hello(rank, nodes.count, fingerprint)))
-            answer = channel.receive(MAX_HELLO_BYTES)
+            with _limited(peer):
+                channel = _agreed(peer, nodes.key, leads=False)
+                channel.send(msgspec.json.encode(Hello(rank, nodes.count, fingerprint)))
+                answer = channel.receive(MAX_HELLO_BYTES)
         except TamperedError:
             raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} has another key; give both the same") from None
         except (EOFError, OSError) as error:
@@ -169,7 +172,6 @@ def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Channel:
             continue
         if answer != ADMITTED:
             raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} refuses rank {rank}: {answer.decode()}")
-        _without_limit(channel)
         return channel
 
 
@@ -200,11 +202,27 @@ def _why_not(hello: Hello, nodes: Nodes, tp_size: int, fingerprint: str, joined:
     return f"rank = {hello.rank}: is there already, from {joined[hello.rank].address}" if hello.rank in joined else ""
 
 
+@contextmanager
+def _limited(peer: socket.socket) -> Iterator[None]:
+    """Break a connection off if the body takes longer than HANDSHAKE_SECONDS, however many bytes come meanwhile."""
+    own = peer.dup()
+
+    def break_off() -> None:
+        with suppress(OSError):  # the other end has closed it
+            own.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(HANDSHAKE_SECONDS, break_off)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        own.close()
+
+
 def _agreed(peer: socket.socket, key: str, leads: bool) -> Channel:
     """Make a channel of a socket, for which both ends draw a nonce. That the other one has the key shows in its first message."""
-    limit = struct.pack("ll", HANDSHAKE_SECONDS, 0)  # of each read and write, until `_without_limit`
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # commands are small, and each is to be done now
     for name, value in KEEPALIVE.items():
@@ -228,13 +246,6 @@ def _read_hello(channel: Channel) -> Hello:
     except TamperedError:
         channel.send(b"")
         raise
-
-
-def _without_limit(channel: Channel) -> None:
-    """Let reads and writes of a channel that `_agreed` made take any time."""
-    with socket.socket(fileno=os.dup(channel.fileno())) as peer:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
 
 
 def _read_key(path: Path | None) -> str:

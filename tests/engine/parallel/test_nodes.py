@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -201,6 +203,23 @@ def test_what_is_no_rank_is_closed_and_the_others_join(sent: bytes, closes: bool
         if closes:
             stranger.close()
         rendezvous.finish()
+
+
+def test_who_sends_byte_by_byte_keeps_nobody_waiting(rendezvous: Rendezvous) -> None:
+    ended = threading.Event()
+
+    def drip(stranger: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # rank 0 has closed it
+            for byte in struct.pack("!i", 32) + bytes(1000):
+                stranger.sendall(bytes([byte]))
+                if ended.wait(0.1):
+                    return
+
+    with connect((LOOPBACK, rendezvous.nodes.port)) as stranger, ThreadPoolExecutor(1) as pool:
+        dripping = pool.submit(drip, stranger)
+        rendezvous.finish()
+        ended.set()
+        dripping.result(60)
 
 
 def connect(place: tuple[str, int]) -> socket.socket:
