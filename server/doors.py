@@ -55,7 +55,7 @@ class Doors:
     Parameters
     ----------
     triton_grpc, triton_metrics : str
-        host:port each.
+        Triton's gRPC endpoint as gRPC names it, host:port or unix:/PATH, and host:port of its metrics.
     state : Path or None
         The supervisor's file of restarts.
     body_seconds, header_seconds : float
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--held_ports", nargs="*", default=[], help="names of those that the launcher holds (Ports.hold)"
     )
     parser.add_argument("--open_models", action="store_true", help="list the models without asking for an API key")
-    parser.add_argument("--triton_grpc", required=True, help="host:port of Triton's gRPC endpoint")
+    parser.add_argument("--triton_grpc", required=True, help="Triton's gRPC endpoint: host:port, or unix:/PATH")
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import requests
@@ -185,6 +185,7 @@ def _programs(
             _triton_command(server, repository, triton, inner.metrics, verbose),
             2 * STOP_SECONDS,
             server.environment,
+            is_up=lambda: _close_shared_memory(repository, len(LAYOUTS[settings.layout].models)),
             ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
             workers=tuple(f"/models/{model}/" for model in LAYOUTS[settings.layout].models),
             clean_up=lambda: _free_shared_memory(repository),
@@ -236,6 +237,18 @@ def get(url: str, headers: Mapping[str, str] | None = None) -> requests.Response
 def _memory_prefix(repository: Path) -> str:
     """Return the prefix of this server's shared memory: Triton's, which keeps clients away, and the scratch folder's name."""
     return f"{SHARED_MEMORY_PREFIX}{repository.parent.name}-"
+
+
+def _close_shared_memory(repository: Path, models: int) -> bool:
+    """Let nobody else read Triton's shared memory; returns whether there is that of all models, which it makes one by one.
+
+    Its Python backend gives it the mode 0644, whatever the umask is, long before a model takes its first request.
+    """
+    regions = list(SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"))
+    for region in regions:
+        with suppress(FileNotFoundError):  # Triton has just ended
+            region.chmod(0o600)
+    return len(regions) >= models
 
 
 def _free_shared_memory(repository: Path) -> None:

@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_BYTES = 64 << 10  # bytes of a log's end that are read for an error message
 LOG_LINES = 30
 PROC = Path("/proc")
-UMASK = 0o077  # of what processes of a server make: Triton's shared memory has prompts and answers
+UMASK = 0o077  # of what processes of a server make, which may have prompts and answers
 logger = logging.getLogger(__name__)
 
 

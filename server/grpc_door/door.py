@@ -68,7 +68,7 @@ class GrpcDoor:
     Parameters
     ----------
     triton : str
-        host:port of Triton's own gRPC endpoint.
+        Triton's own gRPC endpoint, as gRPC names it.
     refused : callable
         Counts a request that is refused here.
     keys : Keys
