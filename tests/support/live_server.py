@@ -62,7 +62,7 @@ class LiveServer:
     def process_ids(self) -> dict[str, int]:
         """Process ids by the names of MARKS, and "serve"; those that do not run are left out."""
         found = {"serve": self.process.pid}
-        for pid in descendants(self.process.pid):
+        for pid in _descendants(self.process.pid):
             command = command_line(pid)
             for name, mark in MARKS.items():
                 if mark in command:
@@ -192,7 +192,7 @@ def _in_use(path: Path) -> int:
         return 0
 
 
-def descendants(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for folder in PROC.glob("[0-9]*"):
         try:
