@@ -75,7 +75,7 @@ def read_directory(directory: Path) -> list[EngineFiles]:
         for path, found in scan(folder):
             if isinstance(found, Entry) and found.origin.engine == folder.name:
                 with contextlib.suppress(FileNotFoundError):  # a server removes files at any time
-                    files.used_at[found] = path.stat().st_mtime
+                    files.used_at[found] = path.lstat().st_mtime
             else:
                 (files.damaged if isinstance(found, DamagedFileError) else files.others).append(path)
         engines.append(files)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvseek.core.errors import KvseekError
+from kvseek.core.private_files import PrivateFileError, read_key_file
 
 from .chunk import AnswerFigures, Chunk
 from .conversation import Conversation
@@ -26,7 +27,7 @@ from .text_models import TEXT_MODELS
 
 DEFAULT_LAYOUT = "inflight_batcher_llm"
 DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
-CONVERSATION_FLAGS = ("api_key_file", "system", "conversation")
+CONVERSATION_FLAGS = ("system", "conversation")
 DOCUMENT_TEMPLATE = "{document}\n\n{question}"
 
 
@@ -72,9 +73,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--openai_url",
         help="ask the OpenAI port instead, http://HOST:9000/v1; on a terminal, as many turns as you like",
     )
-    parser.add_argument(
-        "--api_key_file", type=Path, help="file whose first line is the key that the OpenAI port asks for"
-    )
+    parser.add_argument("--api_key_file", type=Path, help="file whose first line is the key that the server asks for")
     parser.add_argument("--system", help="with --openai_url: what the model is told before the conversation")
     parser.add_argument(
         "--conversation",
@@ -127,6 +126,14 @@ def read_text(path: Path) -> str:
         raise ClientError(f"cannot read {path}: {error}; give a readable UTF-8 file") from None
 
 
+def read_key(path: Path | None) -> str:
+    """Read the key in the first line of a file, empty without one; raises ClientError if others may read it."""
+    try:
+        return "" if path is None else read_key_file(path).partition("\n")[0].strip()
+    except PrivateFileError as error:
+        raise ClientError(f"--api_key_file = {path}: {error}") from None
+
+
 def ask(arguments: argparse.Namespace) -> None:
     """Send the question of the arguments and print the answer."""
     if not 0 < arguments.timeout < threading.TIMEOUT_MAX:
@@ -158,7 +165,8 @@ def ask(arguments: argparse.Namespace) -> None:
     protocol = arguments.protocol or "grpc"
     url = arguments.url or DEFAULT_URLS[protocol]
     kind = GrpcClient if protocol == "grpc" else HttpClient
-    client = kind(url, arguments.timeout, TEXT_MODELS[arguments.layout or DEFAULT_LAYOUT])
+    model, key = TEXT_MODELS[arguments.layout or DEFAULT_LAYOUT], read_key(arguments.api_key_file)
+    client = kind(url, arguments.timeout, model, key)
     console = Console(quiet=arguments.json)
     with closing(client.generate_stream(build_prompt(document, question), options)) as chunks:  # type: ignore[type-var]
         text, figures = show(chunks, console)
@@ -185,8 +193,7 @@ def converse(arguments: argparse.Namespace, options: GenerateOptions, document: 
         value = getattr(arguments, name)
         if value not in allowed:
             raise ClientError(f"--{name} = {value}: has no meaning with --openai_url; leave it out")
-    key = read_text(arguments.api_key_file).partition("\n")[0].strip() if arguments.api_key_file else ""
-    client = OpenAIClient(arguments.openai_url, arguments.timeout, key)
+    client = OpenAIClient(arguments.openai_url, arguments.timeout, read_key(arguments.api_key_file))
     conversation, console = Conversation(arguments.conversation, arguments.system), Console(quiet=arguments.json)
     asked = arguments.prompt is not None or arguments.prompt_file is not None
     on_terminal = not asked and sys.stdin.isatty()

@@ -14,7 +14,7 @@ from kvseek.core.fields import check_unicode
 
 from .chunk import Chunk
 from .errors import ClientError, no_reply
-from .options import REPLY_SECONDS, GenerateOptions
+from .options import REPLY_SECONDS, GenerateOptions, bearer
 from .text_models import BLS, TextModel
 
 # Of tensorrt_llm_bls; the inputs of other models have the types of those that they rename.
@@ -47,10 +47,13 @@ class GrpcClient:
         Seconds, > 0, that may pass until the first reply and between two of them.
     model : TextModel
         The model that the server has, by its layout.
+    api_key : str
+        Key that the server asks for; empty for none.
     """
 
-    def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS) -> None:
+    def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS, api_key: str = "") -> None:
         self.url, self.timeout, self._model = url, timeout, model
+        self._headers = bearer(api_key)
 
     def generate_stream(self, text_input: str, options: GenerateOptions) -> Iterator[Chunk]:
         """Send a prompt and yield chunks until the answer ends; closing the iterator cancels the request.
@@ -66,7 +69,7 @@ class GrpcClient:
         responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         client = grpc.InferenceServerClient(self.url)
         try:
-            client.start_stream(lambda result, error: responses.put((result, error)))
+            client.start_stream(lambda result, error: responses.put((result, error)), headers=self._headers)
             inputs = self._tensors(fields)
             with contextlib.suppress(
                 grpc.InferenceServerException

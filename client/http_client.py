@@ -11,7 +11,7 @@ import requests
 
 from .chunk import Chunk
 from .errors import ClientError, no_reply
-from .options import REPLY_SECONDS, GenerateOptions
+from .options import REPLY_SECONDS, GenerateOptions, bearer
 from .text_models import BLS, TextModel
 
 CONNECT_SECONDS = 10.0
@@ -33,10 +33,13 @@ class HttpClient:
         Seconds, > 0, that may pass until the first byte of a reply and between two of them.
     model : TextModel
         The model that the server has, by its layout.
+    api_key : str
+        Key that the server asks for; empty for none.
     """
 
-    def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS) -> None:
+    def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS, api_key: str = "") -> None:
         self.url, self.timeout, self._model = url, timeout, model
+        self._headers = NO_KEEP_ALIVE | bearer(api_key)
 
     def generate(self, text_input: str, options: GenerateOptions) -> Chunk:
         """Send a prompt and return the whole answer; raises ClientError."""
@@ -66,7 +69,7 @@ class HttpClient:
             address = f"http://{self.url}/v2/models/{self._model.name}/{endpoint}"
             body = self._model.inputs(fields)
             response = requests.post(
-                address, json=body, headers=NO_KEEP_ALIVE, stream=stream, timeout=(CONNECT_SECONDS, self.timeout)
+                address, json=body, headers=self._headers, stream=stream, timeout=(CONNECT_SECONDS, self.timeout)
             )
         except requests.ReadTimeout:
             raise no_reply(self.url, self.timeout) from None

@@ -12,7 +12,7 @@ import requests
 from .chunk import Chunk
 from .errors import ClientError, no_reply
 from .http_client import CONNECT_SECONDS, EVENT, NO_KEEP_ALIVE
-from .options import REPLY_SECONDS, GenerateOptions
+from .options import REPLY_SECONDS, GenerateOptions, bearer
 
 DONE = b"[DONE]"
 Message = dict[str, str]  # "role" and "content"
@@ -33,7 +33,7 @@ class OpenAIClient:
 
     def __init__(self, url: str, timeout: float = REPLY_SECONDS, api_key: str = "") -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
-        self._headers = NO_KEEP_ALIVE | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._headers = NO_KEEP_ALIVE | bearer(api_key)
 
     def model(self) -> str:
         """Ask for the name of the model that is served; raises ClientError."""

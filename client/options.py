@@ -8,6 +8,11 @@ from typing import Any
 REPLY_SECONDS = 600.0  # longest silence of a server: it may have to read a prompt of a million tokens
 
 
+def bearer(api_key: str) -> dict[str, str]:
+    """Return the header, of HTTP or gRPC, that has an API key; none for an empty one."""
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
     """Fields of a request besides its text; None leaves the server's default (greedy decoding, the model's end ids)."""

@@ -36,11 +36,12 @@ from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.openai_door.door import OpenAIDoor
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
+from kvseek.server.requests.keys import keys_of
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import RequestFactory
 from kvseek.server.triton.relay import TritonRelay
 
-from .ports import Ports
+from .ports import CLOSED, Ports, read_port
 from .processes import raise_file_limit
 from .settings import ServeSettings
 
@@ -54,7 +55,7 @@ class Doors:
     Parameters
     ----------
     triton_grpc, triton_metrics : str
-        host:port each.
+        Triton's gRPC endpoint as gRPC names it, host:port or unix:/PATH, and host:port of its metrics.
     state : Path or None
         The supervisor's file of restarts.
     body_seconds, header_seconds : float
@@ -87,10 +88,11 @@ class Doors:
         factory = RequestFactory(self._layout, self._config, self._tokenizer)
         models = schemas(self._layout, self._config)
         generate = GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
-        self._grpc = GrpcDoor(triton_grpc, self._state, models, self._client.refused)
+        keys = keys_of(settings)
+        self._grpc = GrpcDoor(triton_grpc, self._state, models, self._client.refused, keys)
         routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
         connections = settings.most_connections(self._config)
-        self._http = HttpServer(routes, connections, header_seconds)
+        self._http = HttpServer(routes, connections, header_seconds, keys)
         self._openai = OpenAIDoor(
             engine_dir,
             self._config,
@@ -110,16 +112,24 @@ class Doors:
         self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds)
 
     async def start(self, host: str, ports: Ports, held: Collection[str] = ()) -> Ports:
-        """Listen, and load the tokenizer; returns the ports. Raises ServerError. `held`: names of ports that are held."""
-        http = await self._http.start(host, ports.http, "--http_port", "http" in held)
-        metrics = await self._metrics_http.start(host, ports.metrics, "--metrics_port", "metrics" in held)
+        """Listen at the ports that are not CLOSED, and load the tokenizer; returns the ports. Raises ServerError.
+
+        `held`: names of ports that are held.
+        """
+        http, grpc, metrics, openai = ports.http, ports.grpc, ports.metrics, ports.openai
+        if http != CLOSED:
+            http = await self._http.start(host, http, "--http_port", "http" in held)
+        if metrics != CLOSED:
+            metrics = await self._metrics_http.start(host, metrics, "--metrics_port", "metrics" in held)
         for name, model in self._layout.models.items():
             limit = await asyncio.to_thread(body_limit, model, self._config, self._tokenizer)
             self._bodies.make_room_for(limit)
             self._limits[name] = limit
         largest = message_limit(self._config, self._tokenizer)
-        grpc = await self._grpc.start(host, ports.grpc, largest, "grpc" in held)
-        openai = await self._openai.start(host, ports.openai, "openai" in held)
+        if grpc != CLOSED:
+            grpc = await self._grpc.start(host, grpc, largest, "grpc" in held)
+        if openai != CLOSED:
+            openai = await self._openai.start(host, openai, "openai" in held)
         self._state.starting = False
         return Ports(http, grpc, metrics, openai)
 
@@ -162,8 +172,7 @@ async def run(arguments: argparse.Namespace) -> None:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             ports, host = starting.result(), arguments.host
-            where = f"gRPC {host}:{ports.grpc}, HTTP {host}:{ports.http}, metrics {host}:{ports.metrics}/metrics"
-            _announce(f"listening: {where}, OpenAI http://{host}:{ports.openai}/v1")
+            _announce(f"listening: {ports.describe(host)}")
         await stopping
         starting.cancel()
         await doors.finish()
@@ -184,15 +193,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", type=Path, required=True, help="of the engine process")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
     parser.add_argument("--host", required=True)
-    parser.add_argument("--http_port", type=int, required=True, help="0 picks a free one")
-    parser.add_argument("--metrics_port", type=int, required=True, help="0 picks a free one")
-    parser.add_argument("--grpc_port", type=int, default=0, help="0 picks a free one")
-    parser.add_argument("--openai_port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--http_port", type=read_port, required=True, help="0 picks a free one")
+    parser.add_argument("--metrics_port", type=read_port, required=True, help="0 picks a free one")
+    parser.add_argument("--grpc_port", type=read_port, default=0, help="0 picks a free one")
+    parser.add_argument("--openai_port", type=read_port, default=0, help="0 picks a free one")
     parser.add_argument(
         "--held_ports", nargs="*", default=[], help="names of those that the launcher holds (Ports.hold)"
     )
     parser.add_argument("--open_models", action="store_true", help="list the models without asking for an API key")
-    parser.add_argument("--triton_grpc", required=True, help="host:port of Triton's gRPC endpoint")
+    parser.add_argument("--triton_grpc", required=True, help="Triton's gRPC endpoint: host:port, or unix:/PATH")
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

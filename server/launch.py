@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import secrets
 import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import requests
@@ -22,13 +21,13 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
 from kvseek.engine.parallel.nodes import check_nodes
-from kvseek.server.openai_door.keys import read_keys
+from kvseek.server.requests.keys import read_keys
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
 from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
-from .ports import Ports, start_on_free_ports
+from .ports import CLOSED, OFF, Ports, read_port, start_on_free_ports, written
 from .processes import Program, listens
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
@@ -38,14 +37,13 @@ STOP_SECONDS = 5.0  # time for a process to end once nothing runs in it any more
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
-CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
-KEY_HEADER = "kvseek-closed"
+TRITON_NUMBER = 1  # Triton puts a colon and its port behind any address: of a socket in a folder they end the name
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
 STATE_FILE = "restarts.json"
 # Of `kvseek serve`: what a host has to say on which rank 0 does not run.
 NODE_FLAGS = (
     *("engine_dir", "tp_size", "nnodes", "node_rank", "rdzv_endpoint", "ranks_key_file"),
-    *("threads", "restarts", "log", "ready_seconds"),
+    *("threads", "restarts", "log", "ready_seconds", "core_dumps"),
 )
 STANDARD_OUTPUT = Path("-")  # log to standard output, where a container's log belongs
 
@@ -129,13 +127,14 @@ def running_server(
         # Triton answers at its gRPC port before it has tried to listen at its metrics port.
         metrics = triton[0].metrics
         supervisor.wait_until(
-            lambda: listens(supervisor.process_ids().get(TRITON, 0), metrics) and _is_ready(server.http_url),
+            lambda: listens(supervisor.process_ids().get(TRITON, 0), metrics) and _is_ready(held.health(server.host)),
             ready_seconds,
         )
         return server
 
+    ports.health(host)  # here too
     with ports.hold(host) as held, ExitStack() as running:
-        yield start_on_free_ports(running, [(LOOPBACK, Ports(0, 0, 0, 0))], start)
+        yield start_on_free_ports(running, [(LOOPBACK, Ports(CLOSED, CLOSED, 0, CLOSED))], start)
 
 
 def _stop(supervisor: Supervisor) -> None:
@@ -157,17 +156,17 @@ def _programs(
 ) -> list[Program]:
     """Describe the engine process, the doors and Triton, in the order in which they start and end.
 
-    `held`: names of those of `ports` that are held for the doors; `inner`: Triton's own ports, on loopback.
+    `held`: names of those of `ports` that are held for the doors; `inner`: Triton's metrics port, on loopback.
     """
     server, socket = find_server(scratch), scratch / "engine.sock"
-    repository = scratch / "models"
+    repository, triton = scratch / "models", scratch / "triton"
     write_models(repository, engine_dir, settings, socket)
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
-        *("--host", host, "--http_port", str(ports.http), "--grpc_port", str(ports.grpc)),
-        *("--metrics_port", str(ports.metrics), "--openai_port", str(ports.openai)),
+        *("--host", host, "--http_port", written(ports.http), "--grpc_port", written(ports.grpc)),
+        *("--metrics_port", written(ports.metrics), "--openai_port", written(ports.openai)),
         *("--held_ports", *held, "--state", str(scratch / STATE_FILE), *(("--open_models",) if open_models else ())),
-        *("--triton_grpc", f"{LOOPBACK}:{inner.grpc}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
+        *("--triton_grpc", f"unix:{triton}:{TRITON_NUMBER}", "--triton_metrics", f"{LOOPBACK}:{inner.metrics}"),
     )
     python = (sys.executable, "-m")
     return [
@@ -178,34 +177,37 @@ def _programs(
             {**os.environ, **environment},
             is_up=socket.exists,
             clean_up=lambda: socket.unlink(missing_ok=True),
+            core_dumps=settings.core_dumps,
         ),
-        Program(DOORS, (*python, "kvseek.server.doors", *own, *http), STOP_SECONDS),
+        Program(DOORS, (*python, "kvseek.server.doors", *own, *http), STOP_SECONDS, core_dumps=settings.core_dumps),
         Program(
             TRITON,
-            _triton_command(server, repository, inner, verbose),
+            _triton_command(server, repository, triton, inner.metrics, verbose),
             2 * STOP_SECONDS,
             server.environment,
+            is_up=lambda: _close_shared_memory(repository, len(LAYOUTS[settings.layout].models)),
             ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
             workers=tuple(f"/models/{model}/" for model in LAYOUTS[settings.layout].models),
             clean_up=lambda: _free_shared_memory(repository),
+            core_dumps=settings.core_dumps,
         ),
     ]
 
 
-def _triton_command(server: TritonServer, repository: Path, ports: Ports, verbose: bool) -> tuple[str, ...]:
-    """Make Triton's command line: its ports are for this machine alone, its HTTP endpoint is off (docs/security.md)."""
+def _triton_command(
+    server: TritonServer, repository: Path, socket: Path, metrics_port: int, verbose: bool
+) -> tuple[str, ...]:
+    """Make Triton's command line: gRPC is for the doors alone, at a socket in a folder of this user's (docs/security.md)."""
     return (
         str(server.binary),
         f"--model-repository={repository}",
         f"--backend-directory={server.backends}",
         "--allow-http=false",
         "--disable-auto-complete-config",  # otherwise an extra process of each model is started and ended first
-        f"--grpc-address={LOOPBACK}",
-        f"--grpc-port={ports.grpc}",
-        # Nobody knows the key, so nobody can use these protocols.
-        f"--grpc-restricted-protocol={CLOSED_PROTOCOLS}:{KEY_HEADER}={secrets.token_hex(32)}",
+        f"--grpc-address=unix:{socket}",
+        f"--grpc-port={TRITON_NUMBER}",
         f"--metrics-address={LOOPBACK}",
-        f"--metrics-port={ports.metrics}",
+        f"--metrics-port={metrics_port}",
         f"--exit-timeout-secs={STOP_SECONDS:.0f}",
         f"--log-verbose={int(verbose)}",
         f"--backend-config=python,shm-region-prefix-name={_memory_prefix(repository)}",
@@ -220,7 +222,7 @@ def reachable(host: str) -> str:
 def _is_ready(url: str) -> bool:
     """Whether the doors call the server ready."""
     try:
-        return get(f"http://{url}/v2/health/ready").status_code == 200
+        return get(url).status_code == 200
     except requests.RequestException:
         return False  # not listening yet
 
@@ -235,6 +237,18 @@ def get(url: str, headers: Mapping[str, str] | None = None) -> requests.Response
 def _memory_prefix(repository: Path) -> str:
     """Return the prefix of this server's shared memory: Triton's, which keeps clients away, and the scratch folder's name."""
     return f"{SHARED_MEMORY_PREFIX}{repository.parent.name}-"
+
+
+def _close_shared_memory(repository: Path, models: int) -> bool:
+    """Let nobody else read Triton's shared memory; returns whether there is that of all models, which it makes one by one.
+
+    Its Python backend gives it the mode 0644, whatever the umask is, long before a model takes its first request.
+    """
+    regions = list(SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"))
+    for region in regions:
+        with suppress(FileNotFoundError):  # Triton has just ended
+            region.chmod(0o600)
+    return len(regions) >= models
 
 
 def _free_shared_memory(repository: Path) -> None:
@@ -266,10 +280,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
     parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: %(default)s)")
-    parser.add_argument("--http_port", type=int, default=8000, help="default: %(default)s; 0 picks a free port")
-    parser.add_argument("--grpc_port", type=int, default=8001, help="default: %(default)s; 0 picks a free port")
-    parser.add_argument("--metrics_port", type=int, default=8002, help="default: %(default)s; 0 picks a free port")
-    parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
+    about = f"default: %(default)s; 0 picks a free port, {OFF} closes it"
+    parser.add_argument("--http_port", type=read_port, default=8000, help=about)
+    parser.add_argument("--grpc_port", type=read_port, default=8001, help=about)
+    parser.add_argument("--metrics_port", type=read_port, default=8002, help=about)
+    parser.add_argument("--openai_port", type=read_port, default=9000, help=about)
     about = "servers behind one OpenAI port, each with free ports of its own (default: 1, without a router)"
     parser.add_argument("--replicas", type=int, default=1, help=about)
     about = "number of this host among --nnodes, 0 for that of rank 0 (default: %(default)s); the others serve nothing themselves"
@@ -320,9 +335,7 @@ def _serve(arguments: argparse.Namespace, ports: Ports, settings: ServeSettings)
         ) as server,
         _signals() as received,
     ):
-        where = f"gRPC {arguments.host}:{server.ports.grpc}, HTTP {arguments.host}:{server.ports.http}"
-        where += f", metrics {arguments.host}:{server.ports.metrics}/metrics"
-        print(f"ready: {where}, OpenAI http://{arguments.host}:{server.ports.openai}/v1", flush=True)
+        print(f"ready: {server.ports.describe(arguments.host)}", flush=True)
         return _wait(server.check, received)
 
 

@@ -87,4 +87,5 @@ def _program(up: Path, engine_dir: Path, rank: int, threads: int, settings: Serv
         STOP_SECONDS,
         is_up=up.exists,
         clean_up=lambda: up.unlink(missing_ok=True),
+        core_dumps=settings.core_dumps,
     )

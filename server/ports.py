@@ -16,6 +16,7 @@ from typing import TypeVar
 from .errors import ServerError
 
 NAMES = ("http", "grpc", "metrics", "openai")
+CLOSED, OFF = -(1 << 16), "off"  # instead of a port: nothing listens; and how that is written
 STARTS = 5  # most starts of processes that find one of their free ports taken
 Started = TypeVar("Started")
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ports:
-    """HTTP, gRPC, metrics and OpenAI port; 0 asks for a free port."""
+    """HTTP, gRPC, metrics and OpenAI port; 0 asks for a free port, CLOSED for none."""
 
     http: int = 8000
     grpc: int = 8001
@@ -34,6 +35,25 @@ class Ports:
     def free(self) -> tuple[str, ...]:
         """Names of the ports that are 0."""
         return tuple(name for name in NAMES if getattr(self, name) == 0)
+
+    def describe(self, host: str) -> str:
+        """Say where each port is; those that are closed are left out."""
+        places = {
+            "grpc": f"gRPC {host}:{self.grpc}",
+            "http": f"HTTP {host}:{self.http}",
+            "metrics": f"metrics {host}:{self.metrics}/metrics",
+            "openai": f"OpenAI http://{host}:{self.openai}/v1",
+        }
+        return ", ".join(place for name, place in places.items() if getattr(self, name) != CLOSED)
+
+    def health(self, host: str) -> str:
+        """Return a URL that answers whether the server is ready; raises ServerError if all ports of HTTP are closed."""
+        for name, path in (("metrics", "/v2/health/ready"), ("http", "/v2/health/ready"), ("openai", "/health")):
+            if (port := getattr(self, name)) != CLOSED:
+                return f"http://{host}:{port}{path}"
+        raise ServerError(
+            f"--http_port, --metrics_port, --openai_port = {OFF}: one must be open, at which health is asked; leave one flag out"
+        )
 
     @contextmanager
     def hold(self, host: str, option: int = socket.SO_REUSEPORT) -> Iterator[Ports]:
@@ -53,14 +73,29 @@ class Ports:
         """
         with ExitStack() as held:
             with ExitStack() as looking:  # until the free ones are chosen, so that these are others
-                named = [name for name in NAMES if name not in self.free]
+                closed = [name for name in NAMES if getattr(self, name) == CLOSED]
+                named = [name for name in NAMES if name not in (*self.free, *closed)]
                 chosen = {name: _bind(looking, host, getattr(self, name), name, socket.SO_REUSEADDR) for name in named}
                 chosen |= {name: _bind(held, host, 0, name, option) for name in self.free}
-            yield Ports(**chosen)
+            yield Ports(**chosen, **dict.fromkeys(closed, CLOSED))
 
     def taken(self, host: str, names: Sequence[str]) -> list[int]:
         """Return those of these ports at which a process listens."""
         return [port for port in (getattr(self, name) for name in names) if not _can_listen(host, port)]
+
+
+def read_port(text: str) -> int:
+    """Read a port from a flag, CLOSED from "off"; raises ValueError."""
+    if text == OFF:
+        return CLOSED
+    if (port := int(text)) < 0:
+        raise ValueError(f"{text} is no port")
+    return port
+
+
+def written(port: int) -> str:
+    """Write a port as `read_port` reads it."""
+    return OFF if port == CLOSED else str(port)
 
 
 def start_on_free_ports(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -16,6 +17,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_BYTES = 64 << 10  # bytes of a log's end that are read for an error message
 LOG_LINES = 30
 PROC = Path("/proc")
+UMASK = 0o077  # of what processes of a server make, which may have prompts and answers
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,10 @@ class Program:
     workers : tuple of str
         For each child process that must live as long as the process itself, a text that only its command line has.
     clean_up : callable
-        Called when the process and its children have ended, to free resources that a killed process leaves behind.
+        Called when the process and its children have ended, to free resources that a killed process leaves behind. What it
+        raises is logged, and ends nothing.
+    core_dumps : bool
+        Whether the process may leave a core dump, which has prompts and answers, and keys.
     """
 
     name: str
@@ -44,6 +50,7 @@ class Program:
     ends_with: str = ""
     workers: tuple[str, ...] = ()
     clean_up: Callable[[], None] = lambda: None
+    core_dumps: bool = False
 
 
 class Child:
@@ -62,8 +69,9 @@ class Child:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent if program.core_dumps else die_without_core,
                 start_new_session=True,
+                umask=UMASK,
             )
         self._workers: dict[str, Path] = {}
 
@@ -106,7 +114,10 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
-        self.program.clean_up()
+        try:
+            self.program.clean_up()
+        except Exception:  # what is left behind takes up room, and is no reason to end the others
+            logger.exception("%s: what it has left behind could not be removed", self.program.name)
         return status
 
 
@@ -147,6 +158,17 @@ def listens(pid: int, port: int) -> bool:
 def die_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when the thread that started it ends: Popen's `preexec_fn`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def die_without_core() -> None:
+    """Do as `die_with_parent`, and have this process and its children leave no core dumps: Popen's `preexec_fn`."""
+    die_with_parent()
+    leave_no_core()
+
+
+def leave_no_core() -> None:
+    """Have this process, and those that it starts, leave no core dumps when they crash."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def raise_file_limit() -> None:

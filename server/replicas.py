@@ -7,14 +7,15 @@ read its beginning. Each replica is a server as without a router, with a gRPC, a
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import requests
@@ -32,6 +33,8 @@ ROUTER = "router"
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # requests of one value go to one replica
 HEALTH_SECONDS = 2  # between two looks at a replica; one that fails twice gets no further requests
 STOP_SECONDS = 10.0
+# smg takes its key as a flag alone, which every user of the machine would see in a list of processes.
+START_ROUTER = "import json, sys; from smg.cli import main; main(json.load(open(sys.argv[1])))"
 REMEDY = "pip install 'kvseek[replicas]'"
 
 
@@ -87,7 +90,8 @@ def running_replicas(
     EngineDirectoryError, ConfigError
         If the engine directory cannot be served.
     """
-    command, wanted = router_command(), [(host, Ports(0, 0, 0, openai_port)), (LOOPBACK, Ports(0, 0, 0, 0))]
+    check_router()
+    wanted = [(host, Ports(0, 0, 0, openai_port)), (LOOPBACK, Ports(0, 0, 0, 0))]
     with wanted[0][1].hold(host):
         pass  # an error now, before replicas are started in vain
     ranks = read_config(engine_dir).tp_size
@@ -114,7 +118,11 @@ def running_replicas(
 
         def start(stack: ExitStack, ports: Sequence[Ports]) -> Replicas:
             port, metrics = ports[0].openai, ports[1].metrics
-            program = Program(ROUTER, (*command, *flags(workers, host, port, metrics, key)), STOP_SECONDS)
+            arguments = Path(folder) / "arguments.json"
+            arguments.touch(mode=0o600)
+            arguments.write_text(json.dumps(flags(workers, host, port, metrics, key)), encoding="utf-8")
+            command = (sys.executable, "-P", "-c", START_ROUTER, str(arguments))
+            program = Program(ROUTER, command, STOP_SECONDS, core_dumps=settings.core_dumps)
             output = _log_of(log, ROUTER)
             supervisor = Supervisor(
                 [program],
@@ -132,19 +140,16 @@ def running_replicas(
         yield start_on_free_ports(running, wanted, start)
 
 
-def router_command() -> tuple[str, ...]:
-    """Find the router beside this Python or in PATH; raises ServerError."""
-    beside = Path(sys.executable).parent / "smg"
-    found = str(beside) if beside.exists() else shutil.which("smg")
-    if found is None:
+def check_router() -> None:
+    """Raise ServerError unless the router is installed."""
+    if find_spec("smg") is None:
         raise ServerError(f"--replicas: the router smg is not installed; {REMEDY}")
-    return found, "launch"
 
 
 def flags(workers: Sequence[str], host: str, port: int, metrics: int, key: str) -> tuple[str, ...]:
     """Return the router's flags, as of smg 1.13; docker/kubernetes/router.yaml has those from --policy on too."""
     return (
-        *("--worker-urls", *workers, "--host", host, "--port", str(port)),
+        *("launch", "--worker-urls", *workers, "--host", host, "--port", str(port)),
         *("--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics), "--log-level", "warn"),
         # The replica that has read most of a prompt's beginning gets it, unless a header names its session.
         *("--policy", "cache_aware", "--sticky-sessions", "--routing-key-headers", *SESSION_HEADERS),

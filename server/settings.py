@@ -29,6 +29,12 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
+def _yes(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{text} is neither true nor false")
+    return text == "true"
+
+
 ENGINE_FLAGS: Flags = {
     "layout": (str, f"which of TensorRT-LLM's model repositories clients find: {' or '.join(LAYOUTS)}"),
     "threads": (int, "CPU threads of the engine"),
@@ -42,10 +48,10 @@ ENGINE_FLAGS: Flags = {
 }
 OPENAI_FLAGS: Flags = {
     "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
-    "api_key_file": (str, "file of the keys that the OpenAI port asks for, one a line"),
+    "api_key_file": (str, "file of the API keys, one a line, that all ports ask for but for health and metrics"),
     "share_prefixes": (
         str,
-        "which requests at the OpenAI port share what was read of prompts: those of one API key, or all",
+        "which requests share what was read of prompts: those of one API key (key), or all",
     ),
 }
 SERVE_FLAGS: Flags = {
@@ -56,6 +62,7 @@ SERVE_FLAGS: Flags = {
     "rdzv_endpoint": (str, "HOST:PORT of the host of rank 0, where the ranks of the others find it"),
     "ranks_key_file": (_absolute, f"file with the key that all hosts have, instead of the variable {KEY_VARIABLE}"),
     **OPENAI_FLAGS,
+    "core_dumps": (_yes, "true lets processes that crash leave core dumps, which have prompts, answers and keys"),
 }
 
 
@@ -95,9 +102,11 @@ class ServeSettings:
     served_model_name : str or None
         Name of the model at the OpenAI door; None: the checkpoint's name in the engine's manifest.
     api_key_file : str or None
-        File of the OpenAI door's API keys, one a line; None: the door asks for none.
+        File of the API keys, one a line, of which requests at all ports have to send one; None: none is asked for.
     share_prefixes : str
-        Which requests at the OpenAI door share what was read of their prompts: "key", those of one API key, or "all".
+        Which requests share what was read of their prompts, if there are API keys: "key", those of one key, or "all".
+    core_dumps : bool
+        Whether the server's processes may leave core dumps, which have prompts, answers and keys.
     """
 
     layout: str = INFLIGHT_BATCHER_LLM.name
@@ -117,6 +126,7 @@ class ServeSettings:
     served_model_name: str | None = None
     api_key_file: str | None = None
     share_prefixes: str = SHARE_BY_KEY
+    core_dumps: bool = False
 
     def __post_init__(self) -> None:
         known = f"one of {', '.join(LAYOUTS)}"
@@ -185,6 +195,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
     for name, (kind, text) in flags.items():
         value = getattr(default, name)
         shown = "none" if value is None else f"{value:g}" if kind is float else value
+        shown = str(value).lower() if isinstance(value, bool) else shown
         shown = "torch's choice" if name == "threads" else shown
         parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})")
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvseek.core.private_files import PrivateFileError, open_own_file
+
 from .prefix_tree import TOKEN_BYTES, chained_key
 
 FORMAT = "kvseek prefix 1"
@@ -157,7 +159,7 @@ def write_file(
     path = folder / file_name(key)
     new = folder / f".{key.hex()}.new"
     try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb") as file:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for piece in pieces(data, pause):
                 file.write(piece)
@@ -174,14 +176,18 @@ def read_entry(path: Path) -> Entry:
     Raises
     ------
     ForeignFileError
-        It is no file of a prefix, or one of another format version.
+        It is no file of a prefix, or one of another format version, a link, or another user's.
     DamagedFileError
         It has the name of one, but is cut short, or says what cannot be.
     OSError
     """
     if path.suffix != SUFFIX or len(path.stem) != 32 or not set(path.stem) <= set("0123456789abcdef"):
         raise ForeignFileError(f"{path} is no file of a prefix")
-    with path.open("rb") as file:
+    try:
+        descriptor = open_own_file(path)
+    except PrivateFileError as error:
+        raise ForeignFileError(str(error)) from None
+    with open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         try:
@@ -225,7 +231,11 @@ def read_data(entry: Entry, buffer: memoryview, pause: Callable[[], None]) -> No
     OSError
     """
     hashed = hashlib.sha256()
-    with entry.path.open("rb") as file:
+    try:
+        descriptor = open_own_file(entry.path)
+    except PrivateFileError as error:
+        raise DamagedFileError(str(error)) from None
+    with open(descriptor, "rb") as file:
         file.seek(entry.data_start)
         for piece in pieces(buffer, pause):
             if file.readinto(piece) < len(piece):

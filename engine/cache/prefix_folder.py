@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvseek.core.errors import ConfigError
+from kvseek.core.private_files import PrivateFileError, open_private_folder
 
 from .prefix_file import DamagedFileError, Entry, ForeignFileError, Origin, RowShape, file_name, read_entry
 from .prefix_tree import TOKEN_BYTES, chained_key, common_tokens, root_key, span_bytes
 
-FOLDER_MODE = 0o700  # files tell what users have written
 LOCK_SECONDS = 1.0  # `kvseek cache` has a folder locked for less
 NEW_FILES = ".*.new"  # what a process that was killed had not finished
 
@@ -42,12 +42,12 @@ class Match:
     stop: int
 
 
-def lock(folder: Path, seconds: float = 0.0) -> int:
-    """Lock a folder, for which others have so many seconds to leave it.
+def lock(folder: Path, seconds: float = 0.0, make: bool = False) -> int:
+    """Lock a folder, for which others have so many seconds to leave it, and which is made first if `make` says so.
 
-    Returns the file descriptor whose end ends the lock. Raises BusyFolderError, OSError.
+    Returns the file descriptor whose end ends the lock. Raises BusyFolderError, PrivateFileError, OSError.
     """
-    descriptor, deadline = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + seconds
+    descriptor, deadline = open_private_folder(folder, make), time.monotonic() + seconds
     try:
         while True:
             try:
@@ -69,7 +69,7 @@ def scan(folder: Path) -> Iterator[tuple[Path, Entry | Exception]]:
     times = list[tuple[int, Path]]()
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # a process that uses the folder has just removed it
-            times.append((path.stat().st_mtime_ns, path))
+            times.append((path.lstat().st_mtime_ns, path))
     for _, path in sorted(times, reverse=True):
         try:
             yield path, read_entry(path)
@@ -154,7 +154,7 @@ class PrefixFolder:
             touched, self._touched = self._touched, {}
         for key, when in touched.items():
             with contextlib.suppress(OSError):  # then the order is not quite right after a restart
-                os.utime(self.path / file_name(key), ns=(when, when))
+                os.utime(self.path / file_name(key), ns=(when, when), follow_symlinks=False)
 
     def make_room(self, size: int, before: bytes) -> bool:
         """Remove files until `size` bytes fit, but none of those that the node `before` follows; whether they fit."""
@@ -293,13 +293,12 @@ def open_folder(directory: Path, most_bytes: int, origin: Origin, shape: RowShap
     Raises
     ------
     ConfigError
-        If the directory cannot be made or used, or another process uses the engine's folder.
+        If the directory cannot be made or used, other users may change what is in it, or another process uses the engine's
+        folder.
     """
     path = directory / origin.engine
     try:
-        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        path.chmod(FOLDER_MODE)
-        descriptor = lock(path, LOCK_SECONDS)
+        descriptor = lock(path, LOCK_SECONDS, make=True)
         folder = PrefixFolder(path, most_bytes, origin, shape, descriptor)
         try:
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
@@ -310,6 +309,8 @@ def open_folder(directory: Path, most_bytes: int, origin: Origin, shape: RowShap
             raise
     except BusyFolderError as error:
         raise BusyFolderError(f"disk_dir = {str(directory)!r}: {error}") from None
+    except PrivateFileError as error:
+        raise ConfigError(f"disk_dir = {str(directory)!r}: {error}") from None
     except OSError as error:
         raise ConfigError(
             f"disk_dir = {str(directory)!r}: cannot be used ({error}); name a directory that this user may write to, or leave "

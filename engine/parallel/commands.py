@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from dataclasses import dataclass
+
+import msgspec
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Reuse
-from kvseek.engine.model.prefill import Prompts
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the engine directory with this configuration, that of all ranks, and use so many threads.
 
     A rank of another node has a directory and threads of its own.
@@ -33,8 +32,7 @@ class Load:
     stall_seconds: float
 
 
-@dataclass(frozen=True)
-class Open:
+class Open(msgspec.Struct, frozen=True, tag=True):
     """Cache.open, with the prefix that each rank has for `reuse`."""
 
     slot: int
@@ -42,47 +40,41 @@ class Open:
     reuse: Reuse | None
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(msgspec.Struct, frozen=True, tag=True):
     """Cache.close."""
 
     slot: int
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(msgspec.Struct, frozen=True, tag=True):
     """Decoder.prefill, with takers for the slots `asked`; `number` is what the following commands call the prefill."""
 
     number: int
-    prompts: Prompts
+    prompts: tuple[tuple[int, tuple[int, ...]], ...]
     asked: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Advance:
+class Advance(msgspec.Struct, frozen=True, tag=True):
     """Prefill.advance."""
 
     number: int
     max_tokens: int
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True, tag=True):
     """Prefill.drop."""
 
     number: int
     slot: int
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True, tag=True):
     """Prefill.finish; nothing more is said of this prefill."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Decode:
+class Decode(msgspec.Struct, frozen=True, tag=True):
     """Decoder.decode, if the cache's digest is this."""
 
     tokens: tuple[int, ...]
@@ -90,16 +82,14 @@ class Decode:
     digest: int
 
 
-@dataclass(frozen=True)
-class Reserve:
+class Reserve(msgspec.Struct, frozen=True, tag=True):
     """PrefixRows.reserve."""
 
     slot: int
     tokens: int
 
 
-@dataclass(frozen=True)
-class Complete:
+class Complete(msgspec.Struct, frozen=True, tag=True):
     """PrefixRows.complete."""
 
     slot: int
@@ -107,8 +97,7 @@ class Complete:
     places: int
 
 
-@dataclass(frozen=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True, tag=True):
     """PrefixRows.keep."""
 
     slot: int
@@ -116,19 +105,29 @@ class Keep:
     begins: bool
 
 
-@dataclass(frozen=True)
-class Forget:
+class Forget(msgspec.Struct, frozen=True, tag=True):
     """PrefixRows.forget."""
 
     extents: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Prepare:
+class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Steps.prepare: on GPUs it runs steps, whose sums all ranks compute."""
 
 
 Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Prepare | Reserve | Complete | Keep | Forget
+_decoder = msgspec.msgpack.Decoder(Load | Command)
+
+
+def encode(command: Load | Command) -> bytes:
+    """Write a command as a message."""
+    return msgspec.msgpack.encode(command)
+
+
+def decode(message: bytes) -> Load | Command:
+    """Read a command; raises MsgspecError if it is none, and ConfigError if a configuration cannot be."""
+    command: Load | Command = _decoder.decode(message)
+    return command
 
 
 def digest(cache: Cache) -> int:

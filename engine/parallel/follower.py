@@ -15,12 +15,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from kvseek.core.errors import KvseekError
@@ -31,6 +31,7 @@ from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import Prefill
 
+from .channel import Channel
 from .commands import (
     Advance,
     Begin,
@@ -46,6 +47,7 @@ from .commands import (
     Open,
     Prepare,
     Reserve,
+    decode,
     digest,
 )
 from .nodes import Nodes, join_ranks
@@ -116,10 +118,10 @@ def _ignore(first: int, logits: Tensor) -> None:
     """Take logits that rank 0 has, too."""
 
 
-def serve(connection: Connection, load: Load, up: Path | None = None) -> NoReturn:
+def serve(channel: Channel, load: Load, up: Path | None = None) -> NoReturn:
     """Load, and do what rank 0 says until it closes the connection. The file `up` is made when all is loaded."""
     torch.set_num_threads(load.threads)
-    end_with_rank_0(connection)
+    end_with_rank_0(channel)
     reporter = Reporter(load.stall_seconds)
     reporter.waiting("joins the other ranks")
     limit = load.timeout_seconds
@@ -133,12 +135,14 @@ def serve(connection: Connection, load: Load, up: Path | None = None) -> NoRetur
             ranks = DeviceRanks.over(ranks, load.config, [])
         follower = Follower(load_part(Path(load.directory), rank_config(load.config), ranks))
         reporter.waiting("waits for rank 0")
-        connection.send_bytes(READY)
+        channel.send(READY)
         if up is not None:
             up.touch()
         with torch.inference_mode():
             while True:
-                command = connection.recv()
+                command = decode(channel.receive())
+                if isinstance(command, Load):
+                    raise RuntimeError("rank 0 has said twice what to load")
                 reporter.step()
                 reporter.doing(type(command).__name__)
                 follower.do(command)
@@ -146,24 +150,26 @@ def serve(connection: Connection, load: Load, up: Path | None = None) -> NoRetur
         reporter.close()
 
 
-def follow(connection: Connection, own: argparse.Namespace | None = None) -> NoReturn:
+def follow(channel: Channel, own: argparse.Namespace | None = None) -> NoReturn:
     """Serve rank 0, and end this process: with status 1 after an error, which rank 0 is told. `own`: flags of another node.
 
     It ends at once, before any memory is given back: that may take longer than `end_with_rank_0` allows, and on a GPU it would
     wait for kernels, which may wait for other ranks.
     """
     try:
-        load: Load = connection.recv()
+        load = decode(channel.receive())
+        if not isinstance(load, Load):
+            raise RuntimeError(f"rank 0 has said {type(load).__name__} before what to load")
         if own is None:
-            serve(connection, load)
+            serve(channel, load)
         else:
-            serve(connection, replace(load, directory=str(own.engine_dir), threads=own.threads), own.up)
+            serve(channel, replace(load, directory=str(own.engine_dir), threads=own.threads), own.up)
     except (EOFError, ConnectionError):
         _end(0)  # rank 0 has ended, or needs this rank no longer
     except Exception as error:
         logger.exception("rank 0 is told of an error")
         try:
-            connection.send_bytes(f"{type(error).__name__}: {error}".encode())
+            channel.send(f"{type(error).__name__}: {error}".encode())
         except OSError:
             _end(0)
         _end(1)
@@ -193,16 +199,16 @@ def main(argv: Sequence[str]) -> int:
         # These may reach all processes of a terminal or a unit at once: rank 0 decides what they mean.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        follow(Connection(int(argv[0])))
+        follow(Channel(Connection(int(argv[0]))))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     arguments = parse_arguments(argv)
     try:
         nodes = Nodes.of(arguments.nnodes, arguments.rdzv_endpoint, arguments.ranks_key_file)
-        connection = join_ranks(nodes, arguments.rank, read_manifest(arguments.engine_dir).fingerprint)
+        channel = join_ranks(nodes, arguments.rank, read_manifest(arguments.engine_dir).fingerprint)
     except KvseekError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    follow(connection, arguments)
+    follow(channel, arguments)
 
 
 if __name__ == "__main__":

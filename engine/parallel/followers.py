@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +20,8 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import read_manifest
 
-from .commands import Command, Load
+from .channel import Channel, TamperedError
+from .commands import Command, Load, encode
 from .follower import READY
 from .nodes import Nodes, accept_ranks
 from .ranks import Ranks, create_store, find_store, leave
@@ -42,10 +43,10 @@ class RankError(KvseekError):
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that is not rank 0: its connection, and its process if that runs on this host, or else the host's address."""
+    """A rank that is not rank 0: its channel, and its process if that runs on this host, or else the host's address."""
 
     rank: int
-    connection: Connection
+    channel: Channel
     process: subprocess.Popen[bytes] | None = None
     host: str = ""
 
@@ -105,7 +106,7 @@ class Followers:
             fingerprint = read_manifest(directory).fingerprint
             for rank, joined in accept_ranks(nodes, config.tp_size, fingerprint).items():
                 host = f"node {rank // len(here)} at {joined.address}"
-                self._members.append(Member(rank, joined.connection, host=host))
+                self._members.append(Member(rank, joined.channel, host=host))
         self._store = create_store(timeout_seconds, nodes.host)
         self._members += [_start(rank) for rank in here[1:]]
         self._directory, self._config, self._threads = directory.resolve(), config, threads
@@ -129,8 +130,8 @@ class Followers:
         numbers = [member.rank for member in self._members]
         own_connection = find_store(self._store.host, self._store.port, self._timeout_seconds)
         self._reports = Reports(own_connection, self._reporter, numbers)
-        connections = {member.rank: member.connection for member in self._members}
-        self._watch = Watch(connections, self._release, self._timeout_seconds, self._reports)
+        channels = {member.rank: member.channel for member in self._members}
+        self._watch = Watch(channels, self._release, self._timeout_seconds, self._reports)
         try:
             with self._named():
                 self._wait_for_all()
@@ -172,7 +173,10 @@ class Followers:
         """Wait until all ranks have loaded their parts; raises RankError with the first error."""
         self._reporter.waiting("waits until the other ranks are loaded")
         while len(self._ready) < len(self._members):
-            wait([member.connection for member in self._members if member.rank not in self._ready], FAILED_SECONDS)
+            wait(
+                [member.channel.connection for member in self._members if member.rank not in self._ready],
+                FAILED_SECONDS,
+            )
             self._check()
             self._check_watch()
         if self._watch is not None and self._config.device == "cpu":
@@ -210,7 +214,7 @@ class Followers:
         """Let the ranks end, and kill those that do not; what waits for them on this rank's GPU ends. May be called twice."""
         self.free()
         for member in self._members:
-            member.connection.close()
+            member.channel.close()
         deadline = time.monotonic() + END_SECONDS
         for process in [member.process for member in self._members if member.process is not None]:
             try:
@@ -241,7 +245,7 @@ class Followers:
             raise
         except Exception as error:
             # A rank that has died may end this rank's communication a moment before its connection is seen closed.
-            wait([member.connection for member in self._members], FAILED_SECONDS)
+            wait([member.channel.connection for member in self._members], FAILED_SECONDS)
             told, ended = self._news()
             found = "" if self._watch is None else self._watch.failure
             reason = "; ".join(ended.values())
@@ -263,7 +267,7 @@ class Followers:
     def _check_watch(self) -> None:
         """Raise RankError if the watch has found one that has failed, with what it tells itself if it does."""
         if self._watch is not None and self._watch.failure:
-            wait([member.connection for member in self._members], FAILED_SECONDS)
+            wait([member.channel.connection for member in self._members], FAILED_SECONDS)
             self._check()
             self._fail(self._watch.failure)
 
@@ -271,9 +275,12 @@ class Followers:
         """Return what ranks have told of errors, and how others have ended, by rank; notes those that are loaded."""
         told, ended = dict[int, str](), dict[int, str]()
         for member in self._members:
-            if member.connection.poll():
+            if member.channel.poll():
                 try:
-                    message = member.connection.recv_bytes()
+                    message = member.channel.receive()
+                except TamperedError as error:
+                    ended[member.rank] = f"{member}: {error}"
+                    continue
                 except (EOFError, OSError):
                     ended[member.rank] = member.ended()
                     continue
@@ -287,7 +294,7 @@ class Followers:
 
     def _send(self, member: Member, command: Command | Load) -> None:
         try:
-            member.connection.send(command)
+            member.channel.send(encode(command))
         except OSError:
             self._fail(member.ended())
 
@@ -305,4 +312,4 @@ def _start(rank: int) -> Member:
     with theirs:
         command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    return Member(rank, own, process)
+    return Member(rank, Channel(own), process)

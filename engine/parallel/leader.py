@@ -160,7 +160,8 @@ class LeadDecoder(Decoder):
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See Decoder."""
         number = next(self._numbers)
-        with self._followers.doing(Begin(number, prompts, tuple(takers))):
+        told = tuple((slot, tuple(tokens)) for slot, tokens in prompts)
+        with self._followers.doing(Begin(number, told, tuple(takers))):
             prefill = super().prefill(prompts, takers)
             return LeadPrefill(prefill, self._followers, self._launches, number, prompts, takers)
 

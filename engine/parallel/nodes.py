@@ -1,8 +1,7 @@
 """Ranks on several hosts: how those of the other hosts find rank 0, over TCP (docs/parallelism.md).
 
 A host is a *node*, as torchrun calls it. Node 0 has rank 0, which listens at an endpoint while it is loaded; the ranks of other
-nodes connect to it. Both sides prove that they have the same key before anything else is read: a command is a pickled object,
-and whoever may send one may run code.
+nodes connect to it. Each side draws a nonce, and from then on every message proves that its sender has the same key (channel.py).
 """
 
 from __future__ import annotations
@@ -10,25 +9,29 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import socket
 import struct
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.private_files import LEAST_KEY_CHARACTERS, PrivateFileError, read_key_file
+
+from .channel import Channel, Seal, TamperedError
 
 KEY_VARIABLE = "KVSEEK_RANKS_KEY"
-LEAST_KEY_CHARACTERS = 16
 LOOPBACK = "127.0.0.1"
-HANDSHAKE_SECONDS = 5  # that a peer may take for each message until it is known
+HANDSHAKE_SECONDS = 5  # that a peer may take until it is known, as others wait meanwhile
 RETRY_SECONDS = 0.5  # between two attempts to reach rank 0
 KEEPALIVE = {
     "TCP_KEEPIDLE": 10,
@@ -36,6 +39,7 @@ KEEPALIVE = {
     "TCP_KEEPCNT": 3,
 }  # seconds, seconds, probes: finds a host that is gone
 SIOCGIFADDR = 0x8915  # netdevice(7)
+NONCE_BYTES = 32
 MAX_HELLO_BYTES = 4096
 ADMITTED = b"admitted"
 logger = logging.getLogger(__name__)
@@ -111,7 +115,7 @@ class Hello:
 class Joined:
     """A rank of another node, and where it is."""
 
-    connection: Connection
+    channel: Channel
     address: str
 
 
@@ -129,24 +133,24 @@ def accept_ranks(nodes: Nodes, tp_size: int, fingerprint: str) -> Mapping[int, J
         while len(joined) < tp_size - len(own):
             peer, (address, _) = listening.accept()
             try:
-                connection = _authenticated(peer, nodes.key, deliver=True)
-                hello = msgspec.json.decode(connection.recv_bytes(MAX_HELLO_BYTES), type=Hello)
-                for rank in [rank for rank, one in joined.items() if one.connection.poll()]:
-                    joined.pop(rank).connection.close()  # who waits says nothing: its process has ended
+                with _limited(peer):
+                    channel = _agreed(peer, nodes.key, leads=True)
+                    hello = _read_hello(channel)
+                for rank in [rank for rank, one in joined.items() if one.channel.poll()]:
+                    joined.pop(rank).channel.close()  # who waits says nothing: its process has ended
                 if reason := _why_not(hello, nodes, tp_size, fingerprint, joined):
-                    connection.send_bytes(reason.encode())
+                    channel.send(reason.encode())
                     logger.error("rank %d at %s cannot join: %s", hello.rank, address, reason)
                     continue
-                connection.send_bytes(ADMITTED)
-            except (AuthenticationError, EOFError, OSError, msgspec.MsgspecError) as error:
+                channel.send(ADMITTED)
+            except (TamperedError, EOFError, OSError, msgspec.MsgspecError) as error:
                 logger.error("a connection from %s is closed: %s: %s", address, type(error).__name__, error)
                 continue
-            _without_limit(connection)
-            joined[hello.rank] = Joined(connection, address)
+            joined[hello.rank] = Joined(channel, address)
     return joined
 
 
-def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
+def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Channel:
     """Connect to rank 0 as this rank, as soon as it listens, however long that takes; raises JoinError if it refuses."""
     logger.info("rank %d waits for rank 0 at %s:%d", rank, nodes.host, nodes.port)
     reason = ""
@@ -154,10 +158,11 @@ def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
         try:
             peer = socket.create_connection((nodes.host, nodes.port), HANDSHAKE_SECONDS)
             peer.settimeout(None)
-            connection = _authenticated(peer, nodes.key, deliver=False)
-            connection.send_bytes(msgspec.json.encode(Hello(rank, nodes.count, fingerprint)))
-            answer = connection.recv_bytes()
-        except AuthenticationError:
+            with _limited(peer):
+                channel = _agreed(peer, nodes.key, leads=False)
+                channel.send(msgspec.json.encode(Hello(rank, nodes.count, fingerprint)))
+                answer = channel.receive(MAX_HELLO_BYTES)
+        except TamperedError:
             raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} has another key; give both the same") from None
         except (EOFError, OSError) as error:
             if str(error) != reason:
@@ -167,8 +172,7 @@ def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
             continue
         if answer != ADMITTED:
             raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} refuses rank {rank}: {answer.decode()}")
-        _without_limit(connection)
-        return connection
+        return channel
 
 
 def interface_to(host: str) -> str:
@@ -198,38 +202,57 @@ def _why_not(hello: Hello, nodes: Nodes, tp_size: int, fingerprint: str, joined:
     return f"rank = {hello.rank}: is there already, from {joined[hello.rank].address}" if hello.rank in joined else ""
 
 
-def _authenticated(peer: socket.socket, key: str, deliver: bool) -> Connection:
-    """Make a connection of a socket after both sides have shown that they have the key; raises AuthenticationError."""
-    limit = struct.pack("ll", HANDSHAKE_SECONDS, 0)  # of each read and write, until `_without_limit`
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+@contextmanager
+def _limited(peer: socket.socket) -> Iterator[None]:
+    """Break a connection off if the body takes longer than HANDSHAKE_SECONDS, however many bytes come meanwhile."""
+    own = peer.dup()
+
+    def break_off() -> None:
+        with suppress(OSError):  # the other end has closed it
+            own.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(HANDSHAKE_SECONDS, break_off)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        own.close()
+
+
+def _agreed(peer: socket.socket, key: str, leads: bool) -> Channel:
+    """Make a channel of a socket, for which both ends draw a nonce. That the other one has the key shows in its first message."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # commands are small, and each is to be done now
     for name, value in KEEPALIVE.items():
         peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection = Connection(peer.detach())
+    connection, own = Connection(peer.detach()), secrets.token_bytes(NONCE_BYTES)
     try:
-        for ours in (deliver, not deliver):
-            (deliver_challenge if ours else answer_challenge)(connection, key.encode())
+        connection.send_bytes(own)
+        other = connection.recv_bytes(NONCE_BYTES)
+        if len(other) != NONCE_BYTES:
+            raise TamperedError(f"a nonce of {len(other)} bytes: must have {NONCE_BYTES}; the other end is no rank")
     except BaseException:
         connection.close()
         raise
-    return connection
+    return Channel(connection, Seal(key.encode(), own + other if leads else other + own, leads))
 
 
-def _without_limit(connection: Connection) -> None:
-    """Let reads and writes of a connection that `_authenticated` made take any time."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+def _read_hello(channel: Channel) -> Hello:
+    """Read the first message of another rank; one that has another key gets an answer that it cannot check."""
+    try:
+        return msgspec.json.decode(channel.receive(MAX_HELLO_BYTES), type=Hello)
+    except TamperedError:
+        channel.send(b"")
+        raise
 
 
 def _read_key(path: Path | None) -> str:
     try:
-        key = os.environ.get(KEY_VARIABLE, "") if path is None else path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"ranks_key_file = {path}: cannot be read ({reason}); give a file with a key") from None
+        key = os.environ.get(KEY_VARIABLE, "") if path is None else read_key_file(path).strip()
+    except PrivateFileError as error:
+        raise ConfigError(f"ranks_key_file = {path}: {error}") from None
     if len(key) < LEAST_KEY_CHARACTERS:
         where = f"variable {KEY_VARIABLE}" if path is None else f"ranks_key_file = {path}"
         raise ConfigError(

@@ -21,19 +21,20 @@ import logging
 import os
 import select
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from multiprocessing.connection import Connection
 
+from .channel import Channel
 from .reports import Reports, named
 
 PERIOD_SECONDS = 0.2  # between two looks at the other ranks
 RELEASE_SECONDS = 0.001  # between two attempts to free kernels: each lets them pass one of their waits
 RELEASED_SECONDS = 10.0  # after which what waits on rank 0 should have been released, or the process ends
 GRACE_SECONDS = 3.0  # that the process of a rank has to end by itself once rank 0 has closed its connection
-HEADER_BYTES = 4  # of a message of multiprocessing.connection: its length, 0 for READY of follower.py
+HEADER = struct.Struct("!i")  # of a message of multiprocessing.connection: its length
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +43,7 @@ class Watch:
 
     Parameters
     ----------
-    connections : mapping of int to Connection
+    channels : mapping of int to Channel
         By rank. They are looked at, and nothing is read.
     release : callable
         Lets kernels that wait for other ranks pass one wait; called repeatedly once a rank has failed.
@@ -54,12 +55,12 @@ class Watch:
 
     def __init__(
         self,
-        connections: Mapping[int, Connection],
+        channels: Mapping[int, Channel],
         release: Callable[[], None],
         timeout_seconds: float,
         reports: Reports,
     ) -> None:
-        self._connections, self._release, self._timeout = connections, release, timeout_seconds
+        self._channels, self._release, self._timeout = channels, release, timeout_seconds
         self._reports, self._loading = reports, True
         self._since: float | None = None  # when `begin` was called, until `end`
         self._failure = ""
@@ -132,15 +133,15 @@ class Watch:
                 os._exit(1)
 
     def _find_failure(self) -> str:
-        for rank, connection in self._connections.items():
-            if has_failed(connection):
+        for rank, channel in self._channels.items():
+            if has_failed(channel):
                 return f"rank {rank}: it has ended or failed"
         if self._loading:
             self._reports.look()
             return self._reports.loading_fault()
         since = self._since
         if since is not None and time.monotonic() - since > self._timeout:
-            found = unanswered(self._reports, self._connections, self._timeout)
+            found = unanswered(self._reports, self._channels, self._timeout)
             return found if self._since == since else ""  # that took seconds, in which the call may have ended
         return ""
 
@@ -154,21 +155,21 @@ def unanswered(reports: Reports, ranks: Collection[int], seconds: float) -> str:
     return f"{named(missing)}: no answer within {seconds:.0f} s ({doing})"
 
 
-def has_failed(connection: Connection) -> bool:
+def has_failed(channel: Channel) -> bool:
     """Whether the other end of a connection is closed, or has told of an error; nothing is read."""
     try:
-        with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-            seen = peer.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        with socket.socket(fileno=os.dup(channel.fileno())) as peer:
+            seen = peer.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except OSError:
         return True
-    return seen != bytes(HEADER_BYTES)  # empty: closed
+    return seen != HEADER.pack(channel.code_bytes)  # of READY of follower.py, which is empty; no header: closed
 
 
-def end_with_rank_0(connection: Connection) -> None:
+def end_with_rank_0(channel: Channel) -> None:
     """End this process soon after rank 0 has closed its end of the connection, even if a kernel keeps the main thread waiting."""
-    threading.Thread(target=_end_after, args=(connection.fileno(),), name="kvseek-watch", daemon=True).start()
+    threading.Thread(target=_end_after, args=(channel.fileno(),), name="kvseek-watch", daemon=True).start()
 
 
 def _end_after(descriptor: int) -> None:

@@ -27,6 +27,7 @@ from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
+from kvseek.server.processes import leave_no_core
 from kvseek.server.requests.messages import (
     Cancel,
     EndSession,
@@ -279,6 +280,8 @@ class EngineServer:
 async def run(arguments: argparse.Namespace) -> int:
     """Load the engine and serve it."""
     settings = ServeSettings.from_json(arguments.settings)
+    if not settings.core_dumps:
+        leave_no_core()  # here too, for an engine process that was started in a tritonserver
     model_name = read_manifest(arguments.engine_dir).source_model
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
     disk = DiskSettings(None if settings.disk_dir is None else Path(settings.disk_dir), settings.disk_bytes)

@@ -24,6 +24,7 @@ from pathlib import Path
 from kvseek.core.config_file import read_config
 from kvseek.core.manifest import read_manifest
 from kvseek.server.errors import ServerError
+from kvseek.server.processes import UMASK
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.settings import ServeSettings
 
@@ -96,7 +97,7 @@ class SharedEngine:
             # The process inherits the lock, of which the kernel lets go when the process ends, however it ends. It has a
             # session of its own, because it must outlive this program if others use it too.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),), start_new_session=True
+                command, stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),), start_new_session=True, umask=UMASK
             )
             self._started_at = time.monotonic()
 

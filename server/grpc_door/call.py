@@ -46,6 +46,8 @@ class GrpcCall:
         Opens a call of Triton's ModelStreamInfer that takes and gives bytes.
     refused : callable
         Counts a request that is not passed on.
+    owner, secret : str
+        See Parameters of server/requests/translation.py.
 
     Attributes
     ----------
@@ -54,8 +56,14 @@ class GrpcCall:
     """
 
     def __init__(
-        self, open_call: Callable[[], Any], schemas: Mapping[str, ModelSchema], refused: Callable[[ErrorCode], None]
+        self,
+        open_call: Callable[[], Any],
+        schemas: Mapping[str, ModelSchema],
+        refused: Callable[[ErrorCode], None],
+        owner: str,
+        secret: str,
     ) -> None:
+        self._owner, self._secret = owner, secret
         self._open_call, self._schemas, self._refused = open_call, schemas, refused
         self._call: Any = None
         self._opened = asyncio.Event()  # set when there is a call, or there will be none
@@ -122,6 +130,8 @@ class GrpcCall:
                 await self._write(context, refusal.SerializeToString())
             else:
                 request.parameters["kvseek_call"].string_param = self._name
+                request.parameters["kvseek_owner"].string_param = self._owner
+                request.parameters["kvseek_secret"].string_param = self._secret
                 self._models[request.model_name] = asked
                 if self._call is None:
                     self._call = self._open_call()

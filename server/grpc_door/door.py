@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ from kvseek.core.errors import ErrorCode, RequestError
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.http_door.readiness import ServerState
+from kvseek.server.requests.keys import REFUSAL, Keys, Tenant
 from kvseek.server.requests.served_request import WRITE_SECONDS
 from kvseek.server.triton.durations import clear_durations
 from kvseek.server.triton.relay import TO_TRITON
@@ -34,6 +35,9 @@ CLOSED = (
     *("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
     *(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Status", "Register", "Unregister")),
 )
+WITHOUT_KEY = frozenset(
+    (f"/{HEALTH_SERVICE}/Check", *(f"/{SERVICE}/{method}" for method in ("ServerLive", "ServerReady", "ModelReady")))
+)
 MAX_CALLS = 4096  # most calls that are open at a time
 MAX_STREAMS = 2048  # of the MAX_CALLS, those that may be inference streams; the rest stays free for health and metadata
 KEEPALIVE = [
@@ -46,6 +50,7 @@ ANSWER_SECONDS = 10.0  # most time for Triton to answer a call that is no infere
 NOT_RUNNING = "Triton does not run: it is being started or restarted; send the request again in some seconds"
 ENDED = "Triton ended while the request was with it, and is being restarted; send the request again"
 logger = logging.getLogger(__name__)
+NO_KEYS = Keys(())
 Handler = Callable[..., Any]
 
 
@@ -63,9 +68,11 @@ class GrpcDoor:
     Parameters
     ----------
     triton : str
-        host:port of Triton's own gRPC endpoint.
+        Triton's own gRPC endpoint, as gRPC names it.
     refused : callable
         Counts a request that is refused here.
+    keys : Keys
+        Of which calls have to send one as metadata `authorization`, but for questions of health.
 
     Attributes
     ----------
@@ -79,7 +86,9 @@ class GrpcDoor:
         state: ServerState,
         schemas: Mapping[str, ModelSchema],
         refused: Callable[[ErrorCode], None] = lambda _: None,
+        keys: Keys = NO_KEYS,
     ) -> None:
+        self._keys = keys
         self._state, self._schemas, self._refused = state, schemas, refused
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, *TO_TRITON])
@@ -100,7 +109,8 @@ class GrpcDoor:
             ("grpc.so_reuseport", int(held)),  # 1 would let a second server take a port that is not held
             *KEEPALIVE,
         ]
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+        gates = [Gate(self._keys)]
+        server = grpc.aio.server(interceptors=gates, options=options, maximum_concurrent_rpcs=MAX_CALLS)
         health = {"Check": grpc.unary_unary_rpc_method_handler(self._health)}
         server.add_generic_rpc_handlers(
             (
@@ -205,7 +215,9 @@ class GrpcDoor:
         if self.open >= MAX_STREAMS:
             message = f"{self.open} streams are open: at most {MAX_STREAMS} may; close some, or try again later"
             await context.abort(grpc.StatusCode.UNAVAILABLE, message)
-        upstream = GrpcCall(self._stream_infer, self._schemas, self._refused)
+        tenant = _tenant(self._keys, context.invocation_metadata()) or Tenant()  # the gate has let it through
+        owner = tenant.owner or context.peer()
+        upstream = GrpcCall(self._stream_infer, self._schemas, self._refused, owner, tenant.secret.hex())
         forward = asyncio.create_task(upstream.forward(requests, target))
         back = asyncio.create_task(upstream.back(target))
         unread = asyncio.create_task(upstream.unread.wait())
@@ -234,6 +246,32 @@ class GrpcDoor:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
         if failure is not None:
             await _abort(context, failure.code(), failure.details())
+
+
+class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Refuses calls without a key before anything of their messages is read."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        """Return the handler of a call, or one that refuses it."""
+        if details.method in WITHOUT_KEY or _tenant(self._keys, details.invocation_metadata) is not None:
+            return await continuation(details)
+        return REFUSED
+
+
+async def _refuse_call(_: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+
+
+REFUSED = grpc.stream_stream_rpc_method_handler(_refuse_call)
+
+
+def _tenant(keys: Keys, metadata: Any) -> Tenant | None:
+    """Return whose call it is; None if it has none of the keys."""
+    given = [value for name, value in metadata or () if name == "authorization"]
+    return keys.tenant(given[0] if len(given) == 1 and isinstance(given[0], str) else "")
 
 
 async def _only(data: bytes) -> AsyncIterator[bytes]:

@@ -16,7 +16,7 @@ from .generate_json import error_to_json
 
 RETRY_AFTER_SECONDS = "1"
 RETRY_LATER = (429, 503)
-CLOSING = (408, 413, 415)  # the rest of a body may still come after these, so the connection cannot be used again
+CLOSING = (401, 408, 413, 415)  # the rest of a body may still come after these, so the connection cannot be used again
 logger = logging.getLogger(__name__)
 
 

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -20,6 +21,7 @@ from .body import BodyReader
 from .errors import HttpError, describe
 from .fields import shortened
 from .generate_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
+from .listener import tenant_of
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 EVENT_STREAM = {
@@ -27,6 +29,10 @@ EVENT_STREAM = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would hold events back until it has some kilobytes
 }
+NO_STOP = (
+    "stop = true: over HTTP needs an API key, so that a client ends no other's request, and this server has none "
+    "(kvseek serve --api_key_file); close the connection of the request that is to end"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -111,20 +117,26 @@ class GenerateRoutes:
         """Give the client's id of its request, and the chunks of the answer; a request that stops another is done here."""
         if model not in self._limits:
             raise UnavailableError("the server is starting; send the request again in some seconds")
-        arrived = time.monotonic()
+        arrived, tenant = time.monotonic(), tenant_of(request)
         async with AsyncExitStack() as stack:
             with self._generations.counting_refusals():
                 async with self._bodies.read(request, self._limits[model]) as data:
                     body = await self._generations.read(lambda: self._parse(model, data, streams))
-                    ticket, served = Ticket(body.request_id, arrived), None
+                    ticket, served = Ticket(body.request_id, arrived, tenant.owner), None
                     if scalar(body.tensors, "stop", False):
-                        self._generations.stop(body.request_id)
+                        if (
+                            not tenant.owner
+                        ):  # anybody could end anybody's request: here each has a connection of its own
+                            raise RequestError(NO_STOP)
+                        self._generations.stop(body.request_id, tenant.owner)
                     else:
                         tokenises = self._schemas[model].served.takes_text
                         made = self._generations.made(
                             ticket, lambda: self._factory.make_one(model, body.tensors), tokenises
                         )
                         served = await stack.enter_async_context(made)
+                        salt = tenant.salt(served.request.cache_salt)
+                        served.request = replace(served.request, cache_salt=salt)
             chunks = _nothing()
             if served is not None:
                 answer = self._generations.generate(served, ticket, _trace(request))

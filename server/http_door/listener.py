@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from kvseek.server.errors import ServerError
+from kvseek.server.requests.keys import REFUSAL, Keys, Tenant
 
 from .errors import RETRY_AFTER_SECONDS, error_response, errors_as_json
 from .generate_json import error_to_json
@@ -18,6 +19,8 @@ from .generate_json import error_to_json
 HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers
 LINGER_SECONDS = 3.0  # time for which a refused client's data is still read, so that the client reads the refusal
 SPARE_CONNECTIONS = 64  # connections beyond the limit that get an orderly 503; further ones are closed at once
+TENANT = "tenant"  # whose request it is
+NO_KEYS = Keys(())
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 logger = logging.getLogger(__name__)
 FULL = "the server has as many open connections as it may have; try again later"
@@ -52,10 +55,16 @@ class HttpServer:
         Most connections open at once. Requests on further connections get status 503, except for health and metrics.
     header_seconds : float
         Seconds that a client may take to send the headers of its next request.
+    keys : Keys
+        Of which requests have to send one, but for questions of health.
     """
 
     def __init__(
-        self, routes: list[web.RouteDef], max_connections: int, header_seconds: float = HEADER_SECONDS
+        self,
+        routes: list[web.RouteDef],
+        max_connections: int,
+        header_seconds: float = HEADER_SECONDS,
+        keys: Keys = NO_KEYS,
     ) -> None:
         @web.middleware
         async def limit(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -64,7 +73,7 @@ class HttpServer:
         app = web.Application(middlewares=[errors_as_json, limit])
         app.add_routes(routes)
         app.on_response_prepare.append(_hide_version)
-        self._max_connections = max_connections
+        self._max_connections, self._keys = max_connections, keys
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,  # when a client leaves, its handler is cancelled, which cancels its request
@@ -115,11 +124,25 @@ class HttpServer:
         return self._runner.server()
 
     async def _limit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        tenant = self._keys.tenant(request.headers.get("Authorization", ""))
+        if tenant is None and not _asks_for_health(request):
+            return error_response(401, REFUSAL)
+        request[TENANT] = tenant
         if request.method == "POST" and self.connections > self._max_connections:
             response = error_response(503, FULL)
             response.force_close()
             return response
         return await handler(request)
+
+
+def tenant_of(request: web.Request) -> Tenant:
+    """Return whose request it is; it is no question of health."""
+    tenant: Tenant = request[TENANT]
+    return tenant
+
+
+def _asks_for_health(request: web.Request) -> bool:
+    return request.method == "GET" and (request.path.startswith("/v2/health/") or request.path.endswith("/ready"))
 
 
 async def _hide_version(_: web.Request, response: web.StreamResponse) -> None:

@@ -22,13 +22,13 @@ from kvseek.server.http_door.body import BodyReader
 from kvseek.server.http_door.fields import shortened
 from kvseek.server.http_door.generate import EVENT_STREAM, TRACEPARENT
 from kvseek.server.requests.generations import Generations, Ticket
+from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.served_request import WRITE_SECONDS
 
 from .chat_body import CHAT_FORMAT, ChatBody
 from .choices import Choice, make_choices
 from .completion_body import COMPLETION_FORMAT, CompletionBody
 from .errors import JSON, FieldError, StatusError, error_json
-from .keys import Tenant
 from .replies import ChatReply, CompletionReply, Json, Piece, Reply, usage
 from .request_body import AsgiBody, ClientLeftError, unless_left
 

@@ -23,11 +23,11 @@ from kvseek.core.session import MAX_SESSION_ID, check_text
 from kvseek.server.http_door.fields import shortened
 from kvseek.server.http_door.listener import FULL
 from kvseek.server.http_door.metrics import CONTENT_TYPE
+from kvseek.server.requests.keys import REFUSAL, Keys
 from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
 
 from .answer import TENANT, Answer, Service
 from .errors import JSON, FieldError, StatusError, error_response
-from .keys import Keys
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
@@ -162,8 +162,7 @@ class Gate:
         tenant = self._keys.tenant(headers.get("authorization", ""))
         scope.setdefault("state", {})[TENANT] = tenant
         if scope["path"] not in self._open_paths and tenant is None:
-            message = "Authorization: has none of the server's API keys; send Authorization: Bearer KEY"
-            app = error_response(StatusError(401, message, "invalid_api_key"))
+            app = error_response(StatusError(401, REFUSAL, "invalid_api_key"))
         elif scope["method"] == "POST" and self._is_full():
             app = error_response(UnavailableError(FULL), close=True)
         await app(scope, receive, send_with_id)

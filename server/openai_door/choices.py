@@ -12,9 +12,9 @@ from kvseek.core.request import MAX_SEED, FinishReason, LogProbs, Request, Sampl
 from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.requests.generations import CodedError
+from kvseek.server.requests.keys import Tenant
 
 from .errors import FieldError
-from .keys import Tenant
 from .parameters import MAX_CHOICES, Parameters, require
 from .prompts import TOO_LONG, Prompt
 from .response_format import read_guide

@@ -21,7 +21,7 @@ from kvseek.server.http_door.body import BODY_SECONDS, BodyReader
 from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.ports import Ports
 from kvseek.server.process_metrics import server_text
-from kvseek.server.processes import raise_file_limit
+from kvseek.server.processes import leave_no_core, raise_file_limit
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
@@ -105,6 +105,7 @@ async def run(arguments: argparse.Namespace) -> None:
     with Ports(0, 0, 0, arguments.openai_port).hold(arguments.host):
         pass  # an error now, before an engine is started in vain
     raise_file_limit()
+    leave_no_core()
     server = OpenAIServer(engine_dir, SharedEngine(engine_dir, settings), settings_here)
     try:
         port = await server.start(arguments.host, arguments.openai_port)

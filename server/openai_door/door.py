@@ -14,12 +14,12 @@ from kvseek.server.http_door.fields import MAX_FIELD_BYTES
 from kvseek.server.http_door.generate_json import JSON_BYTES_PER_BYTE, JSON_BYTES_PER_ID
 from kvseek.server.http_door.listener import HEADER_SECONDS
 from kvseek.server.requests.generations import Generations
+from kvseek.server.requests.keys import keys_of
 from kvseek.server.requests.text_request import max_text_bytes
-from kvseek.server.settings import SHARE_BY_KEY, ServeSettings
+from kvseek.server.settings import ServeSettings
 
 from .answer import Service
 from .app import make_app
-from .keys import Keys, read_keys
 from .listener import Listener
 
 FINGERPRINT_CHARACTERS = 16
@@ -53,11 +53,10 @@ class OpenAIDoor:
         manifest = read_manifest(engine_dir)
         name = settings.served_model_name or manifest.source_model
         fingerprint = f"fp_{manifest.fingerprint[:FINGERPRINT_CHARACTERS]}"
-        keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
         self._service = Service(generations, bodies, tokenizer, config, name, fingerprint)
         self._listener = Listener(max_connections, header_seconds)
-        gate = Keys(keys, apart=settings.share_prefixes == SHARE_BY_KEY)
-        self._app = make_app(self._service, gate, obstacles, metrics, lambda: self._listener.is_full, open_models)
+        keys = keys_of(settings)
+        self._app = make_app(self._service, keys, obstacles, metrics, lambda: self._listener.is_full, open_models)
 
     async def start(self, host: str, port: int, held: bool = False) -> int:
         """Listen, and load the tokenizer; returns the port. Raises ServerError. `held`: see Listener."""

@@ -42,6 +42,8 @@ class Ticket:
     ----------
     request_id : str
         The client's own id of the request; may be empty.
+    owner : str
+        Whose requests may stop this one (Tenant.owner); empty: nobody's.
     arrived : float
         Time at which the request's headers had arrived, in seconds of time.monotonic.
     number : int or None
@@ -52,6 +54,7 @@ class Ticket:
 
     request_id: str
     arrived: float
+    owner: str = ""
     number: int | None = None
     stopped: bool = False
 
@@ -130,10 +133,10 @@ class Generations:
         finally:
             self.open -= 1
 
-    def stop(self, request_id: str) -> None:
-        """End the requests to which their clients gave this id; an empty id matches none."""
+    def stop(self, request_id: str, owner: str) -> None:
+        """End the requests of an owner to which their clients gave this id; an empty id, or owner, matches none."""
         for ticket in self._tickets:
-            if request_id and ticket.request_id == request_id:
+            if request_id and owner and (ticket.request_id, ticket.owner) == (request_id, owner):
                 ticket.stopped = True
                 if ticket.number is not None:
                     self._client.cancel(ticket.number)

@@ -77,6 +77,10 @@ class Parameters:
         What NVIDIA's clients send beside the input `streaming`, which decides.
     kvseek_call : str
         The gRPC door's name of the client's call, or empty. Clients cannot send it.
+    kvseek_owner : str
+        Whose requests may stop this one: a name of the client's API key, or else of its connection. Clients cannot send it.
+    kvseek_secret : str
+        Hexadecimal digits of the secret of the request's Tenant, or empty. Clients cannot send it.
     kvseek_leave : bool
         Whether this request tells that the client of that call has left, so that its requests end. The tensors mean nothing.
     """
@@ -84,6 +88,8 @@ class Parameters:
     traceparent: str = ""
     Streaming: bool = False
     kvseek_call: str = ""
+    kvseek_owner: str = ""
+    kvseek_secret: str = ""
     kvseek_leave: bool = False
 
 

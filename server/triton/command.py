@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvseek.core.errors import KvseekError
-from kvseek.server.processes import die_with_parent
+from kvseek.server.processes import UMASK, die_without_core
 
 from .find import find_server
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
         command = [str(server.binary), f"--backend-directory={server.backends}", *arguments]
-        process = subprocess.Popen(command, env=server.environment, preexec_fn=die_with_parent)
+        process = subprocess.Popen(command, env=server.environment, preexec_fn=die_without_core, umask=UMASK)
         signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server itself, which this process waits for
         return process.wait()

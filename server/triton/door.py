@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import (
     MAX_ID_CHARACTERS,
@@ -44,6 +46,7 @@ from .stub import require_readable_arrays
 
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
+OF_DOORS = "kvseek_"  # how parameters begin that the gRPC door sends
 logger = logging.getLogger(__name__)
 
 
@@ -118,15 +121,17 @@ class TritonDoor:
         if not self._served.batched:
             tensors = {name: tensor[np.newaxis] for name, tensor in tensors.items()}
         parameters = read_parameters(request.parameters(), self._name)
-        if self._for_anyone and (parameters.kvseek_call or parameters.kvseek_leave):
+        own = {name: value for name, value in vars(parameters).items() if name.startswith(OF_DOORS) and value}
+        if self._for_anyone and own:
             raise RequestError(
-                f"kvseek_call, kvseek_leave: {self._name} has no such inputs, which only doors of kvseek send; leave them out"
+                f"{', '.join(own)}: {self._name} has no such inputs, which only doors of kvseek send; leave them out"
             )
-        stream.call = parameters.kvseek_call
+        stream.call, stream.owner = parameters.kvseek_call, parameters.kvseek_owner
+        stream.tenant = Tenant(bytes.fromhex(parameters.kvseek_secret))
         if parameters.kvseek_leave:
             self._leave_call(stream.call)
         elif scalar(tensors, "stop", False):
-            self._stop(stream.request_id)
+            self._stop(stream.request_id, stream.owner)
         elif not stream.call or stream.call not in self._left:
             self._enqueue(stream, tensors, parameters.traceparent)
             return
@@ -184,6 +189,7 @@ class TritonDoor:
 
     def _submit(self, stream: Stream, part: Part, trace: str) -> None:
         request = after(part.served.request, time.monotonic() - stream.arrived)
+        request = replace(request, cache_salt=stream.tenant.salt(request.cache_salt))
         part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
         if stream.left or stream.stopped or stream.closed or part.ended:  # this happened before the number was known
             self._client.cancel(part.number)
@@ -244,10 +250,10 @@ class TritonDoor:
         with self._lock:
             return list(self._streams)
 
-    def _stop(self, request_id: str) -> None:
-        """End the requests with an id, as TensorRT-LLM does for a request with `stop`; an empty id matches none."""
+    def _stop(self, request_id: str, owner: str) -> None:
+        """End an owner's requests with an id, as TensorRT-LLM does for a request with `stop`; an empty id matches none."""
         for stream in self._open_streams():
-            if request_id and stream.request_id == request_id:
+            if request_id and (stream.request_id, stream.owner) == (request_id, owner):
                 stream.stopped = True
                 self._cancel(stream)
 

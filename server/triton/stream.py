@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvseek.core.errors import ErrorCode
+from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.served_request import Chunk, ServedRequest
 from kvseek.server.requests.status import TRITON_CODE
 
@@ -41,6 +42,8 @@ class Stream:
         self._triton, self._sender, self._batched, self._decoupled = triton, sender, batched, decoupled
         self.request_id = request_id
         self.call = ""  # the gRPC door's name of the client's call
+        self.owner = ""  # whose requests may stop this one; without a gRPC door all have the same
+        self.tenant = Tenant()
         self.parts: list[Part] = []
         self.left = False  # whether the client has left
         self.stopped = False  # whether another request has stopped this one

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import re
 import subprocess
+import sys
 from typing import Any
 
 import kubernetes_validate
@@ -183,7 +184,9 @@ def test_the_router_finds_the_servers_pods(deployment: Any, container: Any) -> N
     assert f"--port={ports['openai']}" in arguments
     assert f"--prometheus-port={ports['metrics']}" in arguments
     own = replicas.flags(["http://a"], "0.0.0.0", ports["openai"], ports["metrics"], "key")
-    expected = {word for word in own[own.index("--policy") :] if not word.startswith("router:")}
+    expected = {*own[own.index("--policy") : own.index("--control-plane-api-keys")]}
+    assert not any("KEY)" in word for word in arguments), "other processes of the node would see it"
+    assert '"--control-plane-api-keys", "router:kvseek:admin:" + os.environ["CONTROL_KEY"]' in router["command"][-1]
     given = {part for word in arguments for part in word.split("=", 1)}
     assert expected <= given
     assert parts["Service"]["spec"]["selector"] == template["metadata"]["labels"]
@@ -198,7 +201,7 @@ def test_the_router_knows_its_flags() -> None:
     text = (DOCKER / "kubernetes/router.yaml").read_text(encoding="utf-8")
     deployment = next(part for part in yaml.safe_load_all(text) if part["kind"] == "Deployment")
     (router,) = deployment["spec"]["template"]["spec"]["containers"]
-    command = [*replicas.router_command(), *router["args"], "--help"]
+    command = [sys.executable, "-m", "smg", "launch", *router["args"], "--help"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     known = set(re.findall(r"--[a-z-]+", found.stdout))

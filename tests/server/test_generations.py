@@ -65,7 +65,7 @@ def make(client: Client, max_making: int = 4) -> Generations:
 
 
 def ticket(request_id: str = "", waited: float = 0.0) -> Ticket:
-    return Ticket(request_id, time.monotonic() - waited)
+    return Ticket(request_id, time.monotonic() - waited, "owner")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -158,7 +158,7 @@ def test_a_request_that_is_stopped_while_it_is_tokenised_ends() -> None:
 
         task = asyncio.create_task(serve())
         await asyncio.sleep(0)
-        generations.stop("mine")
+        generations.stop("mine", "owner")
         gate.set()
         await task
         generations.close()
@@ -234,10 +234,12 @@ def test_stop_ends_the_requests_of_an_id() -> None:
         generations = make(client)
         own = ticket("mine")
         async with generations.made(own, Served, slow=False) as served, generations.generate(served, own):
-            generations.stop("")
-            generations.stop("another")
+            generations.stop("", "owner")
+            generations.stop("another", "owner")
+            generations.stop("mine", "another owner")
+            generations.stop("mine", "")
             assert client.cancelled == []
-            generations.stop("mine")
+            generations.stop("mine", "owner")
             assert client.cancelled == [7]
         generations.close()
 

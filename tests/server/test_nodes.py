@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.server.test_ranks import LIMITS, MARK, PROMPT
+from tests.support.door_processes import write_keys
 from tests.support.live_server import command_line, live_server
 from tests.support.server_streams import tokens
 from tests.support.waiting import is_running, wait_for
@@ -65,8 +66,7 @@ def test_an_engine_on_two_nodes(
     model = random_model("llama", num_attention_heads=4, num_key_value_heads=4)
     (expected,) = Engine.load(build_engine(model, "full", *LIMITS)).generate([Request(PROMPT, 8)])
     directory = build_engine(model, "full", *LIMITS, "--tp_size", "4")
-    key = tmp_path / "key"
-    key.write_text(KEY)
+    key = write_keys(tmp_path / "key", KEY)
     place = ("--nnodes", "2", "--rdzv_endpoint", endpoint)
     monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)  # of rank 0's; the other has the file
     start = lambda name: node(directory, tmp_path / name, *place, "--ranks_key_file", str(key), "--threads", "2")  # noqa: E731

@@ -152,7 +152,7 @@ def test_a_port_that_the_user_named_is_never_replaced() -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("name", ["grpc", "metrics"])
+@pytest.mark.parametrize("name", ["metrics"])
 def test_a_server_comes_up_where_tritons_port_is_taken(
     name: str, random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

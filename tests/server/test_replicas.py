@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.door_processes import write_keys
 from tests.support.live_server import command_line
 from tests.support.waiting import wait_for
 
+from kvseek.server import replicas
+from kvseek.server.errors import ServerError
 from kvseek.server.launch import main
+from kvseek.server.processes import Program
 
 pytestmark = pytest.mark.server
 LIMITS = ("--max_seq_len", "900", "--max_batch_size", "2")
@@ -133,8 +139,8 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(
     random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
 ) -> None:
     directory = build_engine(random_model("llama"), "full", *LIMITS)
-    keys = tmp_path / "keys"
-    keys.write_text("first-key\nsecond-key\n")
+    first, second = "the-first-key-of-tests", "the-second-key-of-tests"
+    keys = write_keys(tmp_path / "keys", first, second)
     service = Service(directory, tmp_path / "server.log", "--api_key_file", str(keys))
     try:
         messages = [{"role": "user", "content": WORDS * 4}]
@@ -142,13 +148,13 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(
             answer = service.ask(messages, key=key)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         cached = {}
-        for key in ("first-key", "second-key"):
+        for key in (first, second):
             for number in range(2):
                 answer = service.ask(messages, "one", key)
                 assert answer.status_code == 200, answer.text
                 cached[key, number] = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached["first-key", 0] == cached["second-key", 0] == 0, "though both asked the same replica"
-        assert min(cached["first-key", 1], cached["second-key", 1]) > 100
+        assert cached[first, 0] == cached[second, 0] == 0, "though both asked the same replica"
+        assert min(cached[first, 1], cached[second, 1]) > 100
         for replica in service.replicas:  # who goes past the router needs one too
             assert requests.post(f"{replica}/v1/chat/completions", json={}, timeout=30).status_code == 401
             assert requests.get(f"{replica}/metrics", timeout=30).status_code == 401
@@ -177,11 +183,30 @@ def test_what_replicas_cannot_have_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_router_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kvseek.server.errors import ServerError
-    from kvseek.server.replicas import router_command
+def test_the_routers_key_is_in_a_private_file_and_on_no_command_line(
+    random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seen(Exception):
+        pass
 
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    def see(programs: Sequence[Program], *_: Any, **__: Any) -> None:
+        command = programs[0].command
+        arguments = Path(command[-1])
+        assert arguments.stat().st_mode & 0o777 == 0o600
+        key = json.loads(arguments.read_text())[-1].rpartition(":")[2]
+        assert len(key) == 64
+        assert not any(key in word for word in command)
+        raise Seen
+
+    server = SimpleNamespace(openai_url="http://127.0.0.1:1/v1")
+    monkeypatch.setattr(replicas, "running_server", lambda *_, **__: contextlib.nullcontext(server))
+    monkeypatch.setattr(replicas, "Supervisor", see)
+    directory = build_engine(random_model("llama"), "full", *LIMITS)
+    with pytest.raises(Seen), replicas.running_replicas(directory, 1, openai_port=0):
+        pass
+
+
+def test_a_missing_router_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "find_spec", lambda name: None)
     with pytest.raises(ServerError, match=r"the router smg is not installed; pip install 'kvseek\[replicas\]'"):
-        router_command()
+        replicas.check_router()

@@ -100,11 +100,18 @@ def doors(
         assert process.stdout is not None
         line = process.stdout.readline()
         ports = {name: int(port) for name, port in re.findall(r"(\w+) 127\.0\.0\.1:(\d+)", line)}
-        (openai,) = re.findall(r"OpenAI http://127\.0\.0\.1:(\d+)/v1", line)
-        yield Door(process, ports["HTTP"], ports["metrics"], int(openai))
+        openai = re.findall(r"OpenAI http://127\.0\.0\.1:(\d+)/v1", line) or ["0"]
+        yield Door(process, ports.get("HTTP", 0), ports.get("metrics", 0), int(openai[0]))
     finally:
         process.kill()
         process.wait()
+
+
+def write_keys(path: Path, *keys: str) -> Path:
+    """Write a file of keys that a server takes."""
+    path.write_text("".join(f"{key}\n" for key in keys))
+    path.chmod(0o600)
+    return path
 
 
 def reply(connection: socket.socket) -> tuple[int, JSON]:

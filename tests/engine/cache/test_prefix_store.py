@@ -25,10 +25,10 @@ from tests.engine.cache.test_prefix_disk import ORIGIN, SHAPE, DiskMachine, name
 from kvseek.cli import main as cli
 from kvseek.core.errors import ConfigError
 from kvseek.engine.cache import prefix_file, prefix_folder, prefix_store
-from kvseek.engine.cache.prefix_file import FORMAT, HEADER_BYTES
+from kvseek.engine.cache.prefix_file import FORMAT, HEADER_BYTES, Entry, read_data, read_entry, write_file
 from kvseek.engine.cache.prefix_folder import BusyFolderError, open_folder
 from kvseek.engine.cache.prefix_store import PrefixStore
-from kvseek.engine.cache.prefix_tree import pack_tokens
+from kvseek.engine.cache.prefix_tree import pack_tokens, root_key
 
 
 class Run(DiskMachine):
@@ -240,20 +240,68 @@ def test_a_directory_may_vanish(run: Run, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_disk_that_hangs_holds_nothing_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens this pipe waits for somebody who writes to it."""
     run.ask([1] * 2300)
     run.forget_memory()
-    name = name_of(None, [1] * 2052)
-    (run.folder / name).unlink()
-    os.mkfifo(run.folder / name)
-    run.damaged.add(name)
+    hanging, comes_back, opened = run.folder / name_of(None, [1] * 2052), threading.Event(), prefix_file.open_own_file
+
+    def open_or_hang(path: Path) -> int:
+        if path == hanging:
+            assert comes_back.wait(60)
+            raise OSError("the disk is back, but the file is not")
+        return opened(path)
+
+    monkeypatch.setattr(prefix_file, "open_own_file", open_or_hang)
+    run.damaged.add(hanging.name)
     monkeypatch.setattr(prefix_store, "STALLED_SECONDS", 0.2)
     run.begin(None, [1] * 2300, 2301)
     run.read_first(LAYERS)
     assert run.running[0].reused == 1028, "what came before"
     assert run.store.load([], []) is None, "nobody else waits"
-    os.close(os.open(run.folder / name, os.O_RDWR | os.O_NONBLOCK))
+    comes_back.set()
     run.end(0, failed=False)
+
+
+def test_no_link_that_somebody_has_planted_is_followed(tmp_path: Path) -> None:
+    """Neither to write, nor to read, nor to note when a file was used."""
+    victim, folder = tmp_path / "victim", open_folder(tmp_path / "disk", 1 << 30, ORIGIN, SHAPE)
+    victim.write_text("somebody's")
+    os.utime(victim, (1, 1))
+    data, before = memoryview(bytearray(SHAPE.data_bytes(1028, first=True))), root_key(None)
+
+    def write() -> Entry:
+        return write_file(folder.path, ORIGIN, SHAPE, before, True, pack_tokens([1] * 1028), data, lambda: None)
+
+    entry = write()
+    copy = entry.path.rename(tmp_path / entry.path.name)  # all but its place is right
+    folder.add(entry)
+    for target in (victim, copy):
+        entry.path.symlink_to(target)
+        (folder.path / f".{entry.key.hex()}.new").symlink_to(target)
+        with pytest.raises(FileExistsError):
+            write()
+        with pytest.raises(OSError, match="symbolic links"):
+            read_entry(entry.path)
+        with pytest.raises(OSError, match="symbolic links"):
+            read_data(entry, data, lambda: None)
+        folder.touch([entry.key])
+        folder.save_times()
+        assert write().path == entry.path, "in the place of the link"
+        entry.path.unlink()
+    assert (victim.read_text(), victim.stat().st_mtime) == ("somebody's", 1)
+    folder.close()
+
+
+def test_a_directory_in_which_others_have_a_hand_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all").chmod(0o777)
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / ORIGIN.engine).symlink_to(tmp_path / "elsewhere")
+    for name, message in (("link", "symbolic link"), ("all", "mode 0777"), ("planted", "symbolic link")):
+        with pytest.raises(ConfigError, match=f"disk_dir = '.*/{name}': .*{message}"):
+            open_folder(tmp_path / name, 1 << 20, ORIGIN, SHAPE)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_the_least_recently_used_go_first_also_after_a_restart(run: Run) -> None:

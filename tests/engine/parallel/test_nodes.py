@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.support.waiting import wait_for
 
 from kvseek.core.errors import ConfigError
 from kvseek.engine.parallel import nodes as module
+from kvseek.engine.parallel.channel import Channel, TamperedError
+from kvseek.engine.parallel.commands import decode
 from kvseek.engine.parallel.nodes import (
     KEY_VARIABLE,
     LOOPBACK,
@@ -39,7 +47,7 @@ class Rendezvous:
         self._pool = ThreadPoolExecutor(8)
         self.joined = self._pool.submit(accept_ranks, self.nodes, 4, ENGINE)
 
-    def join(self, rank: int, fingerprint: str = ENGINE, **other: object) -> Future[Connection]:
+    def join(self, rank: int, fingerprint: str = ENGINE, **other: object) -> Future[Channel]:
         nodes = Nodes(**{"count": 2, "host": LOOPBACK, "port": self.nodes.port, "key": KEY, **other})  # type: ignore[arg-type]
         return self._pool.submit(join_ranks, nodes, rank, fingerprint)
 
@@ -49,12 +57,12 @@ class Rendezvous:
         joined = dict(self.joined.result(60))
         for rank, future in zip((2, 3), joining, strict=True):
             own = future.result(60)
-            joined[rank].connection.send(f"to rank {rank}")
-            assert own.recv() == f"to rank {rank}"
-            own.send_bytes(b"back")
-            assert joined[rank].connection.recv_bytes() == b"back"
+            joined[rank].channel.send(b"to rank %d" % rank)
+            assert own.receive() == b"to rank %d" % rank
+            own.send(b"back")
+            assert joined[rank].channel.receive() == b"back"
             own.close()
-            joined[rank].connection.close()
+            joined[rank].channel.close()
         self._pool.shutdown()
         return joined
 
@@ -86,14 +94,104 @@ def test_rank_0_without_the_key_is_refused_too() -> None:
         joining = pool.submit(join_ranks, nodes, 1, ENGINE)
         peer, _ = listening.accept()
         with Connection(peer.detach()) as connection:
-            connection.send_bytes(b"#CHALLENGE#" + b"x" * 20)
-            connection.recv_bytes()
-            connection.send_bytes(b"#WELCOME#")
-            connection.recv_bytes()  # its challenge, to which only who has the key knows the answer
-            connection.send_bytes(b"y" * 16)
-            assert connection.recv_bytes() == b"#FAILURE#"
+            connection.send_bytes(connection.recv_bytes())  # its own nonce
+            connection.send_bytes(connection.recv_bytes())  # what it has sealed itself
         with pytest.raises(JoinError, match="has another key"):
             joining.result(60)
+
+
+@dataclass
+class Relayed:
+    """Ranks 0 and 1 of two hosts, and the two connections of somebody on the way who sees and chooses all they receive."""
+
+    ends: tuple[Channel, Channel]
+    ways: tuple[Connection, Connection]
+
+    @classmethod
+    def make(cls) -> Relayed:
+        with (
+            Ports(0, 0, 0, 0).hold(LOOPBACK, socket.SO_REUSEADDR) as ports,
+            socket.create_server((LOOPBACK, 0)) as relay,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            joined = pool.submit(accept_ranks, Nodes(2, LOOPBACK, ports.http, KEY), 2, ENGINE)
+            own = pool.submit(join_ranks, Nodes(2, LOOPBACK, relay.getsockname()[1], KEY), 1, ENGINE)
+            to_1, to_0 = Connection(relay.accept()[0].detach()), Connection(connect((LOOPBACK, ports.http)).detach())
+            for source, target in ((to_0, to_1), (to_1, to_0), (to_1, to_0), (to_0, to_1)):
+                target.send_bytes(source.recv_bytes())  # nonces, who joins, that it is admitted
+            return cls((joined.result(60)[1].channel, own.result(60)), (to_0, to_1))
+
+    def received(self, to: int, messages: list[bytes], deliver: Callable[[list[bytes]], list[bytes]]) -> list[bytes]:
+        """Send messages to a rank, of which it gets what `deliver` makes of them; returns what it takes as sent."""
+        for message in messages:
+            self.ends[1 - to].send(message)
+        for data in deliver([self.ways[1 - to].recv_bytes() for _ in messages]):
+            self.ways[to].send_bytes(data)
+        return [self.ends[to].receive() for _ in messages]
+
+
+class Bomb:
+    """Where a pickled object of this class is read, a folder is made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+ATTACKS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "one bit is changed": lambda sent: [bytes([sent[0][0] ^ 1]) + sent[0][1:]],
+    "one bit of the code is changed": lambda sent: [sent[0][:-1] + bytes([sent[0][-1] ^ 1])],
+    "it is cut": lambda sent: [sent[0][1:]],
+    "it has no code": lambda sent: [sent[0][:5]],
+    "it is empty": lambda _: [b""],
+    "it is longer": lambda sent: [b"x" + sent[0]],
+    "one is left out": lambda sent: sent[1:],
+    "the order is another": lambda sent: [sent[1], sent[0]],
+}
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_what_somebody_on_the_way_makes_of_messages_is_refused(to: int) -> None:
+    """By a rank that would do what they say, and by rank 0, to which they would lie."""
+    messages = [b"first", b"second"]
+    for attack, deliver in ATTACKS.items():
+        with pytest.raises(TamperedError, match="not what the other rank has sent"):
+            pytest.fail(f"{attack}: {Relayed.make().received(to, messages, deliver)}")
+    relayed = Relayed.make()
+    assert relayed.received(to, messages, lambda sent: sent) == messages
+    with pytest.raises(TamperedError):
+        relayed.received(to, [b"third"], lambda sent: [bytes(len(sent[0])), sent[0]])
+    with pytest.raises(TamperedError):  # the right one, behind a wrong one
+        relayed.ends[to].receive()
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_messages_of_other_times_directions_and_connections_are_refused(to: int) -> None:
+    first, second = Relayed.make(), Relayed.make()
+    kept = list[bytes]()
+    assert first.received(to, [b"first"], lambda sent: kept.extend(sent) or sent) == [b"first"]  # type: ignore[func-returns-value]
+    for deliver in (lambda _: kept, lambda sent: kept + sent):
+        with pytest.raises(TamperedError):
+            first.received(to, [b"second"], deliver)
+    with pytest.raises(TamperedError):
+        second.received(to, [b"first"], lambda _: kept)
+    third = Relayed.make()
+    third.ends[to].send(b"first")  # and it comes back
+    third.ways[to].send_bytes(third.ways[to].recv_bytes())
+    with pytest.raises(TamperedError):
+        third.ends[to].receive()
+
+
+def test_no_code_of_somebody_on_the_way_runs(tmp_path: Path) -> None:
+    """Neither before the code of a message is checked nor behind it: no message is a pickled object."""
+    bomb = pickle.dumps(Bomb(tmp_path / "ran"))
+    with pytest.raises(TamperedError):
+        Relayed.make().received(1, [b"told"], lambda _: [bomb])
+    with pytest.raises(msgspec.MsgspecError):
+        decode(bomb)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\4\0\0\0\0", b"\x7f\xff\xff\xff"])
@@ -105,6 +203,23 @@ def test_what_is_no_rank_is_closed_and_the_others_join(sent: bytes, closes: bool
         if closes:
             stranger.close()
         rendezvous.finish()
+
+
+def test_who_sends_byte_by_byte_keeps_nobody_waiting(rendezvous: Rendezvous) -> None:
+    ended = threading.Event()
+
+    def drip(stranger: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # rank 0 has closed it
+            for byte in struct.pack("!i", 32) + bytes(1000):
+                stranger.sendall(bytes([byte]))
+                if ended.wait(0.1):
+                    return
+
+    with connect((LOOPBACK, rendezvous.nodes.port)) as stranger, ThreadPoolExecutor(1) as pool:
+        dripping = pool.submit(drip, stranger)
+        rendezvous.finish()
+        ended.set()
+        dripping.result(60)
 
 
 def connect(place: tuple[str, int]) -> socket.socket:
@@ -184,6 +299,7 @@ def test_the_interface_of_an_address() -> None:
 def write_key(folder: Path, key: str) -> Path:
     path = folder / "key"
     path.write_text(key)
+    path.chmod(0o600)
     return path
 
 

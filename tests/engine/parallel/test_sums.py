@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvseek.core.errors import ConfigError
 from kvseek.engine.parallel import sums as sums_module
+from kvseek.engine.parallel.channel import Channel
 from kvseek.engine.parallel.gpus import gpu_of_rank
 from kvseek.engine.parallel.ranks import create_store, find_store
 from kvseek.engine.parallel.reports import Reporter, Reports
@@ -122,10 +122,10 @@ def test_each_rank_takes_a_gpu_of_its_own() -> None:
 
 
 @pytest.fixture
-def pair() -> tuple[Connection, Connection]:
+def pair() -> tuple[Channel, Channel]:
     """Both ends of a rank's connection; rank 0's is the first."""
     own, theirs = Pipe()
-    return own, theirs
+    return Channel(own), Channel(theirs)
 
 
 @pytest.fixture
@@ -140,22 +140,22 @@ def reports(store: TCPStore) -> Reports:
     return Reports(find_store(store.host, store.port, 60.0), Reporter(), [1])
 
 
-def test_a_connection_tells_whether_its_rank_has_failed(pair: tuple[Connection, Connection]) -> None:
+def test_a_connection_tells_whether_its_rank_has_failed(pair: tuple[Channel, Channel]) -> None:
     own, theirs = pair
     assert not has_failed(own)
-    theirs.send_bytes(b"")  # READY
+    theirs.send(b"")  # READY
     assert not has_failed(own)
-    assert own.recv_bytes() == b""
-    theirs.send_bytes(b"an error")
+    assert own.receive() == b""
+    theirs.send(b"an error")
     assert has_failed(own)
-    assert own.recv_bytes() == b"an error", "nothing was read"
+    assert own.receive() == b"an error", "nothing was read"
     theirs.close()
     assert has_failed(own)
     own.close()
     assert has_failed(own)
 
 
-def test_kernels_are_released_when_a_rank_ends(pair: tuple[Connection, Connection], reports: Reports) -> None:
+def test_kernels_are_released_when_a_rank_ends(pair: tuple[Channel, Channel], reports: Reports) -> None:
     own, theirs = pair
     released = threading.Semaphore(0)
     watch = Watch({1: own}, released.release, 600.0, reports)
@@ -170,7 +170,7 @@ def test_kernels_are_released_when_a_rank_ends(pair: tuple[Connection, Connectio
     watch.close()
 
 
-def test_kernels_are_released_when_the_engine_is_closed(pair: tuple[Connection, Connection], reports: Reports) -> None:
+def test_kernels_are_released_when_the_engine_is_closed(pair: tuple[Channel, Channel], reports: Reports) -> None:
     released = threading.Event()
     watch = Watch({1: pair[0]}, released.set, 600.0, reports)
     watch.free()

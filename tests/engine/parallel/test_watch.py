@@ -15,6 +15,7 @@ import pytest
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.engine.parallel import reports, watch
+from kvseek.engine.parallel.channel import Channel
 from kvseek.engine.parallel.reports import Reporter, Reports
 from kvseek.engine.parallel.watch import Watch
 
@@ -27,16 +28,17 @@ class Part:
     def __del__(self):
         time.sleep(60)
 
-def serve(connection, load, up=None):
+def serve(channel, load, up=None):
     part = Part()
-    watch.end_with_rank_0(connection)
-    connection.send_bytes(follower.READY)
-    connection.recv()
+    watch.end_with_rank_0(channel)
+    channel.send(follower.READY)
+    channel.receive()
     raise RuntimeError("it cannot do what rank 0 says")
 
 watch.GRACE_SECONDS = 0.5
 atexit.register(time.sleep, 60)
 follower.serve = serve
+follower.decode = lambda message: follower.Load("", None, 1, "", 0, 1, 1.0, 1.0)
 follower.main(sys.argv[1:])
 """
 
@@ -45,12 +47,13 @@ STUCK = """
 import sys, threading, time
 from multiprocessing import Pipe
 from kvseek.engine.parallel import watch
+from kvseek.engine.parallel.channel import Channel
 
 own, theirs = Pipe()
 stuck = threading.Event()
 reports = type("Reports", (), {"look": lambda self: None, "loading_fault": lambda self: ""})()
 watch.PERIOD_SECONDS, watch.RELEASED_SECONDS = 0.01, 0.5
-one = watch.Watch({1: own}, stuck.wait if sys.argv[1] != "idle" else lambda: None, 600.0, reports)
+one = watch.Watch({1: Channel(own)}, stuck.wait if sys.argv[1] != "idle" else lambda: None, 600.0, reports)
 if sys.argv[1] == "closing":
     one.free()
     one.begin()
@@ -86,7 +89,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Reports], Wat
     made = list[Watch]()
 
     def make(looked: Reports) -> Watch:
-        made.append(Watch({1: own}, lambda: None, 0.1, looked))
+        made.append(Watch({1: Channel(own)}, lambda: None, 0.1, looked))
         return made[-1]
 
     yield make
@@ -185,10 +188,10 @@ def test_a_rank_ends_at_once(told: bool, status: int) -> None:
     killing = threading.Timer(SECONDS, process.kill)
     killing.start()
     with own, process:
-        own.send(None)  # in the place of Load
+        own.send_bytes(b"load")
         assert own.recv_bytes() == b""
         if told:
-            own.send(None)
+            own.send_bytes(b"do")
             assert own.recv_bytes() == b"RuntimeError: it cannot do what rank 0 says"
         else:
             own.close()

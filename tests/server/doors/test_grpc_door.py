@@ -14,9 +14,12 @@ from tests.server.doors.test_grpc_checks import SCHEMAS, request
 from tritonclient.grpc import service_pb2
 
 from kvseek.server.grpc_door.call import SERVICE
-from kvseek.server.grpc_door.door import GrpcDoor
+from kvseek.server.grpc_door.door import CLOSED, PASSED_ON, GrpcDoor
+from kvseek.server.requests.keys import Keys
 
 SECONDS = 30.0
+OF_CLIENTS = ("kvseek_owner", "kvseek_secret")
+KEYS = ("the-first-key-of-tests", "the-second-key-of-tests")
 FLOOD = "a" * (1 << 20)
 
 
@@ -27,6 +30,7 @@ class ToyTriton:
         self.calls = 0  # opened
         self.flooding = False  # whether requests are answered without end
         self.ends: list[str] = []  # how streams with requests of clients have ended
+        self.owners = list[tuple[str, ...]]()  # what requests say of their clients
         self._left: dict[str, asyncio.Event] = {}
 
     async def infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -36,6 +40,7 @@ class ToyTriton:
             async for data in requests:
                 request = service_pb2.ModelInferRequest.FromString(data)
                 name = request.parameters["kvseek_call"].string_param
+                self.owners.append(tuple(request.parameters[name].string_param for name in OF_CLIENTS))
                 left = self._left.setdefault(name, asyncio.Event())
                 if request.parameters["kvseek_leave"].bool_param:
                     left.set()
@@ -66,7 +71,7 @@ class Ready:
 
 
 @asynccontextmanager
-async def doors() -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, GrpcDoor]]:
+async def doors(*keys: str) -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, GrpcDoor]]:
     toy, server = ToyTriton(), grpc.aio.server()
     handlers = {
         "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(toy.infer),
@@ -75,7 +80,7 @@ async def doors() -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, GrpcDoor]]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    door = GrpcDoor(f"127.0.0.1:{port}", Ready(), SCHEMAS)  # type: ignore[arg-type]
+    door = GrpcDoor(f"127.0.0.1:{port}", Ready(), SCHEMAS, keys=Keys(keys))  # type: ignore[arg-type]
     own = await door.start("127.0.0.1", 0, 1 << 20)
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{own}")
     try:
@@ -97,9 +102,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def run(test: Callable[[ToyTriton, grpc.aio.Channel, GrpcDoor], Awaitable[None]]) -> None:
+def run(test: Callable[[ToyTriton, grpc.aio.Channel, GrpcDoor], Awaitable[None]], *keys: str) -> None:
     async def main() -> None:
-        async with doors() as parts:
+        async with doors(*keys) as parts:
             await test(*parts)
 
     asyncio.run(main())
@@ -163,3 +168,51 @@ def test_a_models_configuration_names_no_files() -> None:
         assert not config.parameters
 
     run(test)
+
+
+def with_key(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+def test_every_method_asks_for_a_key_but_for_health() -> None:
+    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
+        async def code(method: str, metadata: Any) -> grpc.StatusCode:
+            call = channel.unary_unary(f"/{SERVICE}/{method}")(request().SerializeToString(), metadata=metadata)
+            return await call.code()
+
+        wrong = [None, with_key("another key of any"), with_key(KEYS[0][:-1]), (("authorization", KEYS[0]),)]
+        wrong.append(with_key(KEYS[0]) + with_key("another key of any"))
+        for method in (*PASSED_ON, *CLOSED, "ModelInfer", "ModelStreamInfer", "NoSuchMethod"):
+            for metadata in wrong:
+                assert await code(method, metadata) is grpc.StatusCode.UNAUTHENTICATED, method
+        assert not toy.calls
+        assert await code("ModelConfig", with_key(KEYS[1])) is grpc.StatusCode.OK
+        assert await code("TraceSetting", with_key(KEYS[1])) is grpc.StatusCode.PERMISSION_DENIED
+        for method in ("ServerLive", "ServerReady"):
+            call = channel.unary_unary(f"/{SERVICE}/{method}")(b"")
+            assert await call.code() is grpc.StatusCode.OK
+        assert await channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x01"
+
+    run(test, *KEYS)
+
+
+@pytest.mark.parametrize("keys", [KEYS, ()])
+def test_models_are_told_whose_requests_they_are(keys: tuple[str, ...]) -> None:
+    """Those of a key are one client's, whatever the connection; without keys those of a connection are."""
+
+    async def ask(channel: grpc.aio.Channel, key: str) -> None:
+        call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(metadata=with_key(key))
+        await call.write(request().SerializeToString())
+        await call.read()
+        call.cancel()
+
+    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
+        for key in (*KEYS, KEYS[0]):
+            await ask(channel, key)
+        first, second, third = [told for told in toy.owners if told[0]]  # else it tells that a client has left
+        assert first == third
+        assert (first != second) == bool(keys)
+        assert bool(first[1]) == bool(keys)
+        assert not any(key in word for key in KEYS for told in toy.owners for word in told)
+
+    run(test, *keys)

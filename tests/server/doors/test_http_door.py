@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +19,10 @@ from typing import Any
 import pytest
 import requests
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.door_processes import Door, doors, engine_process, events, reply
+from tests.support.door_processes import CLOSED_PORT, Door, doors, engine_process, events, reply, write_keys
 from tests.support.waiting import SECONDS, wait_for
 
+from kvseek.client.errors import ClientError
 from kvseek.client.http_client import HttpClient
 from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
@@ -32,6 +36,7 @@ TOKEN_MODEL, TEXT_MODEL = INFLIGHT_BATCHER_LLM.models
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4
 SETTINGS = ServeSettings(threads=1, max_queue_size=4, drain_seconds=3.0)
 SLOTS, QUEUE = 3, 4
+KEYS = ("the-first-key-of-tests", "the-second-key-of-tests")
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 TEXT = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "exclude_input_in_output": True}
 TOKENS = {"input_ids": [5, 6, 7, 8], "request_output_len": 6, "end_id": -1}
@@ -216,13 +221,96 @@ def test_many_clients_at_once_get_their_own_answers(door: Door) -> None:
         assert list(pool.map(lambda body: door.post(f"{TOKEN_MODEL}/generate", body).json(), bodies)) == expected
 
 
-def test_stop_ends_the_request_of_the_same_id(door: Door, engine_socket: Path) -> None:
-    endless = TOKENS | {"request_output_len": 19_000, "id": "long"}
-    connection = door.send(f"{TOKEN_MODEL}/generate", endless)
+@pytest.fixture(scope="module")
+def keyed(directory: Path, engine_socket: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    """Doors of two keys, before the same engine; nothing listens at the gRPC port."""
+    keys = write_keys(tmp_path_factory.mktemp("keys") / "keys", *KEYS)
+    settings = dataclasses.replace(SETTINGS, api_key_file=str(keys))
+    with doors(directory, engine_socket, settings, CLOSED_PORT, CLOSED_PORT, "--grpc_port", "off") as door:
+        wait_for(lambda: ask_with(door, KEYS[0]).status_code == 200, "an engine answers")
+        yield door
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def ask_with(door: Door, key: str, **fields: Any) -> requests.Response:
+    return door.post(f"{TOKEN_MODEL}/generate", TOKENS | fields, headers=bearer(key))
+
+
+def test_every_port_asks_for_a_key_but_for_health_and_the_metrics_port(keyed: Door) -> None:
+    """A key of one line of the file, at the HTTP and the OpenAI port alike; paths that are not there tell nothing."""
+    http, openai = f"http://127.0.0.1:{keyed.port}", f"http://127.0.0.1:{keyed.openai_port}"
+    model = f"{http}/v2/models/{TOKEN_MODEL}"
+    guarded = [f"{http}/v2", model, f"{model}/config", f"{model}/stats", f"{http}/v2/models/stats", f"{http}/none"]
+    guarded += [f"{http}/v2/repository/index", f"{openai}/v1/models", f"{openai}/metrics", f"{openai}/none"]
+    for path in guarded:
+        for headers in ({}, bearer("another key of any"), bearer(KEYS[0][:-1]), {"Authorization": KEYS[0]}):
+            assert requests.get(path, headers=headers, timeout=SECONDS).status_code == 401, path
+        for key in KEYS:
+            assert requests.get(path, headers=bearer(key), timeout=SECONDS).status_code != 401, path
+    for path in (f"{http}/v2/health/live", f"{http}/v2/health/ready", f"{model}/ready", f"{openai}/health"):
+        assert requests.get(path, timeout=SECONDS).status_code != 401, path
+    assert "kvseek:up" in keyed.metrics()
+    for path in (f"{TOKEN_MODEL}/generate", f"{TOKEN_MODEL}/generate_stream", f"{TOKEN_MODEL}/infer", "x/ready"):
+        assert keyed.post(path, TOKENS).status_code == 401, path
+    assert ask_with(keyed, KEYS[1]).status_code == 200
+
+
+def test_the_own_client_sends_a_key(keyed: Door) -> None:
+    options, url = GenerateOptions(max_tokens=2, end_id=-1), f"127.0.0.1:{keyed.port}"
+    assert HttpClient(url, api_key=KEYS[0]).generate(PROMPT, options).num_output_tokens == 2
+    with pytest.raises(ClientError, match="has none of the server's API keys"):
+        HttpClient(url).generate(PROMPT, options)
+
+
+def test_each_key_shares_what_was_read_with_itself_alone(keyed: Door) -> None:
+    prompt = {"input_ids": [9] * 600, "return_perf_metrics": True}
+    rates = [ask_with(keyed, key, **prompt).json()["kv_cache_hit_rate"] for key in (*KEYS, *KEYS)]
+    assert rates == [0, 0, 1, 1]
+
+
+def test_stop_ends_the_request_of_the_same_id_and_key(keyed: Door, engine_socket: Path) -> None:
+    """One of another key is answered like one of an id that nobody has."""
+    data = json.dumps(TOKENS | {"request_output_len": 19_000, "id": "long"}).encode()
+    headers = (f"Content-Length: {len(data)}", f"Authorization: Bearer {KEYS[0]}")
+    connection = keyed.connect(f"{TOKEN_MODEL}/generate", data, *headers)
     wait_for(lambda: load(engine_socket) == (1, 0))
-    assert door.post(f"{TOKEN_MODEL}/generate", TOKENS | {"stop": True, "id": "long"}).status_code == 200
+    unknown, others = (ask_with(keyed, KEYS[1], stop=True, id=name) for name in ("nobody's", "long"))
+    assert unknown.json() | {"id": "long"} == others.json()
+    time.sleep(0.5)
+    assert load(engine_socket) == (1, 0), "another's runs on"
+    assert ask_with(keyed, KEYS[0], stop=True, id="long").status_code == 200
     status, answer = reply(connection)
     assert (status, answer["finish_reason"]) == (200, "cancelled")
+
+
+def test_without_keys_nobody_stops_a_request_over_http(door: Door, engine_socket: Path) -> None:
+    connection = door.send(f"{TOKEN_MODEL}/generate", TOKENS | {"request_output_len": 19_000, "id": "long"})
+    wait_for(lambda: load(engine_socket) == (1, 0))
+    refused = door.post(f"{TOKEN_MODEL}/generate", TOKENS | {"stop": True, "id": "long"})
+    assert refused.status_code == 400
+    assert "over HTTP needs an API key" in refused.json()["error"]
+    assert load(engine_socket) == (1, 0)
+    connection.close()
+    wait_for(lambda: load(engine_socket) == (0, 0))
+
+
+@pytest.mark.parametrize("names", [("http", "grpc"), ("metrics", "openai")])
+def test_ports_can_be_closed(names: tuple[str, str], directory: Path, tmp_path: Path) -> None:
+    flags = [word for name in names for word in (f"--{name}_port", "off")]
+    with doors(directory, tmp_path / "none.sock", SETTINGS, CLOSED_PORT, CLOSED_PORT, *flags) as door:
+        assert (door.port, door.metrics_port, door.openai_port).count(0) == (1 if "http" in names else 2)
+        assert len(listening(door.process.pid)) == 2
+
+
+def listening(pid: int) -> set[str]:
+    """Sockets of TCP at which a process listens."""
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    return sockets & {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
 
 
 def test_a_time_limit_in_the_queue_is_a_504(door: Door, engine_socket: Path) -> None:

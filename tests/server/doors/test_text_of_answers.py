@@ -55,7 +55,7 @@ def openai(tokenizer: Tokenizer, stop: tuple[str, ...], stream: bool) -> Any:
 
 
 def python(tokenizer: Tokenizer, stop: tuple[str, ...], stream: bool) -> Any:
-    return Generation(0, PROMPT, Request(tuple(tokenizer.encode(PROMPT)), 40), tokenizer, stop)
+    return Generation(0, PROMPT, Request(tuple(tokenizer.encode(PROMPT)), 40), tokenizer, stop, {})
 
 
 def text_of(tokenizer: Tokenizer, served: Any, stream: bool) -> str:

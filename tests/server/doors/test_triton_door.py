@@ -154,6 +154,37 @@ def test_stop_ends_the_requests_of_an_id(door: TritonDoor) -> None:
     wait_for(kept.ended.is_set)
 
 
+def test_stop_ends_no_request_of_another_client(door: TritonDoor) -> None:
+    """It is answered like one of an id that nobody has."""
+    own = running(door, ToyRequest(19_000, "same", kvseek_call="own", kvseek_owner="first"))
+    answers = []
+    for name, owner in (("same", "second"), ("same", ""), ("none", "first"), ("", "first")):
+        stopper = ToyRequest(4, name, kvseek_call="other", kvseek_owner=owner)
+        stopper._tensors["stop"] = np.array([[True]])
+        door.execute([stopper])
+        assert stopper.ended.is_set()
+        answers.append(stopper.responses)
+    assert answers == [[]] * 4
+    count = len(own.responses)
+    wait_for(lambda: len(own.responses) > count + 5)
+    stopper = ToyRequest(4, "same", kvseek_call="other", kvseek_owner="first")
+    stopper._tensors["stop"] = np.array([[True]])
+    door.execute([stopper])
+    wait_for(own.ended.is_set)
+
+
+def test_each_secret_shares_what_was_read_with_itself_alone(door: TritonDoor) -> None:
+    rates = []
+    for secret in ("aa", "bb", "aa", "bb"):
+        request = ToyRequest(2, kvseek_call="c", kvseek_owner=secret, kvseek_secret=secret)
+        request._tensors["input_ids"] = np.full((1, 600), 9, np.int32)
+        request._tensors["return_perf_metrics"] = np.array([[True]])
+        door.execute([request])
+        wait_for(request.ended.is_set)
+        rates.append(float(request.responses[-1].values["kv_cache_hit_rate"][0, 0]))
+    assert rates == [0, 0, 1, 1]
+
+
 def test_a_part_that_cannot_be_submitted_ends_the_others(door: TritonDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     submit, numbers = door._client.submit, list[int]()
 

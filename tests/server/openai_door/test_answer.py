@@ -20,10 +20,10 @@ from kvseek.core.errors import ErrorCode
 from kvseek.server.openai_door.answer import ABORT, Writer, _merged
 from kvseek.server.openai_door.app import ErrorsAsJson, Gate, make_app
 from kvseek.server.openai_door.errors import StatusError, error_json, error_response
-from kvseek.server.openai_door.keys import Keys
 from kvseek.server.openai_door.listener import SPARE_CONNECTIONS, Listener
 from kvseek.server.openai_door.request_body import ClientLeftError, unless_left
 from kvseek.server.requests.generations import CodedError
+from kvseek.server.requests.keys import Keys
 
 
 async def pieces(*texts: str, error: Exception | None = None, endless: bool = False) -> AsyncIterator[dict[str, Any]]:

@@ -20,9 +20,9 @@ from kvseek.server.openai_door.chat_body import CHAT_FORMAT, CHAT_NEUTRAL
 from kvseek.server.openai_door.choices import Choice, make_choices
 from kvseek.server.openai_door.completion_body import COMPLETION_FORMAT, COMPLETION_NEUTRAL
 from kvseek.server.openai_door.errors import FieldError, error_json
-from kvseek.server.openai_door.keys import Tenant
 from kvseek.server.openai_door.parameters import WITHOUT_EFFECT
 from kvseek.server.openai_door.prompts import message_texts, read_messages
+from kvseek.server.requests.keys import Tenant
 
 HELLO = [{"role": "user", "content": "the light was lit"}]
 

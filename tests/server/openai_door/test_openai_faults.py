@@ -15,7 +15,7 @@ import pytest
 import requests
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.door_processes import CLOSED_PORT, Door, doors, engine_process
+from tests.support.door_processes import CLOSED_PORT, Door, doors, engine_process, write_keys
 from tests.support.metrics import running
 from tests.support.waiting import SECONDS, wait_for
 
@@ -25,7 +25,7 @@ from kvseek.server.launch import running_server
 from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
 
-NAME, KEY = "org/my model", "sk-one"
+NAME, KEY = "org/my model", "sk-one-of-the-tests"
 ASK: dict[str, Any] = {"model": NAME, "prompt": [5, 6], "max_tokens": 3}
 ENDLESS = ASK | {"max_tokens": 15_000, "ignore_eos": True, "stream": True}
 
@@ -38,8 +38,7 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> ServeSettings:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"another\n{KEY}\n")
+    keys = write_keys(tmp_path_factory.mktemp("keys") / "keys", "another-of-the-tests", KEY)
     return ServeSettings(threads=1, drain_seconds=1.0, served_model_name=NAME, api_key_file=str(keys))
 
 

@@ -11,7 +11,7 @@ import pytest
 import requests
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.door_processes import Door, doors, engine_process
+from tests.support.door_processes import Door, doors, engine_process, write_keys
 from tests.support.metrics import metric
 from tests.support.waiting import SECONDS, wait_for
 
@@ -20,7 +20,7 @@ from kvseek.server.settings import ServeSettings
 pytestmark = pytest.mark.server
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
-KEYS = ("first-key", "second-key")
+KEYS = ("the-first-key-of-tests", "the-second-key-of-tests")
 NAME = "harbour"
 STORY = "the light was lit at dusk " * 40
 
@@ -32,7 +32,7 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 
 
 def served(directory: Path, folder: Path, **settings: Any) -> Iterator[Door]:
-    (folder / "keys").write_text("\n".join(KEYS))
+    write_keys(folder / "keys", *KEYS)
     own = ServeSettings(threads=1, served_model_name=NAME, api_key_file=str(folder / "keys"), **settings)
     socket = folder / "engine.sock"
     with doors(directory, socket, own) as door, engine_process(directory, socket, own):

@@ -1,18 +1,21 @@
-"""The API keys of the OpenAI door: reads them from a file, compares a client's key with all of them in constant time, and keeps
-what is read for one key apart from what is read for others.
+"""API keys of clients, at all doors: reads them from a file, compares a client's key with all of them in constant time, and keeps
+what is read for one key, and the ids of its requests, apart from those of others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvseek.core.private_files import LEAST_KEY_CHARACTERS, PrivateFileError, read_key_file
 from kvseek.server.errors import ServerError
+from kvseek.server.settings import SHARE_BY_KEY, ServeSettings
 
 MAX_KEYS = 10_000  # every request is compared with all of them
 SCHEME = "bearer "
+REFUSAL = "Authorization: has none of the server's API keys; send Authorization: Bearer KEY"
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,12 @@ class Tenant:
     ----------
     secret : bytes
         Digest of the key; empty for all clients.
+    owner : str
+        Name of the key, of which nobody else learns the key: only its requests may stop each other. Empty without keys.
     """
 
     secret: bytes = b""
+    owner: str = field(default="", compare=False)
 
     def salt(self, cache_salt: str | None) -> str | None:
         """Return the salt under which the engine keeps what this tenant's requests of `cache_salt` share.
@@ -63,22 +69,36 @@ class Keys:
             found |= hmac.compare_digest(digest, each)
         if not found or scheme.lower() != SCHEME:
             return None
-        return Tenant(digest) if self._apart else Tenant()
+        owner = hmac.new(digest, b"owner", hashlib.sha256).hexdigest()
+        return Tenant(digest if self._apart else b"", owner)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+
+def keys_of(settings: ServeSettings) -> Keys:
+    """Return the keys of a server's settings; raises ServerError if their file cannot be used."""
+    keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
+    return Keys(keys, apart=settings.share_prefixes == SHARE_BY_KEY)
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
     """Read a file of keys, one a line; empty lines do not count. Raises ServerError, which never has a key in its message."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ServerError(f"--api_key_file = {path}: cannot be read ({reason}); give a text file of keys") from None
+        lines = read_key_file(path).splitlines()
+    except PrivateFileError as error:
+        raise ServerError(f"--api_key_file = {path}: {error}") from None
     keys = []
     for number, line in enumerate(lines, 1):
         key = line.strip()
         if not (key.isascii() and (not key or key.isprintable()) and " " not in key):
             limit = "printable ASCII characters without spaces"
             raise ServerError(f"--api_key_file = {path}: the key in line {number} must be {limit}; change it")
+        if 0 < len(key) < LEAST_KEY_CHARACTERS:
+            raise ServerError(
+                f"--api_key_file = {path}: the key in line {number} has {len(key)} characters, must have at least "
+                f"{LEAST_KEY_CHARACTERS}; take one that `openssl rand -hex 32` draws"
+            )
         if key:
             keys.append(key)
     if not 0 < len(keys) <= MAX_KEYS:

@@ -5,25 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.door_processes import write_keys
 
 from kvseek.core.request import MAX_SALT
 from kvseek.server.errors import ServerError
-from kvseek.server.openai_door.keys import Keys, read_keys
+from kvseek.server.requests.keys import Keys, read_keys
 
 
 def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("first-key\n\n  second-key \n")
-    assert read_keys(path) == ("first-key", "second-key")
+    path = write_keys(tmp_path / "keys", "the-first-key-of-all", "", "  the-second-key-of-all ")
+    assert read_keys(path) == ("the-first-key-of-all", "the-second-key-of-all")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "0 keys, must be in"), (b"a b\n", "line 1 must be"), (b"ok\n\xc3\xa9\n", "line 2"), (b"\xff", "not UTF-8")],
+    [
+        (b"", "0 keys, must be in"),
+        (b"a b\n", "line 1 must be"),
+        (b"the-first-key-of-all\n\xc3\xa9\n", "line 2"),
+        (b"\xff", "not UTF-8"),
+        (b"x\n", "the key in line 1 has 1 characters, must have at least 16"),
+        (b"the-first-key-of-all\nfifteen-letters\n", "the key in line 2 has 15 characters"),
+    ],
 )
 def test_faulty_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "keys"
     path.write_bytes(content)
+    path.chmod(0o600)
     with pytest.raises(ServerError, match=message) as caught:
         read_keys(path)
     assert str(path) in str(caught.value)
@@ -49,7 +57,7 @@ def test_anything_else_is_not(header: str) -> None:
 def test_without_keys_everyone_may_ask_and_share() -> None:
     tenant = Keys(()).tenant("")
     assert tenant is not None
-    assert (tenant.salt(None), tenant.salt("own")) == (None, "own")
+    assert (tenant.salt(None), tenant.salt("own"), tenant.owner) == (None, "own", "")
 
 
 def test_each_key_has_salts_of_its_own() -> None:
@@ -67,4 +75,8 @@ def test_each_key_has_salts_of_its_own() -> None:
 
 def test_keys_may_share() -> None:
     keys = Keys(("one", "two"), apart=False)
+    one, two = keys.tenant("Bearer one"), keys.tenant("Bearer two")
+    assert one is not None
+    assert two is not None
+    assert one.owner != two.owner, "but they cannot stop each other's requests"
     assert keys.tenant("Bearer one") == keys.tenant("Bearer two") != keys.tenant("Bearer three")
