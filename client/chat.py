@@ -17,7 +17,7 @@ from kvseek.core.errors import KvseekError
 
 from .chunk import AnswerFigures, Chunk
 from .conversation import Conversation
-from .errors import ClientError
+from .errors import ClientError, RefusedError
 from .grpc_client import GrpcClient
 from .http_client import HttpClient
 from .openai_client import OpenAIClient
@@ -158,10 +158,18 @@ def ask(arguments: argparse.Namespace) -> None:
     protocol = arguments.protocol or "grpc"
     url = arguments.url or DEFAULT_URLS[protocol]
     kind = GrpcClient if protocol == "grpc" else HttpClient
-    client = kind(url, arguments.timeout, TEXT_MODELS[arguments.layout or DEFAULT_LAYOUT])
+    layout = arguments.layout or DEFAULT_LAYOUT
+    client = kind(url, arguments.timeout, TEXT_MODELS[layout])
     console = Console(quiet=arguments.json)
-    with closing(client.generate_stream(build_prompt(document, question), options)) as chunks:  # type: ignore[type-var]
-        text, figures = show(chunks, console)
+    try:
+        with closing(client.generate_stream(build_prompt(document, question), options)) as chunks:  # type: ignore[type-var]
+            text, figures = show(chunks, console)
+    except RefusedError:  # what the server says of a model of another layout misleads
+        own = [name for name, model in TEXT_MODELS.items() if model.is_among(client.inputs(model.name))]
+        if own and layout not in own:
+            limit = f"{' or '.join(own)}, which the server at {url} was started with"
+            raise ClientError(f"--layout = {layout!r}: must be {limit}; give --layout {own[0]}") from None
+        raise
     tell(text, figures, arguments.json, console)
 
 
@@ -169,7 +177,12 @@ def first_question(arguments: argparse.Namespace) -> str:
     """Return the question of the arguments, or all of standard input."""
     if arguments.prompt_file:
         return read_text(arguments.prompt_file)
-    return sys.stdin.read() if arguments.prompt is None else str(arguments.prompt)
+    if arguments.prompt is not None:
+        return str(arguments.prompt)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ClientError(f"cannot read standard input: {error}; give UTF-8 text") from None
 
 
 def converse(arguments: argparse.Namespace, options: GenerateOptions, document: str | None) -> None:
@@ -184,7 +197,8 @@ def converse(arguments: argparse.Namespace, options: GenerateOptions, document: 
     ):
         value = getattr(arguments, name)
         if value not in allowed:
-            raise ClientError(f"--{name} = {value}: has no meaning with --openai_url; leave it out")
+            given = f"--no-{name}" if value is False else f"--{name} = {value}"
+            raise ClientError(f"{given}: has no meaning with --openai_url; leave it out")
     key = read_text(arguments.api_key_file).partition("\n")[0].strip() if arguments.api_key_file else ""
     client = OpenAIClient(arguments.openai_url, arguments.timeout, key)
     conversation, console = Conversation(arguments.conversation, arguments.system), Console(quiet=arguments.json)
