@@ -30,7 +30,7 @@ from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
-from kvseek.engine.schedule.sampling import Sampler, accept
+from kvseek.engine.schedule.sampling import NotFiniteError, Sampler, accept, overflow_remedy
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import Sequence
 from kvseek.plugins.registry import method_traits
@@ -187,9 +187,11 @@ class Engine:
         tokens = len(request.prompt_ids) + request.max_tokens
         needed, capacity = self._cache.extents_needed(tokens), self._cache.extents.capacity
         if needed > capacity:
+            bounds = " or ".join(self.config.cache.bounds)
+            larger = f"a larger {bounds}" if bounds else "--cache.offload auto, or use a GPU with more memory"
             raise CapacityError(
                 f"prompt and max_tokens = {tokens} tokens need {needed} extents of the row pool, it has {capacity}; "
-                "shorten the request or build with a larger cache.kv_cache_host_memory_bytes"
+                f"shorten the request or build with {larger}"
             )
         if request.session is not None and not self._prefixes.enabled:
             raise RequestError(
@@ -411,6 +413,8 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
         """End a request by an error of a step. Without `code` no client can have caused it, as `check` let the request in."""
+        if isinstance(error, NotFiniteError):
+            error = NotFiniteError(f"{error}; {overflow_remedy(self.config.dtype)}")
         if code is None:
             out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
             code = ErrorCode.UNAVAILABLE if out_of_memory else ErrorCode.INTERNAL

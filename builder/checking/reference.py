@@ -124,7 +124,7 @@ def _own_model(path: Path, folder: Path) -> Any:
     if missing := sorted(found["missing_keys"]):
         raise CheckError(
             f"{path}: transformers finds no tensor {missing[0]} ({len(missing)} in all), and would draw it at random; "
-            "download the checkpoint again, or build with --no-check"
+            "use a checkpoint that has it, or build with --no-check"
         )
     return model
 

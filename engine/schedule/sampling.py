@@ -174,11 +174,22 @@ def accept(token: int) -> int:
     return token
 
 
-def not_finite(largest: float | None) -> RequestError:
+class NotFiniteError(RequestError):
+    """A largest logit is NaN or infinite. Whoever knows the engine's dtype adds `overflow_remedy`."""
+
+
+def not_finite(largest: float | None) -> NotFiniteError:
     """Make the error for a largest logit that is NaN or infinite; None if its value is not known."""
     found = "not finite" if largest is None else largest
-    return RequestError(
-        f"logits: the largest is {found}, must be finite; the model's numbers overflow, try a build with --dtype float32"
+    return NotFiniteError(f"logits: the largest is {found}, must be finite")
+
+
+def overflow_remedy(dtype: str) -> str:
+    """Say what helps where the numbers of a model in `dtype` are not finite."""
+    if dtype == "float16":
+        return "float16 ends at 65504: build with --dtype bfloat16, whose range is float32's"
+    return (
+        f"no dtype reaches further than {dtype}: the checkpoint's own weights or sums are not finite, use another one"
     )
 
 

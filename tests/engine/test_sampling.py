@@ -14,9 +14,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvseek.core.config import CHOICES
 from kvseek.core.errors import RequestError
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.schedule.sampling import Sampler, candidates, penalise
+from kvseek.engine.schedule.sampling import Sampler, candidates, overflow_remedy, penalise
 
 VOCABULARY = 500
 seeds = st.integers(0, 2**32 - 1)
@@ -263,3 +264,10 @@ def test_bad_parameters_are_named(field, value):
 def test_bad_lists_are_named(fields, message):
     with pytest.raises(RequestError, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("dtype", CHOICES["dtype"])
+def test_numbers_that_overflow_are_not_mended_by_the_dtype_that_there_is(dtype):
+    remedy = overflow_remedy(dtype)
+    assert f"--dtype {dtype}" not in remedy
+    assert ("--dtype" in remedy) == (dtype == "float16"), "bfloat16 reaches as far as float32"
