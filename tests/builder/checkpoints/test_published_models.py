@@ -314,6 +314,12 @@ OTHER_REACH: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         {"rope_scaling": RopeScaling("yarn", 4, 32768)},
     ),
     "Qwen3-8B with YaRN": (QWEN_3 | {"rope_scaling": YARN_4}, 131072, {"rope_scaling": RopeScaling("yarn", 4, 32768)}),
+    # attn_factor is no field of transformers' yarn, which warns of it and computes without it.
+    "DeepSeek-R1-0528-Qwen3-8B": (
+        QWEN_3 | {"rope_scaling": {**YARN_4, "attn_factor": 0.8782488562869419}},
+        131072,
+        {"rope_scaling": RopeScaling("yarn", 4, 32768)},
+    ),
     # The scaling of Yarn-Llama-2-7b-64k, whose `finetuned` changes nothing, and whose own code transformers has too.
     "Yarn-Llama-2-7b-64k": (
         LLAMA_2
