@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 import torch
 
 from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContestant, load_transformers, ranked
+from kvseek.benchmarks.device.options import make_parser as make_device_parser
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import CLOCKS, Clock, interleave
+from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.engine.engine import Engine
@@ -38,9 +40,9 @@ READ = "plain read"  # takes turns with the contestants
 T = TypeVar("T")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line to settings; exits with a message on unknown or missing flags."""
-    parser = argparse.ArgumentParser(prog="kvseek bench", description=(__doc__ or "").partition("\n")[0])
+def make_parser() -> Parser:
+    """Make the parser of `kvseek bench` on the CPU."""
+    parser = Parser(prog="kvseek bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu", help="cpu; cuda has flags of its own, but for those of --tp_size")
     parser.add_argument("--model", type=Path, help="Hugging Face directory or GGUF file, to build and to compare with")
     engines = parser.add_mutually_exclusive_group(required=True)
@@ -71,7 +73,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, help="write the JSON to this file too, e.g. benchmarks/results/NAME.json"
     )
-    return check(parser.parse_args(argv))
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line to settings; exits with a message on unknown or missing flags."""
+    return check(make_parser().parse_args(argv))
 
 
 def check(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -247,12 +254,15 @@ def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineCont
     }
 
 
+PARSERS = (make_parser, make_device_parser)  # for the completion of flags: which of them parses, wants_gpu says
+
+
 def wants_gpu(argv: Sequence[str] | None) -> bool:
     """Whether the flags are those of device/: --device cuda, or a --shape, which only that knows.
 
     Engines of several ranks of a --model are built, and timed as on the CPU.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--device")
     parser.add_argument("--shape")
     parser.add_argument("--tp_size")

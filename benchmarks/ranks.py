@@ -65,7 +65,7 @@ def config_of(arguments: argparse.Namespace, contest: Contest) -> EngineConfig:
     if arguments.device == "cuda":
         cache["offload"] = contest.offload
         if contest.offload != "never" and config.cache.kv_cache_host_memory_bytes is None:
-            cache["kv_cache_host_memory_bytes"] = int(arguments.host_gib * GIB)
+            cache["kv_cache_host_memory_bytes"] = arguments.host_memory
     return without_reuse(config, device=arguments.device, tp_size=contest.tp_size, cache=cache)
 
 

@@ -25,9 +25,11 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
+from kvseek.builder.flags import FlagParser
 from kvseek.builder.options import BuildOptions, CheckOptions, FitOptions, InspectOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import WeightStorage, weight_storage
+from kvseek.core.command_line import Parser
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.config_file import write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
@@ -52,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def make_parser() -> Parser:
+    """Make the parser of `kvseek build`."""
+    return FlagParser()
 
 
 def _run(options: Options) -> int:

@@ -185,10 +185,7 @@ Options = BuildOptions | FitOptions | InspectOptions | VerifyOptions | CheckOpti
 def parse(argv: Sequence[str] | None) -> Options:
     """Parse the command line; exits with status 2 and a message on unknown flags and malformed values."""
     parser = FlagParser()
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; known flags: {', '.join(parser.flags)}")
-    values = vars(namespace)
+    values = vars(parser.parse_args(argv))
     mode = next((mode for mode in MODES if mode in values), "build")
     if mode == "build" and values.get("check") and "method" not in values:
         mode = "check"  # of an engine that is there: a build needs a method

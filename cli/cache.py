@@ -15,8 +15,9 @@ from pathlib import Path
 from rich.console import Console
 
 from kvseek.builder.printing import Column, print_json, table
-from kvseek.builder.sizes import readable
+from kvseek.core.command_line import Parser
 from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.sizes import readable
 from kvseek.engine.cache.prefix_file import DamagedFileError, Entry
 from kvseek.engine.cache.prefix_folder import NEW_FILES, BusyFolderError, lock, scan
 
@@ -181,11 +182,9 @@ def _chosen(engine: EngineFiles, keys: Sequence[str], older_than: float | None, 
     return [*paths, *engine.damaged, *engine.folder.glob(NEW_FILES)] if everything else paths
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `kvseek cache`."""
-    parser = argparse.ArgumentParser(
-        prog="kvseek cache", description="Prefixes that --disk_dir keeps (docs/conversations.md)."
-    )
+def make_parser() -> Parser:
+    """Make the parser of `kvseek cache`."""
+    parser = Parser(prog="kvseek cache", description="Prefixes that --disk_dir keeps (docs/conversations.md).")
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser(
         "list", help="show the prefixes of each engine: tokens, bytes, when they were last used"
@@ -198,7 +197,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for command in (listing, dropping):
         command.add_argument("--disk_dir", type=Path, required=True, help="the directory that kvseek serve was given")
         command.add_argument("--engine", default="", help="of one engine alone: the first digits that `list` shows")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek cache`."""
+    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

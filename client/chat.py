@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from kvseek.core.command_line import Parser
 from kvseek.core.errors import KvseekError
 
 from .chunk import AnswerFigures, Chunk
@@ -58,9 +59,9 @@ def show(chunks: Iterator[Chunk], console: Console) -> tuple[str, AnswerFigures]
     return text, figures
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of `kvseek chat`."""
-    parser = argparse.ArgumentParser(prog="kvseek chat", description="Ask a running kvseek server.")
+def make_parser() -> Parser:
+    """Make the parser of `kvseek chat`."""
+    parser = Parser(prog="kvseek chat", description="Ask a running kvseek server.")
     parser.add_argument("--protocol", choices=("grpc", "http"), help="default: grpc")
     parser.add_argument(
         "--url", help=f"host:port (defaults: {DEFAULT_URLS['grpc']} for grpc, {DEFAULT_URLS['http']} for http)"
@@ -116,7 +117,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--retention_seconds", type=float, help="how long that priority lasts (default: 3600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of live text")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek chat`."""
+    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
 
 
 def read_text(path: Path) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import requests
 
+from kvseek.core.command_line import Parser
 from kvseek.core.config import require
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
@@ -261,9 +262,9 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `kvseek serve`."""
-    parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
+def make_parser() -> Parser:
+    """Make the parser of `kvseek serve`."""
+    parser = Parser(prog="kvseek serve", description="Serve an engine directory with Triton.")
     parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: %(default)s)")
     parser.add_argument("--http_port", type=int, default=8000, help="default: %(default)s; 0 picks a free port")
@@ -283,7 +284,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--ready_seconds", type=float, default=READY_SECONDS, help="how long loading may take (default: %(default)g)"
     )
     parser.add_argument("--log_verbose", action="store_true", help="have Triton log every request")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek serve`."""
+    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
 
 
 def _check_node(arguments: argparse.Namespace) -> None:

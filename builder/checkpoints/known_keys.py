@@ -91,7 +91,7 @@ RUNNING = """
     output_attentions output_hidden_states output_logits output_scores prefill_chunk_size prompt_lookup_num_tokens
     return_dict_in_generate speculation_type target_lookbehind use_cache use_mtp"""
 NO_EXPERTS = (0, None)
-NOT_QUANTISED = (None, {}, False)
+NOT_QUANTISED: tuple[Any, ...] = (None, {}, False)
 # What trainers and converters leave in both files of a checkpoint.
 ORIGINS = """
     *_version _name_or_path name_or_path model_name base_model base_model_name_or_path _commit_hash _from_model_config _auto_class

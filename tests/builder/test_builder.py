@@ -270,13 +270,16 @@ def test_what_is_no_engine_is_left_alone(model: Path, tmp_path: Path, capsys: py
 
 BAD_USAGE = [
     (("--method", "nope"), "invalid choice: 'nope' (choose from"),
-    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; known flags: --block_sparse.budget"),
+    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; see kvseek build --help"),
     (
         ("--method", "flat", "--pariskv.top_k", "5"),
         "--pariskv.top_k belongs to --method pariskv; flags of --method flat",
     ),
     (("--pariskv.top_k", "5"), "flags of --method full: none"),
-    (("--method", "pariskv", "--pariskv.bogus", "5"), "unrecognized arguments: --pariskv.bogus 5; known flags:"),
+    (
+        ("--method", "pariskv", "--pariskv.bogus", "5"),
+        "arguments: --pariskv.bogus 5; there are --pariskv.alpha_correction,",
+    ),
     (("--cache.sink", "many"), "argument --cache.sink: invalid int value: 'many'"),
     (("--method", "pariskv", "--pariskv.alpha_correction", "1"), "invalid boolean value: '1'"),
     (("--method", "pariskv", "--pariskv.schedule_steps", "[1"), "invalid json_value value: '[1'"),
