@@ -25,8 +25,9 @@ from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContesta
 from kvseek.benchmarks.device.options import make_parser as make_device_parser
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import CLOCKS, Clock, interleave
+from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.command_line import Parser
-from kvseek.core.config import CHOICES
+from kvseek.core.config import CHOICES, MOST_POSITIONS
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.weight_only import NONE
@@ -70,6 +71,7 @@ def make_parser() -> Parser:
     parser.add_argument("--text", type=Path, required=True, help="text whose first tokens are the prompt")
     parser.add_argument("--compare_transformers", action="store_true", help="time Hugging Face transformers too")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--details", action="store_true", help="print all figures, and the parts of a step")
     parser.add_argument(
         "--output", type=Path, help="write the JSON to this file too, e.g. benchmarks/results/NAME.json"
     )
@@ -140,7 +142,13 @@ def engine_directories(arguments: argparse.Namespace) -> Iterator[list[tuple[Pat
     if arguments.engine_dirs:
         yield [(directory, None) for directory in arguments.engine_dirs]
         return
-    longest = max(arguments.contexts) + WARMUP + arguments.tokens + PART_STEPS + 2
+    beside = WARMUP + arguments.tokens + PART_STEPS + 2
+    longest = max(arguments.contexts) + beside
+    model = open_checkpoint(arguments.model).config
+    reach = min(model.max_position_embeddings, model.sliding_window or MOST_POSITIONS)
+    if longest > reach:
+        limit = f"<= {reach - beside}, as the model reaches {reach} tokens and the steps take {beside}"
+        raise ConfigError(f"--contexts = {max(arguments.contexts)}: must be {limit}; lower it, or --tokens")
     with tempfile.TemporaryDirectory(prefix="kvseek-bench-") as name:
         built = list[tuple[Path, str | None]]()
         for variant, tp_size in itertools.product(arguments.methods, arguments.tp_size):

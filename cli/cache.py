@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import sys
@@ -210,6 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         engines = [one for one in read_directory(arguments.disk_dir) if one.folder.name.startswith(arguments.engine)]
+        if arguments.engine and not engines:
+            raise ConfigError(
+                f"--engine = {arguments.engine!r}: no engine in {arguments.disk_dir} begins so; see kvseek cache list"
+            )
         if arguments.command == "list":
             if arguments.json:
                 print_json({"engines": document(engines)})
@@ -219,6 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ways = (bool(arguments.keys), arguments.all, arguments.older_than is not None)
         if sum(ways) != 1:
             raise ConfigError("name what to drop: either prefixes, or --all, or --older_than HOURS")
+        hours = arguments.older_than
+        if hours is not None and not 0 <= hours < math.inf:
+            raise ConfigError(f"--older_than = {hours:g}: must be >= 0 and finite; give --all to drop all")
         gone = drop(engines, arguments.keys, arguments.older_than, arguments.all)
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

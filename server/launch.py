@@ -309,7 +309,7 @@ def _check_ranks(engine_dir: Path, tp_size: int | None, settings: ServeSettings,
         check_nodes(config, settings.nnodes)
     if tp_size is not None:
         found = read_config(engine_dir).tp_size
-        remedy = f"the engine is divided when it is built: kvseek build --tp_size {tp_size}"
+        remedy = f"the engine is divided when it is built, with kvseek build --tp_size: give {found}, or leave it out"
         require(tp_size == found, "tp_size", tp_size, f"{found}, that of {engine_dir}", remedy)
 
 

@@ -55,6 +55,7 @@ def make_parser() -> Parser:
         parser.add_argument(f"--{name}", type=memory_size, metavar="SIZE", default=default, help=about)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--details", action="store_true", help="print all figures of a step, its parts and its floor")
     parser.add_argument("--output", type=Path, help="write the JSON to this file too, after every context and batch")
     return parser
 
