@@ -23,7 +23,7 @@ from kvseek.engine.cache.prefix_store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
-from kvseek.engine.loading.supported import reuses_prefixes
+from kvseek.engine.loading.supported import reuses_prefixes, why_no_reuse
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
@@ -195,8 +195,7 @@ class Engine:
             )
         if request.session is not None and not self._prefixes.enabled:
             raise RequestError(
-                f"session_id: this engine (device {self.config.device}, method {self.config.method}) keeps nothing of prompts; "
-                "leave it out, or use an engine that reuses prefixes (docs/conversations.md)"
+                f"session_id: this engine keeps nothing of prompts (docs/conversations.md); {why_no_reuse(self.config)}"
             )
         if request.sampling.scores_prompt and not self.decoder.model.scores_prompts:
             raise RequestError(
