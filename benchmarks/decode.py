@@ -22,9 +22,12 @@ from typing import Any, TypeVar
 import torch
 
 from kvseek.benchmarks.contestants import PART_STEPS, Contestant, EngineContestant, load_transformers, ranked
+from kvseek.benchmarks.device.options import make_parser as make_device_parser
 from kvseek.benchmarks.report import add_ratios, print_report, result
 from kvseek.benchmarks.timing import CLOCKS, Clock, interleave
-from kvseek.core.config import CHOICES
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.core.command_line import Parser
+from kvseek.core.config import CHOICES, MOST_POSITIONS
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.weight_only import NONE
@@ -38,9 +41,9 @@ READ = "plain read"  # takes turns with the contestants
 T = TypeVar("T")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line to settings; exits with a message on unknown or missing flags."""
-    parser = argparse.ArgumentParser(prog="kvseek bench", description=(__doc__ or "").partition("\n")[0])
+def make_parser() -> Parser:
+    """Make the parser of `kvseek bench` on the CPU."""
+    parser = Parser(prog="kvseek bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu", help="cpu; cuda has flags of its own, but for those of --tp_size")
     parser.add_argument("--model", type=Path, help="Hugging Face directory or GGUF file, to build and to compare with")
     engines = parser.add_mutually_exclusive_group(required=True)
@@ -68,10 +71,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, help="text whose first tokens are the prompt")
     parser.add_argument("--compare_transformers", action="store_true", help="time Hugging Face transformers too")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--details", action="store_true", help="print all figures, and the parts of a step")
     parser.add_argument(
         "--output", type=Path, help="write the JSON to this file too, e.g. benchmarks/results/NAME.json"
     )
-    return check(parser.parse_args(argv))
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line to settings; exits with a message on unknown or missing flags."""
+    return check(make_parser().parse_args(argv))
 
 
 def check(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -133,7 +142,13 @@ def engine_directories(arguments: argparse.Namespace) -> Iterator[list[tuple[Pat
     if arguments.engine_dirs:
         yield [(directory, None) for directory in arguments.engine_dirs]
         return
-    longest = max(arguments.contexts) + WARMUP + arguments.tokens + PART_STEPS + 2
+    beside = WARMUP + arguments.tokens + PART_STEPS + 2
+    longest = max(arguments.contexts) + beside
+    model = open_checkpoint(arguments.model).config
+    reach = min(model.max_position_embeddings, model.sliding_window or MOST_POSITIONS)
+    if longest > reach:
+        limit = f"<= {reach - beside}, as the model reaches {reach} tokens and the steps take {beside}"
+        raise ConfigError(f"--contexts = {max(arguments.contexts)}: must be {limit}; lower it, or --tokens")
     with tempfile.TemporaryDirectory(prefix="kvseek-bench-") as name:
         built = list[tuple[Path, str | None]]()
         for variant, tp_size in itertools.product(arguments.methods, arguments.tp_size):
@@ -247,12 +262,15 @@ def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineCont
     }
 
 
+PARSERS = (make_parser, make_device_parser)  # for the completion of flags: which of them parses, wants_gpu says
+
+
 def wants_gpu(argv: Sequence[str] | None) -> bool:
     """Whether the flags are those of device/: --device cuda, or a --shape, which only that knows.
 
     Engines of several ranks of a --model are built, and timed as on the CPU.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--device")
     parser.add_argument("--shape")
     parser.add_argument("--tp_size")

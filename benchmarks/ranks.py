@@ -28,6 +28,7 @@ from kvseek.benchmarks.timing import Samples, interleave
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.measurement.machine import describe, describe_gpu
+from kvseek.measurement.output import named, print_whole
 from kvseek.measurement.variants import Variant
 
 WARMUP = 5  # steps that are not counted
@@ -65,7 +66,7 @@ def config_of(arguments: argparse.Namespace, contest: Contest) -> EngineConfig:
     if arguments.device == "cuda":
         cache["offload"] = contest.offload
         if contest.offload != "never" and config.cache.kv_cache_host_memory_bytes is None:
-            cache["kv_cache_host_memory_bytes"] = int(arguments.host_gib * GIB)
+            cache["kv_cache_host_memory_bytes"] = arguments.host_memory
     return without_reuse(config, device=arguments.device, tp_size=contest.tp_size, cache=cache)
 
 
@@ -169,25 +170,23 @@ def _key(entry: dict[str, Any]) -> tuple[str, str, int, int]:
 
 def print_ranks(document: dict[str, Any]) -> None:
     """Print the table of a document of `run_ranks`, and what could not be timed."""
-    console = Console(markup=False, highlight=False)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     machine, prompts = document["machine"], document["mode"] == "prefill"
     place = f"{document['gpus']} × {document['gpu']['name']}" if "gpu" in document else machine["cpu"]
-    console.width = max(console.width, 140)
     console.print(f"{place}; torch {machine['versions']['torch']}; commit {machine['commit']}")
     title = f"{document['shape']} {document['dtype']}, random weights, {'prompts' if prompts else 'decode steps'}"
     caption = (
         "engines one after the other; × 1 rank: over one rank of the same method and offload; "
         "× base: over the first method with as many ranks; GPU GiB: the most that tensors of rank 0 took"
     )
-    table, unit = Table(title=title, caption=caption), "s" if prompts else "ms"
-    table.add_column("method", no_wrap=True)
-    ratios = ("× 1 rank", "× base")
-    headings = ("tokens", "offload", "layers on host", "tp", unit, "min–max", "tokens/s", *ratios, "GPU GiB", "sums")
+    table, unit = Table(named("method"), title=title, caption=caption), "s" if prompts else "ms"
+    ratios = ("×\n1\nrank", "×\nbase")
+    headings = ("tokens", "offload", "layers\non\nhost", "tp", unit, "min–max", "tokens/s", *ratios, "GPU\nGiB", "sums")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for entry in document["results"]:
         table.add_row(*_row(entry, prompts))
-    console.print(table)
+    print_whole(table)
     for failed in document["errors"]:
         console.print(f"{failed['method']}, {failed['offload']}, {failed['tp_size']} ranks ended by: {failed['error']}")
 

@@ -9,9 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -24,9 +26,11 @@ from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
+from kvseek.builder.flags import FlagParser
 from kvseek.builder.options import BuildOptions, CheckOptions, FitOptions, InspectOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import WeightStorage, weight_storage
+from kvseek.core.command_line import Parser
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.config_file import write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
@@ -34,6 +38,7 @@ from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
+from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -50,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def make_parser() -> Parser:
+    """Make the parser of `kvseek build`."""
+    return FlagParser()
 
 
 def _run(options: Options) -> int:
@@ -117,12 +127,15 @@ class _Build:
     def check(self, output_dir: Path) -> None:
         """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice.
 
-        Also if the checkpoint contradicts itself, or transformers would compute something else from its files.
+        Also if the checkpoint contradicts itself, or transformers would compute something else from its files; CapacityError
+        if a stated bound of the rows' memory has no room for any.
         """
         own = rank_config(self.config)
         if own.device == "cuda":
             specialise(own)
         check_supported(own)
+        lay_out = host_rows if own.device == "cpu" else partial(lay_out_rows, device_row_bytes=None)
+        lay_out(own, getattr(torch, own.dtype))  # bounds that no row fits into
         needed = needed_room(self.checkpoint, self.config, len(self.options.cuda_archs))
         refuse_too_little(needed, available_room(output_dir), self.options.output_dir, self.options.model)
         self.checkpoint.check()
@@ -141,6 +154,8 @@ def build_engine(options: BuildOptions) -> bool:
     ConfigError
         If the model is unsupported or damaged, an option is out of range, the text to calibrate with cannot be read, the
         directory holds something that is no engine, or disk or memory do not suffice. Then nothing has been written.
+    CapacityError
+        If a stated bound of the rows' memory has no room for any. Nothing has been written.
     KernelError
         If the kernels cannot be compiled, or TensorRT cannot be imported or cannot build a plan.
     CheckError

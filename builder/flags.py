@@ -12,8 +12,9 @@ from typing import Any
 
 from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.field_texts import field_texts
-from kvseek.builder.sizes import memory_size
+from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, TensorRtConfig
+from kvseek.core.sizes import memory_size, optional_size
 from kvseek.plugins.registry import METHODS, get_method
 
 LIMITS = {
@@ -41,14 +42,13 @@ USAGE = """
   kvseek build --check --output_dir DIR [--model MODEL]"""
 
 
-class FlagParser(argparse.ArgumentParser):
+class FlagParser(Parser):
     """The parser of `kvseek build`. Its namespace holds only what was given."""
 
     def __init__(self) -> None:
         super().__init__(
             prog="kvseek build",
             usage=USAGE,
-            allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
             description="Turn a Llama, Mistral or Qwen checkpoint into an engine, plan the memory of one, or look at one.",
         )
@@ -70,11 +70,6 @@ class FlagParser(argparse.ArgumentParser):
         self._add_calibrate()
         self._add_plan()
         self._add_directories()
-
-    @property
-    def flags(self) -> list[str]:
-        """Names of all flags, sorted."""
-        return sorted(flag for action in self._actions for flag in action.option_strings if flag.startswith("--"))
 
     def _add_model(self) -> None:
         add = self.add_argument_group("what to build").add_argument
@@ -148,6 +143,8 @@ class FlagParser(argparse.ArgumentParser):
         group = self.add_argument_group(title, description if fields else "no options of its own")
         for field in fields:
             kind, metavar = _value_type(hints[field.name])
+            if field.name.endswith("_bytes"):
+                kind, metavar = optional_size, "SIZE"
             text = f"{texts.get(field.name, '')} (default: {json.dumps(_default(field))})".strip().replace("%", "%%")
             group.add_argument(f"--{prefix}.{field.name}", type=kind, metavar=metavar, help=text)
 

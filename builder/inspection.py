@@ -12,13 +12,13 @@ from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
-from kvseek.builder.sizes import readable
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import FORMAT_VERSION, CacheConfig, EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import cubin_architectures
 from kvseek.core.manifest import read_manifest
+from kvseek.core.sizes import readable
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.prompt_attention import expected_attention
 from kvseek.engine.parallel.sums import expected_sums

@@ -12,6 +12,7 @@ from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
 from kvseek.core.config import (
     CHOICES,
+    MOST_POSITIONS,
     BlockSparseConfig,
     CacheConfig,
     EngineConfig,
@@ -57,12 +58,15 @@ class EngineOptions:
         """
         method = get_method(self.method)
         settings = method.configure(self.method_config)
-        limits: dict[str, Any] = {"max_seq_len": min(model.max_position_embeddings, DEFAULT_MAX_SEQ_LEN), **self.limits}
+        reach = min(model.max_position_embeddings, model.sliding_window or MOST_POSITIONS)
+        if self.runtime == "tensorrt":
+            reach = min(reach, model.short_reach)
+        limits: dict[str, Any] = {"max_seq_len": min(reach, DEFAULT_MAX_SEQ_LEN), **self.limits}
         limits.setdefault("max_input_len", limits["max_seq_len"])
         tensorrt = from_dict(TensorRtConfig, self.tensorrt, "tensorrt")
         if self.runtime == "tensorrt" and tensorrt.form == "engine":
             limits["prefill_chunk_tokens"] = limits["max_input_len"]  # one plan reads prompts whole
-        return EngineConfig(
+        config = EngineConfig(
             model=model,
             method=self.method,
             method_config=dataclasses.asdict(settings),
@@ -78,6 +82,21 @@ class EngineOptions:
             block_sparse=from_dict(BlockSparseConfig, self.block_sparse, "block_sparse"),
             **limits,
         )
+        if self.prefill_attention == "block_sparse":
+            _refuse_dense_sizes(config)
+        return config
+
+
+def _refuse_dense_sizes(config: EngineConfig) -> None:
+    """Raise ConfigError if every prompt would attend densely, whatever prefill_attention says."""
+    own, remedy = config.block_sparse, "no prompt would be sparse: lower it, or leave --prefill_attention out"
+    for name in ("budget", "dense_tail"):
+        value, limit = getattr(own, name), f"< max_input_len = {config.max_input_len}"
+        require(value < config.max_input_len, f"block_sparse.{name}", value, limit, remedy)
+    layers = config.model.num_layers
+    require(
+        own.dense_layers < layers, "block_sparse.dense_layers", own.dense_layers, f"< num_layers = {layers}", remedy
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +185,7 @@ Options = BuildOptions | FitOptions | InspectOptions | VerifyOptions | CheckOpti
 def parse(argv: Sequence[str] | None) -> Options:
     """Parse the command line; exits with status 2 and a message on unknown flags and malformed values."""
     parser = FlagParser()
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; known flags: {', '.join(parser.flags)}")
-    values = vars(namespace)
+    values = vars(parser.parse_args(argv))
     mode = next((mode for mode in MODES if mode in values), "build")
     if mode == "build" and values.get("check") and "method" not in values:
         mode = "check"  # of an engine that is there: a build needs a method

@@ -12,10 +12,10 @@ import torch
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.weights import Weight, WeightFormat, check_tensors, list_weights
-from kvseek.builder.sizes import readable
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.sizes import readable
 from kvseek.engine.cache.host_memory import available_bytes
 
 # Upper bounds of what is small beside the weights and known only once it is made. Measured with SmolLM2 (49,152 tokens):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import sys
@@ -15,8 +16,9 @@ from pathlib import Path
 from rich.console import Console
 
 from kvseek.builder.printing import Column, print_json, table
-from kvseek.builder.sizes import readable
+from kvseek.core.command_line import Parser
 from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.sizes import readable
 from kvseek.engine.cache.prefix_file import DamagedFileError, Entry
 from kvseek.engine.cache.prefix_folder import NEW_FILES, BusyFolderError, lock, scan
 
@@ -181,11 +183,9 @@ def _chosen(engine: EngineFiles, keys: Sequence[str], older_than: float | None, 
     return [*paths, *engine.damaged, *engine.folder.glob(NEW_FILES)] if everything else paths
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `kvseek cache`."""
-    parser = argparse.ArgumentParser(
-        prog="kvseek cache", description="Prefixes that --disk_dir keeps (docs/conversations.md)."
-    )
+def make_parser() -> Parser:
+    """Make the parser of `kvseek cache`."""
+    parser = Parser(prog="kvseek cache", description="Prefixes that --disk_dir keeps (docs/conversations.md).")
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser(
         "list", help="show the prefixes of each engine: tokens, bytes, when they were last used"
@@ -198,7 +198,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for command in (listing, dropping):
         command.add_argument("--disk_dir", type=Path, required=True, help="the directory that kvseek serve was given")
         command.add_argument("--engine", default="", help="of one engine alone: the first digits that `list` shows")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek cache`."""
+    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,6 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         engines = [one for one in read_directory(arguments.disk_dir) if one.folder.name.startswith(arguments.engine)]
+        if arguments.engine and not engines:
+            raise ConfigError(
+                f"--engine = {arguments.engine!r}: no engine in {arguments.disk_dir} begins so; see kvseek cache list"
+            )
         if arguments.command == "list":
             if arguments.json:
                 print_json({"engines": document(engines)})
@@ -215,6 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ways = (bool(arguments.keys), arguments.all, arguments.older_than is not None)
         if sum(ways) != 1:
             raise ConfigError("name what to drop: either prefixes, or --all, or --older_than HOURS")
+        hours = arguments.older_than
+        if hours is not None and not 0 <= hours < math.inf:
+            raise ConfigError(f"--older_than = {hours:g}: must be >= 0 and finite; give --all to drop all")
         gone = drop(engines, arguments.keys, arguments.older_than, arguments.all)
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

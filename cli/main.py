@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from kvseek.core.command_line import did_you_mean
+
 COMMANDS = {
     "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory; plan, inspect, verify or check one"),
     "serve": ("kvseek.server.launch", "serve an engine directory with Triton"),
@@ -16,6 +18,7 @@ COMMANDS = {
     "cache": ("kvseek.cli.cache", "list or drop the prefixes that a server keeps on disk"),
     "chat": ("kvseek.client.chat", "ask a running server"),
     "bench": ("kvseek.benchmarks.decode", "measure the time per output token"),
+    "completion": ("kvseek.cli.completion", "print a script that completes commands and flags in a shell"),
 }
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it: 128 + 2
 USAGE = "usage: kvseek [--version] COMMAND [ARGUMENT ...]\n\n" + "\n".join(
@@ -33,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{USAGE}\n\nkvseek COMMAND --help says more.")
         return 0 if arguments else 2
     if arguments[0] not in COMMANDS:
-        print(f"error: unknown command {arguments[0]!r}\n{USAGE}", file=sys.stderr)
+        hint = did_you_mean(arguments[0], COMMANDS)
+        print(f"{USAGE}\n\nerror: unknown command {arguments[0]!r}{hint}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[arguments[0]]
     try:

@@ -13,12 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from kvseek.core.command_line import Parser
 from kvseek.core.errors import KvseekError
 from kvseek.core.private_files import PrivateFileError, read_key_file
 
 from .chunk import AnswerFigures, Chunk
 from .conversation import Conversation
-from .errors import ClientError
+from .errors import ClientError, RefusedError
 from .grpc_client import GrpcClient
 from .http_client import HttpClient
 from .openai_client import OpenAIClient
@@ -59,9 +60,9 @@ def show(chunks: Iterator[Chunk], console: Console) -> tuple[str, AnswerFigures]
     return text, figures
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of `kvseek chat`."""
-    parser = argparse.ArgumentParser(prog="kvseek chat", description="Ask a running kvseek server.")
+def make_parser() -> Parser:
+    """Make the parser of `kvseek chat`."""
+    parser = Parser(prog="kvseek chat", description="Ask a running kvseek server.")
     parser.add_argument("--protocol", choices=("grpc", "http"), help="default: grpc")
     parser.add_argument(
         "--url", help=f"host:port (defaults: {DEFAULT_URLS['grpc']} for grpc, {DEFAULT_URLS['http']} for http)"
@@ -115,7 +116,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--retention_seconds", type=float, help="how long that priority lasts (default: 3600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of live text")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek chat`."""
+    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
 
 
 def read_text(path: Path) -> str:
@@ -165,11 +171,18 @@ def ask(arguments: argparse.Namespace) -> None:
     protocol = arguments.protocol or "grpc"
     url = arguments.url or DEFAULT_URLS[protocol]
     kind = GrpcClient if protocol == "grpc" else HttpClient
-    model, key = TEXT_MODELS[arguments.layout or DEFAULT_LAYOUT], read_key(arguments.api_key_file)
-    client = kind(url, arguments.timeout, model, key)
+    layout = arguments.layout or DEFAULT_LAYOUT
+    client = kind(url, arguments.timeout, TEXT_MODELS[layout], read_key(arguments.api_key_file))
     console = Console(quiet=arguments.json)
-    with closing(client.generate_stream(build_prompt(document, question), options)) as chunks:  # type: ignore[type-var]
-        text, figures = show(chunks, console)
+    try:
+        with closing(client.generate_stream(build_prompt(document, question), options)) as chunks:  # type: ignore[type-var]
+            text, figures = show(chunks, console)
+    except RefusedError:  # what the server says of a model of another layout misleads
+        own = [name for name, model in TEXT_MODELS.items() if model.is_among(client.inputs(model.name))]
+        if own and layout not in own:
+            limit = f"{' or '.join(own)}, which the server at {url} was started with"
+            raise ClientError(f"--layout = {layout!r}: must be {limit}; give --layout {own[0]}") from None
+        raise
     tell(text, figures, arguments.json, console)
 
 
@@ -177,7 +190,12 @@ def first_question(arguments: argparse.Namespace) -> str:
     """Return the question of the arguments, or all of standard input."""
     if arguments.prompt_file:
         return read_text(arguments.prompt_file)
-    return sys.stdin.read() if arguments.prompt is None else str(arguments.prompt)
+    if arguments.prompt is not None:
+        return str(arguments.prompt)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ClientError(f"cannot read standard input: {error}; give UTF-8 text") from None
 
 
 def converse(arguments: argparse.Namespace, options: GenerateOptions, document: str | None) -> None:
@@ -192,7 +210,8 @@ def converse(arguments: argparse.Namespace, options: GenerateOptions, document: 
     ):
         value = getattr(arguments, name)
         if value not in allowed:
-            raise ClientError(f"--{name} = {value}: has no meaning with --openai_url; leave it out")
+            given = f"--no-{name}" if value is False else f"--{name} = {value}"
+            raise ClientError(f"{given}: has no meaning with --openai_url; leave it out")
     client = OpenAIClient(arguments.openai_url, arguments.timeout, read_key(arguments.api_key_file))
     conversation, console = Conversation(arguments.conversation, arguments.system), Console(quiet=arguments.json)
     asked = arguments.prompt is not None or arguments.prompt_file is not None

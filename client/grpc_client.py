@@ -13,7 +13,7 @@ import tritonclient.grpc as grpc
 from kvseek.core.fields import check_unicode
 
 from .chunk import Chunk
-from .errors import ClientError, no_reply
+from .errors import ClientError, RefusedError, check_address, no_reply
 from .options import REPLY_SECONDS, GenerateOptions, bearer
 from .text_models import BLS, TextModel
 
@@ -34,6 +34,7 @@ DTYPES: dict[str, tuple[str, Any]] = {
     "retention_seconds": ("FP32", np.float32),
 }
 BOOL = ("BOOL", np.bool_)
+METADATA_SECONDS = 10.0
 
 
 class GrpcClient:
@@ -49,9 +50,15 @@ class GrpcClient:
         The model that the server has, by its layout.
     api_key : str
         Key that the server asks for; empty for none.
+
+    Raises
+    ------
+    ClientError
+        If `url` is no host:port.
     """
 
     def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS, api_key: str = "") -> None:
+        check_address(url)
         self.url, self.timeout, self._model = url, timeout, model
         self._headers = bearer(api_key)
 
@@ -64,6 +71,17 @@ class GrpcClient:
             If the server cannot be reached, refuses the request, or sends nothing for `timeout` seconds.
         """
         return self._model.pieces(self._stream(options.fields(text_input, stream=True)))
+
+    def inputs(self, model: str) -> set[str]:
+        """Ask for the names of a model's inputs; empty if the server has no such model, or does not say."""
+        client = grpc.InferenceServerClient(self.url)
+        try:
+            found = client.get_model_metadata(model, headers=self._headers, client_timeout=METADATA_SECONDS)
+            return {one.name for one in found.inputs}
+        except grpc.InferenceServerException:
+            return set()
+        finally:
+            client.close()
 
     def _stream(self, fields: Mapping[str, Any]) -> Iterator[Chunk]:
         responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -81,7 +99,7 @@ class GrpcClient:
                 except queue.Empty:
                     raise no_reply(self.url, self.timeout) from None
                 if error is not None:
-                    raise ClientError(_message(self.url, error))
+                    raise _error(self.url, error)
                 response = result.get_response()
                 if response.outputs:
                     yield _chunk(result)
@@ -101,10 +119,26 @@ class GrpcClient:
                 for item in values:
                     check_unicode(name, item)
                 values = [item.encode("utf-8") for item in values]
+            elif np.issubdtype(dtype, np.integer):
+                for number in values:
+                    _check_range(name, number, np.iinfo(dtype))
             array = np.array([values] if self._model.batched else values, dtype=dtype)
             tensors.append(grpc.InferInput(name, list(array.shape), kind))
             tensors[-1].set_data_from_numpy(array)
         return tensors
+
+
+def _utf8(name: str, text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ClientError(f"{name}: character {error.start} is no Unicode; give UTF-8 text") from None
+
+
+def _check_range(name: str, number: int, limits: Any) -> None:
+    """Raise ClientError on a number that the input's type does not hold: NumPy would send another one."""
+    if not limits.min <= number <= limits.max:
+        raise ClientError(f"{name} = {number}: must be in [{limits.min}, {limits.max}]; give another number")
 
 
 def _chunk(result: Any) -> Chunk:
@@ -123,10 +157,19 @@ def _chunk(result: Any) -> Chunk:
     )
 
 
-def _message(url: str, error: Any) -> str:
-    message = str(error.message())
+def _error(url: str, error: Any) -> ClientError:
+    """Make the error for a stream that the library or the server has broken off."""
+    message, ports = str(error.message()), "give the --url of its gRPC port"
+    if "HTTP/2" in message:
+        return ClientError(
+            f"what listens at {url} does not speak gRPC ({message}); {ports}, or --protocol http with HTTP's"
+        )
     if "failed to connect" in message:
-        return f"no server answers at {url} ({message}); start one with kvseek serve, or give its --url"
+        return ClientError(f"no server answers at {url} ({message}); start one with kvseek serve, or {ports}")
+    if "resol" in message and "UNAVAILABLE" in str(error.status()):
+        return ClientError(f"no host has the name in {url} ({message}); {ports}")
     if "UNAVAILABLE" in str(error.status()) and ("removed" in message or "closed" in message):
-        return f"{url} closed the connection ({message}): the server has ended or is being restarted; send it again"
-    return message
+        return ClientError(
+            f"{url} closed the connection ({message}): the server has ended or is being restarted; send it again"
+        )
+    return RefusedError(message)

@@ -10,7 +10,7 @@ from typing import Any
 import requests
 
 from .chunk import Chunk
-from .errors import ClientError, no_reply
+from .errors import ClientError, RefusedError, check_address, no_answer, no_reply
 from .options import REPLY_SECONDS, GenerateOptions, bearer
 from .text_models import BLS, TextModel
 
@@ -35,9 +35,15 @@ class HttpClient:
         The model that the server has, by its layout.
     api_key : str
         Key that the server asks for; empty for none.
+
+    Raises
+    ------
+    ClientError
+        If `url` is no host:port.
     """
 
     def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS, api_key: str = "") -> None:
+        check_address(url)
         self.url, self.timeout, self._model = url, timeout, model
         self._headers = NO_KEEP_ALIVE | bearer(api_key)
 
@@ -50,6 +56,14 @@ class HttpClient:
         """Send a prompt and yield chunks until the answer ends; raises ClientError."""
         return self._model.pieces(self._stream(options.fields(text_input, stream=True)))
 
+    def inputs(self, model: str) -> set[str]:
+        """Ask for the names of a model's inputs; empty if the server has no such model, or does not say. Raises ClientError."""
+        with self._call("GET", f"http://{self.url}/v2/models/{model}", stream=False) as response:
+            try:
+                return {one["name"] for one in response.json()["inputs"]}
+            except (ValueError, LookupError, TypeError):
+                return set()
+
     def _stream(self, fields: Mapping[str, Any]) -> Iterator[Chunk]:
         with self._post("generate_stream", fields, stream=True) as response:
             for line in self._lines(response):
@@ -59,34 +73,40 @@ class HttpClient:
     def _lines(self, response: requests.Response) -> Iterator[bytes]:
         try:
             yield from response.iter_lines()
-        except requests.ConnectionError as error:
+        except requests.RequestException as error:
             if "timed out" in str(error):  # requests has no class of its own for silence in the middle of a body
                 raise no_reply(self.url, self.timeout) from None
             raise ClientError(f"the server at {self.url} broke off its answer ({error}); see its log") from None
 
     def _post(self, endpoint: str, fields: Mapping[str, Any], stream: bool) -> requests.Response:
-        try:
-            address = f"http://{self.url}/v2/models/{self._model.name}/{endpoint}"
-            body = self._model.inputs(fields)
-            response = requests.post(
-                address, json=body, headers=self._headers, stream=stream, timeout=(CONNECT_SECONDS, self.timeout)
-            )
-        except requests.ReadTimeout:
-            raise no_reply(self.url, self.timeout) from None
-        except requests.ConnectionError as error:
-            raise ClientError(
-                f"no server answers at {self.url} ({error}); start one with kvseek serve, or give its --url"
-            ) from None
+        address = f"http://{self.url}/v2/models/{self._model.name}/{endpoint}"
+        response = self._call("POST", address, stream, self._model.inputs(fields))
         if not response.ok:
-            raise ClientError(_error(response))
+            raise RefusedError(self._error(response))
         return response
 
+    def _call(
+        self, method: str, address: str, stream: bool, body: Mapping[str, Any] | None = None
+    ) -> requests.Response:
+        wait = (CONNECT_SECONDS, self.timeout)
+        try:
+            return requests.request(method, address, json=body, headers=self._headers, stream=stream, timeout=wait)
+        except requests.ReadTimeout:
+            raise no_reply(self.url, self.timeout) from None
+        except requests.RequestException as error:
+            raise no_answer(
+                self.url, error, "give the --url of its HTTP port, or --protocol grpc with gRPC's"
+            ) from None
 
-def _error(response: requests.Response) -> str:
-    try:
-        return str(json.loads(response.content.removeprefix(EVENT))["error"])  # generate_stream sends it as an event
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP status {response.status_code}: {response.text[:200]}"
+    def _error(self, response: requests.Response) -> str:
+        try:
+            error = json.loads(response.content.removeprefix(EVENT))["error"]  # generate_stream sends it as an event
+        except (ValueError, KeyError, TypeError):
+            return f"HTTP status {response.status_code}: {response.text[:200]}"
+        if isinstance(error, dict):  # as OpenAI's API has it
+            ports = f"give the --url of the HTTP port, or --openai_url http://{self.url}/v1"
+            return f"{self.url} is an OpenAI port ({error.get('message')}); {ports}"
+        return str(error)
 
 
 def _chunk(body: dict[str, Any]) -> Chunk:

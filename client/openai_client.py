@@ -10,11 +10,12 @@ from urllib.parse import quote, urlencode
 import requests
 
 from .chunk import Chunk
-from .errors import ClientError, no_reply
+from .errors import ClientError, RefusedError, check_base_url, no_answer, no_reply
 from .http_client import CONNECT_SECONDS, EVENT, NO_KEEP_ALIVE
 from .options import REPLY_SECONDS, GenerateOptions, bearer
 
 DONE = b"[DONE]"
+GIVE_URL = "give the URL of its OpenAI port, with /v1, such as http://127.0.0.1:9000/v1"
 Message = dict[str, str]  # "role" and "content"
 
 
@@ -29,9 +30,15 @@ class OpenAIClient:
         Seconds, > 0, that may pass until the first byte of a reply and between two of them.
     api_key : str
         Key that the server asks for; empty for none.
+
+    Raises
+    ------
+    ClientError
+        If `url` is none.
     """
 
     def __init__(self, url: str, timeout: float = REPLY_SECONDS, api_key: str = "") -> None:
+        check_base_url(url)
         self.url, self.timeout = url.rstrip("/"), timeout
         self._headers = NO_KEEP_ALIVE | bearer(api_key)
 
@@ -41,9 +48,7 @@ class OpenAIClient:
             try:
                 return str(response.json()["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
-                raise ClientError(
-                    f"{self.url} lists no model; give the URL of kvseek's OpenAI port, with /v1"
-                ) from None
+                raise ClientError(f"{self.url} lists no model; {GIVE_URL}") from None
 
     def chat_stream(self, messages: Sequence[Message], options: GenerateOptions) -> Iterator[Chunk]:
         """Send a conversation and yield pieces of the answer; raises ClientError.
@@ -99,11 +104,12 @@ class OpenAIClient:
             )
         except requests.ReadTimeout:
             raise no_reply(self.url, self.timeout) from None
-        except (requests.RequestException, ValueError) as error:
-            remedy = "start one with kvseek serve, or give the URL of its OpenAI port, with /v1"
-            raise ClientError(f"no server answers at {self.url} ({error}); {remedy}") from None
+        except (requests.RequestException, ValueError) as error:  # ValueError: a key that no header can hold
+            raise no_answer(self.url, error, GIVE_URL) from None
+        if response.status_code == 404 and path == "models":
+            raise RefusedError(f"{self.url} offers no models by OpenAI's API ({_error(response)}); {GIVE_URL}")
         if not response.ok:
-            raise ClientError(_error(response))
+            raise RefusedError(_error(response))
         return response
 
 

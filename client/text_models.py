@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +37,10 @@ class TextModel:
     def inputs(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a request's inputs by the model's names."""
         return {self.names.get(name, name): value for name, value in fields.items()} | dict(self.flags)
+
+    def is_among(self, inputs: Collection[str]) -> bool:
+        """Whether a model of this name with these inputs is the text model of its layout."""
+        return {"text_input", self.names.get("max_tokens", "max_tokens")} <= set(inputs)
 
     def pieces(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Yield the chunks of a stream with nothing but new text; closes `chunks` at the end."""

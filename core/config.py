@@ -14,7 +14,7 @@ from .errors import ConfigError
 
 FORMAT_VERSION = 2  # the format of engine directories
 CONFIG_FILE = "config.json"
-CHECK_CONFIG = "check the model's config.json"
+CHECK_CONFIG = "check what the checkpoint states of the model, in config.json or a GGUF file's metadata"
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
@@ -263,6 +263,13 @@ class CacheConfig:
         require(not idle, name, "sparse", "dense with cache.reuse = False", "no beginning of a prompt is reused then")
 
     @property
+    def bounds(self) -> dict[str, int]:
+        """The bounds of the rows' memory that are stated, in bytes, by their flags' names."""
+        names = ("kv_cache_host_memory_bytes", "kv_cache_device_memory_bytes")
+        values = {f"cache.{name}": getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
     def window(self) -> int:
         """Rows of the device-resident window of a slot: sink, local and update buffer."""
         return self.sink + self.local + self.update
@@ -368,21 +375,23 @@ class EngineConfig:
             value = getattr(self, name)
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
         fits = self.weight_only_precision == "int8" or not self.quantize_lm_head
-        limit, remedy = (
-            "false without weight_only_precision = 'int8'",
-            "an fp8 head loses too much: choose int8, or leave it out",
-        )
+        limit = f"false with weight_only_precision = {self.weight_only_precision!r}"
+        remedy = "the head has int8 weights as the layers do: build with --weight_only_precision int8, or leave it out"
         require(fits, "quantize_lm_head", self.quantize_lm_head, limit, remedy)
         self._check_device()
         self._check_prefill_attention()
         # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.
         for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1", f"set --{name}")
+            least, value = (2 if name == "max_seq_len" else 1), getattr(self, name)
+            reason = "a prompt of one token and its answer take two: " if least == 2 else ""
+            require(value >= least, name, value, f">= {least}", f"{reason}set --{name}")
         self.model.check_ranks(self.tp_size)
         alone = self.tp_size == 1 or self.runtime == "torch"
         require(alone, "tp_size", self.tp_size, "1 with runtime = 'tensorrt'", "plans are not divided among ranks")
         limit = f"<= max_seq_len = {self.max_seq_len}"
-        require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, "raise max_seq_len")
+        longest = self.max_seq_len == self.model.max_position_embeddings
+        remedy = f"lower it: {self._why_no_further()}" if longest else "lower it, or raise --max_seq_len"
+        require(self.max_input_len <= self.max_seq_len, "max_input_len", self.max_input_len, limit, remedy)
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
         fits = self.max_seq_len <= self.model.max_position_embeddings
         require(fits, "max_seq_len", self.max_seq_len, limit, self._why_no_further())

@@ -50,7 +50,9 @@ def read_fields(cls: type[Any], names: Collection[str], values: dict[str, Any], 
     for f in dataclasses.fields(cls):
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if f.name in names and f.name not in arguments and required:
-            raise ConfigError(f"{where}: key {f.name!r} is missing; add it, or build the engine again")
+            raise ConfigError(
+                f"{where}: key {f.name!r} is missing; add it, or, in an engine directory, build the engine again"
+            )
     return arguments
 
 

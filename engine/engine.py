@@ -24,14 +24,14 @@ from kvseek.engine.cache.prefix_store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
-from kvseek.engine.loading.supported import reuses_prefixes
+from kvseek.engine.loading.supported import reuses_prefixes, why_no_reuse
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
-from kvseek.engine.schedule.sampling import Sampler, accept
+from kvseek.engine.schedule.sampling import Sampler, accept, overflow_remedy
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import Sequence
 from kvseek.plugins.registry import method_traits
@@ -192,15 +192,15 @@ class Engine:
         tokens = len(request.prompt_ids) + request.max_tokens
         needed, capacity = self._cache.extents_needed(tokens), self._cache.extents.capacity
         if needed > capacity:
+            bounds = " or ".join(self.config.cache.bounds)
+            larger = f"a larger {bounds}" if bounds else "--cache.offload auto, or use a GPU with more memory"
             raise CapacityError(
                 f"max_tokens = {request.max_tokens}: needs {needed} extents of the row pool together with the prompt of "
-                f"{len(request.prompt_ids)} tokens, it has {capacity}; shorten the request or build with a larger "
-                "cache.kv_cache_host_memory_bytes"
+                f"{len(request.prompt_ids)} tokens, it has {capacity}; shorten the request or build with {larger}"
             )
         if request.session is not None and not self._prefixes.enabled:
             raise RequestError(
-                f"session_id: this engine (device {self.config.device}, method {self.config.method}) keeps nothing of prompts; "
-                "leave it out, or use an engine that reuses prefixes (docs/conversations.md)"
+                f"session_id: this engine keeps nothing of prompts (docs/conversations.md); {why_no_reuse(self.config)}"
             )
         if request.sampling.scores_prompt and not self.decoder.model.scores_prompts:
             name = "return_context_logits" if request.sampling.return_context_logits else "prompt_logprobs"
@@ -423,6 +423,7 @@ class Engine:
         for good, this raises, and the engine cannot go on.
         """
         if isinstance(error, LogitsError):
+            error = LogitsError(f"{error}; {overflow_remedy(self.config.dtype)}")
             self.unsound, self.unsound_in_a_row = self.unsound + 1, self.unsound_in_a_row + 1
         elif not isinstance(error, SamplingError):
             check_alive(self._cache.window.device)

@@ -35,7 +35,7 @@ class LLM(BaseLLM):
         whose files must be in Hugging Face's cache (`hf download NAME`). Of a checkpoint an engine is built into a cache
         folder, and found there the next time.
     method : str, optional
-        Retrieval method: full, flat, pariskv, nested, ctkvr, clusterkv or prkv; pariskv if left out.
+        Retrieval method: full, flat, pariskv, nested, ctkvr, clusterkv or prkv; nested if left out.
     device, dtype : str, optional
         "cpu" or "cuda"; "float32", "bfloat16" or, on cuda, "float16". cpu and float32 if left out.
     max_seq_len : int, optional
@@ -47,7 +47,7 @@ class LLM(BaseLLM):
     **build_options
         Further options of `kvseek build` by their names: max_input_len, prefill_chunk_tokens, kernels,
         weight_only_precision, quantize_lm_head, runtime, cuda_archs; prefill_attention; method_config, cache, tensorrt and
-        block_sparse are dictionaries, such as ``method_config={"top_k": 200}`` for ``--pariskv.top_k 200``.
+        block_sparse are dictionaries, such as ``method_config={"top_k": 200}`` for ``--nested.top_k 200``.
     cache_dir : path, optional
         Folder of the engines that are built; ``~/.cache/kvseek/engines`` if left out.
     threads : int, optional

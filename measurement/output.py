@@ -6,10 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Column, Table
+
 from kvseek.core.errors import KvseekError
+
+WIDEST = 1000  # columns that no table needs
+MOST_NAME = 24  # columns of a name before it is folded
 
 
 def write_result(path: Path, document: dict[str, Any]) -> None:
@@ -28,16 +35,32 @@ def show(document: dict[str, Any], as_json: bool, print_table: Callable[[dict[st
         print_table(document)
 
 
+def named(heading: str) -> Column:
+    """Make a column of names, which may be long: they are folded, and leave the room to the numbers."""
+    return Column(heading, overflow="fold", max_width=MOST_NAME)
+
+
+def print_whole(table: Table) -> None:
+    """Print a table whose numbers are never cut off: on a terminal that is too narrow its lines go on below.
+
+    Its columns of numbers are to be no_wrap, and their headings to have line ends in the place of spaces.
+    """
+    console = Console()
+    console.width = max(console.width, Console(width=WIDEST).measure(table).minimum)
+    console.print(table, highlight=False)
+
+
 def run_command(
     argv: Sequence[str] | None,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
     run: Callable[[argparse.Namespace], dict[str, Any]],
-    print_table: Callable[[dict[str, Any]], None],
+    print_table: Callable[..., None],
     prefix: str = "error",
 ) -> int:
     """Parse the flags, measure, write the result to --output and show it; returns the exit status.
 
-    What the user can mend (KvseekError, OSError) becomes a line on stderr that begins with `prefix`, and the status 1.
+    `print_table` gets the document and, of a command that has the flag, `details`. What the user can mend (KvseekError, OSError)
+    becomes a line on stderr that begins with `prefix`, and the status 1.
     """
     try:
         arguments = parse(argv)
@@ -47,5 +70,6 @@ def run_command(
     except (KvseekError, OSError) as error:
         print(f"{prefix}: {error}", file=sys.stderr)
         return 1
-    show(document, arguments.json, print_table)
+    details = {"details": arguments.details} if "details" in arguments else {}
+    show(document, arguments.json, partial(print_table, **details))
     return 0

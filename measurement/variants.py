@@ -5,6 +5,7 @@ For example BASELINE,NAME,NAME:field=value,field=value,OTHER:cache.local=256 nam
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
+from kvseek.core.sizes import optional_size
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.registry import Method, get_method
 
@@ -144,7 +146,7 @@ def _parse(label: str) -> Variant:
         if not name or not equals:
             raise ConfigError(f"--methods = {label!r}: must be {FORM}")
         if name.startswith(CACHE_PREFIX):
-            cache[name.removeprefix(CACHE_PREFIX)] = _value(value)
+            cache[name.removeprefix(CACHE_PREFIX)] = _size(name, value) if name.endswith("_bytes") else _value(value)
         elif name.startswith(BLOCK_SPARSE_PREFIX):
             block_sparse[name.removeprefix(BLOCK_SPARSE_PREFIX)] = _value(value)
         else:
@@ -167,6 +169,14 @@ def _choice(fields: dict[str, Any], name: str, usual: str) -> str:
     value, choices = fields.pop(name, usual), CHOICES[name]
     require(value in choices, f"--methods: {name}", value, f"one of {choices}", f"leave it out for {usual}")
     return str(value)
+
+
+def _size(name: str, text: str) -> int | None:
+    """Parse a size in bytes, as the flag of the same name takes it; raises ConfigError."""
+    try:
+        return optional_size(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--methods: {name} = {error}") from None
 
 
 def _value(text: str) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import requests
 
+from kvseek.core.command_line import Parser
 from kvseek.core.config import require
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
@@ -275,9 +276,9 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `kvseek serve`."""
-    parser = argparse.ArgumentParser(prog="kvseek serve", description="Serve an engine directory with Triton.")
+def make_parser() -> Parser:
+    """Make the parser of `kvseek serve`."""
+    parser = Parser(prog="kvseek serve", description="Serve an engine directory with Triton.")
     parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: %(default)s)")
     about = f"default: %(default)s; 0 picks a free port, {OFF} closes it"
@@ -298,7 +299,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--ready_seconds", type=float, default=READY_SECONDS, help="how long loading may take (default: %(default)g)"
     )
     parser.add_argument("--log_verbose", action="store_true", help="have Triton log every request")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek serve`."""
+    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
 
 
 def _check_node(arguments: argparse.Namespace) -> None:
@@ -318,7 +324,7 @@ def _check_ranks(engine_dir: Path, tp_size: int | None, settings: ServeSettings,
         check_nodes(config, settings.nnodes)
     if tp_size is not None:
         found = read_config(engine_dir).tp_size
-        remedy = f"the engine is divided when it is built: kvseek build --tp_size {tp_size}"
+        remedy = f"the engine is divided when it is built, with kvseek build --tp_size: give {found}, or leave it out"
         require(tp_size == found, "tp_size", tp_size, f"{found}, that of {engine_dir}", remedy)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
+from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
 from .errors import ServerError
@@ -44,7 +45,7 @@ ENGINE_FLAGS: Flags = {
     "default_timeout": (float, "seconds that a request may take if it does not say itself"),
     "otlp_endpoint": (str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
     "disk_dir": (_absolute, "directory in which beginnings of prompts outlive eviction and restarts"),
-    "disk_bytes": (int, "most bytes of them"),
+    "disk_bytes": (memory_size, "most bytes of them, such as 200GiB"),
 }
 OPENAI_FLAGS: Flags = {
     "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
@@ -196,7 +197,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
         value = getattr(default, name)
         shown = "none" if value is None else f"{value:g}" if kind is float else value
         shown = str(value).lower() if isinstance(value, bool) else shown
-        shown = "torch's choice" if name == "threads" else shown
+        shown = {"threads": "torch's choice", "disk_bytes": "16GiB"}.get(name, shown)
         parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import threading
@@ -219,3 +220,9 @@ def test_options_are_refused_by_name(model: Path, tmp_path: Path, options: dict[
         engine_source(model, QUICK | options, tmp_path / "cache", quiet=True)
     assert message in str(raised.value)
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_documented_method_is_the_default() -> None:
+    document = inspect.getdoc(LLM) or ""
+    assert f"; {engine_cache.DEFAULT_METHOD} if left out" in document
+    assert f"for ``--{engine_cache.DEFAULT_METHOD}.top_k" in document

@@ -29,7 +29,7 @@ from kvseek.measurement.variants import Variant
 from kvseek.plugins.contract import Index
 
 from .filling import Filler
-from .memory_plan import GIB, Cell, IndexNeeds, Limits, Needs, Phase, cell_extents, fill_bytes, plan_phases
+from .memory_plan import Cell, IndexNeeds, Limits, Needs, Phase, cell_extents, fill_bytes, plan_phases
 from .random_weights import RandomWeights, quantised
 
 if TYPE_CHECKING:
@@ -108,10 +108,10 @@ class Bench:
         self._tensors: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
         self.use(arguments.methods)
         free, _ = torch.cuda.mem_get_info(self.device)
-        device = free if arguments.device_gib is None else min(free, int(arguments.device_gib * GIB))
+        device = free if arguments.gpu_memory is None else min(free, arguments.gpu_memory)
         # Prompts are not filled in: they are computed.
         filling = 0 if arguments.prefill else fill_bytes(self.model, self.cells, self.dtype.itemsize)
-        self.limits = Limits(device, int(arguments.work_gib * GIB) + filling, int(arguments.host_gib * GIB))
+        self.limits = Limits(device, arguments.work_memory + filling, arguments.host_memory)
 
     def use(self, variants: Sequence[Variant]) -> None:
         """Plan for these variants from now on."""

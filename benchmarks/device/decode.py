@@ -34,7 +34,7 @@ def run_decode(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str
     phases = bench.phases(offloads)
     if not any(phase.cells for phase in phases):
         reasons = "; ".join(f"{cell.context} × {cell.batch}: {why}" for p in phases for cell, why in p.skipped.items())
-        raise ConfigError(f"--contexts, --batches: no cell fits ({reasons}); lower them, or raise --host_gib")
+        raise ConfigError(f"--contexts, --batches: no cell fits ({reasons}); lower them, or raise --host_memory")
     bench.load()
     probe, filler = Probe(bench.device), bench.filler()
     release()

@@ -46,9 +46,12 @@ def _save(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         write_result(arguments.output, document)
 
 
-def print_report(document: dict[str, Any]) -> None:
-    """Print the tables of a document of any kind."""
-    (print_ranks if document["benchmark"] == "ranks" else print_device_report)(document)
+def print_report(document: dict[str, Any], details: bool = False) -> None:
+    """Print the tables of a document of any kind; those of ranks have no further figures."""
+    if document["benchmark"] == "ranks":
+        print_ranks(document)
+    else:
+        print_device_report(document, details)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

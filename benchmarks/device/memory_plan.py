@@ -90,11 +90,9 @@ class Limits:
     host: int
 
     def __post_init__(self) -> None:
-        for name in ("device", "host"):
+        for name, flag in (("device", "gpu_memory"), ("host", "host_memory")):
             if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"--{name}_gib: {getattr(self, name)} bytes: must be > 0; leave it out for all there is"
-                )
+                raise ConfigError(f"--{flag}: {getattr(self, name)} bytes: must be > 0; leave it out for all there is")
 
 
 @dataclass

@@ -7,23 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvseek.benchmarks.shapes import SHAPES
+from kvseek.core.command_line import Parser
 from kvseek.core.errors import ConfigError
+from kvseek.core.sizes import memory_size
 from kvseek.measurement.flags import numbers
 from kvseek.measurement.variants import FORM, parse_variants
 
-from .memory_plan import OFFLOADS
+from .memory_plan import GIB, OFFLOADS
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARMUP = 5  # steps of each contestant that are not counted
+WORK_MEMORY = 3 * GIB
 SHORTEST = 4096  # contexts below cache.full_threshold are attended densely by every method
-NOT_OF_RANKS = ("batches", "hot_rows", "throughput", "device_gib", "work_gib")  # flags without a meaning there
+NOT_OF_RANKS = ("batches", "hot_rows", "throughput", "gpu_memory", "work_memory")  # flags without a meaning there
 RANKS = f"without {', '.join(f'--{name}' for name in NOT_OF_RANKS)}"
 MOST_STEPS = 200  # with the warm-up, fewer than the update buffer holds: no timed step evicts
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line to settings; raises ConfigError on values out of range."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of `kvseek bench` on a GPU."""
+    parser = Parser(
         prog="kvseek bench --device cuda",
         description="Time of a decode step on a GPU at long context: random weights, synthetic keys, CUDA graphs.",
     )
@@ -43,14 +46,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     modes.add_argument("--throughput", action="store_true", help="tokens/s of all --batches that fit, offload auto")
     modes.add_argument("--prefill", action="store_true", help="time of a prompt of --contexts tokens instead")
     parser.add_argument("--repeats", type=int, default=3, help="with --prefill: prompts of each method")
-    parser.add_argument("--host_gib", type=float, default=108.0, help="pinned host memory that rows may use")
-    parser.add_argument("--device_gib", type=float, help="device memory that may be used; all that is free if left out")
-    parser.add_argument(
-        "--work_gib", type=float, default=3.0, help="of it, for activations, graphs and building of indexes"
-    )
+    sizes = {
+        "host_memory": (108 * GIB, "pinned host memory that rows may use (default: 108GiB)"),
+        "gpu_memory": (None, "device memory that may be used (default: all that is free)"),
+        "work_memory": (WORK_MEMORY, "of that, for activations, graphs and building of indexes (default: 3GiB)"),
+    }
+    for name, (default, about) in sizes.items():
+        parser.add_argument(f"--{name}", type=memory_size, metavar="SIZE", default=default, help=about)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--details", action="store_true", help="print all figures of a step, its parts and its floor")
     parser.add_argument("--output", type=Path, help="write the JSON to this file too, after every context and batch")
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line to settings; raises ConfigError on values out of range."""
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     check_ranks(arguments, {name: parser.get_default(name) for name in NOT_OF_RANKS})
     return check(arguments)
@@ -85,8 +97,4 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
     for name in ("block", "repeats"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} = {getattr(arguments, name)}: must be >= 1; leave it out for the default")
-    for name in ("host_gib", "device_gib", "work_gib"):
-        value = getattr(arguments, name)
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{name} = {value}: must be > 0; leave it out for the default")
     return arguments

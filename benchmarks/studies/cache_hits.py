@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from kvseek.benchmarks.device.bench import Bench
-from kvseek.benchmarks.device.memory_plan import Cell
+from kvseek.benchmarks.device.memory_plan import GIB, Cell
 from kvseek.benchmarks.device.observers import PartClock, capture_stream
-from kvseek.benchmarks.device.options import DTYPES, SHORTEST
+from kvseek.benchmarks.device.options import DTYPES, SHORTEST, WORK_MEMORY
 from kvseek.benchmarks.device.results import describe_variant
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.errors import ConfigError
+from kvseek.core.sizes import memory_size
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import run_command
 from kvseek.measurement.variants import FORM, Variant, parse_variants
@@ -156,7 +157,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, default=32_768, help="cached tokens")
     add("--budget", type=int, default=1024, help="rows of the retrieval region per KV head")
     add("--steps", type=int, default=64, help="steps that are timed")
-    add("--host_gib", type=float, default=16.0, help="pinned host memory that rows may use")
+    about = "pinned host memory that rows may use (default: 16GiB)"
+    add("--host_memory", type=memory_size, metavar="SIZE", default=16 * GIB, help=about)
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print JSON, not a table")
     add("--output", type=Path, help="write the JSON to this file too")
@@ -171,7 +173,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for variant in arguments.methods:
         _ = variant.settings  # raises for a method that keeps no number of rows
     # What Bench reads beside these: nothing here is a whole decode step.
-    vars(arguments).update(hot_rows="on", prefill=False, device_gib=None, work_gib=3.0)
+    vars(arguments).update(hot_rows="on", prefill=False, gpu_memory=None, work_memory=WORK_MEMORY)
     return arguments
 
 
@@ -181,7 +183,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(arguments, [cell], LAYERS)
     (phase,) = bench.phases(["always"])
     if phase.skipped:
-        raise ConfigError(f"--context = {arguments.context}: {phase.skipped[cell]}; lower it or raise --host_gib")
+        raise ConfigError(f"--context = {arguments.context}: {phase.skipped[cell]}; lower it or raise --host_memory")
     rows, filler = bench.row_storage("always", [cell]), bench.filler()
     results = [entry for variant in bench.variants for entry in measure(bench, variant, rows, filler, cell)]
     add_speed_ups(results)

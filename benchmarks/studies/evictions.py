@@ -70,11 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", default="nested,pariskv", help="default: %(default)s")
     parser.add_argument("--contexts", default="131072", help="tokens of the request (default: %(default)s)")
     parser.add_argument("--offload", default="always,never", help="where rows lie (default: %(default)s)")
-    parser.add_argument("--host_gib", default="108", help="pinned host memory that rows may use (default: %(default)s)")
+    parser.add_argument(
+        "--host_memory", default="108GiB", help="pinned host memory that rows may use (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="write JSON there")
     own = parser.parse_args(argv)
     flags = ["--shape", own.shape, "--methods", own.methods, "--contexts", own.contexts, "--offload", own.offload]
-    flags += ["--host_gib", own.host_gib]
+    flags += ["--host_memory", own.host_memory]
     arguments = parse(flags)
     cells = [Cell(context, 1) for context in arguments.contexts]
     bench, results = Bench(arguments, cells, alone=True), list[dict[str, Any]]()

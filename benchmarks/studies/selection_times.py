@@ -22,13 +22,14 @@ from torch import Tensor
 
 from kvseek.benchmarks.device.bench import Bench
 from kvseek.benchmarks.device.floors import costs_of
-from kvseek.benchmarks.device.memory_plan import Cell
+from kvseek.benchmarks.device.memory_plan import GIB, Cell
 from kvseek.benchmarks.device.memory_rates import elapsed_seconds, timing_event
 from kvseek.benchmarks.device.observers import capture_stream
-from kvseek.benchmarks.device.options import DTYPES, SHORTEST
+from kvseek.benchmarks.device.options import DTYPES, SHORTEST, WORK_MEMORY
 from kvseek.benchmarks.device.results import describe_variant
 from kvseek.benchmarks.timing import Samples
 from kvseek.core.errors import ConfigError
+from kvseek.core.sizes import memory_size
 from kvseek.measurement.flags import numbers
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import run_command
@@ -157,7 +158,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=4, help=f"indexes that are searched in turn; a divisor of {SELECTIONS}")
     add("--offload", choices=("never", "always"), default="never", help="where rows lie, which some methods read")
     add("--repeats", type=int, default=31, help="replays that are timed")
-    add("--host_gib", type=float, default=64.0, help="pinned host memory that rows may use")
+    about = "pinned host memory that rows may use (default: 64GiB)"
+    add("--host_memory", type=memory_size, metavar="SIZE", default=64 * GIB, help=about)
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print JSON, not a table")
     add("--output", type=Path, help="write the JSON to this file too")
@@ -170,7 +172,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ConfigError(f"--repeats = {arguments.repeats}: must be >= 1; 31 is the default")
     arguments.methods = parse_variants(arguments.methods)
     # What Bench reads beside these: nothing here is a whole decode step.
-    vars(arguments).update(hot_rows="off", prefill=False, device_gib=None, work_gib=3.0)
+    vars(arguments).update(hot_rows="off", prefill=False, gpu_memory=None, work_memory=WORK_MEMORY)
     return arguments
 
 

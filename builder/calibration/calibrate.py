@@ -20,6 +20,7 @@ from kvseek.engine.model.host_products import HostProducts
 from kvseek.engine.model.layer import Head
 from kvseek.engine.model.weight_only import HEAD, NONE
 from kvseek.engine.model.weights import load_weights
+from kvseek.engine.schedule.sampling import overflow_remedy
 from kvseek.engine.tokenizer import Tokenizer
 
 from .perplexity import LayerSource, Losses, WindowedText
@@ -144,8 +145,7 @@ class Calibrator:
         config, perplexities = self.config, losses.perplexities
         for name, value in zip((config.dtype, config.weight_only_precision), perplexities, strict=False):
             limit = f"a finite number with the weights in {name}"
-            remedy = "choose a dtype of more range, such as --dtype bfloat16, or check the checkpoint"
-            require(math.isfinite(value), "perplexity", value, limit, remedy)
+            require(math.isfinite(value), "perplexity", value, limit, overflow_remedy(config.dtype))
         quantised = None
         if config.weight_only_precision != NONE:
             ratio = perplexities[1] / perplexities[0]

@@ -21,6 +21,7 @@ from kvseek.builder.checkpoints.model_config import ARCHITECTURES
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import CheckError
+from kvseek.engine.model.weight_only import NOT_FINITE
 
 CPU = torch.device("cpu")
 WHOLE_BYTES = 1_000_000_000  # of a GGUF file's weights as float32: transformers can only dequantise all of them at once
@@ -42,7 +43,7 @@ class Reference:
 
 
 def reference_logits(checkpoint: Checkpoint, ids: Sequence[int], rows: int) -> Reference:
-    """Compute the logits after each of the last `rows` tokens of `ids`; raises CheckError if transformers cannot."""
+    """Compute the logits after each of the last `rows` tokens of `ids`; raises CheckError if there are no finite ones."""
     with tempfile.TemporaryDirectory() as folder, quiet():
         try:
             model, unchecked = _model(checkpoint, Path(folder))
@@ -56,6 +57,11 @@ def reference_logits(checkpoint: Checkpoint, ids: Sequence[int], rows: int) -> R
                 f"transformers cannot run {checkpoint.path} ({_first_line(error)}): there is nothing to compare the engine "
                 "with; mend the checkpoint, or build with --no-check"
             ) from None
+    if not logits.isfinite().all():
+        raise CheckError(
+            f"{checkpoint.path}: transformers' own logits are not finite: weights of the checkpoint hold NaN or infinity, or "
+            f"overflow; {NOT_FINITE}"
+        )
     return Reference(logits, unchecked)
 
 
@@ -126,7 +132,7 @@ def _own_model(path: Path, folder: Path) -> Any:
     if missing := sorted(found["missing_keys"]):
         raise CheckError(
             f"{path}: transformers finds no tensor {missing[0]} ({len(missing)} in all), and would draw it at random; "
-            "download the checkpoint again, or build with --no-check"
+            "use a checkpoint that has it, or build with --no-check"
         )
     return model
 

@@ -17,6 +17,9 @@ from .known_keys import GENERATION
 from .model_config import token_ids
 
 FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # under safetensors' names
+ALLOW = "let this user read it"
+FETCH = "it stands for the file in Git's large file storage: fetch the file with `git lfs pull`"
+LFS_POINTER = b"version https://git-lfs"
 DOWNLOAD_AGAIN = "the checkpoint is incomplete or damaged: download it again"
 
 
@@ -45,8 +48,12 @@ def open_safetensors(path: Path, remedy: str) -> Any:
 
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; {remedy}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; {ALLOW}") from None
+    except SafetensorError as error:
+        with path.open("rb") as file:
+            pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        raise ConfigError(f"cannot read {path}: {error}; {FETCH if pointer else remedy}") from None
 
 
 def tensor_types(file: Any) -> dict[str, TensorType]:
@@ -86,8 +93,12 @@ def read_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file that holds an object; raises ConfigError if it does not."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or a number of 5,000 digits
-        raise ConfigError(f"cannot read {path}: {error}; download the checkpoint again") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {ALLOW}") from None
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or a number of 5,000 digits
+        raise ConfigError(f"cannot read {path}: {error}; correct it, or download it again") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} = {type(document).__name__}: must be a JSON object; download the checkpoint again")
+        raise ConfigError(
+            f"{path} = {type(document).__name__}: must be a JSON object; correct it, or download it again"
+        )
     return document

@@ -148,7 +148,7 @@ class GgufCheckpoint(Checkpoint):
     def _tensor(self, name: str) -> Any:
         """Return a tensor of gguf's reader by its name in the file."""
         if name not in self._tensors:
-            raise ConfigError(f"{self.path}: tensor {name} is missing; download the file again")
+            raise ConfigError(f"{self.path}: tensor {name} is missing; {REMEDY}")
         return self._tensors[name]
 
     def _own_tokenizer(self) -> ModelTokenizer:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
+from kvseek.engine.model.weight_only import HEAD
 
 from .checkpoint import Checkpoint, Header
 from .effective_config import check_effective_config
@@ -27,6 +28,8 @@ from .model_config import model_config
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
 MERGE = "merge it into the model's weights, or remove it and its file"
+MERGE_INTO = "merge it into its base model with peft's merge_and_unload"
+ADAPTER_FILE = "adapter_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -43,7 +46,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def check(self) -> None:
         """Raise ConfigError unless transformers reads the same model from the directory, and no adapter lies there."""
         super().check()
-        adapter = self.path / "adapter_config.json"
+        adapter = self.path / ADAPTER_FILE
         if adapter.exists():
             raise ConfigError(f"{adapter} belongs to an adapter, which transformers would apply; {MERGE}")
         check_effective_config(self.config, self.path)
@@ -61,7 +64,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def header(self, name: str) -> Header:
         """Describe one tensor; raises ConfigError if no file has the tensor, or it is no floating-point tensor."""
         if name not in self._files:
-            raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {DOWNLOAD_AGAIN}")
+            raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {self._remedy_for(name)}")
         path = self.path / self._files[name]
         found = self._headers[self._files[name]][name]
         dtype = float_type(path, name, found.dtype, "use the unquantised checkpoint")
@@ -106,6 +109,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             return {}
         if not path.exists():
             remedy = "save the model with save_pretrained, which writes them"
+            if (self.path / ADAPTER_FILE).exists():
+                remedy = f"{ADAPTER_FILE} belongs to an adapter: {MERGE_INTO} and name the result"
             raise ConfigError(f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy}")
         weight_map = read_object(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -113,6 +118,15 @@ class HuggingFaceCheckpoint(Checkpoint):
         if not weight_map:
             raise ConfigError(f"{path}: weight_map is empty: must name every tensor; {DOWNLOAD_AGAIN}")
         return weight_map
+
+    def _remedy_for(self, missing: str) -> str:
+        """Say what helps where config.json asks for a tensor that no file claims to have: no download was cut short."""
+        if missing == HEAD and not self.config.tie_word_embeddings:
+            return (
+                "tie_word_embeddings is false, or absent, in config.json: set it to true if the head is the embedding, as in "
+                "many small models, else use a checkpoint that has the head"
+            )
+        return "config.json and weights are of different models, or the weights were not saved whole: use another checkpoint"
 
     @property
     def _listing(self) -> str:

@@ -84,11 +84,19 @@ SAMPLING = """
     num_return_sequences penalty_alpha remove_invalid_values renormalize_logits repetition_penalty sequence_bias
     stop_strings suppress_tokens temperature token_healing top_h top_k top_p typical_p watermarking_config"""
 RUNNING = """
-    attn_implementation cache_config cache_implementation compile_config continuous_batching_config disable_compile
+    _attn_implementation* attn_implementation* _experts_implementation* experts_implementation _flash_attn_* flash_attn*
+    flash_attention* use_flash_attn* use_flash_attention* use_flashattn* use_sdpa use_xformers use_kernels use_liger*
+    cache_config cache_implementation compile_config continuous_batching_config disable_compile
     is_assistant low_memory max_cache_len max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule
     output_attentions output_hidden_states output_logits output_scores prefill_chunk_size prompt_lookup_num_tokens
     return_dict_in_generate speculation_type target_lookbehind use_cache use_mtp"""
 NO_EXPERTS = (0, None)
+NOT_QUANTISED: tuple[Any, ...] = (None, {}, False)
+# What trainers and converters leave in both files of a checkpoint.
+ORIGINS = """
+    *_version _name_or_path name_or_path model_name base_model base_model_name_or_path _commit_hash _from_model_config _auto_class
+    unsloth_* license author trust_remote_code"""
+TOKENS = "unk_token_id sep_token_id cls_token_id mask_token_id padding_side"
 
 # Keys of a Hugging Face config.json. transformers' own classes state nearly all of them; tests compare the lists with these.
 CONFIG = KnownKeys(
@@ -106,6 +114,10 @@ CONFIG = KnownKeys(
         "pruned_heads": ({}, None),
         "num_labels": (1, 2),  # of a classifier; transformers makes a list of so many names
         "per_layer_config": ({}, None),
+        "quantization": NOT_QUANTISED,
+        "compression_config": NOT_QUANTISED,
+        "load_in_4bit": NOT_QUANTISED,
+        "load_in_8bit": NOT_QUANTISED,
         "transformers_weights": (None,),
         "num_experts": NO_EXPERTS,
         "num_local_experts": NO_EXPERTS,
@@ -124,23 +136,27 @@ CONFIG = KnownKeys(
     {
         "how the weights were initialised, trained and stored; the tensors' own headers state their types": """
             initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop pretraining_tp gradient_checkpointing
-            dtype torch_dtype use_bfloat16 transformers_version unsloth_* finetuning_task z_loss_weight""",
+            gradient_checkpointing_kwargs use_gradient_checkpointing neftune_noise_alpha dtype torch_dtype use_bfloat16 bf16 fp16
+            fp32 _pre_quantization_dtype finetuning_task loss_type z_loss_weight""",
         "the layer from which windows slide, which use_sliding_window = false puts out of use": "max_window_layers",
-        "names, and code of the publisher's, which is not run": """
-            _name_or_path name_or_path _commit_hash auto_map custom_pipelines transformers.js_config is_llama_config""",
+        "names, and code of the publisher's, which is not run": f"""
+            {ORIGINS} auto_map custom_pipelines transformers.js_config is_llama_config""",
         "how transformers runs a model and what it hands out": """
-            return_dict torchscript chunk_size_feed_forward tie_last_hidden_states _attn_implementation
-            _attn_implementation_autoset
-            _attn_implementation_internal _flash_attn_2_enabled experts_implementation _experts_implementation
-            _experts_implementation_internal use_flash_attention is_decoder tie_encoder_decoder tf_legacy_loss""",
+            return_dict torchscript chunk_size_feed_forward tie_last_hidden_states is_decoder tie_encoder_decoder
+            tf_legacy_loss""",
         "labels and tasks of other heads than the language model's": """
             id2label label2id problem_type task_specific_params prefix""",
         "a training length, where max_position_embeddings says how far positions reach": """
-            max_sequence_length model_max_length tokenizer_model_max_length""",
-        "what the tokenizer's own files state": "tokenizer_class tokenizer_padding_side sep_token_id",
+            max_sequence_length max_seq_length max_seq_len seq_length model_max_length tokenizer_model_max_length""",
+        "what the tokenizer's own files state": f"tokenizer_class tokenizer_padding_side {TOKENS}",
         "settings of generation, which transformers too does not read from this file": SAMPLING + RUNNING,
     },
 )
+# Keys of rope_scaling and rope_parameters that transformers warns of and ignores in that kind, and so does kvseek.
+IDLE_ROPE_KEYS = {
+    "dynamic": "original_max_position_embeddings",
+    "yarn": "attn_factor",  # of DeepSeek-R1-0528-Qwen3-8B, whose authors' own library reads it
+}
 # Keys of rope_scaling and rope_parameters, by kind: the fields of RopeScaling. transformers' other kinds are refused.
 ROPE_KINDS = {
     "default": "",
@@ -155,8 +171,9 @@ GENERATION = KnownKeys(
     "eos_token_id",
     {},
     {
-        "where these values came from": "_from_model_config transformers_version trust_remote_code",
-        "tokens that only an empty prompt or a padded batch would need": "bos_token_id pad_token_id",
+        "where these values came from": ORIGINS,
+        "tokens that only an empty prompt or a padded batch would need": f"bos_token_id pad_token_id {TOKENS}",
+        "the form and the length of dialogues in the publisher's own code": "chat_format max_window_size",
         "what a request states for itself: sampling, penalties, lengths, stops, beams": SAMPLING,
         "how transformers generates and what it hands out": RUNNING,
     },

@@ -10,7 +10,7 @@ from kvseek.core.config import CHECK_CONFIG, ModelConfig, RopeScaling, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 
-from .known_keys import CONFIG, ROPE_KINDS, USE_ANOTHER, KnownKeys
+from .known_keys import CONFIG, IDLE_ROPE_KEYS, ROPE_KINDS, USE_ANOTHER, KnownKeys
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -202,7 +202,8 @@ def rope_scaling(parameters: dict[str, Any], max_position_embeddings: int, where
     fields, kind = dict(parameters), _kind(parameters)
     known = isinstance(kind, str) and kind in ROPE_KINDS
     require(known, f"{where}.rope_type", kind, f"one of {', '.join(ROPE_KINDS)}", USE_ANOTHER)
-    for name in ("rope_type", "type", "finetuned"):  # the last tells how the scaling was made, without effect on it
+    # "finetuned" tells how the scaling was made, without effect on it.
+    for name in ("rope_type", "type", "finetuned", *IDLE_ROPE_KEYS.get(kind, "").split()):
         fields.pop(name, None)
     unknown = sorted(set(fields) - set(ROPE_KINDS[kind].split()))
     keys = ROPE_KINDS[kind].replace(" ", ", ") or "none"

@@ -10,7 +10,7 @@ from kvseek.core.errors import ConfigError
 from .checkpoint import NAME_TOKENIZER, Checkpoint
 from .files import read_object
 from .gguf import GgufCheckpoint
-from .hugging_face import HuggingFaceCheckpoint
+from .hugging_face import ADAPTER_FILE, MERGE_INTO, HuggingFaceCheckpoint
 
 
 def open_checkpoint(path: Path, tokenizer_directory: Path | None = None) -> Checkpoint:
@@ -33,6 +33,8 @@ def open_checkpoint(path: Path, tokenizer_directory: Path | None = None) -> Chec
     kinds = "a Hugging Face directory with safetensors, a TensorRT-LLM checkpoint or a .gguf file"
     if not (path / "config.json").is_file():
         found = "has no config.json" if path.is_dir() else "does not exist"
+        if (path / ADAPTER_FILE).is_file():
+            raise ConfigError(f"model = {str(path)!r}: is an adapter; {MERGE_INTO} and pass the result")
         raise ConfigError(f"model = {str(path)!r}: {found}; pass {kinds}")
     values = read_object(path / "config.json")
     if "format_version" in values or "pretrained_config" in values:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.weight_only import HEAD, NONE, PRECISIONS, is_quantised, quantise
+from kvseek.engine.model.weight_only import HEAD, NONE, NOT_FINITE, PRECISIONS, is_quantised, quantise
 from kvseek.engine.model.weights import index_file
 
 from .checkpoint import Checkpoint
@@ -222,9 +222,12 @@ def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     if limit < torch.finfo(tensor.dtype).max:
         least, most = tensor.aminmax()  # only the extremes: abs() of all would need memory for a second tensor
         if (largest := max(-least.item(), most.item())) > limit:
+            if largest == math.inf:
+                raise ConfigError(f"{name} holds infinity: must be finite; {NOT_FINITE}")
+            wider = "bfloat16" if dtype is torch.float16 and largest <= torch.finfo(torch.bfloat16).max else "float32"
             raise ConfigError(
                 f"{name} holds {largest:.6g}: {str(dtype).removeprefix('torch.')} holds at most {limit:.6g}; build with "
-                "--dtype bfloat16"
+                f"--dtype {wider}"
             )
     return tensor.to(dtype)
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.options import FitOptions
 from kvseek.builder.printing import Column, print_json, table
-from kvseek.builder.sizes import readable
 from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.sizes import readable
 from kvseek.engine.loading.dry_run import HOPPER
 from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
 

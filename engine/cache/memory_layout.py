@@ -103,8 +103,23 @@ def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 
 
 def host_rows(config: EngineConfig, dtype: torch.dtype) -> RowLayout:
-    """Lay out the rows of an engine on the CPU: all of them lie in host memory."""
-    return _layout(config, dtype, 0, None)
+    """Lay out the rows of an engine on the CPU: all of them lie in host memory.
+
+    Raises
+    ------
+    CapacityError
+        If a bound that the configuration states has no room for one extent.
+    """
+    layout, most = _layout(config, dtype, 0, None), config.cache.reuse_host_bytes
+    if layout.capacity == 0 and extents_wanted(config) > 0:
+        raise _no_extent(config, layout, None)
+    needed = layout.host_layers * layout.layer_bytes
+    if most is not None and most < needed:
+        raise CapacityError(
+            f"cache.reuse_host_bytes = {most:,}: must be >= {needed:,}, the rows of one extent of {EXTENT_TOKENS} tokens; "
+            "raise it, or build with --cache.reuse false"
+        )
+    return layout
 
 
 def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int | None) -> RowLayout:
@@ -130,17 +145,12 @@ def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int
     layouts = [_layout(config, dtype, device_layers, device_row_bytes) for device_layers in choices]
     best = max(layouts, key=lambda layout: (layout.capacity, layout.device_layers))
     if best.capacity == 0 and extents_wanted(config) > 0:
-        raise CapacityError(
-            f"one extent of {EXTENT_TOKENS} tokens needs {layers * best.layer_bytes:,} bytes of rows in {layers} layers; "
-            f"cache.kv_cache_host_memory_bytes = {cache.kv_cache_host_memory_bytes}, "
-            f"cache.kv_cache_device_memory_bytes = {cache.kv_cache_device_memory_bytes}, cache.offload = {cache.offload!r}: "
-            "raise the budget"
-        )
+        raise _no_extent(config, best, device_row_bytes)
     if device_row_bytes is not None and best.device_bytes > device_row_bytes:
         raise CapacityError(
             f"cache.offload = {cache.offload!r} needs {best.device_bytes:,} bytes of rows on the device, "
             f"{device_row_bytes:,} are free; {'' if cache.offload == 'auto' else 'choose offload auto, or '}lower "
-            "kv_cache_device_memory_bytes, max_batch_size or max_seq_len"
+            f"{' or '.join((*cache.bounds, 'max_batch_size', 'max_seq_len'))}"
         )
     return best
 
@@ -202,6 +212,22 @@ def divide_memory(
     if layout.device_bytes > device_bytes:
         raise _does_not_fit(layout, device_bytes)
     return layout
+
+
+def _no_extent(config: EngineConfig, layout: RowLayout, device_row_bytes: int | None) -> CapacityError:
+    """Make the error for rows of which not one extent fits: into a stated bound, or into what is left of the device."""
+    layers, bounds = config.model.num_layers, config.cache.bounds
+    limits = [f"{name} = {value:,}" for name, value in bounds.items()]
+    limits += [] if device_row_bytes is None else [f"{device_row_bytes:,} bytes of device memory are left"]
+    remedies = [f"raise {' or '.join(bounds)}"] if bounds else []
+    if device_row_bytes is not None:
+        remedies.append(
+            "stop what else runs on the GPU, or build with a smaller max_batch_size or prefill_chunk_tokens"
+        )
+    return CapacityError(
+        f"{', '.join(limits)}: the rows of one extent of {EXTENT_TOKENS} tokens take {layers * layout.layer_bytes:,} bytes in "
+        f"{layers} layers; {', or '.join(remedies)}"
+    )
 
 
 def _layout_within(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int) -> RowLayout:

@@ -16,7 +16,7 @@ from kvseek.engine.cache.prefix_file import HEADER_BYTES, Origin, RowShape
 from kvseek.engine.cache.prefix_folder import open_folder
 from kvseek.engine.cache.prefix_store import PrefixStore
 
-from .supported import reuses_prefixes
+from .supported import reuses_prefixes, why_no_reuse
 
 DEFAULT_DISK_BYTES = 16 << 30
 TENSORS = ".safetensors"  # weights and codebooks of an engine directory
@@ -56,8 +56,7 @@ def check_disk(config: EngineConfig, disk: DiskSettings) -> None:
     """Raise ConfigError if an engine cannot keep prefixes on disk as it is asked to."""
     if disk.directory is not None and not reuses_prefixes(config):
         raise ConfigError(
-            f"disk_dir = {str(disk.directory)!r}: must be left out with this engine, which keeps no prefixes: device = "
-            f"{config.device!r}, cache.reuse = {config.cache.reuse}"
+            f"disk_dir = {str(disk.directory)!r}: must be left out, as the engine keeps no prefixes; {why_no_reuse(config)}"
         )
     if disk.directory is not None and config.tp_size > 1:
         raise ConfigError(

@@ -51,6 +51,13 @@ def reuses_prefixes(config: EngineConfig) -> bool:
     return config.runtime == "torch" and config.cache.reuse is not False
 
 
+def why_no_reuse(config: EngineConfig) -> str:
+    """Say why an engine for which `reuses_prefixes` is false keeps nothing, and how one that does is built."""
+    cause = "cache.reuse = False" if config.cache.reuse is False else f"runtime = {config.runtime!r}"
+    remedy = "--cache.reuse true" if config.cache.reuse is False else "--runtime torch"
+    return f"the engine was built with {cause}: leave it out, or build with {remedy}"
+
+
 def shares_extents(config: EngineConfig) -> bool:
     """Whether requests of an engine may have extents in common."""
     return reuses_prefixes(config) and method_traits(config).prefix_reuse != "copies"

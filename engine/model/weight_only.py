@@ -18,6 +18,7 @@ PRECISIONS = {  # values of EngineConfig.weight_only_precision: dtype of the wei
 QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer
 # With EngineConfig.quantize_lm_head a matrix of its own in tied models too: the embedding stays.
 HEAD = "lm_head.weight"
+NOT_FINITE = "use another checkpoint, or download it again if that of its publisher is whole"  # remedy of a weight
 NUMBERS = 1 << 22  # weights quantised at a time, in whole rows: a few float32 copies of them take memory meanwhile
 FASTER_ROWS = 32  # most rows of x that a GPU multiplies faster than with 16-bit weights (benchmarks/README.md)
 INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because kernels load so many at once
@@ -57,7 +58,7 @@ def _quantise_rows(weight: Tensor, first: int, precision: str) -> tuple[Tensor, 
     magnitude = wide.abs().amax(dim=1)
     if not magnitude.isfinite().all():
         row = first + int((~magnitude.isfinite()).nonzero()[0])
-        raise ConfigError(f"row {row} holds infinity or NaN: must be finite; download the checkpoint again")
+        raise ConfigError(f"row {row} holds infinity or NaN: must be finite; {NOT_FINITE}")
     scale = (magnitude / largest).bfloat16().float()
     scale = torch.where(scale >= torch.finfo(torch.float32).tiny, scale, 1.0)
     scaled = wide / scale[:, None]

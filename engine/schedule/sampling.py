@@ -188,9 +188,15 @@ def accept(token: int) -> int:
 def not_finite(largest: float | None) -> LogitsError:
     """Make the error for a largest logit that is NaN or infinite; None if its value is not known."""
     found = "not finite" if largest is None else largest
-    return LogitsError(
-        f"logits: the largest is {found}, must be finite; send the request again, and if it fails every time the model's numbers "
-        "overflow: try a build with --dtype float32"
+    return LogitsError(f"logits: the largest is {found}, must be finite")
+
+
+def overflow_remedy(dtype: str) -> str:
+    """Say what helps where the numbers of a model in `dtype` are not finite."""
+    if dtype == "float16":
+        return "float16 ends at 65504: build with --dtype bfloat16, whose range is float32's"
+    return (
+        f"no dtype reaches further than {dtype}: the checkpoint's own weights or sums are not finite, use another one"
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvloop
 
+from kvseek.core.command_line import Parser
 from kvseek.core.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
@@ -115,9 +116,9 @@ async def run(arguments: argparse.Namespace) -> None:
         await server.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `kvseek openai`; returns the exit status."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of `kvseek openai`."""
+    parser = Parser(
         prog="kvseek openai",
         description="Offer an OpenAI port for an engine that a tritonserver of your own serves; the engine is started if needed.",
     )
@@ -126,9 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
     add_flags(parser, OPENAI_FLAGS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `kvseek openai`; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        uvloop.run(run(parser.parse_args(argv)))
+        uvloop.run(run(make_parser().parse_args(argv)))
     except (KvseekError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvseek.core.command_line import Parser
 from kvseek.core.errors import KvseekError
 from kvseek.server.processes import UMASK, die_without_core
 
@@ -22,12 +22,14 @@ DESCRIPTION = (
 )
 
 
+def make_parser() -> Parser:
+    """Make the parser of `kvseek tritonserver`, which has no flags of its own."""
+    return Parser(prog="kvseek tritonserver", usage="%(prog)s [ARGUMENT ...]", description=DESCRIPTION)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a tritonserver until it ends; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="kvseek tritonserver", usage="%(prog)s [ARGUMENT ...]", description=DESCRIPTION, allow_abbrev=False
-    )
-    _, arguments = parser.parse_known_args(argv)
+    _, arguments = make_parser().parse_known_args(argv)
     with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
         try:
             server = find_server(Path(folder))

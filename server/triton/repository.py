@@ -13,6 +13,7 @@ from pathlib import Path
 from google.protobuf import text_encoding, text_format
 from tritonclient.grpc import model_config_pb2
 
+from kvseek.core.command_line import Parser
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import verify
@@ -98,9 +99,9 @@ def _filled_in(text: str, values: Mapping[str, str]) -> str:
     return text
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `kvseek repository`."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """Make the parser of `kvseek repository`."""
+    parser = Parser(
         prog="kvseek repository", description="Write a model repository for a tritonserver that you start yourself."
     )
     parser.add_argument(
@@ -120,7 +121,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="false: one response a request, for clients that use ModelInfer; no streams (default: %(default)s)",
     )
     add_flags(parser, ENGINE_FLAGS)
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `kvseek repository`."""
+    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
 
 
 def _checked_names(names: Sequence[str], engines: Sequence[Path]) -> list[str]:

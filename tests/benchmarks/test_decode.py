@@ -153,9 +153,10 @@ def test_the_whole_benchmark(tmp_path: Path, build_engine: BuildEngine, capsys: 
         assert all(seconds > 0 for seconds in parts.values())
         assert parts.keys() == {*PARTS, "outside"} - ({"select"} if entry is full else set())
     assert "parts" not in sdpa
-    print_report(document)
-    printed = capsys.readouterr().out
-    assert all(heading in printed for heading in (*names, "× HF", "TTFT s", "GB/s", "parts of a step")), printed
+    print_report(document, details=True)
+    printed = " ".join(capsys.readouterr().out.split())
+    headings = ("TPOT", "TTFT", "same", "GB/s", "parts of a step", "transformers sdpa", "transformers eager", "pariskv")
+    assert all(heading in printed for heading in headings), printed
 
 
 @pytest.mark.usefixtures("small_read")
@@ -175,6 +176,20 @@ def test_methods_are_built_for_the_occasion(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "bfloat16 with int8 weights and head" in printed
     assert "medians of 2 steps, process time" in printed
+
+
+def test_contexts_beyond_the_model_are_named_by_their_own_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not by max_seq_len of the engine that would be built, which nobody has given."""
+    model = save_random_model(tmp_path / "model", "qwen3")
+    arguments = ["--model", str(model), "--methods", "full", "--text", str(tmp_path / "text.txt")]
+    assert decode.main([*arguments, "--contexts", "2000", "--tokens", "10"]) == 1
+    message = capsys.readouterr().err
+    assert (
+        "error: --contexts = 2000: must be <= 1001, as the model reaches 1024 tokens and the steps take 23" in message
+    )
+    assert "max_seq_len" not in message
 
 
 @pytest.mark.usefixtures("small_read")

@@ -185,7 +185,7 @@ def test_a_directory_for_gpus_has_kernels_of_a_rank(tmp_path: Path, monkeypatch:
     assert places == [("full", "never"), *(("pariskv", offload) for offload in ("always", "never", "auto"))]
     config = ranks.config_of(arguments, found[3])
     assert (config.device, config.tp_size, config.max_batch_size, config.cache.offload) == ("cuda", 2, 1, "always")
-    assert config.cache.kv_cache_host_memory_bytes == int(arguments.host_gib * 2**30)
+    assert config.cache.kv_cache_host_memory_bytes == arguments.host_memory
     assert ranks.config_of(arguments, found[0]).cache.kv_cache_host_memory_bytes is None
     write_random_engine(tmp_path / "engine", config, 0)
     assert cubin_path(tmp_path / "engine", 90).stat().st_size > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -93,6 +94,26 @@ def test_float16_refuses_what_it_cannot_hold(tmp_path: Path, value: float, fits:
     with pytest.raises(ConfigError, match=re.escape(message)):
         write_weights(checkpoint, tmp_path, WeightFormat(torch.float16))
     write_weights(checkpoint, tmp_path, WeightFormat(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (math.inf, torch.float16, "holds infinity: must be finite; use another checkpoint"),
+        (-math.inf, torch.bfloat16, "holds infinity: must be finite; use another checkpoint"),
+        (3.4e38, torch.float16, "float16 holds at most 65504; build with --dtype float32"),
+        (3.4e38, torch.bfloat16, r"bfloat16 holds at most 3.38953e\+38; build with --dtype float32"),
+    ],
+)
+def test_no_advice_to_build_with_what_does_not_help(
+    value: float, dtype: torch.dtype, message: str, tmp_path: Path
+) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"layers.1.gate_up.weight .*{message}"):
+        write_weights(open_checkpoint(model), tmp_path, WeightFormat(dtype))
 
 
 def test_shards_in_and_out(tmp_path: Path) -> None:
@@ -249,13 +270,16 @@ def test_what_is_no_engine_is_left_alone(model: Path, tmp_path: Path, capsys: py
 
 BAD_USAGE = [
     (("--method", "nope"), "invalid choice: 'nope' (choose from"),
-    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; known flags: --block_sparse.budget"),
+    (("--gemm_plugin", "auto"), "unrecognized arguments: --gemm_plugin auto; see kvseek build --help"),
     (
         ("--method", "flat", "--pariskv.top_k", "5"),
         "--pariskv.top_k belongs to --method pariskv; flags of --method flat",
     ),
     (("--pariskv.top_k", "5"), "flags of --method full: none"),
-    (("--method", "pariskv", "--pariskv.bogus", "5"), "unrecognized arguments: --pariskv.bogus 5; known flags:"),
+    (
+        ("--method", "pariskv", "--pariskv.bogus", "5"),
+        "arguments: --pariskv.bogus 5; there are --pariskv.alpha_correction,",
+    ),
     (("--cache.sink", "many"), "argument --cache.sink: invalid int value: 'many'"),
     (("--method", "pariskv", "--pariskv.alpha_correction", "1"), "invalid boolean value: '1'"),
     (("--method", "pariskv", "--pariskv.schedule_steps", "[1"), "invalid json_value value: '[1'"),
@@ -285,9 +309,34 @@ def test_bad_usage(
 
 BAD_VALUES = [
     (("--cache.local", "0"), "cache.local = 0: must be >= 1"),
-    (("--max_seq_len", "0"), "max_seq_len = 0: must be >= 1; set --max_seq_len"),
+    (("--max_seq_len", "0"), "max_seq_len = 0: must be >= 2"),
+    (("--max_seq_len", "1"), "max_seq_len = 1: must be >= 2; a prompt of one token and its answer take two"),
+    (("--max_input_len", "0"), "max_input_len = 0: must be >= 1; set --max_input_len"),
     (("--max_seq_len", "2048"), "max_seq_len = 2048: must be <= max_position_embeddings = 1024"),
-    (("--max_input_len", "900", "--max_seq_len", "800"), "max_input_len = 900: must be <= max_seq_len = 800"),
+    (
+        ("--max_input_len", "900", "--max_seq_len", "800"),
+        "max_input_len = 900: must be <= max_seq_len = 800; lower it, or raise",
+    ),
+    (
+        ("--max_input_len", "2000"),
+        "max_input_len = 2000: must be <= max_seq_len = 1024; lower it: the model was not trained",
+    ),
+    (
+        ("--prefill_attention", "block_sparse"),
+        "block_sparse.budget = 8192: must be < max_input_len = 1024; no prompt would",
+    ),
+    (
+        ("--prefill_attention", "block_sparse", "--block_sparse.budget", "512", "--block_sparse.dense_layers", "3"),
+        "block_sparse.dense_layers = 3: must be < num_layers = 3; no prompt would be sparse",
+    ),
+    (
+        ("--cache.kv_cache_host_memory_bytes", "1000"),
+        "cache.kv_cache_host_memory_bytes = 1,000: the rows of one extent of 1024 tokens take 1,572,864 bytes in 3 layers; raise",
+    ),
+    (
+        ("--cache.reuse_host_bytes", "1000"),
+        "cache.reuse_host_bytes = 1,000: must be >= 1,572,864, the rows of one extent",
+    ),
     (("--method", "flat", "--flat.top_k", "0"), "top_k = 0: must be >= 1"),
     (("--method", "pariskv", "--pariskv.schedule_steps", '[{"rho": 1}]'), "key 'below_tokens' is missing"),
     (("--method", "pariskv", "--pariskv.schedule_steps", '[{"speed": 1}]'), "unknown key 'speed'"),

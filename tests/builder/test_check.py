@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.gguf_files import write_gguf
 from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_model
@@ -286,3 +287,16 @@ def test_a_checkpoint_that_transformers_cannot_run(model: Path, build_engine: Bu
     checkpoint.path = other
     with pytest.raises(CheckError, match=r"transformers cannot run .* \(\w+: .*nothing to compare the engine with"):
         check_engine(build_engine(model, "full"), checkpoint)
+
+
+def test_a_checkpoint_whose_own_numbers_are_none_is_not_called_a_fault_of_kvseek(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert run(other, tmp_path / "engine") == 1
+    message = capsys.readouterr().err
+    assert "transformers' own logits are not finite: weights of the checkpoint hold NaN or infinity" in message
+    assert "fault of kvseek" not in message

@@ -91,11 +91,11 @@ def test_inspection_lists_kernels(model: Path, build_engine: BuildEngine) -> Non
 
 
 def test_inspection_tells_what_prompts_attend_to(model: Path, build_engine: BuildEngine) -> None:
-    flags = ("--prefill_attention", "block_sparse", "--block_sparse.budget", "2048", "--kernels", "reference")
+    flags = ("--prefill_attention", "block_sparse", "--block_sparse.budget", "512", "--kernels", "reference")
     document = engine_document(InspectOptions(build_engine(model, "full", *flags)))
-    assert document["prompt_attention"] == "block_sparse, 2,048 tokens, read by PyTorch's flash attention for CPUs"
+    assert document["prompt_attention"] == "block_sparse, 512 tokens, read by PyTorch's flash attention for CPUs"
     assert document["block_sparse"] == {
-        "budget": 2048,
+        "budget": 512,
         "query_block": 512,
         "samples": 32,
         "dense_tail": 512,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvseek.client.chunk import AnswerFigures, Chunk
 from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
+from kvseek.client.openai_client import OpenAIClient
 from kvseek.client.options import GenerateOptions
 
 TEXT = "Ruhe und Kühle"
@@ -45,6 +47,10 @@ class TritonLike(BaseHTTPRequestHandler):
 
     received: list[dict[str, Any]]
     ended: threading.Event  # set when those that answer nothing may go
+
+    def do_GET(self) -> None:
+        """Answer as OpenAI's port does where there is nothing."""
+        self.reply(404, json.dumps({"error": {"message": f"{self.path} is not found"}}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -156,6 +162,74 @@ def test_http_errors_are_the_servers(url: str) -> None:
 def test_no_server_says_what_to_do(client: type[GrpcClient] | type[HttpClient], nobody: str) -> None:
     with pytest.raises(ClientError, match=f"no server answers at {nobody} .*start one with kvseek serve"):
         list(client(nobody).generate_stream("hello", GenerateOptions()))
+
+
+CLIENTS: dict[str, Callable[[str], Iterator[Chunk]]] = {
+    "grpc": lambda url: GrpcClient(url).generate_stream("hello", GenerateOptions()),
+    "http": lambda url: HttpClient(url).generate_stream("hello", GenerateOptions()),
+    "openai": lambda url: OpenAIClient(url).chat_stream([], GenerateOptions()),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "address", "message"),
+    [
+        ("grpc", "http://127.0.0.1:9", "url = 'http://127.0.0.1:9': must be HOST:PORT, without .*; write 127.0.0.1:9"),
+        ("http", "http://127.0.0.1:9/v2", "url = 'http://127.0.0.1:9/v2': must be HOST:PORT, .*; write 127.0.0.1:9"),
+        ("grpc", "localhost", "url = 'localhost': must be HOST:PORT"),
+        ("http", "localhost:70000", "url = 'localhost:70000': must be HOST:PORT"),
+        ("openai", "localhost:9000/v1", "openai_url = 'localhost:9000/v1': must be http://HOST:PORT/v1"),
+        ("openai", "grpc://localhost:9000", "openai_url = 'grpc://localhost:9000': must be http://HOST:PORT/v1"),
+        ("grpc", "nobody.invalid:9", "no host has the name in nobody.invalid:9"),
+        ("http", "nobody.invalid:9", "no host has the name in nobody.invalid:9"),
+        ("openai", "http://nobody.invalid:9/v1", "no host has the name in http://nobody.invalid:9/v1"),
+        ("grpc", "{http}", "what listens at {http} does not speak gRPC .*--protocol http"),
+        ("http", "{grpc}", "what listens at {grpc} does not speak HTTP .*--protocol grpc"),
+        ("openai", "https://{http}/v1", "no TLS with https://{http}/v1 .*give an http:// URL"),
+        ("openai", "http://{http}", "http://{http} offers no models by OpenAI's API .*with /v1"),
+        ("http", "{closing}", "{closing} closed the connection"),
+        ("openai", "http://{closing}/v1", "http://{closing}/v1 closed the connection"),
+    ],
+)
+def test_a_wrong_address_is_told_from_a_server_that_is_absent(
+    kind: str, address: str, message: str, places: dict[str, str]
+) -> None:
+    with pytest.raises(ClientError, match=message.format(**places)):
+        list(CLIENTS[kind](address.format(**places)))
+
+
+@pytest.fixture
+def places(url: str) -> Iterator[dict[str, str]]:
+    """An HTTP port, a gRPC port, and one that closes every connection."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    other = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        threading.Thread(target=close_all, args=[closing], daemon=True).start()
+        yield {"http": url, "grpc": other, "closing": f"127.0.0.1:{closing.getsockname()[1]}"}
+        closing.shutdown(socket.SHUT_RDWR)  # ends the thread's accept
+    server.stop(None).wait()
+
+
+def close_all(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            connection.recv(1)
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (GenerateOptions(max_tokens=2**40), r"max_tokens = 1099511627776: must be in \[-2147483648, 2147483647\]"),
+        (GenerateOptions(seed=-1), r"seed = -1: must be in \[0, 18446744073709551615\]"),
+        (GenerateOptions(session_id="\udcff"), "session_id: character 0 is no Unicode"),
+    ],
+)
+def test_what_a_message_cannot_hold_is_not_sent_as_something_else(options: GenerateOptions, message: str) -> None:
+    with pytest.raises(ClientError, match=message):
+        list(GrpcClient("127.0.0.1:9").generate_stream("hello", options))
 
 
 class Silent(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]

@@ -13,6 +13,7 @@ from tests.support.prefill import run_to_end
 from kvseek.core.errors import CapacityError, ErrorCode
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
+from kvseek.engine.schedule.sampling import overflow_remedy
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "2", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "64")
@@ -166,7 +167,7 @@ def test_logits_that_are_no_numbers_end_their_request(
     outputs = run_to_end(engine)
     end = end_of(outputs, bad)
     assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "no client can have caused it"
-    assert "must be finite" in end.error
+    assert end.error.endswith("must be finite; " + overflow_remedy("float32"))
     assert tokens_of(outputs, good) == expected
     assert_everything_came_back(engine)
 

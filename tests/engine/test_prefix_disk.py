@@ -135,8 +135,16 @@ def test_what_cannot_be_is_refused_by_name(directory: Directory, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"disk_bytes = 5: must be at least \d+, the rows of one extent"):
         Engine.load(engine_dir, disk=DiskSettings(tmp_path, 5))
     unkept = replace(config, cache=replace(config.cache, reuse=False))
-    with pytest.raises(ConfigError, match=r"disk_dir = .*: must be left out with this engine, which keeps no prefixes"):
-        check_disk(unkept, DiskSettings(tmp_path))
+    why = "the engine was built with {} = {}: leave it out, or build with --{} {}"
+    for config_of, causes in (
+        (unkept, ("cache.reuse", "False", "cache.reuse", "true")),
+        (
+            replace(config, device="cuda", kernels="native", runtime="tensorrt"),
+            ("runtime", "'tensorrt'", "runtime", "torch"),
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"disk_dir = .* keeps no prefixes; {why.format(*causes)}"):
+            check_disk(config_of, DiskSettings(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,9 +17,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvseek.core.config import CHOICES
 from kvseek.core.errors import LogitsError, RequestError
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.schedule.sampling import Sampler, candidates, penalise
+from kvseek.engine.schedule.sampling import Sampler, candidates, overflow_remedy, penalise
 
 VOCABULARY = 500
 seeds = st.integers(0, 2**32 - 1)
@@ -286,3 +287,10 @@ def test_values_of_another_type_are_named(name, value):
         return
     with pytest.raises(RequestError, match=rf"^{name} = .*: Expected `.*, got `.*; correct it"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("dtype", CHOICES["dtype"])
+def test_numbers_that_overflow_are_not_mended_by_the_dtype_that_there_is(dtype):
+    remedy = overflow_remedy(dtype)
+    assert f"--dtype {dtype}" not in remedy
+    assert ("--dtype" in remedy) == (dtype == "float16"), "bfloat16 reaches as far as float32"

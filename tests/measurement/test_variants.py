@@ -33,6 +33,12 @@ def test_a_variant_may_read_prompts_in_other_chunks() -> None:
     assert own.flags() == [*usual.flags(), "--prefill_chunk_tokens", "4096"]
 
 
+def test_sizes_have_units() -> None:
+    (variant,) = parse_variants("full:cache.kv_cache_host_memory_bytes=2GiB")
+    assert variant.cache.kv_cache_host_memory_bytes == 2 << 30
+    assert variant.flags()[-2:] == ["--cache.kv_cache_host_memory_bytes", str(2 << 30)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -49,6 +55,10 @@ def test_a_variant_may_read_prompts_in_other_chunks() -> None:
         ("full:quantize_lm_head=1", "--methods: quantize_lm_head = 1: must be true or false"),
         ("full:prefill_chunk_tokens=0", "--methods: prefill_chunk_tokens = 0: must be a whole number > 0"),
         ("full:prefill_chunk_tokens=true", "--methods: prefill_chunk_tokens = True: must be a whole number > 0"),
+        (
+            "full:cache.reuse_host_bytes=2Gb1",
+            "--methods: cache.reuse_host_bytes = '2Gb1': must be a number > 0 and a unit",
+        ),
         ("full:weight_only_precision=int4", r"--methods: weight_only_precision = 'int4': must be one of"),
     ],
 )

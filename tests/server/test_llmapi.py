@@ -238,4 +238,5 @@ def test_chat(server: RunningServer, texts: list[str], protocol: str, capsys: py
     assert chat.main([*flags, "--layout", "llmapi", "--temperature", "-1", "--stop_word", "x", "--seed", "7"]) == 1
     assert "error: sampling_param_temperature = -1.0: must be finite" in capsys.readouterr().err
     assert chat.main(flags) == 1
-    assert "tensorrt_llm_bls" in capsys.readouterr().err
+    limit = f"must be llmapi, which the server at {url} was started with; give --layout llmapi"
+    assert f"error: --layout = 'inflight_batcher_llm': {limit}" in capsys.readouterr().err

@@ -58,6 +58,7 @@ def test_another_number_of_ranks_is_refused(
     directory = build_engine(random_model("llama"), "full", *LIMITS)
     assert main(["--engine_dir", str(directory), "--tp_size", "2"]) == 1
     message = (
-        f"tp_size = 2: must be 1, that of {directory}; the engine is divided when it is built: kvseek build --tp_size 2"
+        f"tp_size = 2: must be 1, that of {directory}; the engine is divided when it is built, with kvseek build "
+        "--tp_size: give 1, or leave it out"
     )
     assert message in capsys.readouterr().err

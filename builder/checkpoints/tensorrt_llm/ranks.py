@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvseek.builder.checkpoints.files import TensorType, float_type, open_safetensors, tensor_types
 from kvseek.core.errors import ConfigError
+from kvseek.engine.model.weight_only import HEAD
 
 from .layout import Part
 
@@ -57,7 +58,11 @@ class RankFile:
 
     def _type(self, name: str) -> TensorType:
         if name not in self.names:
-            raise ConfigError(f"{self.path}: tensor {name} is missing; {COPY_AGAIN}")
+            untied = (
+                "share_embedding_table is false, or absent, in config.json: set it to true if the head is the embedding"
+            )
+            remedy = f"{untied}, else convert the model again" if name == HEAD else COPY_AGAIN
+            raise ConfigError(f"{self.path}: tensor {name} is missing; {remedy}")
         return self._types[name]
 
 

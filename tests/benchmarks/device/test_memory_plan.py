@@ -26,7 +26,7 @@ from kvseek.core.errors import ConfigError
 
 class TestPlan:
     filling = fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 1)], 2)
-    limits = Limits(device=139 * GIB, work_space=int(parse(METHODS).work_gib * GIB) + filling, host=108 * GIB)
+    limits = Limits(device=139 * GIB, work_space=parse(METHODS).work_memory + filling, host=108 * GIB)
 
     def needs(self) -> Needs:
         config = config_for(LLAMA_3_1_8B, "pariskv", 1 << 17, 1)
@@ -94,5 +94,5 @@ class TestPlan:
             self.plan([Cell(4096, 1)], "maybe")
         with pytest.raises(ConfigError, match="choose a smaller shape"):
             self.plan([Cell(4096, 1)], "auto", limits=Limits(10 * GIB, GIB, GIB))
-        with pytest.raises(ConfigError, match="--host_gib: 0 bytes: must be > 0"):
+        with pytest.raises(ConfigError, match="--host_memory: 0 bytes: must be > 0"):
             Limits(GIB, GIB, 0)

@@ -155,7 +155,6 @@ BAD = {
     "dtype": (["--dtype", "int8"], "--dtype = 'int8': must be one of bfloat16, float16, float32"),
     "twice": (["--methods", "full,full"], "--methods = 'full,full': must name each once"),
     "offload twice": (["--offload", "auto,auto"], "--offload = 'auto,auto': must name each once"),
-    "work": (["--work_gib", "-1"], "--work_gib = -1.0: must be > 0"),
     "repeats": (["--repeats", "0"], "--repeats = 0: must be >= 1"),
 }
 

@@ -111,7 +111,12 @@ FORGED = [
         r"cannot read \S*model\.safetensors: .* again",
     ),
 ]
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 ABSENT = [
+    *(
+        (kind, in_file(FILES[kind], garbage(POINTER)), "fetch the file with `git lfs pull`")
+        for kind in ("single", "sharded")
+    ),
     (
         "sharded",
         in_file(FILES["sharded"], Path.unlink),
@@ -140,7 +145,21 @@ LISTING = [
     ("sharded", write(INDEX, b"{"), rf"cannot read \S*{INDEX}: .* download .* again"),
 ]
 MISSING = [
-    ("single", tensors(lambda it: it.pop(NORM)), rf"single: tensor {NORM} is missing in model\.safetensors; .* again"),
+    (
+        "single",
+        tensors(lambda it: it.pop(NORM)),
+        rf"single: tensor {NORM} is missing in model\.safetensors; config.json and weights are of different models, or",
+    ),
+    (
+        "single",
+        tensors(lambda it: it.pop("lm_head.weight")),
+        r"tensor lm_head\.weight is missing in model\.safetensors; tie_word_embeddings is false, .* set it to true if the head",
+    ),
+    (
+        "tensorrt_llm",
+        tensors(lambda it: it.pop("lm_head.weight"), "rank1"),
+        r"tensor lm_head\.weight is missing; share_embedding_table is false, .* set it to true if the head is the embedding",
+    ),
     (
         "gguf",
         gguf(lambda _, it: it.pop("blk.2.attn_norm.weight")),

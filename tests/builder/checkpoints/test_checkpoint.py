@@ -143,6 +143,10 @@ def test_refused_paths(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         open_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is an adapter; merge it into its base model with peft's merge_and_unload"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     checkpoint = open_checkpoint(tmp_path)

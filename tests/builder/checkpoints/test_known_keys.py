@@ -15,8 +15,17 @@ from tests.support.gguf_files import edit_gguf, finish, write_gguf
 from tests.support.llama_config import LLAMA
 from tests.support.random_models import save_random_model
 
+from kvseek.builder.checkpoints.effective_config import check_effective_config
 from kvseek.builder.checkpoints.files import generation_ends
-from kvseek.builder.checkpoints.known_keys import CONFIG, GENERATION, GGUF, ROPE_KINDS, TENSORRT_LLM, KnownKeys
+from kvseek.builder.checkpoints.known_keys import (
+    CONFIG,
+    GENERATION,
+    GGUF,
+    IDLE_ROPE_KEYS,
+    ROPE_KINDS,
+    TENSORRT_LLM,
+    KnownKeys,
+)
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import RopeScaling
@@ -51,6 +60,20 @@ def test_every_key_of_transformers_generation_configuration() -> None:
     GENERATION.check(vars(made))
     ignored = GenerationConfig._get_default_generation_params()
     CONFIG.check({key: value for key, value in ignored.items() if key not in ("eos_token_id", "bos_token_id")})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind, keys in IDLE_ROPE_KEYS.items() for key in keys.split()]
+)
+def test_scaling_keys_that_transformers_ignores_change_nothing(kind: str, key: str, tmp_path: Path) -> None:
+    scaling = {"rope_type": kind, "factor": 2.0}
+    plain = model_config(LLAMA | {"rope_scaling": scaling})
+    values = LLAMA | {"model_type": "llama", "rope_scaling": {**scaling, key: 777}}
+    assert model_config(values) == plain
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    check_effective_config(plain, tmp_path)
+    with pytest.raises(ConfigError, match=f"keys of rope_scaling = .*'{key}x'"):
+        model_config(LLAMA | {"rope_scaling": {**scaling, f"{key}x": 1}})
 
 
 def test_every_scaling_key_is_a_field() -> None:
@@ -105,11 +128,45 @@ UNKNOWN = r"{} = .*: must be a key that kvseek knows, .* remove it from {}, else
         ("final_logit_softcaping", 30.0),
         ("logit_scale", None),
         ("no_rope_layers", [1, 0]),
+        ("attn_factor", 0.9),
+        ("text_config", {}),
     ],
 )
 def test_unknown_keys_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=UNKNOWN.format(key, r"config\.json")):
         model_config(LLAMA | {key: value})
+
+
+LEFT_BEHIND: dict[str, dict[str, Any]] = {
+    "unsloth": {"unsloth_fixed": True, "unsloth_version": "2025.3.19", "torch_dtype": "bfloat16"},
+    "axolotl": {"use_cache": False, "_attn_implementation_autoset": True, "axolotl_version": "0.9.2"},
+    "LLaMA-Factory": {"use_cache": False, "_attn_implementation": "flash_attention_2", "neftune_noise_alpha": 5},
+    "mergekit": {"_name_or_path": "a/b", "mergekit_version": "0.1.0", "base_model": "a/b"},
+    "other trainers": {
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "loss_type": "ForCausalLM",
+        "bf16": True,
+    },
+    "attention": {
+        "use_flash_attn": True,
+        "_flash_attn_2_enabled": True,
+        "attn_implementation": "sdpa",
+        "use_xformers": False,
+    },
+    "dequantised": {"_pre_quantization_dtype": "bfloat16", "load_in_4bit": False, "quantization": None},
+    "converters": {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "pytorch_version": "2.1", "unk_token_id": 0},
+    "lengths": {"max_seq_length": 512, "model_max_length": 512},
+}
+
+
+@pytest.mark.parametrize("left", LEFT_BEHIND)
+def test_what_trainers_and_converters_leave_behind_changes_nothing(left: str, tmp_path: Path) -> None:
+    model = save_random_model(tmp_path, "llama")
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | LEFT_BEHIND[left]))
+    checkpoint = open_checkpoint(model)
+    assert checkpoint.config == model_config(values)
+    checkpoint.check()  # transformers reads the same model, too
 
 
 @pytest.mark.parametrize(("key", "allowed"), CONFIG.neutral.items())

@@ -17,6 +17,7 @@ from kvseek.builder.checkpoints.effective_config import check_effective_config
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.core.config import ModelConfig, RopeScaling
+from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 
 # Keys that save_pretrained wrote beside those that say what the model is.
@@ -313,6 +314,12 @@ OTHER_REACH: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         {"rope_scaling": RopeScaling("yarn", 4, 32768)},
     ),
     "Qwen3-8B with YaRN": (QWEN_3 | {"rope_scaling": YARN_4}, 131072, {"rope_scaling": RopeScaling("yarn", 4, 32768)}),
+    # attn_factor is no field of transformers' yarn, which warns of it and computes without it.
+    "DeepSeek-R1-0528-Qwen3-8B": (
+        QWEN_3 | {"rope_scaling": {**YARN_4, "attn_factor": 0.8782488562869419}},
+        131072,
+        {"rope_scaling": RopeScaling("yarn", 4, 32768)},
+    ),
     # The scaling of Yarn-Llama-2-7b-64k, whose `finetuned` changes nothing, and whose own code transformers has too.
     "Yarn-Llama-2-7b-64k": (
         LLAMA_2
@@ -406,11 +413,13 @@ def test_mistral_within_its_window(
     model = save_random_model(tmp_path / "model", "mistral", sliding_window=256)
     engine = tmp_path / "engine"
     arguments = ["--model", str(model), "--output_dir", str(engine), "--method", "full", "--kernels", "reference"]
-    for flags in ([], ["--max_seq_len", "257"]):
-        assert build.main([*arguments, *flags, "--quiet"]) == 1
-        message = capsys.readouterr().err
-        assert f"max_seq_len = {257 if flags else 1024}: must be <= sliding_window = 256" in message
-        assert "build with --max_seq_len 256, or use another checkpoint" in message
+    assert build.main([*arguments, "--max_seq_len", "257", "--quiet"]) == 1
+    message = capsys.readouterr().err
+    assert "max_seq_len = 257: must be <= sliding_window = 256" in message
+    assert "build with --max_seq_len 256, or use another checkpoint" in message
     assert not list(tmp_path.glob("*engine*"))
-    directory = build_engine(model, "full", "--kernels", "reference", "--max_seq_len", "256")
+    directory = build_engine(model, "full", "--kernels", "reference")
+    assert read_config(directory).max_seq_len == 256, (
+        "the longest that the model allows, and no error about a flag that nobody gave"
+    )
     compare(model, directory, torch.arange(190).mul(7).remainder(100).tolist())

@@ -20,9 +20,9 @@ from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.builder.options import FitOptions, parse
 from kvseek.builder.planning.fit import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, FitSearch
 from kvseek.builder.planning.report import fit_document
-from kvseek.builder.sizes import memory_size, readable
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import Request
+from kvseek.core.sizes import memory_size, readable
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows

@@ -76,7 +76,9 @@ def test_what_cannot_be_held_is_refused_with_numbers() -> None:
     ):
         rows("never", budget=1000)
     with pytest.raises(
-        CapacityError, match=r"1024 tokens needs 134,217,728 bytes .*kv_cache_host_memory_bytes = 134217727"
+        CapacityError,
+        match=r"^cache\.kv_cache_host_memory_bytes = 134,217,727: the rows of one extent of 1024 tokens take 134,217,728 bytes "
+        r"in 32 layers; raise cache\.kv_cache_host_memory_bytes$",
     ):
         rows("always", budget=None, host=128 * (1 << 20) - 1)
 

@@ -360,6 +360,11 @@ def test_the_command_lists_and_drops(run: Run, capsys: pytest.CaptureFixture[str
     )
     old = run.folder / name_of(None, [3] * 1028)
     os.utime(old, (0, 0))
+    for wrong in ("-1", "nan", "inf"):
+        assert cli.main(["cache", "drop", "--older_than", wrong, *flags]) == 1
+        assert f"--older_than = {wrong}: must be >= 0 and finite" in capsys.readouterr().err
+    assert cli.main(["cache", "list", "--engine", "nobody", *flags]) == 1
+    assert "--engine = 'nobody': no engine in" in capsys.readouterr().err
     assert cli.main(["cache", "drop", "--older_than", "1", *flags]) == 0
     assert not old.exists()
     (run.folder / "notes.txt").write_text("mine")

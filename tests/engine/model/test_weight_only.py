@@ -124,7 +124,7 @@ def test_a_weight_that_is_not_finite_is_named(
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     assert run(model, tmp_path / "engine", "--weight_only_precision", precision) == 1
-    message = "layers.1.gate_up.weight: row 163 holds infinity or NaN: must be finite; download the checkpoint again"
+    message = "layers.1.gate_up.weight: row 163 holds infinity or NaN: must be finite; use another checkpoint"
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -269,7 +269,8 @@ def test_only_int8_engines_have_a_head_of_8_bits(
     model = save_random_model(tmp_path / "model", "llama")
     assert run(model, tmp_path / "engine", *form_flags(precision, True)) == 1
     message = (
-        "quantize_lm_head = True: must be false without weight_only_precision = 'int8'; an fp8 head loses too much"
+        f"quantize_lm_head = True: must be false with weight_only_precision = {precision!r}; the head has int8 weights as the "
+        "layers do: build with --weight_only_precision int8, or leave it out"
     )
     assert message in " ".join(capsys.readouterr().err.split())
 

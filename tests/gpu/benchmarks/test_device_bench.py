@@ -37,7 +37,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tmp_path: Path, *flags: str) -> dict[str, Any]:
     output = tmp_path / "results" / "run.json"
-    sizes = ["--host_gib", "1", "--steps", "6", "--block", "4", "--methods", "full,pariskv"]
+    sizes = ["--host_memory", "1GiB", "--steps", "6", "--block", "4", "--methods", "full,pariskv"]
     assert decode.main(["--shape", "tiny", *sizes, "--output", str(output), *flags]) == 0
     document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return document
@@ -85,11 +85,11 @@ def check_entry(entry: dict[str, Any], cell: dict[str, Any]) -> None:
 
 
 def test_what_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (phase,) = run(tmp_path, "--contexts", "4096,20000", "--host_gib", "0.02")["phases"]
+    (phase,) = run(tmp_path, "--contexts", "4096,20000", "--host_memory", "0.02GiB")["phases"]
     assert [cell["context"] for cell in phase["cells"]] == [4096]
     assert "rows in host memory exceed the limit" in phase["skipped"][0]["reason"]
     assert "20,000 × 1 does not fit" in capsys.readouterr().out
-    flags = ["--shape", "tiny", "--methods", "full,pariskv", "--contexts", "20000", "--host_gib", "0.02"]
+    flags = ["--shape", "tiny", "--methods", "full,pariskv", "--contexts", "20000", "--host_memory", "0.02GiB"]
     assert decode.main(flags) == 1
     assert "no cell fits (20000 × 1: does not fit" in capsys.readouterr().err
 
@@ -147,7 +147,7 @@ def test_rows_kept_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert document["methods"]["pariskv"]["settings"]["top_k"] == 60
     printed = capsys.readouterr().out
     assert all(text in printed for text in (*names, "60 rows", "found on the device")), printed
-    assert cache_hits.main(["--methods", "pariskv", "--shape", "tiny", "--host_gib", "0.0001"]) == 1
+    assert cache_hits.main(["--methods", "pariskv", "--shape", "tiny", "--host_memory", "0.0001GiB"]) == 1
     assert "rows in host memory exceed" in capsys.readouterr().err
 
 

@@ -6,25 +6,33 @@ import argparse
 import re
 from decimal import Decimal
 
-UNITS = {"": 1} | {
+UNITS = {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
+FACTORS = {unit.lower(): factor for unit, factor in UNITS.items()} | {"": 1, "b": 1}
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 
 
 def memory_size(text: str) -> int:
-    """Parse 80GiB, 1.5TB, 512MiB or plain bytes; raises argparse.ArgumentTypeError, which argparse puts the flag before."""
+    """Parse 80GiB, 1.5TB, 512mib or plain bytes, what every flag of a size in bytes takes.
+
+    Raises argparse.ArgumentTypeError, which argparse puts the flag before.
+    """
     match = SIZE.fullmatch(text)
-    size = int(Decimal(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    size = int(Decimal(match[1]) * FACTORS[match[2].lower()]) if match and match[2].lower() in FACTORS else 0
     if size < 1:
-        units = ", ".join(unit for unit in UNITS if unit)
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be a number > 0 and a unit, one of {units}, or bytes without a unit; write it as 80GiB"
+            f"{text!r}: must be a number > 0 and a unit, one of {', '.join(UNITS)}, or bytes without a unit; write it as 80GiB"
         )
     return size
+
+
+def optional_size(text: str) -> int | None:
+    """Parse a size, or null for none; raises as `memory_size`."""
+    return None if text == "null" else memory_size(text)
 
 
 def readable(size: float) -> str:
