@@ -23,6 +23,11 @@ def block_tokens(update: int) -> int:
     return min(MOST_BLOCK_TOKENS, update & -update)
 
 
+def mean_bytes(dim: int, block: int = MOST_BLOCK_TOKENS) -> float:
+    """Return the bytes of the means of `dim` channels, per key and KV head: two of a channel, and a step, for each block."""
+    return (2 * dim + 4) / block
+
+
 class CodeStore:
     """One layer's codes. With E extents, G KV heads, P the padded head size, and blocks of B places that share a mean:
 
@@ -60,9 +65,8 @@ class CodeStore:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of codes, scales and means of all KV heads."""
-        of_block = 2 * self.means.shape[-1] + self.mean_steps.itemsize
         of_key = self.row_bytes + self.low.shape[-1] + self.scales.itemsize
-        return self.context.num_kv_heads * (of_key + of_block / self.block)
+        return self.context.num_kv_heads * (of_key + mean_bytes(self.means.shape[-1], self.block))
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """Encode keys [G, u, D] of the places from `start` on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvseek.core.config import ModelConfig
 from kvseek.plugins.codes.key_codes import FIELDS
 from kvseek.plugins.codes.rotation import padded_dim
+from kvseek.plugins.codes.store import mean_bytes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
@@ -23,7 +24,8 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     if config.page_score == "box":
         row_bytes = 2 * model.head_dim * itemsize / config.page
     else:
-        row_bytes = padded_dim(model.head_dim) / FIELDS + SCALE_BYTES
+        dim = padded_dim(model.head_dim)
+        row_bytes = dim / FIELDS + SCALE_BYTES + mean_bytes(dim)
     return SelectionCosts(
         rows=float(config.top_k),
         index_bytes=(length - config.fixed_static) * row_bytes,

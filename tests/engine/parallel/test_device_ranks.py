@@ -28,7 +28,7 @@ from kvseek.engine.parallel.sums import SMALL_BYTES
 CPU = torch.device("cpu")
 WAIT_SECONDS = 60.0  # after which a thread that waits for another one fails
 FLAGS = ("--max_batch_size", "3", "--max_seq_len", "1000", "--prefill_chunk_tokens", "50", "--kernels", "reference")
-WINDOW = ("--cache.sink", "4", "--cache.local", "32", "--cache.update", "16", "--cache.full_threshold", "40")
+WINDOW = ("--cache.sink", "4", "--cache.local", "32", "--cache.update", "64", "--cache.full_threshold", "40")
 PROMPTS = {0: [i * 7 % 100 for i in range(180)], 2: [i * 5 % 100 for i in range(25)]}
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
 from tests.engine.test_moved_rows import UPDATES, check_rows_are_kept_in_order
-from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, WINDOW, Load
+from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, Load
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
 from tests.gpu.plugins.test_methods import CONTESTANTS
@@ -42,6 +42,8 @@ MOVING = ["prkv", "prkv_codes"]
 OFFLOADS = ("always", "never")
 SIDE_CYCLES = 4_000_000  # about 2 ms: side streams fall behind the current one
 LoadGpu = Callable[..., Engine]
+EVICTIONS = ("--cache.update", "64")  # codes on a GPU need whole blocks of so many keys
+WINDOW = (*checks.WINDOW, *EVICTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def load_gpu(model: Path, on_gpu: BuildEngine) -> LoadGpu:
 
     def make(offload: str, name: str = "full", *flags: str, sparse: bool = False, **cache: object) -> Engine:
         method, few = SPARSE[name]
-        window, limits = (sparse_checks.FLAGS, sparse_checks.LIMITS) if sparse else (WINDOW, LIMITS)
+        window, limits = ((*sparse_checks.FLAGS, *EVICTIONS), sparse_checks.LIMITS) if sparse else (WINDOW, LIMITS)
         everything = () if sparse else method_flags(method, CASES[method].everything)
         directory = on_gpu(model, method, *window, *limits, *few, *everything, "--dtype", "float32", *flags)
         if (most := cache.pop("kv_cache_host_memory_bytes", None)) is not None:

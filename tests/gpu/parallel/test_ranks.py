@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.parallel.test_ranks import FLAGS, WINDOW, check_a_rank_that_dies, check_equal, follower_of, loaded
+from tests.engine.parallel import test_ranks as cpu_ranks
+from tests.engine.parallel.test_ranks import FLAGS, check_a_rank_that_dies, check_equal, follower_of, loaded
 from tests.engine.parallel.test_ranks_reuse import conversation
 from tests.gpu.parallel.failing_way import WAY
 from tests.plugins.cases import CASES, method_flags
@@ -35,6 +36,8 @@ from kvseek.engine.parallel.sums import NCCL, SYMMETRIC
 from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu
+
+WINDOW = (*cpu_ranks.WINDOW, "--cache.update", "64")  # codes on a GPU need whole blocks of so many keys
 
 WAY_SECONDS = 150.0  # of a process that loads an engine and fails; NCCL itself would wait for an hour
 FAULT_SECONDS = 30.0  # that an engine may take to end; without the watch it would wait for ever

@@ -18,7 +18,7 @@ from kvseek.engine.engine import Engine
 
 pytestmark = pytest.mark.gpu
 
-WINDOW = ("--cache.sink", "4", "--cache.local", "32", "--cache.update", "16", "--cache.full_threshold", "40")
+WINDOW = ("--cache.sink", "4", "--cache.local", "32", "--cache.update", "64", "--cache.full_threshold", "40")
 LIMITS = ("--max_batch_size", "3", "--max_seq_len", "1000", "--max_input_len", "900", "--prefill_chunk_tokens", "150")
 PROMPT = torch.arange(500).mul(7).remainder(100).tolist()
 SLOTS = {0: PROMPT, 2: PROMPT[:25], 1: PROMPT[30:430]}  # one below full_threshold, evictions at different steps

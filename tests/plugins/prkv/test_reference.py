@@ -348,7 +348,7 @@ def test_costs() -> None:
         assert index.bytes_per_token == KV_HEADS * ((2 * 128 * 4 + 4) / 8 + tokens)
     for page in (8, 128):
         codes = Config(page=page, page_score="codes")
-        assert costs(codes, model, 131_072, 2).index_bytes == (131_072 - 512) * 34
+        assert costs(codes, model, 131_072, 2).index_bytes == (131_072 - 512) * (34 + 260 / 256)
         context = replace(make_context(codes, 128, 4, [10]), codebooks={"signs": rotation_signs(0, 128)})
         assert ReferenceIndex(context).bytes_per_token == KV_HEADS * (34 + 260 / 256 + 4 / page)
 
