@@ -78,7 +78,7 @@ def test_a_program_that_uses_llm_is_told_and_ends(tokens: int, directory: Path) 
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     told = [line for line in result.stdout.splitlines() if line.startswith(DONE)]
     assert len(told) == 2, result.stdout + result.stderr
-    assert all(FAULTS[tokens] in line for line in told)
+    assert all(FAULTS[tokens] in line for line in told), told
 
 
 @contextmanager
