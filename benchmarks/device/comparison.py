@@ -81,7 +81,7 @@ class Comparison:
         steps, warmup = max(arguments.steps, upkeep_steps), WARMUP + upkeep_after
         needed = warmup + steps + PART_REPEATS + OVERLAP_STEPS + 1
         for contestant in runs:
-            if used + needed > min(ROOM, *(cache.config.update for cache, _ in self.targets)):
+            if used + needed > min(ROOM, *(cache.config.update - 1 for cache, _ in self.targets)):
                 self.filler.fill(cell, self._targets(baseline))
                 used = 0
             taking_part = [one for one in (baseline, contestant) if one is not None]

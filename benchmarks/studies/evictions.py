@@ -37,7 +37,7 @@ def measure(bench: Bench, variant: Variant, cell: Cell, offload: str, filler: Fi
     contestant = contestant_alone(bench, variant, cell, offload, filler)
     cache, indexes = contestant.cache, contestant.decoder.retrieval.indexes
     length, steps = cache.lengths[0], list[float]()
-    for _ in range(cache.config.update):
+    for _ in range(cache.config.update - 1):  # of whose places the first has a token already
         steps.append(contestant.step())
         cache.end_step([0], indexes)
     cache.begin_step([0], indexes)  # a contestant's tokens are one behind: now the buffer is full

@@ -125,8 +125,9 @@ class KeptRows:
 
 def may_reuse(engine: Engine, prompt: tuple[int, ...], common: int) -> int:
     """How much of a prompt is not read whose first `common` tokens are known: not the last ones that a method wants to see."""
-    unread = method_traits(engine.config).last_queries(engine._cache.retrieval_tokens(len(prompt)))
-    return max(0, min(common, len(prompt) - max(1, unread)))
+    places = engine._cache.retrieval_tokens(len(prompt))
+    unread = method_traits(engine.config).last_queries(places)
+    return max(0, min(common, len(prompt) - max(1, unread))) if places else 0
 
 
 def check_prompts_that_begin_alike(engine: Engine, plain: Plain) -> None:

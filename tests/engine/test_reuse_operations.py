@@ -224,7 +224,7 @@ class ReuseMachine(RuleBasedStateMachine):
         prefixes._evict(self.room)
         usage = self.engine.cache_usage
         assert (usage.extents_free, usage.sessions) == (self.room, 0)
-        assert not prefixes.rows.heads
+        assert not prefixes.rows.sink_rows
         assert not set(prefixes._tree)
         self.engine.close()
         shutil.rmtree(self.folder)

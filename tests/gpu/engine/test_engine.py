@@ -109,7 +109,7 @@ def test_graphs_and_hot_rows_change_nothing(dtype: str, models: dict[str, Path],
     flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--dtype", dtype, "--cache.offload", "always")
     engine = Engine.load(on_gpu(models["qwen3"], "pariskv", *flags))
     expected, attended = run_all(engine.decoder)
-    assert max(attended[-1]) < len(PROMPT) / 2, "rows were selected"
+    assert max(attended[-1]) < 0.8 * len(PROMPT), "rows were selected"
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for hot_rows in (True, False):
         found, found_attended = run_all(eager(engine, hot_rows=hot_rows))

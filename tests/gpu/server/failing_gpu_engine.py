@@ -22,7 +22,7 @@ from kvseek.engine.retrieval import Retrieval
 from kvseek.server.engine import process
 
 HANGING, ILLEGAL, IN_STEP = 34, 35, 7
-HUNG_SECONDS = 3.0
+HUNG_SECONDS = 15.0  # a GPU takes seconds to tell of an illegal address
 FOREVER = 1 << 62  # cycles
 DONE = "the program goes on: "
 
