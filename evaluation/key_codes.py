@@ -29,12 +29,15 @@ from kvseek.evaluation.recall import CAPTURES
 from kvseek.measurement.machine import describe
 from kvseek.plugins.codes.key_codes import BITS, STEPS
 from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
+from kvseek.plugins.codes.store import MOST_BLOCK_TOKENS
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
 
 SINK, LOCAL = 64, 256  # tokens of the window that are no retrieval rows, as in an engine
 TOP_K = 100
+WHOLE = 1 << 30  # a block that holds any region
+BLOCKS = (64, 1024, WHOLE, 0)
 EXACT_REDUCTION = "softmax_mean"
 
 
@@ -61,9 +64,8 @@ class Variant:
     scale : str
         "key": one a key, that of all 4 bits; "own": one a key for each number of bits; "block": one for 32 channels; "none": the
         key's length alone.
-    mean_share : float
-        Share of the region, from its start, whose mean key is subtracted from all keys; 0: nothing is. Below 1 the region has
-        grown since its mean was taken.
+    block : int
+        Neighbouring keys whose mean is subtracted from each of them; 0: nothing is.
     query_bits : int
         To which rotated queries are rounded; 0: they are not.
     rotated : bool
@@ -78,7 +80,7 @@ class Variant:
     step: float = STEPS[BITS]
     values: str = "linear"
     scale: str = "key"
-    mean_share: float = 1.0
+    block: int = MOST_BLOCK_TOKENS
     query_bits: int = 8
     rotated: bool = True
 
@@ -97,7 +99,8 @@ def variants() -> list[Variant]:
         *(changed(one_pass, bits=bits, scale=scale) for bits in (4, 3, 2, 1) for scale in ("key", "own")[: 5 - bits]),
         *(changed(one_pass, bits=bits, values="means") for bits in (4, 2, 1)),
         *(changed(one_pass, bits=bits, scale=scale) for bits in (4, 2) for scale in ("block", "none")),
-        *(changed(one_pass, bits=bits, mean_share=share) for bits in (4, 2) for share in (0.5, 0.25, 0.1, 0.0)),
+        *(changed(one_pass, bits=bits, block=block) for bits in (4, 2) for block in BLOCKS),
+        *(changed(one_pass, bits=2, scale="own", step=0.25, block=block) for block in BLOCKS),
         *(changed(one_pass, bits=bits, rotated=False) for bits in (4, 2)),
         *(changed(one_pass, bits=bits, step=step) for bits in (4, 2) for step in (0.28, 0.30, 0.335, 0.34)),
         *(changed(one_pass, bits=2, scale="own", step=step) for step in (0.22, 0.24, 0.25, 0.26, 0.28)),
@@ -115,7 +118,7 @@ def variants() -> list[Variant]:
         Variant(values="means"),
         Variant(scale="block"),
         *(Variant(group_reduce=reduce) for reduce in ("mean", "max")),
-        *(Variant(mean_share=share) for share in (0.5, 0.25, 0.1, 0.0)),
+        *(Variant(block=block) for block in BLOCKS),
     ]
 
 
@@ -189,15 +192,19 @@ def rounded(lanes: Tensor, bits: int) -> Tensor:
     return (lanes / step).round() * step
 
 
-def mean_of(keys: Tensor, share: float) -> Tensor:
-    """Mean of the first `share` of keys [G, n, D], [G, 1, D]; zero of none."""
-    first = keys[:, : round(keys.shape[1] * share)]
-    return first.mean(dim=1, keepdim=True) if first.shape[1] else torch.zeros_like(keys[:, :1])
+def means_of(keys: Tensor, block: int) -> Tensor:
+    """Mean of each key's block, keys [G, n, D] to [G, n, D]; zeros without blocks."""
+    if block == 0:
+        return torch.zeros_like(keys)
+    return torch.cat([part.mean(dim=1, keepdim=True).expand_as(part) for part in keys.split(block, dim=1)], dim=1)
 
 
-def candidates_of(lanes: Tensor, keys: Tensor, variant: Variant, scaling: float) -> Tensor:
-    """Places that the first pass finds: lanes [G, lanes, P], keys [G, n, P] to int64 [G, c]."""
-    estimates = lanes @ keys.transpose(1, 2)
+def candidates_of(lanes: Tensor, keys: Tensor, of_means: Tensor, variant: Variant, scaling: float) -> Tensor:
+    """Places that the first pass finds: lanes [G, lanes, P], keys [G, n, P], products with means [G, lanes, n] to int64 [G, c].
+
+    The product with the mean of the first block counts for nothing.
+    """
+    estimates = lanes @ keys.transpose(1, 2) + of_means - of_means[..., :1]
     if variant.first_reduce == "largest":
         values = estimates.amax(dim=1)
     elif variant.first_reduce == "largest over length":
@@ -210,17 +217,19 @@ def candidates_of(lanes: Tensor, keys: Tensor, variant: Variant, scaling: float)
 def measure_layer(truth: Truth, variant: Variant, signs: Tensor) -> tuple[float, float, float]:
     """Recall, attention on the chosen rows and on the exact ones; means over steps and KV heads."""
     turn: Callable[[Tensor], Tensor] = (lambda x: rotate(x, signs)) if variant.rotated else (lambda x: x)
-    keys = turn(truth.keys - mean_of(truth.keys, variant.mean_share))
+    means = means_of(truth.keys, variant.block)
+    keys, means = turn(truth.keys - means), turn(means)
     last = estimated_keys(keys, variant.bits, variant)
     first = estimated_keys(keys, variant.first_bits, variant) if variant.first_bits else None
     found = []
     for queries, weights, best in zip(truth.queries, truth.weights, truth.best, strict=True):
         lanes = rounded(turn(query_lanes(queries, variant.group_reduce)), variant.query_bits)
-        estimates = lanes @ last.transpose(1, 2)
+        of_means = lanes @ means.transpose(1, 2)
+        estimates = lanes @ last.transpose(1, 2) + of_means
         if first is None:
             rows = best_positions(reduce_scores(estimates, variant.group_reduce, truth.scaling), TOP_K)
         else:
-            places = candidates_of(lanes, first, variant, truth.scaling)
+            places = candidates_of(lanes, first, of_means, variant, truth.scaling)
             chosen = estimates.gather(2, places[:, None].expand(-1, lanes.shape[1], -1))
             values = reduce_scores(chosen, variant.group_reduce, truth.scaling)
             rows = places.gather(1, best_positions(values, TOP_K))

@@ -28,7 +28,7 @@ def traits(config: Config) -> Traits:
         cpu_library_on_gpu=on_host,
         cpu_limits=LIMITS,
         kept_steps=0 if on_host else 1,
-        prefix_reuse="copies" if config.bits else "rows",  # codes lie in extents, relative to their prompt's mean key
+        prefix_reuse="copies" if config.bits else "rows",  # `build` writes codes to extents
         last_queries=config.most_prompt_centroids,
         codebooks=codebooks,
         cuda_macros=partial(cuda_macros, config),

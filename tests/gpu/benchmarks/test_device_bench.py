@@ -44,7 +44,7 @@ def run(tmp_path: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = run(tmp_path, "--contexts", "4096,5000", "--batches", "1,2", "--offload", "always,never")
+    document = run(tmp_path, "--contexts", "4096,5000", "--batches", "1,2", "--offload", "always,never", "--details")
     always, never = document["phases"]
     names = (["full never", "pariskv always hot", "pariskv always"], ["full never", "pariskv never"])
     for phase, expected in zip((always, never), names, strict=True):
