@@ -26,8 +26,9 @@ from tests.support.waiting import SECONDS, wait_for
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.core.request import StepOutput
-from kvseek.server.doors import Doors
+from kvseek.server.doors import MAX_METRICS_CONNECTIONS, Doors
 from kvseek.server.http_door import generate as http_generate
+from kvseek.server.http_door.listener import IDLE_SECONDS, SPARE_CONNECTIONS
 from kvseek.server.ports import Ports
 from kvseek.server.requests.messages import (
     Cancel,
@@ -267,8 +268,7 @@ def in_process(directory: Path, tmp_path: Path, check: Any, **seconds: float) ->
         door = Doors(directory, tmp_path / "engine.sock", SETTINGS, CLOSED_PORT, CLOSED_PORT, **seconds)
         try:
             ports = await door.start("127.0.0.1", Ports(0, 0, 0, 0))
-            port, metrics_port = ports.http, ports.metrics
-            await asyncio.to_thread(check, Door(None, port, metrics_port))  # type: ignore[arg-type]
+            await asyncio.to_thread(check, Door(None, ports.http, ports.metrics, ports.openai))  # type: ignore[arg-type]
         finally:
             await door.close()
 
@@ -316,13 +316,40 @@ def test_too_many_connections_are_refused_and_health_is_not(directory: Path, tmp
     def check(door: Door) -> None:
         limit = SETTINGS.max_queue_size + 2 + 256
         idle = [door.connect(PATH, b"", "Content-Length: 10") for _ in range(limit)]
+        time.sleep(1.2 * IDLE_SECONDS)  # none of them may be closed: the server waits for their bodies
         status, answer = reply(door.send(PATH, TOKENS))
         assert (status, "open connections" in answer["error"]) == (503, True)
         assert requests.get(f"{door.url}/health/live", timeout=SECONDS).status_code == 200
         more = [door.connect(PATH, b"", "Content-Length: 10") for _ in range(100)]
         assert b"503" in more[-1].recv(100)
+        assert all(one.send(b"{") == 1 for one in idle)
         for connection in idle + more:
             connection.close()
         wait_for(lambda: reply(door.send(PATH, TOKENS))[1]["error"].startswith("the engine is not running"))
 
     in_process(directory, tmp_path, check)
+
+
+@pytest.mark.parametrize("port", ["http", "metrics", "openai"])
+def test_idle_connections_keep_nobody_from_connecting(
+    port: str, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those that ask for health, say, from finding it at any port."""
+    sent = (b"", b"GET / HTTP", b"GET /v2/health/live HTTP/1.1\r\nHost: door\r\n\r\n")
+
+    def check(door: Door) -> None:
+        place = ("127.0.0.1", {"http": door.port, "metrics": door.metrics_port, "openai": door.openai_port}[port])
+        most = (MAX_METRICS_CONNECTIONS if port == "metrics" else SETTINGS.max_queue_size + 2 + 256) + SPARE_CONNECTIONS
+        with contextlib.ExitStack() as idle:
+            for number in range(most + 10):
+                connection = idle.enter_context(socket.create_connection(place, SECONDS))
+                connection.sendall(sent[number % len(sent)])
+            time.sleep(1.2 * IDLE_SECONDS)
+            path = "health" if port == "openai" else "v2/health/live"
+            for _ in range(3):
+                answer = requests.get(f"http://127.0.0.1:{place[1]}/{path}", timeout=SECONDS)
+                assert answer.status_code == (503 if port == "openai" else 200), "openai: there is no engine"
+                assert "open connections" not in answer.text
+
+    in_process(directory, tmp_path, check)
+    assert not caplog.records, "no traceback for a connection"
