@@ -12,8 +12,10 @@ import logging
 import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from multiprocessing import AuthenticationError
@@ -28,7 +30,9 @@ from kvseek.core.errors import ConfigError, KvseekError
 KEY_VARIABLE = "KVSEEK_RANKS_KEY"
 LEAST_KEY_CHARACTERS = 16
 LOOPBACK = "127.0.0.1"
-HANDSHAKE_SECONDS = 5  # that a peer may take for each message until it is known
+HANDSHAKE_SECONDS = 10.0  # that a peer may take until it is known, whatever it sends
+MOST_UNKNOWN = 64  # peers that are not known yet; a further one takes the place of the oldest
+LOOK_SECONDS = 0.2  # time between two looks whether all have joined
 RETRY_SECONDS = 0.5  # between two attempts to reach rank 0
 KEEPALIVE = {
     "TCP_KEEPIDLE": 10,
@@ -117,33 +121,84 @@ class Joined:
 
 def accept_ranks(nodes: Nodes, tp_size: int, fingerprint: str) -> Mapping[int, Joined]:
     """Listen at the endpoint until all ranks of other nodes have joined; raises ConfigError if it is none of this host's."""
-    own, joined = nodes.ranks(tp_size, 0), dict[int, Joined]()
+    joining = _Joining(nodes, tp_size, fingerprint)
     try:
-        listening = socket.create_server((nodes.host, nodes.port), backlog=tp_size)
+        listening = socket.create_server((nodes.host, nodes.port), backlog=tp_size + MOST_UNKNOWN)
     except OSError as error:
         remedy = "name an address of this host, that of node_rank 0, and a free port"
         require(False, "rdzv_endpoint", f"{nodes.host}:{nodes.port}", f"free on this host ({error.strerror})", remedy)
         raise
-    logger.info("rank 0 waits for %d ranks of other hosts at %s:%d", tp_size - len(own), nodes.host, nodes.port)
+    logger.info("rank 0 waits for %d ranks of other hosts at %s:%d", joining.missing, nodes.host, nodes.port)
     with listening:
-        while len(joined) < tp_size - len(own):
-            peer, (address, _) = listening.accept()
-            try:
-                connection = _authenticated(peer, nodes.key, deliver=True)
+        listening.settimeout(LOOK_SECONDS)
+        while joining.missing:
+            with suppress(TimeoutError):
+                joining.take(*listening.accept())
+    return joining.end()
+
+
+class _Joining:
+    """Ranks of other nodes while they join. Each peer has a thread of its own, so that none waits for another."""
+
+    def __init__(self, nodes: Nodes, tp_size: int, fingerprint: str) -> None:
+        self._nodes, self._tp_size, self._fingerprint = nodes, tp_size, fingerprint
+        self._wanted = tp_size - len(nodes.ranks(tp_size, 0))
+        self._lock = threading.Lock()  # guards what follows
+        self._joined: dict[int, Joined] = {}
+        self._unknown: list[socket.socket] = []
+        self._ended = False
+
+    @property
+    def missing(self) -> int:
+        """Ranks that have not joined."""
+        with self._lock:
+            return self._wanted - len(self._joined)
+
+    def take(self, peer: socket.socket, place: tuple[str, int]) -> None:
+        """Let a peer join, if it is a rank."""
+        own = peer.dup()  # stays open while the peer's thread closes its own
+        with self._lock:
+            if len(self._unknown) >= MOST_UNKNOWN:
+                _shut_down(self._unknown.pop(0))
+            self._unknown.append(own)
+        threading.Thread(target=self._join, args=(peer, own, place[0]), name="kvseek-join", daemon=True).start()
+
+    def end(self) -> Mapping[int, Joined]:
+        """Return the ranks that have joined; no more can."""
+        with self._lock:
+            self._ended = True
+            for peer in self._unknown:
+                _shut_down(peer)
+            return self._joined
+
+    def _join(self, peer: socket.socket, own: socket.socket, address: str) -> None:
+        try:
+            with _limited(peer):
+                connection = _authenticated(peer, self._nodes.key, deliver=True)
                 hello = msgspec.json.decode(connection.recv_bytes(MAX_HELLO_BYTES), type=Hello)
-                for rank in [rank for rank, one in joined.items() if one.connection.poll()]:
-                    joined.pop(rank).connection.close()  # who waits says nothing: its process has ended
-                if reason := _why_not(hello, nodes, tp_size, fingerprint, joined):
-                    connection.send_bytes(reason.encode())
-                    logger.error("rank %d at %s cannot join: %s", hello.rank, address, reason)
-                    continue
-                connection.send_bytes(ADMITTED)
-            except (AuthenticationError, EOFError, OSError, msgspec.MsgspecError) as error:
-                logger.error("a connection from %s is closed: %s: %s", address, type(error).__name__, error)
-                continue
-            _without_limit(connection)
-            joined[hello.rank] = Joined(connection, address)
-    return joined
+                reason = self._admit(hello, Joined(connection, address))
+                connection.send_bytes(reason.encode() or ADMITTED)
+            if reason:
+                logger.error("rank %d at %s cannot join: %s", hello.rank, address, reason)
+                connection.close()
+        except Exception as error:  # a stranger may send anything
+            logger.error("a connection from %s is closed: %s: %s", address, type(error).__name__, error)
+        finally:
+            with self._lock, own:
+                if own in self._unknown:
+                    self._unknown.remove(own)
+
+    def _admit(self, hello: Hello, rank: Joined) -> str:
+        """Count a rank as joined; returns why it cannot, empty if it can."""
+        with self._lock:
+            if self._ended:
+                return "all ranks have joined"
+            for number in [number for number, one in self._joined.items() if one.connection.poll()]:
+                self._joined.pop(number).connection.close()  # who waits says nothing: its process has ended
+            reason = _why_not(hello, self._nodes, self._tp_size, self._fingerprint, self._joined)
+            if not reason:
+                self._joined[hello.rank] = rank
+            return reason
 
 
 def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
@@ -154,9 +209,10 @@ def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
         try:
             peer = socket.create_connection((nodes.host, nodes.port), HANDSHAKE_SECONDS)
             peer.settimeout(None)
-            connection = _authenticated(peer, nodes.key, deliver=False)
-            connection.send_bytes(msgspec.json.encode(Hello(rank, nodes.count, fingerprint)))
-            answer = connection.recv_bytes()
+            with _limited(peer):
+                connection = _authenticated(peer, nodes.key, deliver=False)
+                connection.send_bytes(msgspec.json.encode(Hello(rank, nodes.count, fingerprint)))
+                answer = connection.recv_bytes()
         except AuthenticationError:
             raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} has another key; give both the same") from None
         except (EOFError, OSError) as error:
@@ -167,7 +223,6 @@ def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Connection:
             continue
         if answer != ADMITTED:
             raise JoinError(f"rank 0 at {nodes.host}:{nodes.port} refuses rank {rank}: {answer.decode()}")
-        _without_limit(connection)
         return connection
 
 
@@ -200,9 +255,6 @@ def _why_not(hello: Hello, nodes: Nodes, tp_size: int, fingerprint: str, joined:
 
 def _authenticated(peer: socket.socket, key: str, deliver: bool) -> Connection:
     """Make a connection of a socket after both sides have shown that they have the key; raises AuthenticationError."""
-    limit = struct.pack("ll", HANDSHAKE_SECONDS, 0)  # of each read and write, until `_without_limit`
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # commands are small, and each is to be done now
     for name, value in KEEPALIVE.items():
@@ -217,11 +269,22 @@ def _authenticated(peer: socket.socket, key: str, deliver: bool) -> Connection:
     return connection
 
 
-def _without_limit(connection: Connection) -> None:
-    """Let reads and writes of a connection that `_authenticated` made take any time."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+@contextmanager
+def _limited(peer: socket.socket) -> Iterator[None]:
+    """Shut a connection down if the context takes longer than HANDSHAKE_SECONDS, so that its reads and writes fail."""
+    with peer.dup() as own:
+        timer = threading.Timer(HANDSHAKE_SECONDS, _shut_down, (own,))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def _shut_down(peer: socket.socket) -> None:
+    with suppress(OSError):  # it has ended already
+        peer.shutdown(socket.SHUT_RDWR)
 
 
 def _read_key(path: Path | None) -> str:

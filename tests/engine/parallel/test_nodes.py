@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -105,6 +107,31 @@ def test_what_is_no_rank_is_closed_and_the_others_join(sent: bytes, closes: bool
         if closes:
             stranger.close()
         rendezvous.finish()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0\0\xff", b"\0\0\0\x14"])
+def test_strangers_that_stay_hold_up_nobody(
+    sent: bytes, rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by their number nor by sending a byte now and then of a message that they have announced."""
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 600.0)  # so that it is not this that ends them
+    place = (LOOPBACK, rendezvous.nodes.port)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(module.MOST_UNKNOWN + 10):
+            strangers.enter_context(connect(place)).sendall(sent)
+        rendezvous.finish()
+
+
+def test_a_stranger_has_a_deadline_for_all_that_it_sends(rendezvous: Rendezvous) -> None:
+    with connect((LOOPBACK, rendezvous.nodes.port)) as stranger:
+        stranger.sendall(b"\0\0\0\xfe")  # 254 bytes follow
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 30:
+                stranger.sendall(b"x")
+                time.sleep(0.25)
+        assert time.monotonic() - began < 30
+    rendezvous.finish()
 
 
 def connect(place: tuple[str, int]) -> socket.socket:
