@@ -38,6 +38,7 @@ from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import RequestFactory
+from kvseek.server.requests.unread import WRITE_SECONDS, UnreadAnswers
 from kvseek.server.triton.relay import TritonRelay
 
 from .ports import Ports
@@ -57,8 +58,8 @@ class Doors:
         host:port each.
     state : Path or None
         The supervisor's file of restarts.
-    body_seconds, header_seconds : float
-        Seconds that a client may take to send a body, and to send headers.
+    body_seconds, header_seconds, write_seconds : float
+        Seconds that a client may take to send a body, to send headers, and to read an answer.
     open_models : bool
         See make_app of the OpenAI door.
     """
@@ -74,6 +75,7 @@ class Doors:
         body_seconds: float = BODY_SECONDS,
         header_seconds: float = HEADER_SECONDS,
         open_models: bool = False,
+        write_seconds: float = WRITE_SECONDS,
     ) -> None:
         self._settings, self._limits = settings, dict[str, int]()
         self._layout = LAYOUTS[settings.layout]
@@ -82,15 +84,16 @@ class Doors:
         self._triton = TritonRelay(triton_grpc, self._layout.names)
         self._state = ServerState(self._client, self._triton, self._layout.names)
         self._metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
-        self._generations = Generations(self._client, settings.most_requests(self._config))
+        unread = UnreadAnswers(settings.most_unread_bytes, write_seconds)
+        self._generations = Generations(self._client, settings.most_requests(self._config), unread)
         self._bodies = BodyReader(body_seconds)
         factory = RequestFactory(self._layout, self._config, self._tokenizer)
         models = schemas(self._layout, self._config)
         generate = GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
-        self._grpc = GrpcDoor(triton_grpc, self._state, models, self._client.refused)
-        routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
         connections = settings.most_connections(self._config)
-        self._http = HttpServer(routes, connections, header_seconds)
+        self._grpc = GrpcDoor(triton_grpc, self._state, models, unread, connections, self._client.refused)
+        routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
+        self._http = HttpServer(routes, connections, header_seconds, write_seconds)
         self._openai = OpenAIDoor(
             engine_dir,
             self._config,
@@ -107,7 +110,7 @@ class Doors:
         # Health is on the metrics port too, so that clients who take all connections of the HTTP port do not make the server
         # seem dead.
         routes = [*self._metrics.routes(), *self._state.routes()]
-        self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds)
+        self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds, write_seconds)
 
     async def start(self, host: str, ports: Ports, held: Collection[str] = ()) -> Ports:
         """Listen, and load the tokenizer; returns the ports. Raises ServerError. `held`: names of ports that are held."""

@@ -52,7 +52,6 @@ from .metrics import EngineMetrics
 from .tracing import RequestTracer
 from .watchdog import HUNG_SECONDS, Watchdog
 
-UNREAD_BYTES = 64 << 20  # most bytes, logits apart, that a door may leave unread; with more it counts as dead
 FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 STATUS_HUNG = 4  # exit status when the engine's loop has stopped
@@ -102,7 +101,7 @@ class Door:
         if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other doors would be lost
             return
         unread = self._unread()
-        if unread > UNREAD_BYTES + self._room.bytes:
+        if unread > self._server.settings.most_unread_bytes:
             logger.error("a door has left %d bytes unread: it is disconnected", unread)
             self._writer.transport.abort()
             return

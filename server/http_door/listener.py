@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from kvseek.server.errors import ServerError
-from kvseek.server.requests.served_request import WRITE_SECONDS
+from kvseek.server.requests.unread import WRITE_SECONDS
 
 from .errors import RETRY_AFTER_SECONDS, error_response, errors_as_json
 from .generate_json import error_to_json

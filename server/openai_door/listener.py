@@ -51,7 +51,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.app_state = {**self.app_state, ABORT: transport.abort}
         self.idle_since = self.loop.time()
-        connections: list[Connection] = [one for one in self.connections if not one.transport.is_closing()]
+        known = [one for one in self.connections if isinstance(one, Connection)]
+        connections = [one for one in known if not one.transport.is_closing()]
         if len(connections) > self._most:
             least = self.idle_since - IDLE_SECONDS
             idle = [one for one in connections if one.is_idle and one.idle_since <= least]
@@ -90,9 +91,8 @@ class Connection(H11Protocol):
         """Close the connection if the headers of its next request take too long."""
         if self.transport.is_closing():
             return
-        left = self.timeout_keep_alive
-        if self.is_idle:
-            left += self.idle_since - self.loop.time()
+        since = self.idle_since if self.is_idle else self.loop.time()
+        left = since + self.timeout_keep_alive - self.loop.time()
         if left <= 0:
             self.transport.abort()
         else:

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -27,7 +27,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.core.request import StepOutput
 from kvseek.server.doors import MAX_METRICS_CONNECTIONS, Doors
-from kvseek.server.http_door import generate as http_generate
 from kvseek.server.http_door.listener import IDLE_SECONDS, SPARE_CONNECTIONS
 from kvseek.server.ports import Ports
 from kvseek.server.requests.messages import (
@@ -57,10 +56,10 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 
 
 class FakeEngine:
-    """An engine process in a thread, which gives every request some tokens and then hangs or, when told to, goes away."""
+    """An engine process in a thread, which gives every request some outputs and then hangs or, when told to, goes away."""
 
-    def __init__(self, path: Path, tokens: int = 1) -> None:
-        self._tokens, self.cancelled = tokens, list[int]()
+    def __init__(self, path: Path, outputs: Sequence[StepOutput] = (StepOutput(1, token_id=7),)) -> None:
+        self.outputs, self.cancelled = outputs, list[int]()
         self._path, self._writers = path, list[asyncio.StreamWriter]()
         self.answering, self.draining = True, False
         self._loop = asyncio.new_event_loop()
@@ -85,7 +84,7 @@ class FakeEngine:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             if isinstance(message, Submit):
-                writer.write(frame(Outputs([(message.number, StepOutput(1, token_id=7))] * self._tokens)))
+                writer.write(frame(Outputs([(message.number, output) for output in self.outputs])))
             elif isinstance(message, Cancel):
                 self.cancelled.append(message.number)
             elif isinstance(message, Ping) and self.answering:
@@ -287,18 +286,15 @@ def test_bodies_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Pat
     in_process(directory, tmp_path, check, body_seconds=0.5)
 
 
-def test_a_client_that_does_not_read_its_stream_is_given_up(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_generate, "WRITE_SECONDS", 0.5)
-    engine = FakeEngine(tmp_path / "engine.sock", tokens=100_000)
+def test_a_client_that_does_not_read_its_stream_is_given_up(directory: Path, tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path / "engine.sock", [StepOutput(1, token_id=7)] * 100_000)
 
     def check(door: Door) -> None:
         wait_for(lambda: door.post(PATH, TOKENS | {"streaming": True}).status_code == 400)
         with door.send(f"{PATH}_stream", STREAM | {"request_output_len": 19_000}):
             wait_for(lambda: engine.cancelled, seconds=20.0)
 
-    in_process(directory, tmp_path, check)
+    in_process(directory, tmp_path, check, write_seconds=0.5)
 
 
 def test_headers_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from kvseek.server.openai_door.keys import Keys
 from kvseek.server.openai_door.listener import SPARE_CONNECTIONS, Listener
 from kvseek.server.openai_door.request_body import ClientLeftError, unless_left
 from kvseek.server.requests.generations import CodedError
+from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers
 
 
 async def pieces(*texts: str, error: Exception | None = None, endless: bool = False) -> AsyncIterator[dict[str, Any]]:
@@ -85,10 +86,28 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
     async def never(_: Any) -> None:
         await asyncio.Event().wait()
 
-    writer = Writer({"state": {ABORT: lambda: aborted.append(True)}}, never, seconds=0.01)
+    answer = UnreadAnswer(UnreadAnswers(1 << 20, seconds=0.01))
+    writer = Writer({"state": {ABORT: lambda: aborted.append(True)}}, never, answer)
     with pytest.raises(ClientLeftError):
         asyncio.run(writer.event(b"{}"))
     assert aborted == [True]
+
+
+def test_a_large_answer_is_given_to_the_server_in_pieces() -> None:
+    """It would take all of it at once, however slowly the client reads."""
+    unread, sizes = UnreadAnswers(1 << 20), list[int]()
+
+    async def send(message: Any) -> None:
+        sizes.append(len(message.get("body", b"")))
+        assert unread.bytes == 1 << 20, "all of it counts until the last piece is taken"
+
+    async def run() -> None:
+        with unread.answer() as answer:
+            await Writer({"state": {ABORT: list}}, send, answer).all(bytes(1 << 20))
+            assert unread.bytes == 0
+
+    asyncio.run(run())
+    assert sizes == [0, *([64 << 10] * 16)]
 
 
 def test_a_client_that_leaves_cancels_the_work() -> None:
