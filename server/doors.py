@@ -30,7 +30,7 @@ from kvseek.server.http_door import closed as http_closed
 from kvseek.server.http_door.body import BODY_SECONDS, BodyReader
 from kvseek.server.http_door.generate import GenerateRoutes
 from kvseek.server.http_door.generate_json import body_limit, schemas
-from kvseek.server.http_door.listener import HEADER_SECONDS, HttpServer
+from kvseek.server.http_door.listener import HEADER_SECONDS, SPARE_CONNECTIONS, HttpServer
 from kvseek.server.http_door.metrics import MetricsRoutes
 from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.openai_door.door import OpenAIDoor
@@ -42,10 +42,11 @@ from kvseek.server.requests.unread import WRITE_SECONDS, UnreadAnswers
 from kvseek.server.triton.relay import TritonRelay
 
 from .ports import Ports
-from .processes import raise_file_limit
+from .processes import raise_file_limit, require_open_files
 from .settings import ServeSettings
 
 MAX_METRICS_CONNECTIONS = 64
+OTHER_FILES = 128  # open ones beside clients' connections
 logger = logging.getLogger(__name__)
 
 
@@ -149,10 +150,14 @@ async def run(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    settings = ServeSettings.from_json(arguments.settings)
+    connections = 3 * (settings.most_connections(read_config(arguments.engine_dir)) + SPARE_CONNECTIONS)
+    connections += MAX_METRICS_CONNECTIONS + SPARE_CONNECTIONS
+    require_open_files(connections + OTHER_FILES, settings.max_queue_size)
     doors = Doors(
         arguments.engine_dir,
         arguments.socket,
-        ServeSettings.from_json(arguments.settings),
+        settings,
         arguments.triton_grpc,
         arguments.triton_metrics,
         arguments.state,

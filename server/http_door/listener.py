@@ -120,6 +120,11 @@ class HttpServer:
         self.stop_accepting()
         await self._runner.cleanup()
 
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+        return len(self._open())
+
     def _open(self) -> list[Any]:
         """Return the open connections."""
         known = () if self._runner.server is None else self._runner.server.connections
@@ -146,7 +151,7 @@ class HttpServer:
         """Answer a request, and write the answer unless its handler has done so."""
         self._rested[request.protocol] = BUSY
         try:
-            if request.method == "POST" and len(self._open()) > self._max_connections:
+            if request.method == "POST" and self.connections > self._max_connections:
                 response: web.StreamResponse = error_response(503, FULL)
                 response.force_close()
             else:

@@ -27,8 +27,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.core.request import StepOutput
 from kvseek.server.doors import MAX_METRICS_CONNECTIONS, Doors
+from kvseek.server.errors import ServerError
 from kvseek.server.http_door.listener import IDLE_SECONDS, SPARE_CONNECTIONS
 from kvseek.server.ports import Ports
+from kvseek.server.processes import require_open_files
 from kvseek.server.requests.messages import (
     Cancel,
     FromDoor,
@@ -349,3 +351,11 @@ def test_idle_connections_keep_nobody_from_connecting(
 
     in_process(directory, tmp_path, check)
     assert not caplog.records, "no traceback for a connection"
+
+
+def test_limits_on_connections_that_open_files_do_not_suffice_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvseek.server.processes.resource.getrlimit", lambda _: (1000, 1000))
+    require_open_files(1000, 8)
+    message = r"open files \(ulimit -n\) = 1,000: must be >= 1,001 for the connections .* --max_queue_size = 8; raise"
+    with pytest.raises(ServerError, match=message):
+        require_open_files(1001, 8)

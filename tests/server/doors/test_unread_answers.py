@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
+from aiohttp import web
 from tests.server.doors.test_http_faults import FakeEngine, directory
 from tests.support.door_processes import Door, doors
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.core.errors import QueueFullError
 from kvseek.core.request import FinishReason, StepOutput
+from kvseek.server.http_door.listener import HttpServer
 from kvseek.server.requests.unread import UnreadAnswers, UnreadError
 from kvseek.server.settings import OTHER_UNREAD_BYTES, ServeSettings
 
@@ -109,5 +111,28 @@ def test_every_write_has_a_time_limit() -> None:
         with unread.answer() as answer, pytest.raises(UnreadError):
             await answer.deliver(10, _never)
         assert unread.bytes == 0
+
+    asyncio.run(run())
+
+
+def test_other_responses_have_a_time_limit_too() -> None:
+    """Nor can who asks for health or metrics and does not read hold a connection for ever."""
+
+    async def large(_: web.Request) -> web.Response:
+        return web.Response(body=bytes(1 << 20))
+
+    async def run() -> None:
+        server = HttpServer([web.get("/", large)], 10, write_seconds=0.2)
+        port = await server.start("127.0.0.1", 0, "--http_port")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+            client.connect(("127.0.0.1", port))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: door\r\n\r\n" * 20)
+            async with asyncio.timeout(SECONDS):
+                while not server.connections:
+                    await asyncio.sleep(0.01)
+                while server.connections:
+                    await asyncio.sleep(0.01)
+        await server.close()
 
     asyncio.run(run())

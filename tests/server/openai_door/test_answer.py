@@ -93,6 +93,23 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
     assert aborted == [True]
 
 
+def test_who_does_not_read_a_list_of_models_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvseek.server.openai_door.app.WRITE_SECONDS", 0.01)
+    aborted: list[bool] = []
+
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    service: Any = SimpleNamespace(model="tiny", config=SimpleNamespace(max_seq_len=9))
+    app = make_app(service, Keys(()), list, never, lambda: False)
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/v1/models", "raw_path": b"/v1/models"}
+    scope |= {"http_version": "1.1", "query_string": b"", "root_path": "", "scheme": "http", "headers": []}
+    scope["state"] = {ABORT: lambda: aborted.append(True)}
+    with pytest.raises(ClientLeftError):
+        asyncio.run(app(scope, never, never))
+    assert aborted
+
+
 def test_a_large_answer_is_given_to_the_server_in_pieces() -> None:
     """It would take all of it at once, however slowly the client reads."""
     unread, sizes = UnreadAnswers(1 << 20), list[int]()
