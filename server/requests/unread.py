@@ -54,7 +54,7 @@ class UnreadAnswers:
         try:
             yield answer
         finally:
-            answer.remove(answer.bytes)
+            answer.close()
             self._answers.discard(answer)
 
     def make_room(self) -> None:
@@ -74,12 +74,12 @@ class UnreadAnswer:
 
     def __init__(self, answers: UnreadAnswers) -> None:
         self._answers, self.bytes = answers, 0
-        self._failure = ""  # why it had to end for want of room
+        self._failure = ""  # why it has ended; then nothing counts any more
         self._deadline: asyncio.Timeout | None = None  # of the write that waits, which began at `_since`
         self._since = 0.0
 
     def check(self) -> None:
-        """Raise QueueFullError if the answer had to end for want of room; to be called before more of it is awaited."""
+        """Raise QueueFullError if the answer has ended for want of room; to be called before more of it is awaited."""
         if self._failure:  # a new error each time: one that is kept would keep the frames that it has passed
             raise QueueFullError(self._failure)
 
@@ -101,7 +101,7 @@ class UnreadAnswer:
             self._answers.make_room()
 
     def remove(self, size: int) -> None:
-        """Count bytes off that are gone; does nothing if the answer has ended for want of room."""
+        """Count bytes off that are gone."""
         if not self._failure:
             self.bytes -= size
             self._answers.bytes -= size
@@ -141,8 +141,13 @@ class UnreadAnswer:
             f"answers as they come, or ask for fewer logits, log probabilities or choices (this answer has {held:,} bytes)"
         )
         self._answers.bytes -= held
-        if self._deadline is not None:
+        if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(0.0)
+
+    def close(self) -> None:
+        """End the answer; what still arrives for it, until the engine knows, does not count."""
+        self.remove(self.bytes)
+        self._failure = self._failure or "the answer has ended"
 
 
 def size_of(output: StepOutput) -> int:

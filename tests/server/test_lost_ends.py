@@ -107,6 +107,7 @@ def test_tracing_that_raises_ends_no_request(
 def _check_that_requests_end_as_ever(service: EngineService, tmp_path: Path, spans: Spans) -> None:
     async def run() -> None:
         async with served(service, tmp_path / "engine.sock", spans) as (_, client):
+            await until(lambda: client.connected)
             running = asyncio.create_task(ask(client, GOOD))
             asking = asyncio.create_task(client.read_metrics())  # answered or not, on the same connection
             assert (await running).finish_reason is FinishReason.LENGTH
