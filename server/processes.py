@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .errors import ServerError
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_BYTES = 64 << 10  # bytes of a log's end that are read for an error message
 LOG_LINES = 30
@@ -176,3 +178,13 @@ def raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # some kernels refuse "infinity": then the soft limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def require_open_files(needed: int, max_queue_size: int) -> None:
+    """Raise ServerError unless this process may have so many open files, which connections of a server with this queue need."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise ServerError(
+            f"open files (ulimit -n) = {most:,}: must be >= {needed:,} for the connections of all ports with --max_queue_size = "
+            f"{max_queue_size}; raise the limit, or choose a smaller --max_queue_size"
+        )

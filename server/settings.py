@@ -15,10 +15,12 @@ from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
+from .engine.logits_room import LARGEST_AT_ONCE, LOGIT_BYTES
 from .errors import ServerError
 from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 
 MAX_NAME_CHARACTERS = 256
+OTHER_UNREAD_BYTES = 64 << 20  # of answers that are not read yet, logits apart
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
 SHARE_BY_KEY, SHARE_ALL = "key", "all"
@@ -179,6 +181,11 @@ class ServeSettings:
     def most_connections(self, config: EngineConfig) -> int:
         """Return how many connections a port may have open."""
         return self.most_requests(config) + OTHER_CONNECTIONS
+
+    @property
+    def most_unread_bytes(self) -> int:
+        """Most bytes of answers that a door may leave unread, and that a door's clients may."""
+        return OTHER_UNREAD_BYTES + LARGEST_AT_ONCE * LOGIT_BYTES * self.max_logits
 
     def to_json(self) -> str:
         """Write the settings as JSON, for the command line of another process."""

@@ -204,10 +204,9 @@ class TritonDoor:
             self._send(stream, part, output)
         except Exception:
             logger.exception("an output could not be passed on; its request ends")
-            if not stream.closed:
-                self._forget(stream)
-                stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
-            raise  # makes the engine client cancel the request
+            self._forget(stream)
+            self._cancel(stream)
+            stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
 
     def _send(self, stream: Stream, part: Part, output: StepOutput) -> None:
         served, last = part.served, output.finish_reason is not None
@@ -237,10 +236,10 @@ class TritonDoor:
         if not isinstance(error, KvseekError):
             logger.exception("a request could not be translated")
         code = code_of(error)
-        self._client.refused(code)
         self._forget(stream)
         stream.fail(str(error) if isinstance(error, KvseekError) else INTERNAL, code)
         self._cancel(stream)  # the parts that it has taken
+        self._client.refused(code)
 
     def _forget(self, stream: Stream) -> None:
         with self._lock:
