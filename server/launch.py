@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +19,18 @@ import requests
 from kvseek.core.config import require
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
+from kvseek.core.liveness import ask
 from kvseek.core.manifest import verify
 from kvseek.engine.parallel.nodes import check_nodes
 from kvseek.server.openai_door.keys import read_keys
 from kvseek.server.requests.layouts import LAYOUTS
-from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
+from kvseek.server.triton.find import TritonServer, find_server
 from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
 from .ports import Ports, start_on_free_ports
-from .processes import Program, listens
+from .processes import Ask, Program, listens
+from .scratch import alive_socket, free_shared_memory, memory_prefix, scratch_folder
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
 
@@ -37,7 +38,6 @@ READY_SECONDS = 180.0
 STOP_SECONDS = 5.0  # time for a process to end once nothing runs in it any more
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = "127.0.0.1"
-SHARED_MEMORY = Path("/dev/shm")
 CLOSED_PROTOCOLS = "shared-memory,model-repository,trace,logging"
 KEY_HEADER = "kvseek-closed"
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
@@ -112,17 +112,27 @@ def running_server(
     """
     if not ready_seconds > 0:
         raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
+    check_log(log)
     verify(engine_dir)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))  # here too, so that a wrong file is an error before anything is started
 
     def start(stack: ExitStack, triton: Sequence[Ports]) -> RunningServer:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvseek-")))
+        scratch = stack.enter_context(scratch_folder())
         programs = _programs(
-            scratch, engine_dir, host, held, ports.free, triton[0], settings, verbose, environment or {}, open_models
+            scratch,
+            engine_dir,
+            host,
+            held,
+            ports.free,
+            triton[0],
+            settings,
+            verbose,
+            environment or {},
+            open_models,
+            ready_seconds,
         )
-        output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
-        supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
+        supervisor = supervisor_of(programs, settings, log, scratch)
         server = RunningServer(host, held, supervisor)
         stack.callback(_stop, supervisor)
         supervisor.start()
@@ -136,6 +146,25 @@ def running_server(
 
     with ports.hold(host) as held, ExitStack() as running:
         yield start_on_free_ports(running, [(LOOPBACK, Ports(0, 0, 0, 0))], start)
+
+
+def check_log(log: Path | None) -> None:
+    """Raise ServerError if a log cannot be written."""
+    if log is None or log == STANDARD_OUTPUT:
+        return
+    try:
+        log.open("ab").close()
+    except OSError as error:
+        raise ServerError(
+            f"--log = {log}: cannot be written ({error.strerror}); name a file in a folder that is there, or - for standard "
+            "output"
+        ) from None
+
+
+def supervisor_of(programs: Sequence[Program], settings: ServeSettings, log: Path | None, scratch: Path) -> Supervisor:
+    """Make the supervisor of a server's programs; without a log, what each writes is kept in `scratch`, for error messages."""
+    output = scratch if log is None else None if log == STANDARD_OUTPUT else log
+    return Supervisor(programs, settings.restarts, settings.hang_seconds, output, scratch / STATE_FILE)
 
 
 def _stop(supervisor: Supervisor) -> None:
@@ -154,13 +183,16 @@ def _programs(
     verbose: bool,
     environment: Mapping[str, str],
     open_models: bool,
+    ready_seconds: float,
 ) -> list[Program]:
     """Describe the engine process, the doors and Triton, in the order in which they start and end.
 
     `held`: names of those of `ports` that are held for the doors; `inner`: Triton's own ports, on loopback.
     """
     server, socket = find_server(scratch), scratch / "engine.sock"
-    repository = scratch / "models"
+    repository, models = scratch / "models", LAYOUTS[settings.layout].models
+    engine_alive, doors_alive = alive_socket(scratch, ENGINE), alive_socket(scratch, DOORS)
+    triton_metrics = f"http://{LOOPBACK}:{inner.metrics}/metrics"
     write_models(repository, engine_dir, settings, socket)
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
@@ -173,21 +205,32 @@ def _programs(
     return [
         Program(
             ENGINE,
-            (*python, "kvseek.server.engine.process", *own),
+            (*python, "kvseek.server.engine.process", *own, "--alive", str(engine_alive)),
             settings.drain_seconds + STOP_SECONDS,
             {**os.environ, **environment},
-            is_up=socket.exists,
+            asks={ENGINE: _ask(engine_alive)},
+            start_seconds=ready_seconds,
             clean_up=lambda: socket.unlink(missing_ok=True),
         ),
-        Program(DOORS, (*python, "kvseek.server.doors", *own, *http), STOP_SECONDS),
+        Program(
+            DOORS,
+            (*python, "kvseek.server.doors", *own, *http, "--alive", str(doors_alive)),
+            STOP_SECONDS,
+            asks={DOORS: _ask(doors_alive)},
+            start_seconds=ready_seconds,
+        ),
         Program(
             TRITON,
             _triton_command(server, repository, inner, verbose),
             2 * STOP_SECONDS,
             server.environment,
             ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
-            workers=tuple(f"/models/{model}/" for model in LAYOUTS[settings.layout].models),
-            clean_up=lambda: _free_shared_memory(repository),
+            workers=tuple(f"/models/{model}/" for model in models),
+            # Its gRPC endpoint is asked by the doors, which use it; doors that do not answer say nothing of Triton.
+            asks={TRITON: lambda seconds: answers(triton_metrics, seconds) and ask(doors_alive, seconds) != TRITON}
+            | {f"/models/{model}/": _ask(alive_socket(scratch, model)) for model in models},
+            start_seconds=ready_seconds,
+            clean_up=lambda: free_shared_memory(scratch),
         ),
     ]
 
@@ -208,7 +251,7 @@ def _triton_command(server: TritonServer, repository: Path, ports: Ports, verbos
         f"--metrics-port={ports.metrics}",
         f"--exit-timeout-secs={STOP_SECONDS:.0f}",
         f"--log-verbose={int(verbose)}",
-        f"--backend-config=python,shm-region-prefix-name={_memory_prefix(repository)}",
+        f"--backend-config=python,shm-region-prefix-name={memory_prefix(repository.parent)}",
     )
 
 
@@ -225,22 +268,25 @@ def _is_ready(url: str) -> bool:
         return False  # not listening yet
 
 
-def get(url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
+def get(url: str, headers: Mapping[str, str] | None = None, seconds: float = 5.0) -> requests.Response:
     """Ask a server of this machine, to which no proxy leads; raises requests.RequestException."""
     with requests.Session() as session:
         session.trust_env = False
-        return session.get(url, headers=headers, timeout=5)
+        return session.get(url, headers=headers, timeout=seconds)
 
 
-def _memory_prefix(repository: Path) -> str:
-    """Return the prefix of this server's shared memory: Triton's, which keeps clients away, and the scratch folder's name."""
-    return f"{SHARED_MEMORY_PREFIX}{repository.parent.name}-"
+def answers(url: str, seconds: float) -> bool:
+    """Whether a server of this machine answers, whatever it says."""
+    try:
+        get(url, seconds=seconds)
+    except requests.RequestException:
+        return False
+    return True
 
 
-def _free_shared_memory(repository: Path) -> None:
-    """Remove shared memory that a killed Triton left behind: it would take up memory until the machine restarts."""
-    for region in SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"):
-        region.unlink(missing_ok=True)
+def _ask(alive: Path) -> Ask:
+    """Make the question to a process of ours."""
+    return lambda seconds: ask(alive, seconds) is not None
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,9 +21,20 @@ import requests
 from kvseek.core.config_file import read_config
 
 from .errors import ServerError
-from .launch import LOOPBACK, READY_SECONDS, STANDARD_OUTPUT, RunningServer, get, reachable, running_server
+from .launch import (
+    LOOPBACK,
+    READY_SECONDS,
+    STANDARD_OUTPUT,
+    RunningServer,
+    answers,
+    get,
+    reachable,
+    running_server,
+    supervisor_of,
+)
 from .ports import Ports, start_on_free_ports
 from .processes import Program
+from .scratch import scratch_folder
 from .settings import ServeSettings
 from .supervisor import Supervisor
 
@@ -93,7 +103,7 @@ def running_replicas(
     ranks = read_config(engine_dir).tp_size
     threads = settings.threads or len(os.sched_getaffinity(0))
     settings = dataclasses.replace(settings, threads=max(1, threads // replicas))
-    with ExitStack() as running, tempfile.TemporaryDirectory(prefix="kvseek-router-") as folder:
+    with ExitStack() as running, scratch_folder() as folder:
         servers = [
             running.enter_context(
                 running_server(
@@ -114,18 +124,17 @@ def running_replicas(
 
         def start(stack: ExitStack, ports: Sequence[Ports]) -> Replicas:
             port, metrics = ports[0].openai, ports[1].metrics
-            program = Program(ROUTER, (*command, *flags(workers, host, port, metrics, key)), STOP_SECONDS)
-            output = _log_of(log, ROUTER)
-            supervisor = Supervisor(
-                [program],
-                settings.restarts,
-                Path(folder) / "router.log" if output is None else None if output == STANDARD_OUTPUT else output,
-                Path(folder) / "restarts.json",
-                keep_output=log is not None,
+            url = f"http://{reachable(host)}:{port}"
+            program = Program(
+                ROUTER,
+                (*command, *flags(workers, host, port, metrics, key)),
+                STOP_SECONDS,
+                asks={ROUTER: lambda seconds: answers(f"{url}/health", seconds)},
+                start_seconds=ready_seconds,
             )
+            supervisor = supervisor_of([program], settings, _log_of(log, ROUTER), folder)
             stack.callback(supervisor.stop)
             supervisor.start()
-            url = f"http://{reachable(host)}:{port}"
             supervisor.wait_until(_knows(url, key, replicas), ready_seconds)
             return Replicas(servers, f"{url}/v1", supervisor)
 

@@ -24,6 +24,7 @@ import msgspec
 import uvloop
 
 from kvseek.core.errors import KvseekError, RequestError, code_of
+from kvseek.core.liveness import answer_at
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.loading.prefixes import DiskSettings
@@ -49,7 +50,7 @@ from kvseek.server.settings import ServeSettings
 from .logits_room import LogitsRoom
 from .metrics import EngineMetrics
 from .tracing import RequestTracer
-from .watchdog import HUNG_SECONDS, Watchdog
+from .watchdog import Watchdog
 
 UNREAD_BYTES = 64 << 20  # most bytes, logits apart, that a door may leave unread; with more it counts as dead
 FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
@@ -222,13 +223,17 @@ class EngineServer:
 
         self.service.call(on_loop)
 
-    async def serve(self, socket: Path) -> int:
-        """Listen until SIGTERM or until the engine fails; returns the process's exit status."""
+    async def serve(self, socket: Path, alive: Path | None = None) -> int:
+        """Listen until SIGTERM or until the engine fails; returns the process's exit status. `alive`: see `answer_at`."""
         stop = asyncio.Event()
         self._loop.add_signal_handler(signal.SIGTERM, stop.set)
         server = await asyncio.start_unix_server(self._connected, str(socket))
+        answering = None if alive is None else await answer_at(alive)
         logger.info("the engine is ready")
-        watchdog, drained = Watchdog(self.service), asyncio.create_task(self._drain_after(stop))
+        watchdog, drained = (
+            Watchdog(self.service, self.settings.hang_seconds),
+            asyncio.create_task(self._drain_after(stop)),
+        )
         try:
             while not drained.done():
                 await asyncio.wait((drained,), timeout=0.1)
@@ -237,7 +242,7 @@ class EngineServer:
                     await asyncio.sleep(0.2)  # the doors still get the errors of their requests
                     return STATUS_FAILED
                 if watchdog.hangs():
-                    logger.critical("the engine's loop has not turned for %g s: its process ends", HUNG_SECONDS)
+                    logger.critical("the engine's loop has not turned for %g s: its process ends", watchdog.seconds)
                     faulthandler.dump_traceback()
                     os._exit(STATUS_HUNG)  # an orderly end would wait for the engine's thread for ever
                 if self._doors or not self._shared:
@@ -249,6 +254,8 @@ class EngineServer:
             return 0
         finally:
             server.close()
+            if answering is not None:
+                answering.close()
             drained.cancel()
 
     async def _drain_after(self, stop: asyncio.Event) -> None:
@@ -288,7 +295,7 @@ async def run(arguments: argparse.Namespace) -> int:
     service.on_step(metrics.record_step)
     try:
         server = EngineServer(service, settings, metrics, tracer, arguments.shared)
-        return await server.serve(arguments.socket)
+        return await server.serve(arguments.socket, arguments.alive)
     finally:
         await asyncio.to_thread(service.close)
         if tracer is not None:
@@ -309,6 +316,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True, help="in a folder that only this user can enter")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
+    parser.add_argument(
+        "--alive", type=Path, help="socket at which whoever looks after the process asks whether it works"
+    )
     parser.add_argument("--shared", action="store_true", help="end when the last door has left")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

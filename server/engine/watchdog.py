@@ -1,4 +1,4 @@
-"""Finds out that the engine's loop has stopped."""
+"""Finds out that the engine's loop has stopped, while the process itself still answers its supervisor."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import time
 
 from kvseek.engine.service import EngineService
 
-# Time without a round of the engine's loop; no round takes as long, because it reads only units of a prompt.
-HUNG_SECONDS = 300.0
+ENGINE_ROUNDS = 5  # times as long as a process may leave questions unanswered, a round of the engine's loop may take
 
 
 class Watchdog:
-    """Tells whether the engine's loop still turns."""
+    """Tells whether the engine's loop still turns.
 
-    def __init__(self, service: EngineService) -> None:
-        self._service = service
+    A round reads only units of a prompt, so on no machine should it take minutes.
+    """
+
+    def __init__(self, service: EngineService, hang_seconds: float) -> None:
+        self._service, self.seconds = service, ENGINE_ROUNDS * hang_seconds
         self._asked_at: float | None = None  # time.monotonic of the open question; None: no question is open
 
     def hangs(self) -> bool:
@@ -23,7 +25,7 @@ class Watchdog:
             self._asked_at = time.monotonic()
             self._service.call(self._answer)
         asked_at = self._asked_at
-        return asked_at is not None and time.monotonic() - asked_at > HUNG_SECONDS
+        return asked_at is not None and time.monotonic() - asked_at > self.seconds
 
     def _answer(self) -> None:
         self._asked_at = None
