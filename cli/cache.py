@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvseek.builder.printing import Column, print_json, table
 from kvseek.builder.sizes import readable
-from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError, KvseekError, text_of
 from kvseek.engine.cache.prefix_file import DamagedFileError, Entry
 from kvseek.engine.cache.prefix_folder import NEW_FILES, BusyFolderError, lock, scan
 
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("name what to drop: either prefixes, or --all, or --older_than HOURS")
         gone = drop(engines, arguments.keys, arguments.older_than, arguments.all)
     except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text_of(error)}", file=sys.stderr)
         return 1
     print(f"{len(gone):,} files are removed")
     return 0

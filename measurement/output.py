@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, text_of
 
 
 def write_result(path: Path, document: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def run_command(
         if arguments.output:
             write_result(arguments.output, document)
     except (KvseekError, OSError) as error:
-        print(f"{prefix}: {error}", file=sys.stderr)
+        print(f"{prefix}: {text_of(error)}", file=sys.stderr)
         return 1
     show(document, arguments.json, print_table)
     return 0

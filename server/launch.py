@@ -18,9 +18,11 @@ import requests
 
 from kvseek.core.config import require
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.liveness import ask
 from kvseek.core.manifest import verify
+from kvseek.engine.cache.prefix_file import RowShape
+from kvseek.engine.cache.prefix_folder import DEFAULT_DISK_BYTES, check_directory
 from kvseek.engine.parallel.nodes import check_nodes
 from kvseek.server.openai_door.keys import read_keys
 from kvseek.server.requests.layouts import LAYOUTS
@@ -113,7 +115,9 @@ def running_server(
     if not ready_seconds > 0:
         raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
     check_log(log)
-    verify(engine_dir)
+    if settings.disk_dir is not None:
+        most, shape = settings.disk_bytes or DEFAULT_DISK_BYTES, RowShape.of(read_config(engine_dir))
+        check_directory(Path(settings.disk_dir), most, shape)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))  # here too, so that a wrong file is an error before anything is started
 
@@ -145,6 +149,7 @@ def running_server(
         return server
 
     with ports.hold(host) as held, ExitStack() as running:
+        verify(engine_dir)  # the last check, as it reads all of the engine
         yield start_on_free_ports(running, [(LOOPBACK, Ports(0, 0, 0, 0))], start)
 
 
@@ -447,5 +452,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text_of(error)}", file=sys.stderr)
         return 1

@@ -154,7 +154,9 @@ class ServeSettings:
         limit = f">= {MIN_HANG_SECONDS:g} and <= {MAX_TIMEOUT_SECONDS:.0f}, a week"
         within = MIN_HANG_SECONDS <= self.hang_seconds <= MAX_TIMEOUT_SECONDS
         _require(within, "hang_seconds", self.hang_seconds, limit, "60 is the default")
-
+        endpoint = self.otlp_endpoint
+        is_url = endpoint is None or endpoint.startswith(("http://", "https://"))
+        _require(is_url, "otlp_endpoint", endpoint, "a URL of http or https", "such as http://127.0.0.1:4318")
         ways = f"{SHARE_BY_KEY} or {SHARE_ALL}"
         known_way = self.share_prefixes in (SHARE_BY_KEY, SHARE_ALL)
         _require(known_way, "share_prefixes", self.share_prefixes, ways, f"{SHARE_BY_KEY} is the default")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, text_of
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
@@ -129,6 +129,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         uvloop.run(run(parser.parse_args(argv)))
     except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text_of(error)}", file=sys.stderr)
         return 1
     return 0
