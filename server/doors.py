@@ -32,7 +32,7 @@ from kvseek.server.http_door.body import BODY_SECONDS, BodyReader
 from kvseek.server.http_door.generate import GenerateRoutes
 from kvseek.server.http_door.generate_json import body_limit, schemas
 from kvseek.server.http_door.listener import HEADER_SECONDS, HttpServer
-from kvseek.server.http_door.metrics import MetricsRoutes
+from kvseek.server.http_door.metrics import MAX_METRICS_CONNECTIONS, MetricsRoutes
 from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.openai_door.door import OpenAIDoor
 from kvseek.server.requests.engine_client import EngineClient
@@ -45,7 +45,6 @@ from .ports import Ports
 from .processes import raise_file_limit
 from .settings import ServeSettings
 
-MAX_METRICS_CONNECTIONS = 64
 logger = logging.getLogger(__name__)
 
 

@@ -401,7 +401,7 @@ def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> i
     require(arguments.replicas >= 1, "replicas", arguments.replicas, ">= 1", "1 is the default")
     remedy = "start a router before several servers of several hosts yourself (docs/parallelism.md)"
     require(settings.nnodes == 1, "nnodes", settings.nnodes, "1 with --replicas", remedy)
-    for name in ("http", "grpc", "metrics"):
+    for name in ("http", "grpc"):
         port = getattr(arguments, f"{name}_port")
         remedy = "each replica has free ports, which are printed"
         require(port == getattr(Ports, name), f"{name}_port", port, "left out with --replicas", remedy)
@@ -411,6 +411,7 @@ def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> i
             arguments.replicas,
             arguments.host,
             arguments.openai_port,
+            arguments.metrics_port,
             settings,
             log=arguments.log,
             verbose=arguments.log_verbose,
@@ -422,7 +423,7 @@ def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> i
         for number, server in enumerate(replicas.servers):
             where = f"gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}/metrics"
             print(f"replica {number}: {where}, OpenAI {server.openai_url}", flush=True)
-        print(f"ready: OpenAI {replicas.openai_url}", flush=True)
+        print(f"ready: OpenAI {replicas.openai_url}, metrics {replicas.metrics_url}/metrics", flush=True)
         return _wait(replicas.check, received)
 
 

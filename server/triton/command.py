@@ -6,12 +6,12 @@ import argparse
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 
 from kvseek.core.errors import KvseekError
 from kvseek.server.processes import die_with_parent
+from kvseek.server.scratch import scratch_folder
 
 from .find import find_server
 
@@ -28,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="kvseek tritonserver", usage="%(prog)s [ARGUMENT ...]", description=DESCRIPTION, allow_abbrev=False
     )
     _, arguments = parser.parse_known_args(argv)
-    with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
+    with ExitStack() as stack:
         try:
-            server = find_server(Path(folder))
+            server = find_server(stack.enter_context(scratch_folder()))
         except KvseekError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
