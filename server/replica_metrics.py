@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,8 @@ from .process_metrics import server_text
 LABEL = "replica"
 ANSWER_SECONDS = 5.0  # most time for a replica's metrics, for two of which it waits for its engine and for Triton
 SILENT = UP + "".join(f'kvseek:up{{process="{process}"}} 0\n' for process in ("engine", "triton"))
-logger = logging.getLogger(__name__)
+# A counter whose name does not end in _total, as Triton's: prometheus_client would give it another name.
+OTHER_COUNTER = re.compile(r"^(# TYPE (?!\S+_total )\S+) counter$", re.MULTILINE)
 
 
 class ReplicaMetrics:
@@ -102,12 +104,9 @@ def merged(texts: Mapping[str, str], own: str = "") -> bytes:
     """Merge texts in Prometheus' format: samples of `texts` get their key as the label `replica`, those of `own` stay."""
     families: dict[str, Metric] = {}
     for replica, text in [("", own), *texts.items()]:
-        for family in text_string_to_metric_families(text):
+        for family in text_string_to_metric_families(OTHER_COUNTER.sub(r"\1 untyped", text)):
             if family.name not in families:
-                # Triton's counters do not end in _total, without which prometheus_client writes none.
-                written = family.type != "counter" or all(s.name.endswith("_total") for s in family.samples)
-                kind = family.type if written else "unknown"
-                families[family.name] = Metric(family.name, family.documentation, kind)
+                families[family.name] = Metric(family.name, family.documentation, family.type)
             label = {LABEL: replica} if replica else {}
             families[family.name].samples += [
                 sample._replace(labels=sample.labels | label) for sample in family.samples

@@ -35,19 +35,8 @@ class Service:
 
     def __init__(self, directory: Path, log: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory), "--replicas", "2"]
-        command += [
-            "--openai_port",
-            "0",
-            "--metrics_port",
-            "0",
-            "--log",
-            str(log),
-            "--threads",
-            "2",
-            "--drain_seconds",
-            "1",
-            *flags,
-        ]
+        command += ["--openai_port", "0", "--metrics_port", "0", "--log", str(log)]
+        command += ["--threads", "2", "--drain_seconds", "1", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(3)]
