@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import secrets
 import signal
@@ -47,7 +48,7 @@ STATE_FILE = "restarts.json"
 # Of `kvseek serve`: what a host has to say on which rank 0 does not run.
 NODE_FLAGS = (
     *("engine_dir", "tp_size", "nnodes", "node_rank", "rdzv_endpoint", "ranks_key_file"),
-    *("threads", "restarts", "log", "ready_seconds"),
+    *("threads", "restarts", "hang_seconds", "log", "ready_seconds"),
 )
 STANDARD_OUTPUT = Path("-")  # log to standard output, where a container's log belongs
 
@@ -214,7 +215,8 @@ def _programs(
             settings.drain_seconds + STOP_SECONDS,
             {**os.environ, **environment},
             asks={ENGINE: _ask(engine_alive)},
-            start_seconds=ready_seconds,
+            # With ranks on other hosts it waits for them, however late they come back.
+            start_seconds=ready_seconds if settings.nnodes == 1 else math.inf,
             clean_up=lambda: socket.unlink(missing_ok=True),
         ),
         Program(
