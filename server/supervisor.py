@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvseek.core.errors import text_of
+
 from .errors import ServerError
 from .processes import Child, Guard, Program
 
@@ -119,9 +121,11 @@ class Supervisor:
                 self._cut_log()
         except ServerError as error:
             self.failure = str(error)
-        except Exception as error:  # a program could not be started, for want of a file or of memory
+        except OSError as error:  # for want of a file, of memory or of processes
+            self.failure = f"a process could not be started ({text_of(error)})"
+        except Exception as error:
             logger.exception("the supervisor failed")
-            self.failure = f"a process could not be started ({error})"
+            self.failure = f"the supervisor failed ({error})"
         finally:
             self._end_all()
             self._guard.end()
