@@ -69,6 +69,11 @@ class Service:
         return pid
 
 
+def names(text: str) -> set[str]:
+    """Names of samples, as they are written."""
+    return set(re.findall(r"^([A-Za-z_][\w:]*)", text, re.MULTILINE))
+
+
 def up(service: Service) -> dict[tuple[str, str], float]:
     """What `kvseek:up` says, by process and replica."""
     text = requests.get(f"http://{service.metrics_url}/metrics", timeout=30).text
@@ -136,14 +141,16 @@ def test_the_metrics_of_all_replicas_are_at_one_port(service: Service) -> None:
     wait_for(lambda: all(up(service).values()), "all up", 60)
     assert up(service).keys() == {("router", ""), *((name, n) for name in ("engine", "triton") for n in ("0", "1"))}
     text = requests.get(f"http://{service.metrics_url}/metrics", timeout=30).text
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    names = {sample.name for family in families.values() for sample in family.samples}
+    own = requests.get(f"{service.replicas[0]}/metrics", timeout=30).text
+    assert "nv_" in own
+    assert names(own) <= names(text), "Triton's keep their names, too"
     for expression in dashboard_expressions():  # as of one server
-        assert names_in(expression) <= names, expression
+        assert names_in(expression) <= names(text), expression
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["kvseek:generation_tokens"].type == "counter"
     assert families["kvseek:time_to_first_token_seconds"].type == "histogram"
-    for name in ("kvseek:num_requests_running", "nv_inference_request_success"):
-        assert {sample.labels["replica"] for sample in families[name].samples} == {"0", "1"}
+    running = families["kvseek:num_requests_running"].samples
+    assert [sample.labels["replica"] for sample in running] == ["0", "1"]
     restarts = {(s.labels["process"], s.labels.get("replica", "")) for s in families["kvseek:process_restarts"].samples}
     assert {("router", ""), ("metrics", ""), ("doors", "0"), ("doors", "1")} <= restarts
     health = {"KVSEEK_METRICS_PORT": service.metrics_url.rpartition(":")[2]}
