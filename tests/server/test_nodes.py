@@ -105,6 +105,7 @@ def test_an_engine_on_two_nodes(
             stopped, engine = ranks_of(second.pid)[0], server.process_ids()["engine"]
             os.kill(stopped, signal.SIGSTOP)
             wait_for(lambda: not is_running(stopped), "the end of a rank that does not answer its launcher")
+            assert tokens(server, "grpc", PROMPT, 8).join().error  # rank 0 finds it when it needs it
             server.wait_replaced("engine", engine)
             server.wait_ready()
             assert tokens(server, "grpc", PROMPT, 8).join().ids == expected
