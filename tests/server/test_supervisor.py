@@ -16,6 +16,7 @@ import pytest
 from tests.support.waiting import is_running, wait_for
 
 from kvseek.core.liveness import ask
+from kvseek.server import processes
 from kvseek.server import supervisor as supervisor_module
 from kvseek.server.errors import ServerError
 from kvseek.server.processes import Ask, Program, Questions, last_words
@@ -271,8 +272,9 @@ def test_a_start_that_never_ends_is_given_up_each_time(start: Callable[..., Supe
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_question_that_is_lost_ends_nothing_and_two_in_a_row_do(lost: int) -> None:
+def test_a_question_that_is_lost_ends_nothing_and_two_in_a_row_do(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is lost when the supervisor itself was stopped: then nobody has answered in its time, however long that was."""
+    monkeypatch.setattr(processes, "ASK_SECONDS", 0.05)
     asked, hang_seconds = list[float](), 0.4
 
     def ask(seconds: float) -> bool:
