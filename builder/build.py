@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +20,7 @@ from kvseek.builder.calibration.calibrate import Calibrator, Text
 from kvseek.builder.calibration.report import Calibration
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
@@ -198,9 +199,10 @@ def _write_engine(build: _Build, directory: Path, console: Console) -> Calibrati
     options, config, checkpoint = build.options, build.config, build.checkpoint
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=options.quiet) as progress:
-        write_config(config, directory)
         with _step(progress, "save the tokenizer"):
             _write_tokenizer(directory, checkpoint)
+        config = _with_end_of(checkpoint.tokenizer(), config, progress.console)
+        write_config(config, directory)
         calibrator = None
         if build.text is not None:
             with _step(progress, "read the text"):
@@ -249,11 +251,26 @@ def write_kernels(
 def _write_tokenizer(directory: Path, checkpoint: Checkpoint) -> None:
     """Save the tokenizer; raises ConfigError if it has ids for which the model has no embedding."""
     tokenizer, vocab_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
-    last = max(tokenizer.get_vocab().values(), default=0)
+    last = max(tokenizer.backend.get_vocab().values(), default=0)
     limit, remedy = f"< vocab_size = {vocab_size} of the model", "name the directory of this model's tokenizer"
     name = f"largest id of the tokenizer of {checkpoint.tokenizer_directory or checkpoint.path}"
     require(last < vocab_size, name, last, limit, f"{remedy} with --tokenizer, or remove added tokens from its files")
-    tokenizer.save_pretrained(directory / TOKENIZER_FOLDER)
+    tokenizer.save(directory / TOKENIZER_FOLDER)
+
+
+def _with_end_of(tokenizer: ModelTokenizer, config: EngineConfig, console: Console) -> EngineConfig:
+    """Add the tokenizer's eos_token to the end tokens that the model's configurations state, as other servers do.
+
+    Fine-tunes with a chat template of their own often state its end in the tokenizer alone.
+    """
+    end, ends = tokenizer.special_id("eos_token"), config.model.eos_token_ids
+    if end is None or end in ends:
+        return config
+    token = tokenizer.special_tokens["eos_token"]
+    console.print(
+        f"end tokens: {list(ends)} of the model's configurations, and {end} ({token}), the tokenizer's eos_token"
+    )
+    return replace(config, model=replace(config.model, eos_token_ids=(*ends, end)))
 
 
 def write_codebooks(directory: Path, config: EngineConfig) -> None:

@@ -254,6 +254,20 @@ def cuda_device(device: torch.device | None = None) -> torch.device:
     return torch.device("cuda", index)
 
 
+def check_alive(device: torch.device) -> None:
+    """Wait for a device's work; nothing has to be done for the CPU.
+
+    Raises KernelError if the device has failed so that no call succeeds any more, as after an illegal address.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise KernelError(f"{device} has failed: {reason}; no call to it succeeds in this process any more") from error
+
+
 def cubin_path(directory: Path, arch: int) -> Path:
     """Return the path of an architecture's cubin in an engine directory."""
     return directory / KERNELS_FOLDER / f"sm_{arch}.cubin"

@@ -39,6 +39,10 @@ class SamplingError(RequestError):
     """No token can be drawn because of what a request asks for together, which shows only while the request runs."""
 
 
+class LogitsError(KvseekError, ArithmeticError):
+    """The largest of a token's logits is NaN or infinite: weights, rows or what was computed with them are wrong or overflow."""
+
+
 class CapacityError(KvseekError, MemoryError):
     """The KV cache cannot hold what was asked for."""
 
@@ -53,6 +57,10 @@ class QueueFullError(KvseekError):
 
 class UnavailableError(KvseekError):
     """There is no engine to serve the request: the engine is starting, has failed, or is shutting down."""
+
+
+class EngineHungError(KvseekError):
+    """The engine's thread does not come back from a step, such as one whose kernel never ends."""
 
 
 class TimeoutExpiredError(KvseekError):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, RequestError, SamplingError
+from kvseek.core.cuda import check_alive
+from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, LogitsError, RequestError, SamplingError
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
@@ -40,6 +41,7 @@ from .tokenizer import Tokenizer
 
 MAX_NUM_TOKENS = 8192
 NO_DISK = DiskSettings()
+SOUND_ENDS = (FinishReason.END_ID, FinishReason.STOP_WORD, FinishReason.LENGTH)
 
 
 class Engine:
@@ -60,6 +62,8 @@ class Engine:
     ----------
     on_step : callable or None
         Called with the StepReport of each step, by the thread that runs it.
+    unsound, unsound_in_a_row : int
+        Requests that ended because their logits were not finite: all, and those since one last ended well.
 
     Raises
     ------
@@ -97,6 +101,7 @@ class Engine:
         self._token_layers = 0  # tokens × layers that all steps have read
         self._report = StepReport()
         self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows, config.tp_size)
+        self.unsound, self.unsound_in_a_row = 0, 0
         self._refresh_seconds = 0.0  # upkeep in the last step with decoding requests; 0 if the step failed before it
         self.on_step: Callable[[StepReport], None] | None = None
 
@@ -410,14 +415,26 @@ class Engine:
             self.on_step(self._report)
 
     def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
-        """End a request by an error of a step. Without `code` no client can have caused it, as `check` let the request in."""
-        if code is None:
-            out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            code = ErrorCode.UNAVAILABLE if out_of_memory else ErrorCode.INTERNAL
+        """End a request by an error of a step. Without `code` no client can have caused it, as `check` let the request in.
+
+        Unless memory was short, what the request has used may be wrong then, and is not kept for others. If the device has failed
+        for good, this raises, and the engine cannot go on.
+        """
+        if isinstance(error, LogitsError):
+            self.unsound, self.unsound_in_a_row = self.unsound + 1, self.unsound_in_a_row + 1
+        elif not isinstance(error, SamplingError):
+            check_alive(self._cache.window.device)
+        if code is None and isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            code = ErrorCode.UNAVAILABLE
+        elif code is None:
+            code = ErrorCode.INTERNAL
+            self._prefixes.discard(sequence.slot)
         return self._end(sequence, failed(sequence, error, code))
 
     def _end(self, sequence: Sequence, output: StepOutput) -> StepOutput:
         """Free the slot and extents of a running sequence. If that raises, as after a CUDA error, the engine cannot go on."""
+        if output.finish_reason in SOUND_ENDS:
+            self.unsound_in_a_row = 0
         self._reader.drop(sequence)
         self._scheduler.remove(sequence, keep=output.finish_reason is not FinishReason.ERROR)
         return output

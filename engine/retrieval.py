@@ -118,7 +118,7 @@ class Retrieval:
     def _adopt(self, layer: int, slot: int, keys: Tensor) -> None:
         """Begin the index of a layer with the entries that the slot shares, and the keys [G, n, D] of the places behind them."""
         shared, index = self.cache.shared_places(slot), self.indexes[layer]
-        index.adopt(slot, shared, self.cache.prefixes[slot].head.states[layer])
+        index.adopt(slot, shared)
         index.append(slot, shared, keys)
         index.publish(slot, shared, keys.shape[1])
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import ErrorCode, UnavailableError
+from kvseek.core.errors import EngineHungError, ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import StepReport
 from kvseek.engine.cache.usage import CacheUsage
@@ -27,7 +29,9 @@ from .tokenizer import Tokenizer
 Callback = Callable[[StepOutput], None]
 T = TypeVar("T")
 SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"
-LONGEST_WAIT = 3600.0  # seconds until the timer looks again, because a thread cannot wait for arbitrarily long
+LOOK_SECONDS = 5.0  # between two looks of the timer, at most
+# Most time of a round of the engine's loop. None takes as long, because it reads only units of a prompt.
+HUNG_SECONDS = 300.0
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +41,8 @@ class EngineService:
     Outputs come from the engine's thread. The output that ends a waiting request may also come from the thread that cancels
     the request or from the timer's thread, so that cancellations and time limits need not wait for a long step. A callback
     must return soon; an exception that it raises cancels its request and no other. An exception of the engine itself (after
-    a CUDA error no call succeeds) ends all requests with that error and closes the service.
+    a CUDA error no call succeeds) ends all requests with that error and closes the service, and so does a round of its loop that
+    does not end within HUNG_SECONDS, such as a step whose kernel never ends.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -55,6 +60,7 @@ class EngineService:
         self._refusal = ""  # why no request is taken any more
         self._failure = ""  # why there is no engine any more
         self._closed = False
+        self._round, self._working, self._hung = 0, False, False  # number of the loop's round; whether it is under way
         self._deadlines = threading.Event()  # a request with a time limit has come, or the service is closed
         self._thread = threading.Thread(target=self._run, name="kvseek-engine", daemon=True)
         self._timer = threading.Thread(target=self._watch_deadlines, name="kvseek-timer", daemon=True)
@@ -125,6 +131,16 @@ class EngineService:
         return self._engine.cache_usage
 
     @property
+    def unsound(self) -> int:
+        """Requests that ended because their logits were not finite."""
+        return self._engine.unsound
+
+    @property
+    def unsound_in_a_row(self) -> int:
+        """Those of them since a request last ended well."""
+        return self._engine.unsound_in_a_row
+
+    @property
     def failure(self) -> str:
         """Why the engine has failed; empty if it has not."""
         return self._failure
@@ -182,10 +198,11 @@ class EngineService:
             self._asked.add(answer)
 
         def work() -> None:
-            try:
-                answer.set_result(function(self._engine))
-            except Exception as error:
-                answer.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # the engine has failed meanwhile
+                try:
+                    answer.set_result(function(self._engine))
+                except Exception as error:
+                    answer.set_exception(error)
             self._asked.discard(answer)
 
         self._commands.put(work)
@@ -213,7 +230,7 @@ class EngineService:
         self._deadlines.set()
         self._uncompiled.put(None)
         for thread in (self._thread, self._timer, self._compiler):
-            if threading.current_thread() is not thread:
+            if threading.current_thread() is not thread and not (thread is self._thread and self._hung):
                 thread.join()
 
     def _refuse(self, reason: str) -> None:
@@ -236,10 +253,20 @@ class EngineService:
             self._deliver(output)
 
     def _watch_deadlines(self) -> None:
-        """Expire waiting requests on time, even while the engine's thread is in a long step."""
+        """Expire waiting requests on time, even while the engine's thread is in a long step, and notice one that does not end."""
+        number, seconds, looked_at = 0, 0.0, time.monotonic()
         while not self._closed:
             try:
                 self._expire()
+                now = time.monotonic()
+                same = self._working and number == self._round
+                # A process that was stopped meanwhile has not worked for all of the time.
+                seconds = seconds + min(now - looked_at, 2 * LOOK_SECONDS) if same else 0.0
+                number, looked_at = self._round, now
+                if seconds > HUNG_SECONDS and not self._closed:
+                    self._hung = True
+                    faulthandler.dump_traceback(sys.__stderr__ or 2)
+                    self._fail(EngineHungError(f"a step has not ended for {HUNG_SECONDS:g} s"))
             except Exception:  # without the timer no request would expire any more
                 logger.exception("the timer failed; it goes on")
                 time.sleep(1.0)  # an error that stays must not fill the log
@@ -247,8 +274,8 @@ class EngineService:
     def _expire(self) -> None:
         """Wait until the next deadline passes or a new one is set, and end the requests whose deadlines have passed."""
         deadline = self._engine.next_deadline()
-        wait = LONGEST_WAIT if deadline is None else max(0.0, deadline - time.perf_counter())
-        self._deadlines.wait(min(wait, LONGEST_WAIT))
+        wait = LOOK_SECONDS if deadline is None else max(0.0, deadline - time.perf_counter())
+        self._deadlines.wait(min(wait, LOOK_SECONDS))
         self._deadlines.clear()
         for output in self._engine.expire():
             self._deliver(output)
@@ -270,11 +297,16 @@ class EngineService:
             self._fail(error)
         finally:
             _try(self._engine.close)
-        for answer in self._asked:
-            answer.set_exception(UnavailableError(self._refusal))
+        self._refuse_asked()
+
+    def _refuse_asked(self) -> None:
+        for answer in tuple(self._asked):
+            with contextlib.suppress(InvalidStateError):  # it has an answer by now
+                answer.set_exception(UnavailableError(self._refusal))
 
     def _serve(self) -> None:
         while not self._closed:
+            self._round += 1
             self._run_commands(block=not self._engine.has_work)
             if self._engine.has_work and not self._closed:
                 for output in self._engine.step():
@@ -295,6 +327,7 @@ class EngineService:
             self._deliver(
                 StepOutput(handle, finish_reason=FinishReason.ERROR, error=failure, code=ErrorCode.UNAVAILABLE)
             )
+        self._refuse_asked()
 
     def _handles(self) -> list[int]:
         with self._lock:
@@ -303,8 +336,10 @@ class EngineService:
     def _run_commands(self, block: bool) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._commands.get(block)()
-                block = False
+                self._working = not block
+                command = self._commands.get(block)
+                self._working, block = True, False
+                command()
 
     def _deliver(self, output: StepOutput) -> None:
         """Hand an output to its request's callback, unless the request has ended."""

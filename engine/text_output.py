@@ -17,6 +17,8 @@ class TextOutput:
 
     Parameters
     ----------
+    prompt_ids : sequence of int
+        The prompt, which the text continues: many tokenizers leave out the space at the beginning of a text.
     stop_words : sequence of str
         Texts that end the output and are not part of it; raises RequestError on an empty one.
 
@@ -28,10 +30,10 @@ class TextOutput:
         Why the text has ended: STOP_WORD, or the engine's own reason. None: the text has not ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop_words: Sequence[str] = ()) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._words = tokenizer.stream(stop_words)
+        self._words = tokenizer.stream(stop_words, prompt_ids)
 
     @property
     def stop_word(self) -> str:

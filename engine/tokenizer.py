@@ -13,10 +13,20 @@ from typing import Any
 
 from kvseek.core.errors import EngineDirectoryError, RequestError
 
-TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory, as transformers' save_pretrained writes it
+TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory
+TOKENIZER_FILE = "tokenizer.json"  # in the folder, as the library tokenizers writes it
+SETTINGS_FILE = "tokenizer_config.json"  # beside it, as transformers writes it: names of special tokens
+TEMPLATE_FILE = "chat_template.jinja"  # if the model has one
 REPLACEMENT = "\ufffd"  # decoding puts this in place of bytes that are no UTF-8
 SPACE = "\u2581"  # how SentencePiece writes a space
 LONGEST_RUN = 16  # tokens without complete text after which TextStream looks for a place to cut
+PROMPT_CONTEXT = 8  # tokens of the prompt with which the first ones of an answer are decoded
+PROBE = "kvseekprobe"  # a text that no template changes
+PROBED = {
+    "user": ["user"],
+    "assistant": ["user", "assistant", "user"],
+    "system": ["system", "user"],
+}  # conversations by role
 
 
 def _byte_characters() -> dict[str, int]:
@@ -32,7 +42,9 @@ BYTES = _byte_characters()
 class Tokenizer:
     """The tokenizer of an engine directory; may be shared by threads.
 
-    transformers is imported and the files are read when first needed: an engine fed with token ids never pays for it.
+    Text is tokenised by the library tokenizers as tokenizer.json says. transformers' class for a kind of model would put parts of
+    its own in place of the file's, so transformers only writes conversations down. Both are imported, and the files are read,
+    when first needed: an engine fed with token ids never pays for it.
     """
 
     def __init__(self, engine_dir: Path) -> None:
@@ -42,8 +54,9 @@ class Tokenizer:
         self._special_ids: frozenset[int] = frozenset()
         self._byte_level = False  # whether the vocabulary spells bytes as characters, as GPT-2's does
         self._longest = 0  # longest_token_bytes; 0: not counted yet
-        self._added: frozenset[int] = frozenset()  # tokens added to the vocabulary, which are written as they are
+        self._added: dict[int, str] = {}  # tokens added to the vocabulary, which are written as they are
         self._bytes: dict[int, bytes] = {}  # of the tokens that `token_bytes` was asked for
+        self._template: ChatTemplate | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text as token ids; `add_special_tokens` adds the tokens with which the model expects a text to begin.
@@ -54,44 +67,82 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"text_input: not Unicode ({error.reason} at {error.start}); send valid UTF-8") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """Encode a word as it stands alone and behind a space, which most vocabularies spell differently.
+    def encode_inside(self, text: str) -> list[int]:
+        """Encode a text as it stands behind another one, of which it begins a line.
 
-        There are more spellings of a word: these are the two that a model uses by itself.
+        Tokenizers of the kind of Llama 2's put a space before what they encode, which belongs at the beginning of a whole text
+        only. Where a line end is no token of its own before the text, it is encoded by itself.
         """
-        found = (tuple(self.encode(text, add_special_tokens=False)) for text in (word, " " + word.lstrip(" ")))
+        ids = self.encode("\n" + text, add_special_tokens=False)
+        for count in (1, 2):  # with the space
+            if b"".join(map(self.token_bytes, ids[:count])).lstrip(b" ") == b"\n":
+                return ids[count:]
+        return self.encode(text, add_special_tokens=False)
+
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """Encode a word as it stands inside a text: behind a space, and behind anything else.
+
+        Most vocabularies spell the two differently. There are more spellings of a word: these are the two that a model uses by
+        itself. A token that is only the space before the word is not among its tokens.
+        """
+        bare = word.lstrip(" ")
+        found = (self._spelling(text, len(word) - len(bare)) for text in (word, " " + bare))
         return tuple(dict.fromkeys(ids for ids in found if ids))
+
+    def _spelling(self, text: str, spaces: int) -> tuple[int, ...]:
+        """Encode a text as it stands inside of another, without tokens that are a space alone before its last `spaces` spaces."""
+        ids = self.encode_inside(text)
+        pieces = [self.token_bytes(token) for token in ids]
+        lead, start = len(whole := b"".join(pieces)) - len(whole.lstrip(b" ")), 0
+        while start < len(ids) - 1 and pieces[start] == b" " and lead > spaces:
+            start, lead = start + 1, lead - 1
+        return tuple(ids[start:])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids to text; bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_complete(self, ids: Sequence[int]) -> tuple[str, int]:
+        """Decode token ids without the character, if any, that is not complete at their end; also count the tokens before it."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in self.last_with_text(ids):
+            decoder.decode(self._text_bytes(token))
+        pending, stop = len(decoder.getstate()[0]), len(ids)
+        while pending > 0:
+            stop -= 1
+            pending -= len(self._text_bytes(ids[stop]))
+        if pending == 0:
+            return self.decode(ids[:stop]), stop
+        return self.decode(ids[: stop + 1]).removesuffix(REPLACEMENT), stop  # a token that begins with complete text
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Write a conversation as text, up to where the model's answer begins; messages have "role" and "content".
 
-        Raises RequestError if the model has no chat template, or its template refuses the messages.
+        Raises RequestError if the model has no chat template, or its template refuses the messages or leaves out what one says.
         """
-        from jinja2 import TemplateError
+        with self._lock:
+            if self._template is None:
+                self._template = ChatTemplate(self._directory)
+        return self._template.render(messages)
 
-        if not self._tokenizer.chat_template:
-            raise RequestError(
-                "apply_chat_template = True: this model's tokenizer has no chat template; send the text as it is"
-            )
-        try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise RequestError(f"messages: the model's chat template refuses them: {error}") from None
-        return text
+    def stream(self, stop_words: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> TextStream:
+        """Start the text of one output, which continues the prompt's; see TextStream."""
+        return TextStream(self, stop_words, prompt_ids)
 
-    def stream(self, stop_words: Sequence[str] = ()) -> TextStream:
-        """Start the text of one output; see TextStream."""
-        return TextStream(self, stop_words)
+    def last_with_text(self, ids: Sequence[int]) -> list[int]:
+        """Return the last tokens that have text, PROMPT_CONTEXT or some more, so that the first one begins with a character."""
+        found: list[int] = []
+        for token in reversed(ids):
+            data = self._text_bytes(token)
+            if data:
+                found.append(token)
+            if len(found) >= PROMPT_CONTEXT and data and data[0] & 0xC0 != 0x80:
+                break
+        return found[::-1]
 
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` leaves the token out."""
@@ -108,7 +159,7 @@ class Tokenizer:
         """Return the length of the decoded text before each token, without characters that are not complete there."""
         decoder, lengths, text = codecs.getincrementaldecoder("utf-8")("replace"), list[int](), self.decode(ids)
         for token in ids:
-            lengths.append(0 if self.is_special(token) else len(decoder.decode(self.token_bytes(token))))
+            lengths.append(len(decoder.decode(self._text_bytes(token))))
         surplus = sum(lengths) + len(decoder.decode(b"", True)) - len(text)
         first = next((place for place, length in enumerate(lengths) if length), 0)
         if surplus == 1 and lengths[first]:
@@ -118,8 +169,12 @@ class Tokenizer:
             lengths = [len(stream.push(token)) for token in ids]
         return list(accumulate(lengths, initial=0))[:-1]
 
+    def _text_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text."""
+        return b"" if self.is_special(token_id) else self.token_bytes(token_id)
+
     def _token_bytes(self, token_id: int) -> bytes:
-        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        piece: str | None = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""  # a model's vocabulary may be larger than its tokenizer's
         if token_id in self._added:
@@ -132,8 +187,8 @@ class Tokenizer:
 
     @property
     def file(self) -> Path:
-        """The tokenizer as the library tokenizers writes it; other kinds of tokenizers have no such file."""
-        return self._directory / "tokenizer.json"
+        """The tokenizer as the library tokenizers writes it."""
+        return self._directory / TOKENIZER_FILE
 
     @property
     def longest_token_bytes(self) -> int:
@@ -153,48 +208,106 @@ class Tokenizer:
             return self._loaded
 
     def _load(self) -> None:
-        if not self._directory.is_dir():
-            raise EngineDirectoryError(f"{self._directory} is missing: the engine has no tokenizer; build it again")
-        self._loaded = self._class().from_pretrained(str(self._directory), local_files_only=True)
-        backend = getattr(self._loaded, "backend_tokenizer", None)
-        self._byte_level = backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
-        self._added = frozenset(self._loaded.added_tokens_decoder)
-        special = (number for number, token in self._loaded.added_tokens_decoder.items() if token.special)
-        # Tokenizers differ in which special tokens they leave out of text, so each token is tried.
-        self._special_ids = frozenset(i for i in special if not self._loaded.decode([i], skip_special_tokens=True))
+        import tokenizers
 
-    def _class(self) -> Any:
-        """Find the class that save_pretrained has named. AutoTokenizer would find the same class, but imports torch first.
+        if not self.file.is_file():
+            raise EngineDirectoryError(f"{self.file} is missing: the engine has no tokenizer; build it again")
+        loaded = tokenizers.Tokenizer.from_file(str(self.file))
+        loaded.no_padding()
+        loaded.no_truncation()
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(loaded.to_str())["decoder"])
+        added = loaded.get_added_tokens_decoder()
+        self._added = {number: token.content for number, token in added.items()}
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._loaded = loaded
 
-        A process that only tokenises does not need torch, whose import takes seconds and 200 MB.
-        """
-        import transformers
 
-        path = self._directory / "tokenizer_config.json"
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        named = getattr(transformers, settings.get("tokenizer_class") or "", None)
-        return transformers.AutoTokenizer if named is None or "auto_map" in settings else named
+class ChatTemplate:
+    """The template that writes a model's conversations, and the form in which it reads the content of messages.
+
+    Most templates read a text. Some read a list of parts, as in OpenAI's API, and write nothing of a text. So each role is tried.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / TEMPLATE_FILE
+        if not path.is_file():
+            raise RequestError(
+                "apply_chat_template = True: this model's tokenizer has no chat template; send the text as it is"
+            )
+        import tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        names = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
+        empty, template = tokenizers.Tokenizer(tokenizers.models.BPE()), path.read_text(encoding="utf-8")
+        self._writer = PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=template, **names)
+        self._in_parts: dict[str, bool | None] = {}
+        for role in PROBED:
+            self._in_parts[role] = self._reads_parts(role)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Write a conversation; raises as Tokenizer.apply_chat_template."""
+        for number, message in enumerate(messages):
+            for name in ("role", "content"):
+                if not isinstance(message.get(name), str):
+                    shown = f"{message.get(name)!r:.80}"
+                    raise RequestError(f"messages[{number}].{name} = {shown}: must be a text; give it as one")
+            if self._in_parts.get(role := message["role"], False) is None:
+                raise RequestError(
+                    f"messages: the model's chat template writes nothing of what the role {role!r} says, neither of a text nor "
+                    "of a list of parts; leave such messages out, or send the conversation as one text that the model expects"
+                )
+        try:
+            return self._write(messages)
+        except Exception as error:  # of many types: a template is a program
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from None
+
+    def _write(self, messages: Sequence[Mapping[str, str]]) -> str:
+        written = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if self._in_parts.get(message["role"])
+            else message
+            for message in messages
+        ]
+        text: str = self._writer.apply_chat_template(written, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _reads_parts(self, role: str) -> bool | None:
+        """Whether the template writes a role's content from a list of parts only; None if it writes neither that nor a text."""
+        messages = [{"role": each, "content": PROBE if each == role else "x"} for each in PROBED[role]]
+        found: bool | None = False  # where the template refuses the role: a request tells how
+        for in_parts in (False, True):
+            self._in_parts[role] = in_parts
+            try:
+                text = self._write(messages)
+            except Exception:
+                continue
+            if PROBE in text:
+                return in_parts
+            found = None
+        return found
 
 
 class TextStream:
     """Text of one output while its tokens arrive.
 
     `push` returns only text that later tokens cannot change: it holds back bytes of an incomplete UTF-8 character and
-    text that could be the beginning of a stop word. All returned texts together equal `Tokenizer.decode` of all tokens, or,
-    if `stopped`, the part of that text before the stop word that was complete first, `stop_word`.
+    text that could be the beginning of a stop word. `Tokenizer.decode_complete` of the prompt and all returned texts together
+    equal `Tokenizer.decode` of the tokens of both, or, if `stopped`, the part of that text before the stop word that was complete
+    first, `stop_word`.
 
     The cost of a token does not grow with the output: a token is decoded together with the few before it, not with all.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> None:
         if not all(stop_words):
             raise RequestError("stop_words = '': must be non-empty; leave empty stop words out")
         self.stopped, self.stop_word = False, ""
         self._tokenizer = tokenizer
         self._stop_words = tuple(stop_words)
-        self._ids: list[int] = []  # context (decoders need the tokens before a token), then tokens not given out yet
-        self._context = 0  # number of context tokens at the start of _ids
-        self._context_text = ""
+        # `_context` tokens, which decoders need (many leave out the space at the beginning of a text), then those not given out.
+        self._ids = tokenizer.last_with_text(prompt_ids) if prompt_ids else []
+        self._context_text, self._context = tokenizer.decode_complete(self._ids) if self._ids else ("", 0)
         self._held = ""  # text that could begin a stop word
 
     def push(self, token_id: int) -> str:

@@ -56,7 +56,7 @@ def load_model(path: Path) -> tuple[Any, Any]:
 
 def token_ids(tokenizer: Any, text: str, tokens: int) -> list[int]:
     """The first `tokens` token ids of a text; raises ConfigError if it is shorter."""
-    ids: list[int] = tokenizer(text)["input_ids"]
+    ids: list[int] = tokenizer.backend.encode(text).ids
     if len(ids) < tokens:
         raise ConfigError(f"tokens = {tokens}: must be <= {len(ids)}, the length of the text; pass a longer --text")
     return ids[:tokens]

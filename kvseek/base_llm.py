@@ -123,8 +123,12 @@ class BaseLLM:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params = {params!r}: must be a kvseek.SamplingParams; make one")
         text = prompt if isinstance(prompt, str) else None
-        begins = not templated and prefix is None
-        ids = self.tokenizer.encode(prompt, begins) if isinstance(prompt, str) else _token_ids(prompt)
+        if not isinstance(prompt, str):
+            ids = _token_ids(prompt)
+        elif prefix is not None and not templated:
+            ids = self.tokenizer.encode_inside(prompt)
+        else:
+            ids = self.tokenizer.encode(prompt, not templated)
         own_session = Session(session) if isinstance(session, str) else session
         if not (own_session is None or isinstance(own_session, Session)):
             raise RequestError(f"session = {session!r}: must be a session's id or a kvseek.Session; make one")

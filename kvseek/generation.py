@@ -52,7 +52,7 @@ class Generation:
         self.index, self.request = index, request
         self.output: RequestOutput | None = None
         self._prompt = prompt
-        self._words = TextOutput(tokenizer, stop)
+        self._words = TextOutput(tokenizer, request.prompt_ids, stop)
         self._text: list[str] = []
         self._cached: list[int] = []  # tokens in the cache, at each decode step
         self._attended: list[float] = []  # of those, attended to

@@ -43,7 +43,7 @@ class SamplingParams:
     min_tokens : int
         Tokens to generate before an end token may be drawn.
     bad_words : str or sequence of str
-        Words that are not generated, as the tokenizer spells them alone and behind a space.
+        Words that are not generated, as the tokenizer spells them inside of a text, behind a space and without one.
     logit_bias : mapping of int to float
         Numbers from -100 to 100 that are added to the logits of tokens.
     logprobs : int or None

@@ -78,6 +78,9 @@ class IndexContext:
     lengths: list[int]  # retrieval tokens per slot; kept by the cache, read-only for an index
     dtype: torch.dtype
     device: torch.device
+    # Tokens that enter a retrieval region together (cache.update): `build` is given a multiple of so many, and `append` starts at
+    # one and is given one. A region's length follows from the number of the request's tokens alone.
+    update: int = 256
     library: CpuLibrary | None = None  # compiled CPU kernels; None on the CPU: use the PyTorch reference
     cuda: CudaKernels | None = None  # kernels of the GPU; None on the CPU
     # None while memory is divided, before rows are placed. The index then allocates what it needs for rows in host memory,
@@ -192,14 +195,7 @@ class Index(ABC):
         It is called between steps.
         """
 
-    def prefix_state(self, slot: int) -> Tensor | None:
-        """Copy what the entries of a slot's extents depend on beside their keys; None: nothing.
-
-        The engine keeps it with the extents, and gives it to `adopt`, with Traits.prefix_reuse "entries".
-        """
-        return None
-
-    def adopt(self, slot: int, length: int, state: Tensor | None) -> None:  # noqa: B027  most methods need only the extents
+    def adopt(self, slot: int, length: int) -> None:  # noqa: B027  most methods need only the extents
         """Begin a slot whose first `length` places have entries already, in extents that an earlier request has written.
 
         It takes the place of `build` for a prompt that begins like that request's; `append` and `publish` of all further places
@@ -209,8 +205,6 @@ class Index(ABC):
         ----------
         length : int
             A multiple of 1,024.
-        state : Tensor or None
-            What `prefix_state` gave for the slot that wrote the entries.
         """
 
     def sort_rows(self, slot: int, first: int) -> None:  # noqa: B027  rows of most methods are in token order
@@ -313,8 +307,8 @@ class Traits:
     prefix_reuse : "entries", "rows" or "copies"
         What requests whose prompts begin alike have in common (docs/conversations.md).
         "entries": whole extents with their rows and index entries. The places of a prompt follow its tokens, and the entries
-        of a full extent are made from its keys, by `build` and `append` alike, and from `Index.prefix_state`. All else that
-        the index keeps of a slot can be made from these entries (`Index.adopt`).
+        of a full extent are made from its keys alone, by `build` and `append` alike. All else that the index keeps of a slot can
+        be made from these entries (`Index.adopt`).
         "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents,
         and the places of a prompt follow its tokens.
         "copies": no extents. Rows are copied into a request's own extents, and `build` indexes all keys of every prompt.

@@ -84,8 +84,8 @@ class ServeSettings:
     restarts : int
         How often in a row a process that has died is started again; after that the server ends.
     hang_seconds : float
-        After so long without an answer a process is killed and started again. The engine's thread that computes has
-        ENGINE_ROUNDS (server/engine/watchdog.py) times as long for a round.
+        After so long without an answer a process is killed and started again. Its event loop answers, not what computes: of
+        that, HUNG_SECONDS of engine/service.py is the limit.
     otlp_endpoint : str or None
         OpenTelemetry collector (OTLP over HTTP) to which a span of every request is sent; None: none are made.
     disk_dir : str or None

@@ -70,7 +70,7 @@ class Filler:
                 cache.close(slot)
             for slot in range(cell.batch):
                 cache.open(slot, cell.context + self._room)
-                cache.begin_prefill(slot, cell.context)
+                cache.begin_prefill(slot, _with_empty_buffer(cache, cell.context))
         for layer in range(len(self.signs)):
             with self._turned(layer):
                 for cache, index_sets in targets:
@@ -118,3 +118,9 @@ def _placed(keys: Tensor, orders: Sequence[Tensor]) -> Tensor:
     for head, order in enumerate(orders[0]):  # one at a time: a gather over all would expand the places to D
         torch.index_select(keys[head], 0, order, out=placed[head])
     return placed
+
+
+def _with_empty_buffer(cache: Cache, tokens: int) -> int:
+    """Return how many of `tokens` tokens there are without those in the update buffer, so that `update` steps evict nothing."""
+    region, config = cache.retrieval_tokens(tokens), cache.config
+    return config.sink + config.local + 1 + region if region else tokens

@@ -99,6 +99,8 @@ def _foreign(checkpoint: Checkpoint) -> str:
     """Say why transformers should not read a checkpoint that is no Hugging Face directory; empty for most GGUF files."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return "transformers does not read TensorRT-LLM checkpoints"
+    if len(checkpoint.files) > 1:
+        return "transformers does not read GGUF files of several parts"
     if checkpoint.config.rope_scaling is not None:  # stated by a tensor that transformers does not look at
         return "transformers ignores the RoPE scaling of GGUF files"
     if checkpoint.config.output_bias or checkpoint.config.mlp_bias:  # stated by tensors, too

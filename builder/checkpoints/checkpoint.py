@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 
-from .files import load_tokenizer_directory, metadata_files
+from .files import metadata_files
+from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
 NAME_TOKENIZER = "name a directory with the model's tokenizer.json"
 
@@ -104,16 +104,16 @@ class Checkpoint(ABC):
         apart = self.tokenizer_directory
         return [*self.files, *(metadata_files(apart) if apart is not None else [])]
 
-    def tokenizer(self) -> Any:
-        """Load the tokenizer, a transformers PreTrainedTokenizerBase; raises ConfigError if it cannot be read."""
+    def tokenizer(self) -> ModelTokenizer:
+        """Load the tokenizer; raises ConfigError if it cannot be read."""
         return self._loaded_tokenizer
 
     @cached_property
-    def _loaded_tokenizer(self) -> Any:
+    def _loaded_tokenizer(self) -> ModelTokenizer:
         if self.tokenizer_directory is not None:
             return load_tokenizer_directory(self.tokenizer_directory, NAME_TOKENIZER)
         return self._own_tokenizer()
 
     @abstractmethod
-    def _own_tokenizer(self) -> Any:
+    def _own_tokenizer(self) -> ModelTokenizer:
         """Load the tokenizer in the model's own directory or file."""

@@ -1,4 +1,4 @@
-"""Reads files of checkpoints: safetensors, JSON, tokenizers; errors name the file."""
+"""Reads files of checkpoints: safetensors and JSON; errors name the file."""
 
 from __future__ import annotations
 
@@ -60,16 +60,6 @@ def float_type(path: Path, name: str, dtype: str, remedy: str) -> torch.dtype:
     if dtype not in FLOAT_TYPES:
         raise ConfigError(f"{path}: dtype of {name} = {dtype}: must be one of {', '.join(FLOAT_TYPES)}; {remedy}")
     return FLOAT_TYPES[dtype]
-
-
-def load_tokenizer_directory(directory: Path, remedy: str) -> Any:
-    """Load a directory's tokenizer; raises ConfigError, ending in `remedy`, if transformers can read none there."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many types: tokenizers raises Exception itself
-        raise ConfigError(f"{directory}: cannot load the tokenizer ({error}); {remedy}") from None
 
 
 def metadata_files(directory: Path) -> list[Path]:

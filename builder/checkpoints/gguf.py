@@ -1,4 +1,4 @@
-"""GGUF files: metadata, dequantised tensors under their Hugging Face names, tokenizer.
+"""GGUF files of one part or several: metadata, dequantised tensors under their Hugging Face names, tokenizer.
 
 Tensors are read one at a time, so a quantised file never needs its unquantised size in memory.
 """
@@ -6,6 +6,7 @@ Tensors are read one at a time, so a quantised file never needs its unquantised 
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +23,10 @@ from kvseek.core.errors import ConfigError
 from .checkpoint import Checkpoint, Header
 from .effective_config import check_gguf_metadata
 from .files import naming
-from .gguf_tokenizer import load_tokenizer
+from .gguf_tokenizer import ARRAYS, load_tokenizer
 from .known_keys import GGUF
 from .model_config import model_config
+from .tokenizer import ModelTokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry
@@ -32,6 +34,8 @@ REMEDY = "use the model's Hugging Face directory"
 BLOCK_WEIGHTS = 4 << 20  # weights that are dequantised at a time
 LONG_ARRAY = 1024  # items of an array that are not read: only a vocabulary has more
 STRING_LENGTH = struct.Struct("=Q")
+ARRAY_HEAD = struct.Struct("=IQ")  # type and number of an array's items
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # names of the files that llama.cpp's llama-gguf-split writes
 
 # Hugging Face field → GGUF key below the architecture's name
 FIELDS = {
@@ -63,14 +67,18 @@ LLAMA3_SCALING = {"original_max_position_embeddings": 8192, "low_freq_factor": 1
 
 @dataclass(frozen=True)
 class _Contents:
-    """Contents of a file: metadata by key, and tensors of gguf's reader by name, unread."""
+    """Contents of a file, unread: metadata by key, tensors of gguf's reader by name, and where arrays of the tokenizer begin."""
 
     metadata: dict[str, Any]
     tensors: dict[str, Any]
+    arrays: dict[str, int]
 
 
 class GgufCheckpoint(Checkpoint):
-    """A model in one GGUF file of architecture llama, qwen2 or qwen3, quantised or not."""
+    """A model of architecture llama, qwen2 or qwen3, quantised or not, in one GGUF file or in several.
+
+    Of several the first is named: it has the metadata.
+    """
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -106,8 +114,8 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def files(self) -> list[Path]:
-        """The GGUF file."""
-        return [self.path]
+        """The GGUF file, or all of its parts."""
+        return list(self._parts)
 
     def unused(self, names: set[str]) -> set[str]:
         """Return the GGUF names of tensors that are not in `names`; the RoPE factors belong to the configuration."""
@@ -118,19 +126,21 @@ class GgufCheckpoint(Checkpoint):
         from gguf import dequantize
 
         found = self._tensor(self._gguf_name(name))
+        path = self._file_of(found.name)
         try:
             dequantize(np.zeros((1, found.data.shape[-1]), found.data.dtype), found.tensor_type)
         except NotImplementedError:
             raise ConfigError(
-                f"{self.path}: type of {found.name} = {found.tensor_type.name}: must be a floating-point or quantised "
+                f"{path}: type of {found.name} = {found.tensor_type.name}: must be a floating-point or quantised "
                 f"type that the gguf package dequantises; {REMEDY}"
             ) from None
-        return Header(f"{self.path}: {found.name}", _shape(found), torch.float32)
+        return Header(f"{path}: {found.name}", _shape(found), torch.float32)
 
     def tensor(self, name: str) -> Tensor:
         """Dequantise one tensor to float32; raises as `header`."""
         self.header(name)
-        tensor = _dequantise(self.path, self._tensor(self._gguf_name(name)))
+        found = self._tensor(self._gguf_name(name))
+        tensor = _dequantise(self._file_of(found.name), found)
         if self.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             return split_halves(tensor, self.config.head_dim)
         return tensor
@@ -141,8 +151,10 @@ class GgufCheckpoint(Checkpoint):
             raise ConfigError(f"{self.path}: tensor {name} is missing; download the file again")
         return self._tensors[name]
 
-    def _own_tokenizer(self) -> Any:
-        return load_tokenizer(self.path, self._metadata)
+    def _own_tokenizer(self) -> ModelTokenizer:
+        with naming(self.path):
+            arrays = {key: _read_array(self.path, at) for key, at in self._contents.arrays.items()}
+            return load_tokenizer(self._metadata, arrays)
 
     @cached_property
     def architecture(self) -> str:
@@ -157,13 +169,51 @@ class GgufCheckpoint(Checkpoint):
     def _metadata(self) -> dict[str, Any]:
         return self._contents.metadata
 
-    @property
+    @cached_property
     def _tensors(self) -> dict[str, Any]:
-        return self._contents.tensors
+        tensors: dict[str, Any] = {}
+        for path, contents in self._parts.items():
+            twice = sorted(set(tensors) & set(contents.tensors))
+            if twice:
+                raise ConfigError(f"{path}: tensor {twice[0]} is in a part before it, too; download the files again")
+            tensors |= contents.tensors
+        return tensors
+
+    def _file_of(self, tensor: str) -> Path:
+        return next(path for path, contents in self._parts.items() if tensor in contents.tensors)
+
+    @property
+    def _contents(self) -> _Contents:
+        return self._parts[self.path]
 
     @cached_property
-    def _contents(self) -> _Contents:
-        return _read(self.path)
+    def _parts(self) -> dict[Path, _Contents]:
+        """The file's contents, or those of all files into which the model is split, the first one first."""
+        first = _read(self.path)
+        count, number = first.metadata.get("split.count", 1), first.metadata.get("split.no", 0)
+        if count in (0, 1):
+            return {self.path: first}
+        name, remedy = PART.fullmatch(self.path.name), "download all parts under their own names and pass the first"
+        with naming(self.path):
+            limit = "1, or the number in a name such as model-00001-of-00003.gguf"
+            require(name is not None and int(name[3]) == count, "split.count", count, limit, remedy)
+            require(number == 0, "split.no", number, "0, that of the first part", remedy)
+        assert name is not None
+        parts = {self.path: first}
+        for part in range(2, count + 1):
+            path = self.path.with_name(f"{name[1]}-{part:05}-of-{name[3]}.gguf")
+            if not path.is_file():
+                raise ConfigError(f"{path} is missing, one of the {count} parts of the model; {remedy}")
+            parts[path] = _read(path)
+            stated = [parts[path].metadata.get(key) for key in ("split.no", "split.count")]
+            require(
+                stated == [part - 1, count],
+                f"{path}: split.no and split.count",
+                stated,
+                f"[{part - 1}, {count}]",
+                remedy,
+            )
+        return parts
 
     def _value(self, key: str) -> Any:
         return self._metadata.get(f"{self.architecture}.{key}")
@@ -181,9 +231,6 @@ class GgufCheckpoint(Checkpoint):
         return str(found)
 
     def _refuse_unsupported(self, config: ModelConfig) -> None:
-        parts = self._metadata.get("split.count")
-        remedy = "join them with llama.cpp's llama-gguf-split --merge"
-        require(parts in (None, 0, 1), "split.count", parts, "1: the model in one file", remedy)
         for key in ("rope.dimension_count", "attention.value_length"):
             size, limit = self._value(key), f"the head size {config.head_dim}"
             require(size in (None, config.head_dim), f"{self.architecture}.{key}", size, limit, REMEDY)
@@ -276,11 +323,15 @@ def _strict_reader(path: Path) -> Any:
             return super()._get(offset, dtype, count, *rest, **named)
 
         def _get_field_parts(self, offset: int, kind: int) -> Any:
-            if kind != GGUFValueType.ARRAY or self.byte_order != "I":  # foreign files are refused
+            if kind != GGUFValueType.ARRAY:
                 return super()._get_field_parts(offset, kind)
             item = int(self._get(offset, np.uint32)[0])
+            if item == GGUFValueType.ARRAY:
+                raise ValueError("it has an array of arrays, which no key of a supported model holds")
+            if self.byte_order != "I":  # foreign files are refused
+                return super()._get_field_parts(offset, kind)
             length = int(self._get(offset + 4, np.uint64)[0])
-            if length <= LONG_ARRAY or item == GGUFValueType.ARRAY:
+            if length <= LONG_ARRAY:
                 return super()._get_field_parts(offset, kind)
             end = self._end_of_items(int(offset) + 12, GGUFValueType(item), length)
             return end - int(offset), [], [], [GGUFValueType.ARRAY, GGUFValueType(item)]
@@ -304,8 +355,26 @@ def _strict_reader(path: Path) -> Any:
     return StrictReader(path)
 
 
+def _read_array(path: Path, start: int) -> list[Any]:
+    """Read an array of strings or numbers, whose bounds a reader has checked; raises ConfigError on strings that are no text."""
+    from gguf import GGUFReader, GGUFValueType
+
+    with path.open("rb") as file:
+        file.seek(start)
+        kind, count = ARRAY_HEAD.unpack(file.read(ARRAY_HEAD.size))
+        if kind == GGUFValueType.STRING:
+            sizes = (STRING_LENGTH.unpack(file.read(STRING_LENGTH.size))[0] for _ in range(count))
+            try:
+                return [file.read(size).decode() for size in sizes]
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"a token of the vocabulary is not UTF-8 ({error}); download the file again"
+                ) from None
+        return list(np.fromfile(file, GGUFReader.gguf_scalar_to_np[GGUFValueType(kind)], count).tolist())
+
+
 def _read(path: Path) -> _Contents:
-    """Read a file's header. The long arrays of the vocabulary, left to the tokenizer's own reader, are only named."""
+    """Read a file's header. Arrays of the vocabulary are read when the tokenizer is made."""
     from gguf import GGUFValueType
 
     with path.open("rb") as file:
@@ -317,7 +386,9 @@ def _read(path: Path) -> _Contents:
         arrays = {key for key, field in reader.fields.items() if GGUFValueType.ARRAY in field.types}
         long = {key for key in arrays if key.startswith("tokenizer.") or not reader.fields[key].data}
         metadata = {key: "an array" if key in long else field.contents() for key, field in reader.fields.items()}
+        # A field is the length of its key, the key, its type and its value.
+        begins = {key: int(reader.fields[key].offset) + 12 + len(key.encode()) for key in arrays & set(ARRAYS)}
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ConfigError(f"cannot read {path}: {error}; the file is damaged or cut short: download it again") from None
     require(reader.byte_order == "I", f"byte order of {path}", "foreign", "this machine's", REMEDY)
-    return _Contents(metadata, {tensor.name: tensor for tensor in reader.tensors})
+    return _Contents(metadata, {tensor.name: tensor for tensor in reader.tensors}, begins)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from .files import (
     TensorType,
     float_type,
     generation_ends,
-    load_tokenizer_directory,
     metadata_files,
     naming,
     open_safetensors,
@@ -26,6 +24,7 @@ from .files import (
     tensor_types,
 )
 from .model_config import model_config
+from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
 MERGE = "merge it into the model's weights, or remove it and its file"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -75,7 +74,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         tensor: Tensor = open_safetensors(self.path / self._files[name], DOWNLOAD_AGAIN).get_tensor(name)
         return tensor
 
-    def _own_tokenizer(self) -> Any:
+    def _own_tokenizer(self) -> ModelTokenizer:
         remedy = "put the model's tokenizer.json and tokenizer_config.json there, or pass --tokenizer DIR"
         return load_tokenizer_directory(self.path, remedy)
 

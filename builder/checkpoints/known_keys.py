@@ -3,8 +3,8 @@
 What a checkpoint says is what is served, or the checkpoint is refused. So a key that stands in no list here is an error, and a
 new key of a new transformers is refused until someone has looked at what it does.
 
-tokenizer_config.json has no list. transformers itself loads the tokenizer from it and writes it again into the engine
-directory, where the server loads it with transformers; kvseek reads no key of the file, so no key can mean something else here.
+tokenizer_config.json has no list. How text is encoded is stated by tokenizer.json alone; from the other file come special tokens
+with their names, further tokens and the chat template, as transformers reads them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ GGUF = KnownKeys(
         split.count tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens tokenizer.ggml.token_type
         tokenizer.ggml.merges tokenizer.ggml.add_bos_token tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id
         tokenizer.ggml.eot_token_id tokenizer.ggml.eom_token_id tokenizer.ggml.unknown_token_id
-        tokenizer.ggml.padding_token_id tokenizer.chat_template""",
+        tokenizer.ggml.padding_token_id tokenizer.ggml.scores tokenizer.ggml.add_space_prefix
+        tokenizer.ggml.remove_extra_whitespaces tokenizer.ggml.precompiled_charsmap tokenizer.chat_template""",
     {
         "general.type": ("model",),
         "{arch}.expert_count": NO_EXPERTS,
@@ -194,10 +195,8 @@ GGUF = KnownKeys(
         "sampling, which a request states for itself": "general.sampling.*",
         "how the scaling was made": "{arch}.rope.scaling.finetuned",
         "sizes that the tensors state": "{arch}.vocab_size {arch}.tensor_data_layout",
-        "parts of tokenizers of other kinds than byte-level BPE, which alone is read": """
-            tokenizer.ggml.scores tokenizer.ggml.token_type_count tokenizer.ggml.add_space_prefix
-            tokenizer.ggml.remove_extra_whitespaces tokenizer.ggml.precompiled_charsmap tokenizer.huggingface.json
-            tokenizer.rwkv.world""",
+        "parts of tokenizers of kinds that are refused, and a second description of the tokenizer": """
+            tokenizer.ggml.token_type_count tokenizer.huggingface.json tokenizer.rwkv.world""",
         "special tokens of other uses than generating text, and further chat templates": """
             tokenizer.ggml.seperator_token_id tokenizer.ggml.cls_token_id tokenizer.ggml.mask_token_id
             tokenizer.ggml.fim_*_token_id tokenizer.ggml.prefix_token_id tokenizer.ggml.suffix_token_id

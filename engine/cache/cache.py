@@ -102,7 +102,7 @@ class Cache:
         return extents_for(self.retrieval_tokens(tokens))
 
     def retrieval_tokens(self, tokens: int) -> int:
-        """Return the most tokens that the retrieval region can hold when a request has `tokens` tokens."""
+        """Return the tokens of the retrieval region of a request that has `tokens` tokens."""
         return retrieval_tokens(self.config, tokens)
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None = None) -> None:
@@ -166,7 +166,7 @@ class Cache:
         """Store a layer's rows [G, n, 2, D] of a slot's tokens from `first` on: 0, or one behind the sink."""
         self._offloads.make_room()
         if first:
-            head = self.prefixes[slot].head.rows(layer, self.window.device)
+            head = self.prefixes[slot].sink_of(layer, self.window.device)
             self.window[layer, slot, :, : self.config.sink] = head
         self._write_prompt_window(layer, slot, rows, first)
         rows = self._retrieval_rows(slot, rows, order, first)

@@ -74,11 +74,12 @@ def extents_wanted(config: EngineConfig) -> int:
 
 
 def retrieval_tokens(cache: CacheConfig, tokens: int) -> int:
-    """Return the most tokens that the retrieval region can hold when a request has `tokens` tokens.
+    """Return the tokens of the retrieval region of a request that has `tokens` tokens.
 
-    Admission reserves the extents of so many.
+    They follow from the number of tokens alone, whether a prompt brought them or steps did: whole evictions of `update` tokens,
+    the last of which was due when the step of the latest token began.
     """
-    return max(0, tokens - cache.sink - cache.local)
+    return max(0, tokens - 1 - cache.sink - cache.local) // cache.update * cache.update
 
 
 def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

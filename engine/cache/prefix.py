@@ -14,26 +14,6 @@ from .row_storage import RowStorage
 
 
 @dataclass(frozen=True)
-class Head:
-    """What the first extent of a kept sequence does not hold.
-
-    Attributes
-    ----------
-    sink_rows : Tensor [layers, G, sink, 2, D], in host memory
-        Rows of the sink, which lies in no extent. Pinned, if the engine computes on a GPU.
-    states : tuple of Tensor or None, one per layer
-        What the index entries of all extents of the sequence depend on beside their keys (Index.prefix_state).
-    """
-
-    sink_rows: Tensor
-    states: tuple[Tensor | None, ...]
-
-    def rows(self, layer: int, device: torch.device) -> Tensor:
-        """Return a layer's rows of the sink on a device, [G, sink, 2, D]; they must not be written to."""
-        return self.sink_rows[layer].to(device, non_blocking=True)
-
-
-@dataclass(frozen=True)
 class Reuse:
     """What of a prompt need not be read, in numbers that are the same on all ranks.
 
@@ -58,13 +38,23 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Prefix(Reuse):
-    """The first tokens of a prompt, whose rows are there already."""
+    """The first tokens of a prompt, whose rows are there already.
 
-    head: Head = field(kw_only=True)
+    Attributes
+    ----------
+    sink_rows : Tensor [layers, G, sink, 2, D], in host memory
+        Rows of the sink, which lies in no extent. Pinned, if the engine computes on a GPU.
+    """
+
+    sink_rows: Tensor = field(kw_only=True)
+
+    def sink_of(self, layer: int, device: torch.device) -> Tensor:
+        """Return a layer's rows of the sink on a device, [G, sink, 2, D]; they must not be written to."""
+        return self.sink_rows[layer].to(device, non_blocking=True)
 
     def read(self, rows: RowStorage, layer: int, keys: Tensor, values: Tensor) -> None:
         """Copy a layer's keys and values of the prefix to the first tokens of `keys` and `values`, [G, n, D]."""
-        head = self.head.rows(layer, keys.device)
+        head = self.sink_of(layer, keys.device)
         sink = head.shape[1]
         targets = keys[:, : self.tokens], values[:, : self.tokens]
         for part, target in enumerate(targets):
@@ -83,7 +73,7 @@ class Prefix(Reuse):
 
     def rows_from(self, rows: RowStorage, layer: int, first: int) -> Tensor:
         """Copy a layer's rows of the prefix from token `first` on, which lies in no sink: [G, tokens - first, 2, D]."""
-        sink = self.head.sink_rows.shape[2]
+        sink = self.sink_rows.shape[2]
         spans = self._spans(first - sink, sink)
         blocks = rows.blocks(layer, [one[0] for one in spans])
         return torch.cat([block[:, inside] for block, (_, inside, _) in zip(blocks, spans, strict=True)], dim=1)

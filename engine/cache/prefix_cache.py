@@ -29,11 +29,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ReuseCounts:
-    """Tokens of the prompts that were looked up, those of them that were not read, and the extents that made room for others."""
+    """Tokens of the prompts that were looked up, those of them that were not read, and extents that are kept no longer.
+
+    `evicted_extents` made room for others; `discarded_extents` had been used by requests that failed.
+    """
 
     queried_tokens: int = 0
     reused_tokens: int = 0
     evicted_extents: int = 0
+    discarded_extents: int = 0
 
 
 class PrefixCache:
@@ -78,6 +82,8 @@ class PrefixCache:
         self._tree = PrefixTree(cache.config.sink, cache.extents.in_use)
         self.sessions = Sessions()
         self._read: set[int] = set()  # slots whose prompt has been read to its end
+        self._used: dict[int, set[Node]] = {}  # by slot: kept nodes whose rows it has read or left
+        self._doubtful: set[int] = set()  # slots with rows of nodes that were discarded
         self._loader = None if store is None else PrefixLoader(cache, store, self._make_room)
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
         self._most = layout.capacity
@@ -103,7 +109,7 @@ class PrefixCache:
         if sparse:  # the slot begins with the prefix alone, the last of which lies in the window
             places = self.cache.retrieval_tokens(match.tokens)
         shared = 0 if self._traits.prefix_reuse == "copies" else min(found, places) // EXTENT_TOKENS
-        return Prefix(match.tokens, extents, shared, sparse, head=self.rows.heads[extents[0]])
+        return Prefix(match.tokens, extents, shared, sparse, sink_rows=self.rows.sink_rows[extents[0]])
 
     def _reusable(self, prompt: bytes) -> bytes:
         """Return the part of a prompt that need not be read if it is kept."""
@@ -164,9 +170,12 @@ class PrefixCache:
             # The slot gives all its extents back first, so there is room: it shares more of them than before.
             self.cache.close(slot)
             self.open(slot, tokens, found)
+            self._doubtful.discard(slot)
             prefix = found
         if prefix is not None:
-            self._tree.touch(self._tree.match(salt, prompt[: prefix.tokens * TOKEN_BYTES]).nodes)
+            nodes = self._tree.match(salt, prompt[: prefix.tokens * TOKEN_BYTES]).nodes
+            self._tree.touch(nodes)
+            self._used[slot] = set(nodes)
             self.counts.reused_tokens += prefix.tokens
         if self.enabled:
             self.counts.queried_tokens += len(prompt) // TOKEN_BYTES
@@ -189,17 +198,39 @@ class PrefixCache:
     # A request's prompt has been read, and it ends.
 
     def share(self, slot: int, prompt: bytes, salt: str | None) -> None:
-        """Let others use the whole extents of a running request, whose prompt has been read to its end."""
+        """Let others use the whole extents of a running request, whose prompt has been read and whose logits are finite."""
         self._read.add(slot)
         whole = self.cache.lengths[slot] // EXTENT_TOKENS
         # Rows that change places are not shared before they are back in token order.
         if not self.enabled or not whole or self._traits.moves_rows or self.cache.tokens[slot] > self._reach:
+            return
+        if slot in self._doubtful:
             return
         tokens = prompt[: (self.cache.config.sink + whole * EXTENT_TOKENS) * TOKEN_BYTES]
         extents, nodes = self._extents.of_slot(slot), self._tree.whole_nodes(salt, tokens)
         # Whoever uses an extent uses all before it (PrefixTree): a request that has its own copy of one that is kept waits.
         if all(node.extent == extent for node, extent in zip(nodes, extents, strict=False)):
             self._insert(slot, tokens, salt, extents)
+            self._used.setdefault(slot, set()).update(self._tree.whole_nodes(salt, tokens))
+
+    def discard(self, slot: int) -> None:
+        """Keep nothing any longer that a slot's request has used or left, nor what continues it, in memory and on disk.
+
+        Call it before `close` for a request that failed without a known reason. All of it may be at fault, and would fail every
+        later request that begins alike. Other running requests that use it go on, and leave nothing.
+        """
+        used = self._used.get(slot, set())
+        removed = self._tree.cut(used)
+        extents = {node.extent for node in removed}
+        for other in range(len(self.cache.tokens)):
+            prefix = self.cache.prefixes.get(other)
+            own = (*self._extents.of_slot(other), *(() if prefix is None else prefix.extents))
+            if not extents.isdisjoint(own):
+                self._doubtful.add(other)
+        self.counts.discarded_extents += len(removed)
+        self._forget(removed)
+        if self.store is not None and self._loader is not None:
+            self.store.discard([*self._loader.keys(slot), *(node.key for node in used)])
 
     def close(
         self, slot: int, tokens: bytes | None = None, salt: str | None = None, session: Session | None = None
@@ -209,7 +240,7 @@ class PrefixCache:
         `tokens` are prompt and generated tokens, at least as many as the slot has rows of; None: the request has failed, so that
         nothing more of it is kept.
         """
-        if self.enabled and tokens is not None and slot in self._read:
+        if self.enabled and tokens is not None and slot in self._read - self._doubtful:
             tokens = tokens[: self.cache.tokens[slot] * TOKEN_BYTES]
             try:
                 if self.cache.lengths[slot] and self.cache.tokens[slot] <= self._reach:
@@ -220,7 +251,8 @@ class PrefixCache:
             # A request in the window alone uses no extents, but its session goes on with it.
             self._note_use(tokens if self.cache.lengths[slot] else b"", salt, session)
         self._read.discard(slot)
-        self.rows.release(slot)
+        self._doubtful.discard(slot)
+        self._used.pop(slot, None)
         if self._loader is not None:
             self._loader.cancel(slot)
         self.cache.close(slot)
@@ -247,7 +279,7 @@ class PrefixCache:
     def _write(self, tokens: bytes, salt: str | None) -> None:
         """Have what is kept of a sequence written to disk."""
         if self.store is not None and (nodes := self._tree.match(salt, tokens).nodes):
-            self.store.keep(nodes, self.rows.heads[nodes[0].extent])
+            self.store.keep(nodes, self.rows.sink_rows[nodes[0].extent])
 
     def _note_use(self, tokens: bytes, salt: str | None, session: Session | None) -> None:
         """Note whose the nodes of these tokens are, for the order of eviction and for the end of sessions."""
@@ -269,7 +301,7 @@ class PrefixCache:
         places = self._make_room(slot, len(tokens) // TOKEN_BYTES - sink, session)
         tokens = tokens[: (sink + places) * TOKEN_BYTES]
         nodes = self._tree.whole_nodes(salt, tokens)  # fewer than before, if room was short
-        self.rows.complete(slot, len(nodes) * EXTENT_TOKENS, places, nodes[0].extent if nodes else None)
+        self.rows.complete(slot, len(nodes) * EXTENT_TOKENS, places)
         self._insert(slot, tokens, salt, self._extents.of_slot(slot))
 
     def _make_room(self, slot: int, places: int, session: Session | None = None) -> int:

@@ -194,6 +194,18 @@ class PrefixFolder:
             except OSError as error:
                 logger.warning("cannot remove %s: %s", entry.path, error)
 
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Remove the files of nodes and all that continue them; it touches files."""
+        with self._lock:
+            line, known = list(keys), set(keys)
+            for key in line:  # which grows meanwhile
+                behind = self._behind.get(key, set()) - known
+                line += behind
+                known |= behind
+            entries = [self._entries[key] for key in reversed(line) if key in self._entries]
+        for entry in entries:
+            self.remove(entry)
+
     def erase(self, keys: Sequence[bytes]) -> None:
         """Remove the files of nodes, in order, but for those that other files continue; it touches files."""
         for key in keys:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvseek.core.config import EXTENT_TOKENS
 
 from .cache import Cache
-from .prefix import Head, Prefix
+from .prefix import Prefix
 from .prefix_folder import Match
 from .prefix_store import Load, PrefixStore
 
@@ -31,6 +31,7 @@ class PrefixLoader:
     def __init__(self, cache: Cache, store: PrefixStore, make_room: Callable[[int, int], int]) -> None:
         self._cache, self._store, self._make_room = cache, store, make_room
         self._loads: dict[int, Load] = {}
+        self._loaded: dict[int, list[bytes]] = {}  # by slot: keys of the files whose rows it has got
 
     def loads(self, slot: int) -> bool:
         """Whether a slot waits for rows."""
@@ -52,8 +53,13 @@ class PrefixLoader:
         del self._loads[slot]
         return self._take(slot, load) if load.loaded else 0
 
+    def keys(self, slot: int) -> list[bytes]:
+        """Return the keys of the files whose rows a slot has got."""
+        return self._loaded.get(slot, [])
+
     def cancel(self, slot: int) -> None:
         """Write nothing more to the extents of a slot that is about to be closed."""
+        self._loaded.pop(slot, None)
         if (load := self._loads.pop(slot, None)) is not None:
             self._store.cancel(load)
 
@@ -85,15 +91,16 @@ class PrefixLoader:
         """Put the rows that were loaded into the slot's prefix, and return the number of tokens that it has more."""
         prefix, have = self._cache.prefixes.get(slot), self._tokens(slot)
         before = () if prefix is None else prefix.extents[: self._whole(slot)]
-        if load.sink_rows is not None:
-            # Such a sequence begins on disk: the slot shares no extent, whose entries would have a state.
-            head = Head(load.sink_rows, (None,) * self._cache.rows.layout.host_layers)
-        else:
+        sink_rows = load.sink_rows
+        if sink_rows is None:
             assert prefix is not None, "what is loaded follows whole extents of the slot's prefix"
-            head = prefix.head
+            sink_rows = prefix.sink_rows
+        self._loaded.setdefault(slot, []).extend(match.entry.key for match in load.matches[: load.loaded])
         tokens = load.matches[load.loaded - 1].stop
         extents = (*before, *load.extents[: load.loaded])
-        self._cache.prefixes[slot] = Prefix(tokens, extents, 0 if prefix is None else prefix.shared, head=head)
+        self._cache.prefixes[slot] = Prefix(
+            tokens, extents, 0 if prefix is None else prefix.shared, sink_rows=sink_rows
+        )
         self._store.counts.loaded_tokens += tokens - have
         return tokens - have
 

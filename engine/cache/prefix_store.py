@@ -32,7 +32,6 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.streams import everything_launched
 
 from .disk_usage import DiskUsage, StoreCounts
-from .prefix import Head
 from .prefix_file import HEADER_BYTES, DamagedFileError, Entry, read_data, write_file
 from .prefix_folder import Match, PrefixFolder
 from .prefix_tree import TOKEN_BYTES, Node
@@ -89,6 +88,14 @@ class Load:
     cancelled: bool = False
 
 
+@dataclass(frozen=True)
+class Erasure:
+    """Files to remove, by the keys of their nodes; `continued`: with all that continue them, else unless something does."""
+
+    keys: Sequence[bytes]
+    continued: bool
+
+
 class PrefixStore:
     """The prefixes on disk of one engine. Only the engine's thread calls its methods; any thread may ask for its `usage`.
 
@@ -110,10 +117,11 @@ class PrefixStore:
         self._dtype = pool.dtype
         self._buffer = np.empty(folder.shape.data_bytes(folder.shape.sink + EXTENT_TOKENS, first=True), dtype=np.uint8)
         self._pool = threading.Lock()  # held while rows are copied to or from the pool
-        self._work = threading.Condition()  # guards the next five
+        self._work = threading.Condition()  # guards the next six
         self._writes: OrderedDict[bytes, Write] = OrderedDict()
         self._loads: deque[Load] = deque()
-        self._erased: list[bytes] = []  # keys of nodes whose files are to be removed
+        self._erased: list[bytes] = []  # keys of nodes whose files are to be removed, if nothing continues them
+        self._discarded: list[bytes] = []  # keys of nodes whose files are to be removed with all that continue them
         self._closed = False
         self._busy_since: float | None = None
         self._warned_at = -WARN_SECONDS
@@ -136,16 +144,16 @@ class PrefixStore:
 
     # Writing.
 
-    def keep(self, nodes: Sequence[Node], head: Head) -> None:
-        """Have a sequence's first nodes written, given in order, as far as they are not on disk; `head` is the sequence's."""
+    def keep(self, nodes: Sequence[Node], sink_rows: Tensor) -> None:
+        """Have a sequence's first nodes and its sink's rows written, as far as they are not on disk; nodes are given in order."""
         used, arrived = list[bytes](), everything_launched(self._device)
         with self._work:
             for node in nodes:
                 if (known := self.folder.covers(node.key, node.before, node.tokens)) is not None:
                     used.append(known)
                 elif node.key not in self._writes and not self.folder.is_foreign(node.key):
-                    sink_rows = head.sink_rows if node.parent is None else None
-                    self._writes[node.key] = Write(node.key, node.before, node.tokens, node.extent, sink_rows, arrived)
+                    own = sink_rows if node.parent is None else None
+                    self._writes[node.key] = Write(node.key, node.before, node.tokens, node.extent, own, arrived)
             self._work.notify()
         self.folder.touch(used)
 
@@ -161,6 +169,12 @@ class PrefixStore:
         """
         with self._work:
             self._erased += [node.key for node in nodes]
+            self._work.notify()
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Remove the files of nodes, soon, and of all that continue them."""
+        with self._work:
+            self._discarded += keys
             self._work.notify()
 
     # Loading.
@@ -220,7 +234,7 @@ class PrefixStore:
                 elif isinstance(job, Write):
                     self._write(job)
                 else:
-                    self.folder.erase(job)
+                    (self.folder.discard if job.continued else self.folder.erase)(job.keys)
             except Exception:  # the thread must go on
                 logger.exception("keeping prefixes on disk failed")
             seconds, self._busy_since = time.perf_counter() - begun, None
@@ -234,17 +248,20 @@ class PrefixStore:
                 saved_at = time.perf_counter()
         self.folder.save_times()
 
-    def _next(self) -> Load | Write | list[bytes] | None:
-        """Wait for work, of which keys to erase are a part; None: there will be no more."""
+    def _next(self) -> Load | Write | Erasure | None:
+        """Wait for work; None: there will be no more."""
         with self._work:
-            while not (self._erased or self._loads or self._writes):
+            while not (self._discarded or self._erased or self._loads or self._writes):
                 if self._closed:
                     return None
                 self._work.wait()
             self._busy_since = time.perf_counter()  # before anybody who locks `_work` can see that a job was taken
+            if self._discarded:
+                discarded, self._discarded = self._discarded, []
+                return Erasure(discarded, continued=True)
             if self._erased:
                 erased, self._erased = self._erased, []
-                return erased
+                return Erasure(erased, continued=False)
             return self._loads.popleft() if self._loads else next(iter(self._writes.values()))
 
     def _write(self, write: Write) -> None:

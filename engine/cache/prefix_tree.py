@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvseek.core.config import EXTENT_TOKENS
@@ -192,6 +192,20 @@ class PrefixTree:
             if node.parent is not None:
                 found[node.parent] = max(found[node], found.get(node.parent, 0))
         return sorted((node for node in self._by_use if most is None or found[node] <= most), key=found.__getitem__)
+
+    def cut(self, nodes: Collection[Node]) -> list[Node]:
+        """Remove these nodes, as far as the tree has them, and all that continue them, also those that somebody uses.
+
+        Returns what was removed, each node before the one that it continues.
+        """
+        found: dict[Node, None] = {}
+        for node in reversed(self._by_use):  # parents come first
+            if node in nodes or node.parent in found:
+                found[node] = None
+        removed = list(reversed(found))
+        for node in removed:
+            self.remove(node)
+        return removed
 
     def remove(self, node: Node) -> None:
         """Forget a node, which must have no children."""

@@ -77,6 +77,7 @@ class IndexMaker:
                     lengths=lengths,
                     dtype=getattr(torch, config.dtype),
                     device=extents.device,
+                    update=config.cache.update,
                     library=self.library,
                     cuda=self.kernels,
                     rows=None if rows is None else rows[layer],

@@ -105,7 +105,6 @@ class Complete:
     slot: int
     kept: int
     places: int
-    first: int | None
 
 
 @dataclass(frozen=True)

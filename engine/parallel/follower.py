@@ -90,8 +90,8 @@ class Follower:
                 self._decoder.steps.prepare()
             case Reserve(slot, tokens):
                 self._rows.reserve(slot, tokens)
-            case Complete(slot, kept, places, first):
-                self._rows.complete(slot, kept, places, first)
+            case Complete(slot, kept, places):
+                self._rows.complete(slot, kept, places)
             case Keep(slot, extents, begins):
                 self._rows.keep(slot, extents, begins)
             case Forget(extents):
@@ -100,8 +100,8 @@ class Follower:
     def _prefix(self, reuse: Reuse | None) -> Prefix | None:
         if reuse is None:
             return None
-        head = self._rows.heads[reuse.extents[0]]
-        return Prefix(reuse.tokens, reuse.extents, reuse.shared, reuse.sparse, head=head)
+        sink_rows = self._rows.sink_rows[reuse.extents[0]]
+        return Prefix(reuse.tokens, reuse.extents, reuse.shared, reuse.sparse, sink_rows=sink_rows)
 
     def _close(self, slot: int) -> None:
         # A prefill that is given up is dropped without a word: it ends with the last of its slots.
@@ -110,7 +110,6 @@ class Follower:
                 prefill.drop(slot)
                 if prefill.dropped.issuperset(prefill.slots):
                     del self._prefills[number]
-        self._rows.release(slot)
         self._decoder.cache.close(slot)
 
 

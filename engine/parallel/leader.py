@@ -82,10 +82,10 @@ class LeadPrefixRows(PrefixRows):
         with self._followers.doing(Reserve(slot, tokens)):
             super().reserve(slot, tokens)
 
-    def complete(self, slot: int, kept: int, places: int, first: int | None) -> None:
+    def complete(self, slot: int, kept: int, places: int) -> None:
         """See PrefixRows."""
-        with self._followers.doing(Complete(slot, kept, places, first)):
-            super().complete(slot, kept, places, first)
+        with self._followers.doing(Complete(slot, kept, places)):
+            super().complete(slot, kept, places)
 
     def keep(self, slot: int, extents: Sequence[int], begins: bool) -> None:
         """See PrefixRows."""

@@ -35,7 +35,7 @@ class PromptScores:
 
         Raises
         ------
-        RequestError
+        LogitsError
             If a largest logit is NaN or infinite.
         """
         logits, start = logits[max(0, self._taken - start) :], max(start, self._taken)

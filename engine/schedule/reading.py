@@ -18,12 +18,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvseek.core.errors import LogitsError
 from kvseek.core.extents import extents_for
 from kvseek.engine.cache.prefix_cache import PrefixCache
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.model.prefill import Prefill
 
 from .pacing import Pacing
+from .sampling import check_finite
 from .sequence import Sequence
 
 IDLE_SECONDS = (
@@ -225,10 +227,17 @@ class PromptReader:
             self._alone.update(sequence.request_id for sequence in job.sequences)
             return []
         self._release(job)
-        for sequence in job.sequences:
-            self._prefixes.share(sequence.slot, sequence.packed_prompt, sequence.request.cache_salt)
         rows = dict(zip(job.prefill.slots, logits, strict=True))
-        return [Reading(sequence, logits=rows[sequence.slot]) for sequence in job.sequences]
+        return [self._read_to_its_end(sequence, rows[sequence.slot]) for sequence in job.sequences]
+
+    def _read_to_its_end(self, sequence: Sequence, logits: Tensor) -> Reading:
+        """Let others use the rows of a prompt if its logits do not show that they are wrong."""
+        try:
+            check_finite(logits)
+        except LogitsError as error:
+            return Reading(sequence, error=error)
+        self._prefixes.share(sequence.slot, sequence.packed_prompt, sequence.request.cache_salt)
+        return Reading(sequence, logits=logits)
 
     def _release(self, job: Job) -> None:
         self._jobs = {short: one for short, one in self._jobs.items() if one is not job}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.core.errors import RequestError, SamplingError
+from kvseek.core.errors import LogitsError, SamplingError
 from kvseek.core.request import LogProbs, Request
 
 from .guides import GuideMatcher
@@ -74,13 +74,12 @@ class Sampler:
 
         Raises
         ------
-        RequestError
-            If a logit is NaN or +inf, or all are -inf. SamplingError if guide and bad words leave no token, or the guide needs
-            too much work.
+        LogitsError
+            As check_finite.
+        SamplingError
+            If guide and bad words leave no token, or the guide needs too much work.
         """
-        best = logits.max()  # a NaN anywhere comes out as the maximum
-        if not torch.isfinite(best):
-            raise not_finite(float(best))
+        check_finite(logits)
         scores = self._adjusted(logits)
         best, token = scores.max(dim=0)  # of equal scores the lowest id
         if not torch.isfinite(best):
@@ -167,18 +166,26 @@ def greedy_token(logits: Tensor) -> int:
     return token if math.isfinite(logits[token]) else NO_TOKEN
 
 
+def check_finite(logits: Tensor) -> None:
+    """Raise LogitsError if one of float32 logits [vocabulary] is NaN or +inf, or all are -inf."""
+    best = float(logits.max())  # a NaN anywhere comes out as the maximum
+    if not math.isfinite(best):
+        raise not_finite(best)
+
+
 def accept(token: int) -> int:
-    """Return a greedy token that a decoder chose; raises RequestError if it is NO_TOKEN."""
+    """Return a greedy token that a decoder chose; raises LogitsError if it is NO_TOKEN."""
     if token == NO_TOKEN:
         raise not_finite(None)
     return token
 
 
-def not_finite(largest: float | None) -> RequestError:
+def not_finite(largest: float | None) -> LogitsError:
     """Make the error for a largest logit that is NaN or infinite; None if its value is not known."""
     found = "not finite" if largest is None else largest
-    return RequestError(
-        f"logits: the largest is {found}, must be finite; the model's numbers overflow, try a build with --dtype float32"
+    return LogitsError(
+        f"logits: the largest is {found}, must be finite; send the request again, and if it fails every time the model's numbers "
+        "overflow: try a build with --dtype float32"
     )
 
 

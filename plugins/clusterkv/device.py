@@ -121,7 +121,7 @@ class CudaIndex(Index):
         if index.dense:
             return Built()
         if index.codes is not None:
-            index.codes.build(slot, keys)
+            index.codes.append(slot, 0, keys)
         count = index.counts[slot]
         # A copy, because a cancelled request's row of the table is cleared without waiting for this work.
         table = self.context.extents.device_table[slot].clone()

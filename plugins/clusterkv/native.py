@@ -26,9 +26,9 @@ class ClusterkvSelectArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "rows", "requests", "table")),
         *((name, c_void_p) for name in ("clusters", "centroids", "sizes", "starts", "spreads", "places")),
-        *((name, c_void_p) for name in ("high", "low", "scales", "signs")),
+        *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "signs")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("listed", "clusters_per_extent", "reduction", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("listed", "clusters_per_extent", "block", "reduction", "bfloat16", "threads")),
         *((name, c_double) for name in ("scaling", "step", "spread_weight")),
     )
 

@@ -117,7 +117,7 @@ class ReferenceIndex(Index):
         """See Index.build; the queries are not used."""
         self.begin(slot, keys.shape[1])
         if self.codes is not None:
-            self.codes.build(slot, keys)
+            self.codes.append(slot, 0, keys)
         if self.counts[slot]:
             self.cluster(slot, keys, 0, 0, self.counts[slot])
         self.show_clusters(slot)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cuda import CudaKernels
 from kvseek.plugins.batch import Batch, most_requests
-from kvseek.plugins.codes.store import CodeStore
+from kvseek.plugins.codes.device import CudaCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.shared.arguments import pointers, require_numbered_rows, require_room
 
@@ -26,10 +26,12 @@ class RerankArguments(ctypes.Structure):
     """Arguments of kvseek_clusterkv_rerank, as in rerank.cu."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales", "signs")),
+        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales")),
+        *((name, c_void_p) for name in ("means", "mean_steps", "signs")),
         *((name, c_void_p) for name in ("candidates", "estimates", "normalisers", "finished", "rows")),
         *((name, c_int32) for name in ("kv_heads", "max_extents", "listed", "blocks", "top_k")),
         ("exponent", c_float),
+        ("block_bits", c_int32),
     )
 
 
@@ -76,12 +78,12 @@ class Reranker:
         """Return the blocks of each of a number of tasks: together at most one a multiprocessor, but one at least."""
         return min(MOST_BLOCKS, max(1, self._kernels.multiprocessors // tasks))
 
-    def launch(self, codes: CodeStore, queries: Tensor, batch: Batch, rows: Tensor) -> None:
+    def launch(self, codes: CudaCodeStore, queries: Tensor, batch: Batch, rows: Tensor) -> None:
         """Rank `candidates` for queries [batch, H, D], and write the best to rows int32 [batch, G, top_k]."""
         tasks = batch.size * self._heads
         blocks = self.blocks_of(tasks)
         arguments = RerankArguments(
-            **pointers(codes, "high", "low", "scales", "signs"),
+            **codes.arguments("high", "low"),
             **pointers(self, "candidates", "estimates", "normalisers", "finished"),
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),

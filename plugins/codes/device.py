@@ -14,7 +14,8 @@ from kvseek.plugins.shared.arguments import pointers, require_fit
 from .key_codes import BITS
 from .store import CodeStore
 
-ENCODE_WARPS = 8
+ENCODE_WARPS = 16
+LEAST_BLOCK = 64  # neighbouring keys that share a mean at least, as in cuda/nested_codes.cuh
 MIN_DIM, MAX_DIM = (
     64,
     256,
@@ -25,9 +26,9 @@ class EncodeArguments(ctypes.Structure):
     """Arguments of kvseek_codes_encode, as in encode.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "means", "high", "low", "scales", "table", "signs")),
+        *((name, c_void_p) for name in ("keys", "means", "mean_steps", "high", "low", "scales", "table", "signs")),
         *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
+        *((name, c_int32) for name in ("kv_heads", "tokens", "first", "block_bits")),
     )
 
 
@@ -41,6 +42,16 @@ class CudaCodeStore(CodeStore):
         super().__init__(context, signs, bits)
         assert context.cuda is not None, "indexes make a CudaCodeStore only for CUDA kernels"
         self._kernels = context.cuda
+        if self.block < LEAST_BLOCK:
+            raise KernelError(
+                f"cache.update = {context.update}: must be a multiple of {LEAST_BLOCK} with key codes on a GPU; "
+                "256 is the default"
+            )
+
+    def arguments(self, *planes: str) -> dict[str, int]:
+        """Return what kernels on these codes are given, by the names of their arguments; `planes` are those of the codes."""
+        arrays = pointers(self, *planes, "scales", "means", "mean_steps", "signs")
+        return {**arrays, "block_bits": self.block.bit_length() - 1}
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See CodeStore.append. Runs on the current stream."""
@@ -50,9 +61,8 @@ class CudaCodeStore(CodeStore):
         if not keys.shape[1]:
             return
         arguments = EncodeArguments(
-            **pointers(self, "high", "low", "scales", "signs"),
+            **self.arguments("high", "low"),
             keys=keys.data_ptr(),
-            means=self.means[slot].data_ptr(),
             table=self.context.extents.device_table[slot].data_ptr(),
             head_stride=keys.stride(0),
             token_stride=keys.stride(1),
@@ -60,6 +70,6 @@ class CudaCodeStore(CodeStore):
             tokens=keys.shape[1],
             first=start,
         )
-        blocks = min(-(-keys.shape[1] // ENCODE_WARPS), 16 * self._kernels.multiprocessors)
+        blocks = -(-(start + keys.shape[1]) // self.block) - start // self.block
         grid = (blocks, self.context.num_kv_heads, 1)
         self._kernels.launch("kvseek_codes_encode", grid, ENCODE_WARPS * 32, arguments)

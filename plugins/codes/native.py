@@ -24,9 +24,10 @@ class CodesEncodeArguments(ctypes.Structure):
     """Arguments of kvseek_codes_encode, as in encode.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "means", "high", "low", "scales", "extents", "signs")),
+        *((name, c_void_p) for name in ("keys", "means", "mean_steps", "high", "low", "scales")),
+        *((name, c_void_p) for name in ("extents", "signs")),
         *((name, c_int64) for name in ("kv_heads", "tokens", "dim", "padded_dim")),
-        *((name, c_int64) for name in ("first", "bits", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("first", "block", "bits", "bfloat16", "threads")),
         ("step", c_double),
     )
 
@@ -53,6 +54,9 @@ class NativeCodeStore(CodeStore):
             "high": pointer(self.high),
             **({"low": pointer(self.low)} if self.bits == BITS else {}),
             "scales": pointer(self.scales),
+            "means": pointer(self.means),
+            "mean_steps": pointer(self.mean_steps),
+            "block": self.block,
             "signs": pointer(self.signs),
             "kv_heads": self.context.num_kv_heads,
             "dim": self.context.head_dim,
@@ -67,7 +71,6 @@ class NativeCodeStore(CodeStore):
         arguments = CodesEncodeArguments(
             **self.arguments,
             keys=pointer(keys),
-            means=pointer(self.means[slot]),
             extents=pointer(table) + slot * table.shape[1] * INT32_BYTES,
             tokens=keys.shape[1],
             first=start,

@@ -10,7 +10,7 @@ from kvseek.core.config import require
 from kvseek.plugins.codes.key_codes import BITS
 
 MOST_CENTROIDS = 2048  # prompt queries that an index is given to build (LAST_QUERIES of plugins/contract.py)
-DEFAULT_RECENT = 1024  # our choice: with the window, the last 1,300 to 1,500 tokens take part in every step
+DEFAULT_RECENT = 8192  # our choice: so long a generation is ranked key by key, as lists would lose some of its tokens
 EXECUTIONS = ("cpu", "uva", "codes")
 ROTATION_SEED = 0  # of the codes: any number will do (plugins/codes/rotation.py)
 
@@ -39,7 +39,7 @@ class Config:
         Half of the probes, rounded down, go to the nearest of the prompt's own centroids, the others to the nearest of all: our
         choice (README). False is the paper.
     recent : int
-        Newest places that are in no prompt list and are recalled by every query; 0, the default, becomes the larger of 1024
+        Newest places that are in no prompt list and are recalled by every query; 0, the default, becomes the larger of 8192
         and top_k. The paper is silent: our choice (README).
     execution : str
         How recalled places are ranked, and where: by "codes", estimates from nested key codes in the compute device's memory, so
@@ -107,10 +107,6 @@ class Config:
     def most_prompt_centroids(self, tokens: int) -> int:
         """Return the centroids of a prompt with `tokens` retrieval tokens, if so many of its queries are known."""
         return min(self.centroids, -(-tokens // self.centroid_divisor))
-
-    def ring(self, most_tokens: int) -> int:
-        """Return the number of centroids that a slot of at most `most_tokens` retrieval tokens has room for."""
-        return max(1, self.prompt_centroids(most_tokens, self.centroids))
 
     def list_width(self, most_tokens: int) -> int:
         """Return the number of places in a list of a slot of at most `most_tokens` retrieval tokens: rho, or `most_tokens`."""

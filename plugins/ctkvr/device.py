@@ -95,7 +95,7 @@ class CudaIndex(Index):
         self.prompted[slot].fill_(last.shape[1])
         self.listed[slot].fill_(n)
         if self.codes is not None:
-            self.codes.build(slot, keys)
+            self.codes.append(slot, 0, keys)
         return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
@@ -146,7 +146,7 @@ class CudaIndex(Index):
         if self.codes is None:
             self._launch("recall", (splits, tasks), RECALL_THREADS, arguments, self._recall_bytes)
         else:
-            coded = CodedStepArguments(step=arguments, **pointers(self.codes, "high", "low", "scales", "signs"))
+            coded = CodedStepArguments(step=arguments, **self.codes.arguments("high", "low"))
             self._launch("recall_coded", (splits, tasks), RECALL_THREADS, coded, self._recall_bytes)
 
     def _launch(

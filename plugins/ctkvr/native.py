@@ -50,12 +50,12 @@ class HostStep(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("pool", "queries", "recalled", "recalled_count", "slots", "table", "rows")),
         *((name, c_void_p) for name in ("out", "lse", "selected", "best", "best_count", "error")),
-        *((name, c_void_p) for name in ("high", "low", "scales", "signs")),
+        *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "signs")),
         ("extent_stride", c_int64),
         *((name, c_int32) for name in ("batch", "heads", "kv_heads", "head_dim", "capacity", "top_k", "rho")),
         *(
             (name, c_int32)
-            for name in ("table_slots", "max_extents", "dtype", "level", "threads", "bits", "padded_dim")
+            for name in ("table_slots", "max_extents", "dtype", "level", "threads", "bits", "padded_dim", "block")
         ),
         *((name, c_float) for name in ("scaling", "code_step")),
     )
@@ -266,8 +266,14 @@ class NativeIndex(ReferenceIndex):
 
 def describe_codes(codes: CodeStore) -> dict[str, Any]:
     """Describe codes that keys are ranked by, as fields of HostStep."""
-    arrays = pointers(codes, "high", "low", "scales", "signs")
-    return {**arrays, "bits": codes.bits, "padded_dim": codes.signs.shape[0], "code_step": STEPS[codes.bits]}
+    arrays = pointers(codes, "high", "low", "scales", "means", "mean_steps", "signs")
+    return {
+        **arrays,
+        "block": codes.block,
+        "bits": codes.bits,
+        "padded_dim": codes.signs.shape[0],
+        "code_step": STEPS[codes.bits],
+    }
 
 
 def describe_step(index: ReferenceIndex, rows: LayerRows, batch: int, **fields: Any) -> HostStep:

@@ -56,7 +56,7 @@ class ReferenceIndex(Index):
         super().__init__(context)
         self.config: Config = context.config
         most_tokens = context.extents.max_extents * EXTENT_TOKENS
-        self.ring, self.width = self.config.ring(most_tokens), self.config.list_width(most_tokens)
+        self.ring, self.width = self.config.centroids, self.config.list_width(most_tokens)
         self.capacity = self.config.recall_capacity(most_tokens)
         slots, heads, kv_heads = context.extents.slots, context.num_heads, context.num_kv_heads
         shape = (slots, heads, self.ring, context.head_dim)
@@ -83,7 +83,7 @@ class ReferenceIndex(Index):
         self.make_lists(last, keys, self.lists[slot, :, :count])
         self.written[slot], self.prompted[slot], self.listed[slot] = count, count, n
         if self.codes:
-            self.codes.build(slot, keys)
+            self.codes.append(slot, 0, keys)
         return Built()
 
     def make_lists(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:
@@ -211,10 +211,7 @@ class ReferenceIndex(Index):
         return best[:, : self.config.top_k].sort(dim=1).values, best[:, : self.width]
 
     def values(self, query: Tensor, slot: int, recalled: Tensor) -> list[Tensor]:
-        """Compute what `rerank` orders candidates by, for each KV head float32 [count] of the `count` that are not -1.
-
-        Estimates from codes lack q·mean, which all keys of a query share, so that it changes no softmax weight.
-        """
+        """Compute what `rerank` orders candidates by, for each KV head float32 [count] of the `count` that are not -1."""
         grouped = query.view(self.context.num_kv_heads, -1, query.shape[-1])
         counts, scaling = (recalled >= 0).sum(dim=1).tolist(), self.context.scaling
         if self.codes is None:

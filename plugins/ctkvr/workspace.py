@@ -36,7 +36,11 @@ class StepArguments(ctypes.Structure):
 class CodedStepArguments(ctypes.Structure):
     """Arguments of kvseek_ctkvr_recall_coded, as in coded.cu."""
 
-    _fields_ = (("step", StepArguments), *((name, c_void_p) for name in ("high", "low", "scales", "signs")))
+    _fields_ = (
+        ("step", StepArguments),
+        *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "signs")),
+        ("block_bits", c_int32),
+    )
 
 
 class MergeArguments(ctypes.Structure):

@@ -14,7 +14,7 @@ from kvseek.plugins.batch import Batch, most_requests
 from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
+from kvseek.plugins.shared.arguments import require_fit, require_numbered_rows, require_room
 from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
@@ -31,10 +31,14 @@ class SelectArguments(ctypes.Structure):
     """Arguments of the kernels of a selection, as in select.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales", "signs")),
+        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales")),
+        *((name, c_void_p) for name in ("means", "mean_steps", "signs")),
         *((name, c_void_p) for name in ("scores", "totals", "places", "estimates", "keys")),
         *((name, c_void_p) for name in ("counts", "normalisers", "finished", "rows")),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "chunks", "blocks", "capacity")),
+        *(
+            (name, c_int32)
+            for name in ("kv_heads", "max_extents", "top_k", "chunks", "blocks", "capacity", "block_bits")
+        ),
         ("scaling", c_float),
     )
 
@@ -108,6 +112,7 @@ class CudaIndex(ReferenceIndex):
     """
 
     store_type = CudaCodeStore
+    codes: CudaCodeStore
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
@@ -129,7 +134,7 @@ class CudaIndex(ReferenceIndex):
         arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
         arguments = SelectArguments(
             **arrays,
-            **pointers(self.codes, "high", "low", "scales", "signs"),
+            **self.codes.arguments("high", "low"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             table=batch.table.data_ptr(),

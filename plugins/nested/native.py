@@ -23,9 +23,9 @@ class NestedSelectArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "rows", "requests")),
-        *((name, c_void_p) for name in ("high", "low", "scales", "table", "signs")),
+        *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "table", "signs")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("first_bits", "reduction", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("block", "first_bits", "reduction", "bfloat16", "threads")),
         *((name, c_double) for name in ("scaling", "step")),
     )
 

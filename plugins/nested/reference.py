@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import QueryLanes, estimate_all, estimate_at, round_lanes
+from kvseek.plugins.codes.key_codes import QueryLanes, estimate_all, estimate_at, mean_products, round_lanes
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
@@ -31,26 +31,17 @@ class ReferenceIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of the codes; a slot's mean does not grow with the tokens."""
+        """Bytes of the codes."""
         return self.codes.bytes_per_token
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         """See Index.build; the queries are not used."""
-        self.codes.build(slot, keys)
+        self.codes.append(slot, 0, keys)
         return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append. No selection reads beyond a region's length, so there is nothing to publish."""
         self.codes.append(slot, start, keys)
-
-    def prefix_state(self, slot: int) -> Tensor:
-        """See Index.prefix_state: the mean key that the slot's codes leave out."""
-        return self.codes.means[slot].clone()
-
-    def adopt(self, slot: int, length: int, state: Tensor | None) -> None:
-        """See Index.adopt. The slot's further keys are encoded with the mean of the shared codes."""
-        assert state is not None, "codes have a mean"
-        self.codes.means[slot] = state
 
     def effort(self, length: int) -> Effort:
         """See Index.effort. The rows are the top k; the number is that of the candidates."""
@@ -84,12 +75,18 @@ class ReferenceIndex(Index):
         return round_lanes(rotate(query_lanes(queries, self.config.group_reduce), self.codes.signs))
 
     def candidates(self, lanes: QueryLanes, slot: int, n: int) -> Tensor:
-        """Choose the places among which 4 bits choose: int64 [G, c], ascending; all of n with first_bits 4.
-
-        With 2 bits a key counts with the largest of its estimates over the group's queries, each divided by its length.
-        Without that division the longest query would find most candidates, whatever the others look for.
-        """
+        """Choose the places among which 4 bits choose: int64 [G, c], ascending; all of n with first_bits 4."""
         if self.config.first_bits == 4:
             return torch.arange(n, device=lanes.steps.device).expand(lanes.steps.shape[0], -1)
-        estimates = estimate_all(self.codes.read(slot, n), lanes.of_length_one(), self.config.first_bits)
-        return best_positions(estimates.amax(dim=1), self.config.candidate_count(n))
+        return best_positions(self.scores(lanes, slot, n), self.config.candidate_count(n))
+
+    def scores(self, lanes: QueryLanes, slot: int, n: int) -> Tensor:
+        """Score a slot's first n keys by 2 bits, for lanes [G, lanes, P]: float32 [G, n].
+
+        A key counts with the largest of its estimates over the group's queries, each less the query's product with the mean of
+        the first block, and divided by the query's length. Otherwise the longest query would find most candidates, or the one
+        whose product with all keys is large, whatever the others look for.
+        """
+        codes, lanes = self.codes.read(slot, n), lanes.of_length_one()
+        first = mean_products(codes.at(torch.zeros_like(codes.scales[:, :1], dtype=torch.int64)), lanes) * lanes.steps
+        return (estimate_all(codes, lanes, self.config.first_bits) - first).amax(dim=1)

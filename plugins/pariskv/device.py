@@ -150,7 +150,7 @@ class CudaIndex(Index):
         self.publish(slot, 0, keys.shape[1])
         return Built()
 
-    def adopt(self, slot: int, length: int, state: Tensor | None) -> None:
+    def adopt(self, slot: int, length: int) -> None:
         """See ReferenceIndex.adopt."""
         self.reference.counts[slot].zero_()
         self.publish(slot, 0, length)

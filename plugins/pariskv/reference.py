@@ -102,7 +102,7 @@ class ReferenceIndex(Index):
             by_block = self.ids[extent, :, inside].transpose(1, 2).long()
             self.counts[slot].scatter_add_(-1, by_block, torch.ones_like(by_block, dtype=torch.int32))
 
-    def adopt(self, slot: int, length: int, state: Tensor | None) -> None:
+    def adopt(self, slot: int, length: int) -> None:
         """See Index.adopt. Counts the keys of each centroid from their ids."""
         self.counts[slot] = 0
         self.publish(slot, 0, length)

@@ -31,7 +31,7 @@ class BoxArguments(ctypes.Structure):
 class SelectArguments(ctypes.Structure):
     """Arguments of kvseek_prkv_select with boxes, as in select.cuh."""
 
-    _fields_ = select_fields(("boxes",), ("near", "far"))
+    _fields_ = select_fields(("boxes",), (("near", ctypes.c_float), ("far", ctypes.c_float)))
 
 
 class PublishArguments(ctypes.Structure):

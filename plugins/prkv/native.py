@@ -27,10 +27,10 @@ class PrkvSelectArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "rows", "requests")),
-        *((name, c_void_p) for name in ("high", "scales", "table", "signs")),
+        *((name, c_void_p) for name in ("high", "scales", "means", "mean_steps", "table", "signs")),
         *((name, c_void_p) for name in ("static_rows", "picked", "recent", "received")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("page", "window_queries", "reduction", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("page", "window_queries", "block", "reduction", "bfloat16", "threads")),
         *((name, c_double) for name in ("scaling", "step")),
     )
 

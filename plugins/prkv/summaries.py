@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.codes.key_codes import estimate_all, round_lanes
+from kvseek.plugins.codes.key_codes import encode, estimate_all, round_lanes
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import IndexContext
@@ -53,8 +53,7 @@ class Summaries(ABC):
     def scores(self, queries: Tensor, slot: int, length: int, first: int) -> Tensor:
         """Score pages for queries [G, g, D]: float32 [G, lanes, pages].
 
-        Scores are on the scale of q·k, but for a term that all pages of a lane share. Pages are those from page `first` on that
-        the first `length` places occupy.
+        Scores are on the scale of q·k. Pages are those from page `first` on that the first `length` places occupy.
         """
 
 
@@ -150,7 +149,7 @@ class Codes(Summaries):
 
     def build(self, slot: int, keys: Tensor) -> None:
         """See Summaries.build."""
-        self.store.build(slot, keys)
+        self.store.append(slot, 0, keys)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Summaries.append."""
@@ -160,14 +159,13 @@ class Codes(Summaries):
         """See Summaries.publish. The length alone makes codes visible."""
 
     def exchange(self, slot: int, head: int, places: Tensor, others: Tensor, pool: Tensor) -> None:
-        """See Summaries.exchange. Codes change places as their rows do; nothing is encoded again."""
+        """See Summaries.exchange. Rows are encoded again, with the means of the blocks that they are in now."""
+        places = torch.cat((places, others))
         table = self.context.extents.table[slot].long()
-        here, there = (
-            (table[numbers // EXTENT_TOKENS], head, numbers % EXTENT_TOKENS)
-            for numbers in (torch.cat((places, others)), torch.cat((others, places)))
-        )
-        for array in (self.store.high, self.store.scales):
-            array[here] = array[there]
+        here = (table[places // EXTENT_TOKENS], head, places % EXTENT_TOKENS)
+        centred = rotate(pool[here][:, 0], self.store.signs) - self.store.mean_of(slot, places)[head]
+        high, _, scales = encode(centred, CODE_BITS)
+        self.store.high[here], self.store.scales[here] = high, scales
 
     def scores(self, queries: Tensor, slot: int, length: int, first: int) -> Tensor:
         """See Summaries.scores. A page scores log Σ exp(scaling · estimate) / scaling, the sum over its rows."""

@@ -176,6 +176,8 @@ class EngineMetrics(Collector):
         yield make.counter("prefix_cache_hits", "Of those, not read again", usage.reuse.reused_tokens)
         description = "Kept extents that made room for others"
         yield make.counter("prefix_cache_evictions", description, usage.reuse.evicted_extents)
+        description = "Kept extents given up because a request that had used them failed"
+        yield make.counter("prefix_cache_discards", description, usage.reuse.discarded_extents)
         yield from self._disk(usage.disk)
         description = "Retrieval rows in host memory that decode steps attended to"
         yield make.counter("host_rows_requested", description, usage.host_rows)
@@ -214,6 +216,8 @@ class EngineMetrics(Collector):
         make = self._families
         description = "Requests by how they ended or why they were refused"
         yield make.counters("requests", description, "outcome", self._outcomes)
+        description = "Requests that ended because their logits were not finite"
+        yield make.counter("unsound_requests", description, self._service.unsound)
         yield make.counters("request_success", "Requests that have ended", "finished_reason", self._finished)
         for name, (_, description) in REQUEST_HISTOGRAMS.items():
             yield make.histogram(name, description, self._of_requests[name])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import faulthandler
 import logging
 import os
 import signal
@@ -49,13 +48,13 @@ from kvseek.server.settings import ServeSettings
 
 from .logits_room import LogitsRoom
 from .metrics import EngineMetrics
+from .probe import Probe
 from .tracing import RequestTracer
-from .watchdog import Watchdog
 
 UNREAD_BYTES = 64 << 20  # most bytes, logits apart, that a door may leave unread; with more it counts as dead
 FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
-STATUS_HUNG = 4  # exit status when the engine's loop has stopped
+ENDING_SECONDS = 5.0  # that an orderly end may take then, in which threads or other ranks may wait for ever
 ALONE_SECONDS = 2.0  # time without doors after which a shared engine process ends
 logger = logging.getLogger(__name__)
 
@@ -209,7 +208,8 @@ class EngineServer:
         """Answer a ping from the engine's own loop; an engine that hangs or has failed does not answer."""
 
         def on_loop() -> None:
-            pong = Pong(ping.number, self.service.waiting, self.service.running, self._draining)
+            service = self.service
+            pong = Pong(ping.number, service.waiting, service.running, self._draining, service.unsound_in_a_row)
             self._loop.call_soon_threadsafe(door.send, pong)
 
         self.service.call(on_loop)
@@ -230,21 +230,17 @@ class EngineServer:
         server = await asyncio.start_unix_server(self._connected, str(socket))
         answering = None if alive is None else await answer_at(alive)
         logger.info("the engine is ready")
-        watchdog, drained = (
-            Watchdog(self.service, self.settings.hang_seconds),
-            asyncio.create_task(self._drain_after(stop)),
-        )
+        probe, drained = Probe(self.service), asyncio.create_task(self._drain_after(stop))
         try:
             while not drained.done():
                 await asyncio.wait((drained,), timeout=0.1)
                 if self.service.failure:
+                    logger.critical("%s: its process ends", self.service.failure)
                     self.outbox.flush()
                     await asyncio.sleep(0.2)  # the doors still get the errors of their requests
+                    _end_within(ENDING_SECONDS)
                     return STATUS_FAILED
-                if watchdog.hangs():
-                    logger.critical("the engine's loop has not turned for %g s: its process ends", watchdog.seconds)
-                    faulthandler.dump_traceback()
-                    os._exit(STATUS_HUNG)  # an orderly end would wait for the engine's thread for ever
+                probe.look()
                 if self._doors or not self._shared:
                     self._used_at = time.monotonic()
                 elif time.monotonic() - self._used_at > ALONE_SECONDS:
@@ -302,6 +298,13 @@ async def run(arguments: argparse.Namespace) -> int:
             await asyncio.to_thread(tracer.close)
 
 
+def _end_within(seconds: float) -> None:
+    """End this process after so long, however far its orderly end has got."""
+    timer = threading.Timer(seconds, os._exit, (STATUS_FAILED,))
+    timer.daemon = True
+    timer.start()
+
+
 def _load_vocabulary(service: EngineService) -> None:
     """Load now what guided decoding needs: all streams would wait while the first guide loads it."""
     try:
@@ -322,10 +325,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", action="store_true", help="end when the last door has left")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return uvloop.run(run(parser.parse_args(argv)))
+        status = uvloop.run(run(parser.parse_args(argv)))
     except KvseekError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if status == STATUS_FAILED:
+        os._exit(status)  # what PyTorch and the driver do at the end of a process may wait for the GPU for ever
+    return status
 
 
 if __name__ == "__main__":

@@ -101,6 +101,8 @@ class GrpcCall:
             await self._forward(requests, context)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # `back` reports how the call has ended
+        except grpc.aio.InternalError:
+            pass  # the client ended its requests and left at once, so that `leave` has ended them, too
         finally:
             self._opened.set()
 
@@ -140,7 +142,8 @@ class GrpcCall:
                 # A client that does not read has not ended its call: `forward` may wait for its next request for ever.
                 await asyncio.wait((forward,), timeout=0 if self.unread.is_set() else None)
                 if self._call is not None:
-                    with contextlib.suppress(asyncio.InvalidStateError):  # the client had said that it sends no more
+                    # The client has said that it sends no more, or does so at this moment.
+                    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
                         await self._call.done_writing()
                     await self._say_goodbye()
                 await asyncio.wait((back,))

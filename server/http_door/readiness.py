@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from kvseek.core.errors import KvseekError
 from kvseek.server.requests.engine_client import RETRY_SECONDS, EngineClient
-from kvseek.server.requests.messages import Pong
+from kvseek.server.requests.messages import UNSOUND_REQUESTS, Pong
 from kvseek.server.triton.relay import TritonRelay
 
 from .errors import HttpError, error_response
@@ -100,6 +100,11 @@ class ServerState:
             found.append("the engine process does not run, or is loading the engine")
         elif not self._engine.fresh:
             found.append(f"the engine has not answered for {ANSWER_SECONDS:g} s")
+        elif self._pong is not None and self._pong.unsound >= UNSOUND_REQUESTS:
+            found.append(
+                f"the last {self._pong.unsound} requests ended because their logits were not finite; restart the server if that "
+                "goes on"
+            )
         elif self._triton is not None and self._client.connected_seconds < SETTLE_SECONDS:
             found.append("Triton's models may still be looking for the engine process")
         if self._triton is not None and not (self._triton.connected and self._triton_ready.fresh):

@@ -78,8 +78,9 @@ class Choice:
         self, request: Request, tokenizer: Tokenizer, stop: Sequence[str], streaming: bool, echo: Echo | None = None
     ) -> None:
         self.request, self.streaming, self.ended = request, streaming, False
-        self._output = TextOutput(tokenizer, stop)
-        self._offsets = tokenizer.stream() if request.sampling.logprobs is not None else None
+        self._output = TextOutput(tokenizer, request.prompt_ids, stop)
+        told = request.sampling.logprobs is not None
+        self._offsets = tokenizer.stream(prompt_ids=request.prompt_ids) if told else None
         self._echoes, self._due = echo is not None, echo  # what is due has not been told yet
         self._prompt: list[LogProbs] = []  # of the prompt's tokens but the first
         self._reused = 0

@@ -47,7 +47,7 @@ class CompletionBody(Parameters, kw_only=True):
             check_length("prompt", prompt, config.max_input_len)
             bad = next((token for token in prompt if not 0 <= token < vocabulary), None)
             require(bad is None, "prompt", bad, f"token ids in [0, {vocabulary})", "the model has no such token")
-            prompts.append(Prompt(prompt, tokenizer.decode(prompt) if self.echo else None))
+            prompts.append(Prompt(prompt, tokenizer.decode_complete(prompt)[0] if self.echo else None))
         return prompts
 
     def limit(self, prompt_tokens: int, config: EngineConfig) -> int:

@@ -20,6 +20,7 @@ from kvseek.core.request import Request, StepOutput
 from kvseek.core.session import EndedSession
 
 MAX_FRAME_BYTES = 256 << 20
+UNSOUND_REQUESTS = 5  # in a row whose logits are not finite: with so many the engine is not ready
 _LENGTH = struct.Struct("<I")
 
 
@@ -77,6 +78,7 @@ class Pong(msgspec.Struct, tag="pong"):
     waiting: int  # requests in the queue
     running: int  # requests with a slot
     draining: bool  # no new requests are taken
+    unsound: int = 0  # requests that ended because their logits were not finite, since one last ended well
 
 
 class Metrics(msgspec.Struct, tag="metrics"):

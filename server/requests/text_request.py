@@ -59,7 +59,7 @@ class TextRequest:
         }
         echo = not self.streaming and not scalar(tensors, "exclude_input_in_output", False)
         self._text = prompt if echo else ""
-        self._output = TextOutput(tokenizer, stop_words)
+        self._output = TextOutput(tokenizer, request.prompt_ids, stop_words)
         self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
         self._logits = RunningLogits(request)
 
@@ -134,8 +134,11 @@ def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, floa
     biases: Counter[int] = Counter()
     for value, weight in zip(words, weights, strict=True):
         word = text(value, "embedding_bias_words")  # empty: rows of a batch are as long as the longest
-        for token in {token for spelling in tokenizer.spellings(word) for token in spelling} if word else ():
-            biases[token] += weight
+        spelt = {token for spelling in tokenizer.spellings(word) for token in spelling} if word else set()
+        # A space inside of the word belongs to every text, and is not meant.
+        for token in spelt:
+            if word.isspace() or not tokenizer.token_bytes(token).isspace():
+                biases[token] += weight
     return tuple(biases.items())
 
 

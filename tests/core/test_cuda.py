@@ -11,10 +11,23 @@ from kvseek.core.cuda import (
     RESERVED_SHARED_BYTES,
     CudaKernels,
     bytes_of_even_share,
+    check_alive,
     choose_architecture,
     cubin_architectures,
 )
 from kvseek.core.errors import KernelError
+
+
+def test_a_device_that_has_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    check_alive(torch.device("cpu"))
+    with pytest.raises(
+        KernelError, match="cuda:1 has failed: CUDA error: an illegal memory access was encountered; no call"
+    ):
+        check_alive(torch.device("cuda", 1))
 
 
 @pytest.mark.parametrize(

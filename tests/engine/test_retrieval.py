@@ -116,7 +116,7 @@ def test_a_slots_next_prompt_follows_the_builds_of_one_that_was_given_up(
 def test_rows_go_to_the_places_that_the_index_asks_for(retrieval: Retrieval) -> None:
     read(retrieval, 2)
     retrieval.finish_rows(2)
-    cache, n = retrieval.cache, TOKENS - 4 - 8
+    cache, n = retrieval.cache, retrieval.cache.lengths[2]
     for layer in range(LAYERS):
         found = read_rows(cache, layer, 2)
         assert torch.equal(found[:, :, 0], rows_of(2, layer, torch.arange(4 + n - 1, 3, -1)))
@@ -128,17 +128,18 @@ def test_what_a_step_attends_to(retrieval: Retrieval) -> None:
         read(retrieval, slot, tokens=tokens)
     states, attended = retrieval.begin_step([7, 8, 9], [0, 1, 2])
     assert [state.token for state in states] == [7, 8, 9]
-    assert [state.length for state in states] == [88, 16, 19]
+    assert [state.length for state in states] == [88, 16, 16]
     assert [state.dense for state in states] == [False, True, True]
     assert attended == [4 + 9 + 20, 29, 32]
-    assert [state.numbers for state in states] == [(88, 0), (16, 0), (19, 0)], "the first layer's: alike in all"
+    assert [state.numbers for state in states] == [(88, 0), (16, 0), (16, 0)], "the first layer's: alike in all"
 
 
 def test_upkeep_is_for_slots_that_select(waits: list[int]) -> None:
     """A slot attends to everything while it is short: in its 30th token's step it selects rows for the first time."""
-    index = UpkeptIndex(0, make_cache(CONFIG))
+    cache = make_cache(CONFIG)
+    index = UpkeptIndex(0, cache)
     index.waits = waits
-    retrieval = Retrieval(CONFIG, make_cache(CONFIG), [index], [])
+    retrieval = Retrieval(CONFIG, cache, [index], [])
     for slot, tokens in enumerate((TOKENS, 28)):
         read(retrieval, slot, 1, tokens)
         retrieval.finish_indexes(slot)

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvseek.core.errors import RequestError
+from kvseek.core.errors import LogitsError, RequestError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.schedule.sampling import Sampler, candidates, penalise
 
@@ -225,9 +225,9 @@ def test_logits_that_are_no_numbers_fail_the_request(params, bad):
     for position in (0, 17, VOCABULARY - 1):
         logits = random_logits(2)
         logits[position] = bad
-        with pytest.raises(RequestError, match=r"logits: the largest is (nan|inf), must be finite"):
+        with pytest.raises(LogitsError, match=r"logits: the largest is (nan|inf), must be finite"):
             make(params, prompt=(17,)).sample(logits)
-    with pytest.raises(RequestError, match="-inf"):
+    with pytest.raises(LogitsError, match="-inf"):
         make(params).sample(torch.full((VOCABULARY,), float("-inf")))
 
 

@@ -19,6 +19,7 @@ from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.engine import service as service_module
 from kvseek.engine.service import EngineService
 
 PROMPT = tuple(i * 13 % 101 for i in range(60))
@@ -181,6 +182,30 @@ def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
     service.close()
     assert all(one.empty() for one in outputs), "each request ends once"
     assert engine.closed, "its other ranks end, too"
+
+
+def test_a_step_that_does_not_end_fails_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a kernel that never ends: callers get an error with its name, and nothing waits for the thread."""
+    monkeypatch.setattr(service_module, "HUNG_SECONDS", 0.5)
+    monkeypatch.setattr(service_module, "LOOK_SECONDS", 0.1)
+    engine: Any = BrokenEngine()
+    service = EngineService(engine)
+    time.sleep(1.0)  # a thread that waits for requests does not hang
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    service.submit(Request(PROMPT, 5), outputs.put)
+    assert engine.stepping.wait(TIMEOUT)
+    asked = service.ask(lambda engine: engine.waiting)
+    (end,) = collect(outputs)
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+    assert "the engine has failed (EngineHungError: a step has not ended for 0.5 s)" in end.error
+    with pytest.raises(UnavailableError, match="EngineHungError"):
+        asked.result(TIMEOUT)
+    with pytest.raises(UnavailableError, match="EngineHungError"):
+        service.submit(Request(PROMPT, 5), outputs.put)
+    service.close()
+    assert not engine.go_on.is_set()
+    engine.go_on.set()
+    assert outputs.empty()
 
 
 def test_an_engine_that_fails_while_closing_ends_its_requests() -> None:

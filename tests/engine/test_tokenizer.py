@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.sentencepiece import save_sentencepiece
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -52,8 +53,33 @@ def needle(needle_folder, tmp_path_factory) -> Tokenizer:
     return Tokenizer(directory)
 
 
-def stream_all(tokenizer: Tokenizer, ids: list[int], stop_words: tuple[str, ...] = ()) -> tuple[str, TextStream]:
-    stream = tokenizer.stream(stop_words)
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("sentencepiece")
+    save_sentencepiece(directory / "tokenizer")
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("words")
+    places = {word: place for place, word in enumerate(["<unk>", "France", "is", "Paris", "the", "lamp"])}
+    backend = Backend(models.WordLevel(places, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(directory / "tokenizer")
+    return Tokenizer(directory)
+
+
+@pytest.fixture(params=["tiny", "sentencepiece", "words"])
+def each(request) -> Tokenizer:
+    """Byte-level, of the kind of Llama 2's, and words joined by spaces for want of a decoder."""
+    return request.getfixturevalue(request.param)
+
+
+def stream_all(
+    tokenizer: Tokenizer, ids: list[int], stop_words: tuple[str, ...] = (), prompt_ids: tuple[int, ...] = ()
+) -> tuple[str, TextStream]:
+    stream = tokenizer.stream(stop_words, prompt_ids)
     return "".join([*(stream.push(i) for i in ids), stream.finish()]), stream
 
 
@@ -102,7 +128,7 @@ def test_stream_equals_decode_for_any_bytes(tiny, data):
 def byte_token(tokenizer: Tokenizer, byte: int) -> int:
     table = dict(zip(pre_tokenizers_bytes(), range(256), strict=True))
     (name,) = (char for char, value in table.items() if value == byte)
-    return tokenizer._tokenizer.convert_tokens_to_ids(name)
+    return tokenizer._tokenizer.token_to_id(name)
 
 
 def pre_tokenizers_bytes() -> list[str]:
@@ -115,6 +141,45 @@ def pre_tokenizers_bytes() -> list[str]:
     assert sorted(table) == sorted(pre_tokenizers.ByteLevel.alphabet())
     assert splitter.pre_tokenize_str(" ")[0][0] == table[32]
     return table
+
+
+@pytest.mark.parametrize("prompt", ["France is", "France is ", " France", "(", "", "灯台", "one ship\n", "</s>"])
+@pytest.mark.parametrize("answer", ["Paris", " Paris", "灯", ", the lamp", ""])
+def test_the_answer_continues_the_text_of_the_prompt(each, prompt, answer):
+    """As it would if both were one text: with the space before the first word, which decoding leaves out at the beginning."""
+    prompt_ids = each.encode(prompt)
+    ids = each.encode(answer, add_special_tokens=False)
+    assert each.decode(prompt_ids) + stream_all(each, ids, (), prompt_ids)[0] == each.decode(prompt_ids + ids)
+
+
+@pytest.mark.parametrize("name", ["tiny", "sentencepiece"])
+@pytest.mark.parametrize("text", ["Paris", " Paris", "\nParis", "灯 Paris", ""])
+def test_a_text_behind_another_begins_with_no_further_space(request, name, text):
+    tokenizer = request.getfixturevalue(name)
+    assert tokenizer.decode([*tokenizer.encode("France is"), *tokenizer.encode_inside(text)]) == "France is" + text
+
+
+def test_the_first_word_keeps_its_space(sentencepiece):
+    prompt_ids = sentencepiece.encode("France is")
+    ids = sentencepiece.encode("Paris", add_special_tokens=False)
+    assert stream_all(sentencepiece, ids, (), prompt_ids)[0] == " Paris"
+    text, stream = stream_all(sentencepiece, ids, (" Paris",), prompt_ids)
+    assert (text, stream.stop_word) == ("", " Paris")
+
+
+@given(text=st.text(st.sampled_from("aé灯🚢 \n.") | st.characters(codec="utf-8"), max_size=30), data=st.data())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_text_may_be_cut_anywhere(each, text, data):
+    """Also inside of a character: what of it is in the prompt is no text yet, and the answer begins with the whole of it."""
+    ids = each.encode("the lamp is " + text)
+    cut = data.draw(st.integers(0, len(ids)))
+    assert each.decode_complete(ids[:cut])[0] + stream_all(each, ids[cut:], (), ids[:cut])[0] == each.decode(ids)
+
+
+@given(prompt=st.lists(st.integers(0, 331), max_size=40), ids=st.lists(st.integers(0, 331), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_the_answer_continues_any_tokens(tiny, prompt, ids):
+    assert tiny.decode_complete(prompt)[0] + stream_all(tiny, ids, (), prompt)[0] == tiny.decode(prompt + ids)
 
 
 def test_parts_are_certain(tiny):
@@ -177,6 +242,9 @@ def test_empty_stop_word_is_refused(tiny):
 def test_chat_template(tiny, tmp_path):
     messages = [{"role": "user", "content": "When?"}]
     assert tiny.apply_chat_template(messages) == "<|user|>When?<|assistant|>"
+    for bad, name in (({"content": "When?"}, "role"), ({"role": "user", "content": ["When?"]}, "content")):
+        with pytest.raises(RequestError, match=rf"messages\[1\]\.{name} = .*: must be a text"):
+            tiny.apply_chat_template([*messages, bad])
     save_tiny_tokenizer(tmp_path)
     with pytest.raises(RequestError, match="no chat template"):
         Tokenizer(tmp_path).apply_chat_template(messages)

@@ -210,8 +210,8 @@ def test_keys_are_those_before_the_upkeep(model: Path, build_engine: BuildEngine
     """A method may move rows between two steps; only the keys of a step that is measured are copied."""
     decoder = Engine.load(build_engine(model, "flat", *WINDOW, *LIMITS)).decoder
     cache, tap = decoder.cache, SelectionTap(decoder.cache, 1.0, [0])
-    cache.open(0, 24)
-    cache.begin_prefill(0, 24)
+    cache.open(0, 29)
+    cache.begin_prefill(0, 29)
     pool = cache.rows.of_layer(0).pool
     pool.zero_()
     tap.selected(0, torch.ones(1, 6, 16), batch_of(4, 2), Selection(torch.zeros(1, 2, 2, dtype=torch.int32)))

@@ -207,7 +207,7 @@ def test_errors_say_what_to_do(random_model: Path, tmp_path: Path, capsys: pytes
 
 def test_text_must_be_long_enough(random_model: Path) -> None:
     _, tokenizer = load_model(random_model)
-    assert token_ids(tokenizer, TEXT, 50) == tokenizer(TEXT)["input_ids"][:50]
+    assert token_ids(tokenizer, TEXT, 50) == tokenizer.backend.encode(TEXT).ids[:50]
     with pytest.raises(ConfigError, match="pass a longer --text"):
         token_ids(tokenizer, "dusk", 50)
 

@@ -24,6 +24,7 @@ from kvseek.plugins.selection import Selection
 
 GROUP, DIM = 3, 32
 HEADS = KV_HEADS * GROUP
+UPDATE = 8  # keys that enter a region together, at least
 LAYER = 2  # methods may attend densely in the first ones
 
 
@@ -54,6 +55,7 @@ class Region:
             codebooks=chosen.traits(config).codebooks(DIM),
             library=library,
             rows=LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0)),
+            update=UPDATE,
             reuses_prefixes=True,
         )
         self.index: Index = chosen.create(self.context)

@@ -136,17 +136,16 @@ def test_an_adopted_prefix_selects_as_the_slot_that_wrote_it(
 ) -> None:
     """Slot 1 has had another prompt; it shares the first extent of slot 0 and takes in the further keys itself."""
     region = Region(method, settings, library=kernels)
-    index, total = region.index, 1100 + 5 * EVICTED
+    index, total = region.index, 1104 + 5 * EVICTED
     keys, queries = topical(total, 8)
     region.prefill(1, *(part if i == 0 else part.transpose(0, 1) for i, part in enumerate(topical(900, 9))), 0)
-    region.prefill(0, keys[:, :1100], queries[:1100].transpose(0, 1), 5 * EVICTED)
-    state = index.prefix_state(0)
-    for start in range(1100, total, EVICTED):
+    region.prefill(0, keys[:, :1104], queries[:1104].transpose(0, 1), 5 * EVICTED)
+    for start in range(1104, total, EVICTED):
         region.evict(0, keys[:, start : start + EVICTED])
     region.extents.release(1)
     region.extents.reserve(1, total, region.extents.of_slot(0)[:1])
     region.lengths[1] = total
-    index.adopt(1, 1024, state)
+    index.adopt(1, 1024)
     index.append(1, 1024, keys[:, 1024:])
     index.publish(1, 1024, total - 1024)
     written, adopted = (select(index, queries[-3:], [slot] * 3) for slot in (0, 1))
@@ -154,6 +153,27 @@ def test_an_adopted_prefix_selects_as_the_slot_that_wrote_it(
         assert written is adopted, "attends densely"
     else:
         assert torch.equal(written.rows, adopted.rows)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"), [one for one in VARIANTS if get_method(one[0]).traits().prefix_reuse == "entries"]
+)
+def test_a_region_that_grew_selects_as_one_that_was_read_whole(
+    method: str, settings: Settings, kernels: CpuLibrary | None
+) -> None:
+    """From nothing, and from a prompt: entries are a function of the keys, not of when and how they came."""
+    total = 2400
+    keys, queries = topical(total, 8)
+    found = []
+    for prompt in (total, 0, 1120):
+        region = Region(method, settings, slots=1, library=kernels)
+        region.prefill(0, keys[:, :prompt], queries[: max(1, prompt)].transpose(0, 1), total - prompt)
+        for start in range(prompt, total, EVICTED):
+            region.evict(0, keys[:, start : start + EVICTED])
+        found.append(region.step(queries[-3:], [0] * 3))
+    for grown in found[1:]:
+        for heads, others in zip(found[0], grown, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(heads, others, strict=True))
 
 
 @pytest.mark.parametrize(("method", "settings"), VARIANTS)

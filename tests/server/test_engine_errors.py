@@ -19,7 +19,15 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import RandomModel
 from tests.server.soak.calls import OPENAI_ROUTE, ROUTES
 from tests.support.door_processes import Door, doors, engine_process
-from tests.support.failing_engine import FAILING_PROMPT, PROMPT_ERROR, STEP_ERROR
+from tests.support.failing_engine import (
+    DEAD_ERROR,
+    DEAD_PROMPT,
+    FAILING_PROMPT,
+    HANGING_PROMPT,
+    HUNG_SECONDS,
+    PROMPT_ERROR,
+    STEP_ERROR,
+)
 from tests.support.grpc_inputs import grpc_input, inputs_of
 from tests.support.live_server import LiveServer, live_server
 from tests.support.server_streams import Stream, tokens
@@ -29,6 +37,7 @@ from kvseek.builder import build
 from kvseek.core.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
+from kvseek.server.engine.process import STATUS_FAILED
 from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
@@ -280,3 +289,26 @@ def test_a_step_that_fails_ends_its_requests_and_no_later_one(failing: Door) -> 
             assert STEP_ERROR in asked(failing, path, (7, 8), 1500)
             assert STEP_ERROR in first.result(SECONDS)
             assert not asked(failing, path, (7, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [(DEAD_PROMPT, DEAD_ERROR), (HANGING_PROMPT, f"EngineHungError: a step has not ended for {HUNG_SECONDS:g} s")],
+)
+def test_an_engine_that_cannot_go_on_ends_its_process_by_name(
+    prompt: int, error: str, poisoned: Poisoned, tmp_path: Path
+) -> None:
+    """All its requests are told why, and the process that is started in its place serves."""
+    where = (poisoned.directory, tmp_path / "engine.sock", ServeSettings(threads=1))
+    module = "tests.support.failing_engine"
+    with doors(*where) as door, ThreadPoolExecutor() as pool:
+        with engine_process(*where, module) as process:
+            wait_for(lambda: not asked(door, "generate", (5,)), "the door has found the engine")
+            beside = pool.submit(asked, door, "generate_stream", (5, 6), 3000)
+            told = asked(door, "v1", range(5, 5 + prompt))
+            assert error in told
+            assert error in beside.result(SECONDS)
+            assert process.wait(SECONDS) == STATUS_FAILED
+        with engine_process(*where, module):
+            wait_for(lambda: not asked(door, "generate", (5,)), "the door has found the next engine")

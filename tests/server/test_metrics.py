@@ -147,10 +147,9 @@ def test_every_sample_has_the_labels(server: Server) -> None:
 
 def stand_in() -> Any:
     """A service of an engine on a GPU whose method counts hits."""
-    usage = CacheUsage(3, 2, 1, 100, 200, 64, 0.75, ReuseCounts(100, 40, 7), sessions=3, pinned_extents=2)
-    return SimpleNamespace(
-        running=2, waiting=1, cache_usage=usage, config=SimpleNamespace(method="clusterkv", max_batch_size=4)
-    )
+    usage = CacheUsage(3, 2, 1, 100, 200, 64, 0.75, ReuseCounts(100, 40, 7, 5), sessions=3, pinned_extents=2)
+    config = SimpleNamespace(method="clusterkv", max_batch_size=4)
+    return SimpleNamespace(running=2, waiting=1, unsound=6, cache_usage=usage, config=config)
 
 
 def test_extents_on_both_sides() -> None:
@@ -166,6 +165,8 @@ def test_extents_on_both_sides() -> None:
     assert value(found, "prefix_cache_queries_total") == 100
     assert value(found, "prefix_cache_hits_total") == 40
     assert value(found, "prefix_cache_evictions_total") == 7
+    assert value(found, "prefix_cache_discards_total") == 5
+    assert value(found, "unsound_requests_total") == 6
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))

@@ -1,21 +1,27 @@
 """An engine process one of whose functions raises for chosen requests: `python -m tests.support.failing_engine`.
 
-It takes the arguments of kvseek.server.engine.process. A prompt of FAILING_PROMPT tokens fails while it is read. A decode step
-of FAILING_SLOTS requests fails as a whole.
+It takes the arguments of kvseek.server.engine.process. A prompt of FAILING_PROMPT tokens fails while it is read, one of
+HANGING_PROMPT tokens is never read to its end. A decode step of FAILING_SLOTS requests fails as a whole. Once a prompt of
+DEAD_PROMPT tokens is read no call succeeds any more, as after a CUDA error, and the engine cannot be closed.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 from kvseek.core.errors import CapacityError
+from kvseek.engine import service
+from kvseek.engine.cache.cache import Cache
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.engine import Engine
 from kvseek.engine.retrieval import Retrieval
 from kvseek.server.engine import process
 
-FAILING_PROMPT, FAILING_SLOTS = 33, 2
-PROMPT_ERROR, STEP_ERROR = "no memory for a layer", "a kernel has failed"
+FAILING_PROMPT, HANGING_PROMPT, DEAD_PROMPT, FAILING_SLOTS = 33, 34, 35, 2
+PROMPT_ERROR, STEP_ERROR, DEAD_ERROR = "no memory for a layer", "a kernel has failed", "CUDA error: an illegal address"
+HUNG_SECONDS = 2.0
 
 
 def main() -> int:
@@ -25,7 +31,15 @@ def main() -> int:
     def failing_store(self: Retrieval, layer: int, slot: int, keys: Any, values: Any, queries: Any) -> None:
         if keys.shape[1] == FAILING_PROMPT and layer == 1:
             raise CapacityError(PROMPT_ERROR)
+        if keys.shape[1] == HANGING_PROMPT:
+            time.sleep(1e6)
+        if keys.shape[1] == DEAD_PROMPT:
+            Cache.close, Engine.close = dead, lambda self: time.sleep(1e6)  # type: ignore[method-assign]
+            raise RuntimeError(DEAD_ERROR)
         store_layer(self, layer, slot, keys, values, queries)
+
+    def dead(self: Cache, slot: int) -> None:
+        raise RuntimeError(DEAD_ERROR)
 
     def failing_decode(self: Decoder, tokens: Any, slots: Any, greedy: Any) -> Any:
         if len(slots) == FAILING_SLOTS:
@@ -33,6 +47,7 @@ def main() -> int:
         return decode_tokens(self, tokens, slots, greedy)
 
     Retrieval.store_layer, Decoder.decode_tokens = failing_store, failing_decode  # type: ignore[method-assign]
+    service.HUNG_SECONDS, service.LOOK_SECONDS = HUNG_SECONDS, 0.2
     return process.main()
 
 

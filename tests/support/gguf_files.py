@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of tests/support/random_models.py as GGUF files, without a tokenizer."""
+"""Hugging Face checkpoints of tests/support/random_models.py as GGUF files, with or without a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def write_gguf(
     rope_factors: torch.Tensor | None = None,
     encode: Encode | None = None,
     tokens: list[str] | None = None,
+    add: Callable[[Any], None] | None = None,
+    part_tensors: int = 0,
 ) -> Path:
-    """Convert a checkpoint; returns `path`.
+    """Convert a checkpoint; returns `path`, or that of the first part.
 
     Parameters
     ----------
@@ -32,10 +34,14 @@ def write_gguf(
         Gives a matrix's blocks as bytes [rows, bytes of a row] and their GGMLQuantizationType; without it all is float32.
     tokens : list of str, optional
         The vocabulary, from which transformers takes its size.
+    add : callable, optional
+        Adds further metadata, such as a tokenizer, to the GGUFWriter that it is given.
+    part_tensors : int
+        Tensors of a part, of which there are then several; 0: one file.
     """
     import gguf
 
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     config = json.loads((model / "config.json").read_text())
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     _add_metadata(writer, config, head_dim)
@@ -53,8 +59,44 @@ def write_gguf(
             writer.add_tensor(theirs, blocks, raw_dtype=kind)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
+    if add is not None:
+        add(writer)
+    count = len(writer.tensors)
     finish(writer)
-    return path
+    return path if count == 1 else path.with_name(f"{path.stem}-00001-of-{count:05}.gguf")
+
+
+def add_tokenizer(writer: Any, backend: Any, model: str, split: str | None = None, **ids: int) -> None:
+    """Write a tokenizer of the library tokenizers as llama.cpp's convert_hf_to_gguf.py does.
+
+    Parameters
+    ----------
+    model, split : str
+        `tokenizer.ggml.model`, gpt2 or llama, and `tokenizer.ggml.pre`.
+    **ids
+        Special tokens, such as eos=1.
+    """
+    import gguf
+
+    stated, added = json.loads(backend.to_str())["model"], backend.get_added_tokens_decoder()
+    tokens = sorted(backend.get_vocab(), key=backend.get_vocab().get)
+    kinds = [gguf.TokenType.NORMAL] * len(tokens)
+    for number, token in enumerate(tokens):
+        if model == "llama" and token.startswith("<0x"):
+            kinds[number] = gguf.TokenType.BYTE
+        if number in added:
+            kinds[number] = gguf.TokenType.CONTROL if added[number].special else gguf.TokenType.USER_DEFINED
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    if split is not None:
+        writer.add_tokenizer_pre(split)
+    if model == "gpt2":
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in stated["merges"]])
+    else:
+        writer.add_token_scores([-float(number) for number in range(len(tokens))])
+    for name, number in ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
 
 
 def finish(writer: Any) -> None:
@@ -75,7 +117,7 @@ def _add_metadata(writer: Any, config: dict[str, Any], head_dim: int) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_key_length(head_dim)
-    writer.add_eos_token_id(1)
+    writer.add_eos_token_id(config["eos_token_id"])
 
 
 def interleave(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -13,14 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint, Header
-from kvseek.builder.checkpoints.files import (
-    generation_ends,
-    load_tokenizer_directory,
-    metadata_files,
-    naming,
-    read_object,
-)
+from kvseek.builder.checkpoints.files import generation_ends, metadata_files, naming, read_object
 from kvseek.builder.checkpoints.model_config import model_config
+from kvseek.builder.checkpoints.tokenizer import ModelTokenizer, load_tokenizer_directory
 from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
 
@@ -44,7 +39,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
         with naming(path):
             values = hugging_face_values(self._values)
         tokenizer = self.tokenizer()
-        values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        values |= {f"{name}_id": tokenizer.special_id(name) for name in ("bos_token", "eos_token", "pad_token")}
         with naming(path):
             return model_config(values, ends)
 
@@ -80,7 +75,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
         part = self._layout.locate(name)
         return join(self._sharing(part), part)
 
-    def _own_tokenizer(self) -> Any:
+    def _own_tokenizer(self) -> ModelTokenizer:
         return load_tokenizer_directory(self.path, "pass --tokenizer DIR, the model's Hugging Face directory")
 
     @cached_property

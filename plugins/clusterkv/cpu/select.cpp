@@ -22,10 +22,13 @@ struct ClusterkvSelectArguments {
     const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4]; null: clusters are taken whole
     const uint8_t* low;       // the same; null if codes have 2 bits
     const uint16_t* scales;   // [extents, kv_heads, 1024]
+    const int8_t* means;      // [extents, kv_heads, 1024 / block, 2, padded_dim]
+    const float* mean_steps;  // [extents, kv_heads, 1024 / block]
     const float* signs;       // [padded_dim]
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
     int64_t listed;  // rows that the best clusters are taken for
     int64_t clusters_per_extent;
+    int64_t block;      // neighbouring places that share a mean
     int64_t reduction;  // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
     int64_t bfloat16;   // queries and centroids are bfloat16, else float32
     int64_t threads;

@@ -25,17 +25,20 @@ struct RerankArguments {
     const unsigned char* high;  // [extents, kv_heads, 1024, FIELD]
     const unsigned char* low;   // the same; not read if codes have 2 bits
     const __half* scales;       // [extents, kv_heads, 1024]
-    const float* signs;         // [DIM]
-    const int* candidates;      // [tasks, listed] places of the best clusters, as many as the region has at most
-    float* estimates;           // [tasks, listed, QUERY_LANES]
-    float2* normalisers;        // [tasks, blocks, QUERY_LANES] largest exponent, sum of the powers relative to it
-    int* finished;              // [tasks] blocks that are done; zeros between selections
-    int* rows;                  // [batch, kv_heads, top_k] result
+    const signed char* means;   // as in codes::Means
+    const float* mean_steps;
+    const float* signs;     // [DIM]
+    const int* candidates;  // [tasks, listed] places of the best clusters, as many as the region has at most
+    float* estimates;       // [tasks, listed, QUERY_LANES]
+    float2* normalisers;    // [tasks, blocks, QUERY_LANES] largest exponent, sum of the powers relative to it
+    int* finished;          // [tasks] blocks that are done; zeros between selections
+    int* rows;              // [batch, kv_heads, top_k] result
     int kv_heads, max_extents;
     int listed;  // candidates of a region that has as many
     int blocks;  // of a task, at most a warp's threads
     int top_k;
     float exponent;  // softmax scale times log2(e)
+    int block_bits;
 };
 
 using Task = TaskOf<RerankArguments>;
@@ -125,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::reranking::THREA
     float* estimates = a.estimates + listed * QUERY_LANES;
     float2* normalisers = a.normalisers + (static_cast<long long>(task.number) * a.blocks + block) * QUERY_LANES;
     auto row_of = [&](int entry) { return task.row(a, candidates[first + entry]); };
-    Ranking::estimate(a.high, a.low, a.scales, memory.queries, last - first, row_of, a.exponent, memory.normalisers,
-                      estimates + static_cast<long long>(first) * QUERY_LANES, normalisers);
+    Ranking::estimate(a.high, a.low, a.scales, codes::Means(a), memory.queries, last - first, row_of, a.exponent,
+                      memory.normalisers, estimates + static_cast<long long>(first) * QUERY_LANES, normalisers);
     if (!is_last_block(a, task, memory)) return;
     rank(a, task, memory, candidates, estimates, count);
     if (threadIdx.x == 0) a.finished[task.number] = 0;

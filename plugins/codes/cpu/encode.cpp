@@ -12,7 +12,8 @@ namespace kvseek {
 // Mirrored field by field in native.py.
 struct CodesEncodeArguments {
     const void* keys;        // [kv_heads, tokens, dim], contiguous
-    const float* means;      // [kv_heads, dim]
+    int8_t* means;           // [extents, kv_heads, 1024 / block, 2, padded_dim]
+    float* mean_steps;       // [extents, kv_heads, 1024 / block]
     uint8_t* high;           // [extents, kv_heads, 1024, padded_dim / 4]
     uint8_t* low;            // the same; not written if codes have 2 bits
     uint16_t* scales;        // [extents, kv_heads, 1024]
@@ -20,6 +21,7 @@ struct CodesEncodeArguments {
     const float* signs;      // [padded_dim]
     int64_t kv_heads, tokens, dim, padded_dim;
     int64_t first;     // place of the first key
+    int64_t block;     // neighbouring places that share a mean
     int64_t bits;      // of a code: 2 or 4
     int64_t bfloat16;  // keys are bfloat16, else float32
     int64_t threads;
@@ -31,17 +33,18 @@ namespace {
 constexpr int64_t UNIT_KEYS = 1024;
 constexpr int FIELDS = 4;  // channels of a byte
 constexpr float LARGEST_HALF = 65504.0f;
+constexpr float LARGEST_OF_MEAN = 127 * 256 + 127;
 
 // A channel of LANES keys.
 using Keys = Vec;
 
-// Channels of LANES keys less the mean, flipped by the rotation's signs; the last key fills lanes beyond `count`.
+// Channels of LANES keys, flipped by the rotation's signs; the last key fills lanes beyond `count`.
 template <class T>
-void load_keys(const CodesEncodeArguments& a, const T* keys, const float* mean, int count, Keys* x) {
+void load_keys(const CodesEncodeArguments& a, const T* keys, int count, Keys* x) {
     float* lanes = reinterpret_cast<float*>(x);
     for (int lane = 0; lane < LANES; lane++) {
         const T* key = keys + (lane < count ? lane : count - 1) * a.dim;
-        for (int d = 0; d < a.dim; d++) lanes[d * LANES + lane] = (to_float(key[d]) - mean[d]) * a.signs[d];
+        for (int d = 0; d < a.dim; d++) lanes[d * LANES + lane] = to_float(key[d]) * a.signs[d];
     }
     for (int64_t d = a.dim; d < a.padded_dim; d++) x[d] = Vec{};
 }
@@ -94,27 +97,60 @@ void write_keys(const CodesEncodeArguments& a, int64_t head, int64_t first, int 
     }
 }
 
+// Write the mean of keys [count, dim], rotated and rounded, as that of a block. Sums of doubles hardly depend on their
+// order.
 template <class T>
-void encode_unit(const CodesEncodeArguments& a, int64_t head, int64_t first, int64_t last) {
+void write_mean(const CodesEncodeArguments& a, const T* keys, int64_t count, int64_t block) {
+    double sums[MAX_PADDED_DIM] = {};
+    for (int64_t key = 0; key < count; key++)
+        for (int64_t d = 0; d < a.dim; d++) sums[d] += to_float(keys[key * a.dim + d]);
+    float mean[MAX_PADDED_DIM] = {};
+    for (int64_t d = 0; d < a.dim; d++) mean[d] = static_cast<float>(sums[d] / static_cast<double>(count));
+    const int size = static_cast<int>(a.padded_dim);
+    int32_t integers[MAX_PADDED_DIM];
+    rotate(mean, a.signs, size);
+    a.mean_steps[block] = round_vector(mean, size, LARGEST_OF_MEAN, integers);
+    int8_t* to = a.means + block * 2 * size;
+    for (int d = 0; d < size; d++) {  // the second byte is signed: -128 to 127
+        const int32_t first = (integers[d] + 128) >> 8;
+        to[d] = static_cast<int8_t>(first), to[size + d] = static_cast<int8_t>(integers[d] - 256 * first);
+    }
+}
+
+// Encode the keys of places first .. last - 1, which are of one block.
+template <class T>
+void encode_block(const CodesEncodeArguments& a, int64_t head, int64_t first, int64_t last) {
     const int size = static_cast<int>(a.padded_dim), half = 1 << (a.bits - 1);
+    const T* keys = static_cast<const T*>(a.keys) + (head * a.tokens + first - a.first) * a.dim;
+    const int64_t block = row_of(a.extents, a.kv_heads, head, first) / a.block;
+    if (first % a.block == 0) write_mean(a, keys, last - first, block);
+    float mean[MAX_PADDED_DIM];
+    const int8_t* integers = a.means + block * 2 * size;
+    for (int d = 0; d < size; d++)
+        mean[d] = static_cast<float>(256 * integers[d] + integers[size + d]) * a.mean_steps[block];
     Keys x[MAX_PADDED_DIM];
     IntVec codes[MAX_PADDED_DIM];
-    for (int64_t token = first; token < last; token += LANES) {
-        const int count = static_cast<int>(last - token < LANES ? last - token : LANES);
-        const T* keys = static_cast<const T*>(a.keys) + (head * a.tokens + token) * a.dim;
-        load_keys(a, keys, a.means + head * a.dim, count, x);
+    for (int64_t place = first; place < last; place += LANES, keys += LANES * a.dim) {
+        const int count = static_cast<int>(last - place < LANES ? last - place : LANES);
+        load_keys(a, keys, count, x);
         transform(x, size);
+        for (int d = 0; d < size; d++) x[d] -= splat(mean[d]);
         const Vec scales = quantise(x, size, static_cast<float>(a.step), half, codes);
-        write_keys(a, head, a.first + token, count, codes, scales);
+        write_keys(a, head, place, count, codes, scales);
     }
 }
 
 void encode(const CodesEncodeArguments& a) {
-    for_each_chunk(a.threads, a.kv_heads, a.tokens, UNIT_KEYS, [&](int64_t head, int64_t first, int64_t last) {
-        if (a.bfloat16)
-            encode_unit<Bfloat16>(a, head, first, last);
-        else
-            encode_unit<float>(a, head, first, last);
+    const int64_t start = a.first / a.block * a.block, end = a.first + a.tokens;  // units are whole blocks
+    for_each_chunk(a.threads, a.kv_heads, end - start, UNIT_KEYS, [&](int64_t head, int64_t from, int64_t to) {
+        for (int64_t block = start + from; block < start + to; block += a.block) {
+            const int64_t first = block < a.first ? a.first : block;
+            const int64_t last = block + a.block < end ? block + a.block : end;
+            if (a.bfloat16)
+                encode_block<Bfloat16>(a, head, first, last);
+            else
+                encode_block<float>(a, head, first, last);
+        }
     });
 }
 

@@ -12,27 +12,61 @@ namespace {
 constexpr int MAX_QUERIES = 16;  // query heads of a group
 constexpr float QUERY_LARGEST = 127.0f;
 
-// Round the rotated query lane [size]: the largest channel becomes +-127, ties go to even.
+// Round the rotated query lane [size].
 void round_query(const float* lane, int size, RoundedQuery* query) {
-    const float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
-    float largest = 0.0f;
+    int32_t integers[MAX_PADDED_DIM], sum = 0, square = 0;
+    Operand operands[MAX_PADDED_DIM];
+    query->step = round_vector(lane, size, QUERY_LARGEST, integers);
     for (int d = 0; d < size; d++) {
-        const float magnitude = __builtin_fabsf(lane[d]);
-        largest = magnitude > largest ? magnitude : largest;
+        operands[d] = static_cast<Operand>(integers[d]), query->channels[d] = static_cast<int16_t>(integers[d]);
+        sum += integers[d], square += integers[d] * integers[d];
     }
-    const float inverse = largest > 0.0f ? QUERY_LARGEST / largest : 0.0f;
-    Operand integers[MAX_PADDED_DIM];
-    int32_t sum = 0, square = 0;
-    for (int d = 0; d < size; d++) {
-        const float rounded = lane[d] * inverse + rounder - rounder;
-        const int32_t integer =
-            rounded >= -QUERY_LARGEST && rounded <= QUERY_LARGEST ? static_cast<int32_t>(rounded) : 0;
-        integers[d] = static_cast<Operand>(integer);
-        sum += integer, square += integer * integer;
-    }
-    query->sum = sum, query->step = largest / QUERY_LARGEST;
+    query->sum = sum;
     query->length = __builtin_sqrtf(static_cast<float>(square));
-    order_operands(integers, size / FIELDS, query->operands);
+    order_operands(operands, size / FIELDS, query->operands);
+}
+
+// The means that codes leave out: of blocks of `block` neighbouring rows.
+struct Means {
+    const int8_t* integers;  // [extents, kv_heads, 1024 / block, 2, size]: 256 times the first plus the second
+    const float* steps;      // [extents, kv_heads, 1024 / block]
+    int64_t block;
+    int size;
+
+    // <M, query's integers> of the block of a row, times the mean's step.
+    float product(int64_t row, const RoundedQuery& query) const {
+        const int8_t* mean = integers + row / block * 2 * size;
+        int32_t first = 0, second = 0;
+        for (int d = 0; d < size; d++) {
+            first += mean[d] * query.channels[d];
+            second += mean[size + d] * query.channels[d];
+        }
+        return static_cast<float>(256 * first + second) * steps[row / block];
+    }
+
+    // The same times `worth`, of neighbouring rows from `first` on, whose blocks are new ones but for the first.
+    void products(int64_t first, int count, const RoundedQuery& query, float worth, float* to) const {
+        for (int done = 0; done < count;) {
+            const int64_t left = block - (first + done) % block;
+            const int same = static_cast<int>(left < count - done ? left : count - done);
+            const float of_block = product(first + done, query) * worth;
+            for (int i = 0; i < same; i++) to[done + i] = of_block;
+            done += same;
+        }
+    }
+
+    // The same of any rows. Neighbours in the list are often of one block.
+    void products(const int64_t* rows, int count, const RoundedQuery& query, float worth, float* to) const {
+        for (int i = 0; i < count; i++) {
+            const bool again = i > 0 && rows[i] / block == rows[i - 1] / block;
+            to[i] = again ? to[i - 1] : product(rows[i], query) * worth;
+        }
+    }
+};
+
+template <class Arguments>
+inline Means means_of(const Arguments& a) {
+    return {a.means, a.mean_steps, a.block, static_cast<int>(a.padded_dim)};
 }
 
 // Rotate and round the queries [group, dim] of a KV head that rank on their own: each, or their mean as one.
@@ -111,10 +145,14 @@ void plane_sums(const Planes& planes, int row, int count, const RoundedQuery* qu
 }
 
 // Estimates of LANES keys from their sums: `bits` planes' bits, a query's sum of integers, and what half a cell is
-// worth.
-inline Vec scale_sums(const int32_t* sums, Vec scales, int bits, int32_t query_sum, float worth) {
+// worth; `offsets` is the query's product with their means.
+inline Vec scale_sums(const int32_t* sums, Vec scales, int bits, int32_t query_sum, float worth, const float* offsets) {
     const IntVec twice = 2 * load_as<IntVec>(sums) - ((1 << bits) - 1) * query_sum;
-    return __builtin_convertvector(twice, Vec) * scales * worth;
+    Vec centred = __builtin_convertvector(twice, Vec) * scales * worth;
+#if defined(__x86_64__)
+    asm("" : "+x"(centred));  // the reference rounds before it adds: no fused product
+#endif
+    return centred + load(offsets);
 }
 
 // Copy rows of `row` bytes of a plane to where they lie one after another.

@@ -34,10 +34,11 @@ constexpr int OPERANDS = MAX_PADDED_DIM;
 
 // A rotated query, rounded to 8 bits.
 struct RoundedQuery {
-    int32_t sum;                             // of its integers
-    float step;                              // what an integer is worth
-    float length;                            // of the vector of integers
-    alignas(64) Operand operands[OPERANDS];  // its integers, as order_operands lays them out
+    int32_t sum;                                   // of its integers
+    float step;                                    // what an integer is worth
+    float length;                                  // of the vector of integers
+    alignas(64) int16_t channels[MAX_PADDED_DIM];  // its integers
+    alignas(64) Operand operands[OPERANDS];        // the same, as order_operands lays them out
 };
 
 // Planes of codes of keys that lie one after another; without `low`, a code is its 2 highest bits.

@@ -1,7 +1,8 @@
 // What selections share that rank keys by the estimates of their codes: of keys that lie one after another, or of
 // candidates, keys at given places.
 //
-// `Arguments` are a selection's: high, low (null if codes have 2 bits), scales, kv_heads, padded_dim, step. `Task` is
+// `Arguments` are a selection's: high, low (null if codes have 2 bits), scales, means, mean_steps, block, kv_heads,
+// padded_dim, step. `Task` is
 // what a selection keeps of a (request, KV head): head, extents, places [candidate_count], stride, queries [lanes],
 // estimates [lanes, stride].
 #pragma once
@@ -26,18 +27,20 @@ inline int64_t candidate_units(const Task& task) {
     return task.candidate_count > 0 ? (task.candidate_count + ESTIMATE_KEYS - 1) / ESTIMATE_KEYS : 1;
 }
 
-// Estimates by all bits of keys whose sums [lanes, sums_stride] are known; `scales` [count] is readable in whole
-// vectors.
-template <class Arguments, class Task>
-void estimate_keys(const Arguments& a, const Task& task, int lanes, const uint16_t* scales, int count,
+// Estimates by all bits of at most INDEX_EXTENT keys whose sums [lanes, sums_stride] are known: of `rows`, the first of
+// neighbours or a list. `scales` [count] is readable in whole vectors.
+template <class Arguments, class Task, class Rows>
+void estimate_keys(const Arguments& a, const Task& task, int lanes, Rows rows, const uint16_t* scales, int count,
                    const int32_t* sums, int64_t sums_stride, float* estimates) {
     const int bits = bits_of(a);
+    alignas(64) float offsets[INDEX_EXTENT];
     for (int lane = 0; lane < lanes; lane++) {
         const RoundedQuery& query = task.queries[lane];
         const float worth = query.step * static_cast<float>(a.step / 2);
+        means_of(a).products(rows, count, query, query.step, offsets);
         for (int key = 0; key < count; key += LANES) {
             const int32_t* of_lane = sums + lane * sums_stride + key;
-            const Vec values = scale_sums(of_lane, load_half(scales + key), bits, query.sum, worth);
+            const Vec values = scale_sums(of_lane, load_half(scales + key), bits, query.sum, worth, offsets + key);
             store(estimates + lane * task.stride + key, values);
         }
     }
@@ -63,7 +66,8 @@ void estimate_candidates(const Arguments& a, const Task& task, int lanes, int64_
     gather_rows(a.high, row, rows, count, high);
     if (a.low != nullptr) gather_rows(a.low, row, rows, count, low);
     plane_sums({high, a.low == nullptr ? nullptr : low, 0}, row, count, task.queries, lanes, sums, ESTIMATE_KEYS);
-    estimate_keys(a, task, lanes, scales, count, sums, ESTIMATE_KEYS, task.estimates + first);
+    estimate_keys(a, task, lanes, static_cast<const int64_t*>(rows), scales, count, sums, ESTIMATE_KEYS,
+                  task.estimates + first);
 }
 
 }  // namespace

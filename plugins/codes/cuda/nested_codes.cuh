@@ -11,6 +11,32 @@ namespace codes {
 constexpr int FIELDS = 4;            // of a byte
 constexpr int FIELD = DIM / FIELDS;  // channels of a field; also bytes of a key in a plane
 constexpr float LARGEST_HALF = 65504.0f;
+constexpr float LARGEST_OF_MEAN = 127 * 256 + 127;
+constexpr int LEAST_BLOCK = 64;  // neighbouring keys that share a mean at least
+
+// The means that codes leave out. Arguments of kernels have these three fields, too.
+struct Means {
+    const signed char* means;  // [extents, kv_heads, 1024 >> block_bits, 2, DIM]: 256 times the first plus the second
+    const float* mean_steps;   // [extents, kv_heads, 1024 >> block_bits] what an integer is worth
+    int block_bits;
+
+    template <class Arguments>
+    __device__ __forceinline__ explicit Means(const Arguments& a)
+        : means(a.means), mean_steps(a.mean_steps), block_bits(a.block_bits) {}
+    __device__ __forceinline__ const signed char* of_row(unsigned row) const {
+        return means + static_cast<size_t>(row >> block_bits) * (2 * DIM);
+    }
+    __device__ __forceinline__ float step_of_row(unsigned row) const { return mean_steps[row >> block_bits]; }
+
+    // Take the mean of a row's block off a rotated vector that a warp holds.
+    __device__ __forceinline__ void subtract(unsigned row, float (&y)[EACH]) const {
+        const signed char* mean = of_row(row) + threadIdx.x % WARP * EACH;
+        const float step = step_of_row(row);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            y[i] -= __fmul_rn(static_cast<float>(256 * mean[i] + mean[DIM + i]), step);
+    }
+};
 
 // A code of 2 or 4 bits.
 template <int BITS>

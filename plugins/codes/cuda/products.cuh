@@ -65,6 +65,36 @@ struct WordTiles {
     }
 };
 
+// A warp's words of the mean of neighbouring keys' block, and its products with the queries.
+struct MeanWords {
+    static constexpr int EACH_WORDS = (DIM + 4 * WARP - 1) / (4 * WARP);
+    int first[EACH_WORDS], second[EACH_WORDS];
+    float step;
+
+    __device__ __forceinline__ void load(const Means& means, unsigned row) {
+        const int* mean = reinterpret_cast<const int*>(means.of_row(row));
+        step = means.step_of_row(row);
+#pragma unroll
+        for (int i = 0; i < EACH_WORDS; i++) {
+            const int word = threadIdx.x % WARP + i * WARP;
+            first[i] = 4 * word < DIM ? mean[word] : 0;
+            second[i] = 4 * word < DIM ? mean[DIM / 4 + word] : 0;
+        }
+    }
+
+    // <M, integers> of a lane, times the mean's step, in all threads of the warp.
+    template <int LANES>
+    __device__ __forceinline__ float product(const Queries<LANES>& queries, int lane) const {
+        int sum = 0, low = 0;
+#pragma unroll
+        for (int i = 0; i < EACH_WORDS; i++) {
+            const int query = queries.four(lane, 4 * (threadIdx.x % WARP + i * WARP) % DIM);
+            sum = __dp4a(first[i], query, sum), low = __dp4a(second[i], query, low);
+        }
+        return static_cast<float>(__reduce_add_sync(EVERYONE, 256 * sum + low)) * step;
+    }
+};
+
 // The queries' operands of this thread. Of a product a thread ends up with two columns; with up to 4 lanes only the
 // first of them is a lane's. EACH columns of it are lanes', of each of COLUMN_TILES products.
 template <int LANES>

@@ -20,14 +20,14 @@ struct Ranking {
     static constexpr int WARPS = THREADS / WARP;
     static constexpr int LANES_EACH = (LANES + MEMBERS - 1) / MEMBERS;  // lanes whose estimates a member writes
 
-    // Estimate q·k (but for q·mean, which is the same for all keys of a lane) of the block's candidates 0 .. count - 1,
-    // and normalise. `row_of` tells a candidate's row in the planes; `exponent` makes a power of two of an estimate.
-    // partial: shared memory. estimates: [count, LANES] of the block; normalisers: [LANES] of the block.
+    // Estimate q·k of the block's candidates 0 .. count - 1, and normalise. `row_of` tells a candidate's row in the
+    // planes; `exponent` makes a power of two of an estimate. partial: shared memory. estimates: [count, LANES] of the
+    // block; normalisers: [LANES] of the block.
     template <class RowOf>
     __device__ __forceinline__ static void estimate(const unsigned char* high, const unsigned char* low,
-                                                    const __half* scales, const Queries<LANES>& queries, int count,
-                                                    const RowOf& row_of, float exponent,
-                                                    float2 (&partial)[WARPS][LANES], float* estimates,
+                                                    const __half* scales, const Means& means,
+                                                    const Queries<LANES>& queries, int count, const RowOf& row_of,
+                                                    float exponent, float2 (&partial)[WARPS][LANES], float* estimates,
                                                     float2* normalisers) {
         const int member = threadIdx.x % MEMBERS, warp = threadIdx.x / WARP;
         float2 own[LANES_EACH];
@@ -38,11 +38,13 @@ struct Ranking {
             const unsigned row = row_of(entry);
             const float scale = __half2float(scales[row]);
             int sums[LANES];
+            float products[LANES];
             multiply_row<BITS>(high, low, row, queries, sums);
+            multiply_mean(means, row, queries, products);
 #pragma unroll
             for (int lane = 0; lane < LANES; lane++) {
                 if (member != lane % MEMBERS || i >= count) continue;
-                const float found = estimate_of<BITS>(sums[lane], scale, queries, lane);
+                const float found = estimate_of<BITS>(sums[lane], scale, products[lane], queries, lane);
                 estimates[static_cast<size_t>(i) * LANES + lane] = found;
                 if (REDUCTION != MEAN)
                     own[lane / MEMBERS] = merge(own[lane / MEMBERS], make_float2(found * exponent, 1.0f));

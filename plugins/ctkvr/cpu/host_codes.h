@@ -1,6 +1,5 @@
 // First part of a step with codes: the scores of the recalled keys are estimates from nested key codes
-// (plugins/codes/key_codes.py). They leave out the product of query and mean key, which is the same for all keys of a
-// query and so changes no softmax weight.
+// (plugins/codes/key_codes.py).
 #pragma once
 
 #include "../../codes/cpu/estimate.h"
@@ -29,6 +28,7 @@ template <class T>
 void estimate_unit(Job& job, const Task& task, int unit) {
     alignas(64) uint8_t high[SCORE_UNIT * MAX_ROW], low[SCORE_UNIT * MAX_ROW];
     alignas(64) int32_t sums[MAX_HOST_GROUP * SCORE_UNIT];
+    alignas(64) float offsets[SCORE_UNIT];
     RoundedQuery queries[MAX_HOST_GROUP];
     uint16_t scales[SCORE_UNIT];
     int64_t rows[SCORE_UNIT];
@@ -46,9 +46,11 @@ void estimate_unit(Job& job, const Task& task, int unit) {
     for (int q = 0; q < job.group; q++) {
         float* scores = task.scores + q * task.stride + first;
         const float worth = queries[q].step * (a.code_step / 2);
+        means_of(a).products(static_cast<const int64_t*>(rows), count, queries[q], queries[q].step, offsets);
         for (int key = 0; key < count; key += LANES) {
             const int32_t* of_query = sums + q * SCORE_UNIT + key;
-            store(scores + key, scale_sums(of_query, load_half(scales + key), a.bits, queries[q].sum, worth));
+            const Vec of_keys = load_half(scales + key);
+            store(scores + key, scale_sums(of_query, of_keys, a.bits, queries[q].sum, worth, offsets + key));
         }
         soften(scores, count, a.scaling, statistics + q, statistics + job.group + q, nothing);
     }

@@ -23,6 +23,8 @@ struct HostStep {
     const uint8_t* high;            // [extents, kv_heads, 1024, padded_dim / 4] codes of the keys (plugins/codes)
     const uint8_t* low;             // the same, of codes of 4 bits
     const uint16_t* scales;         // [extents, kv_heads, 1024]
+    const int8_t* means;            // [extents, kv_heads, 1024 / block, 2, padded_dim] what codes leave out
+    const float* mean_steps;        // [extents, kv_heads, 1024 / block]
     const float* signs;             // [padded_dim] of the rotation
     int64_t extent_stride;
     int32_t batch, heads, kv_heads, head_dim;
@@ -33,6 +35,7 @@ struct HostStep {
     int32_t threads;  // without a pool
     int32_t bits;     // of a code that keys are ranked by: 2 or 4, and `out` is null; 0: by themselves, without codes
     int32_t padded_dim;
+    int32_t block;  // neighbouring places that share a mean
     float scaling;
     float code_step;  // width of a code's cell
 };

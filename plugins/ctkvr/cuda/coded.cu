@@ -23,10 +23,13 @@ struct CodedStepArguments {
     const unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of the keys
     const unsigned char* low;   // the same, of codes of 4 bits
     const __half* scales;       // [extents, kv_heads, 1024]
-    const float* signs;         // [codes::DIM] of the rotation
+    const signed char* means;   // as in codes::Means
+    const float* mean_steps;
+    const float* signs;  // [codes::DIM] of the rotation
+    int block_bits;
 };
 
-// Estimate q·k, but for q·mean, of the recalled places with ranks first .. first + 15, below `count`, for all heads of
+// Estimate q·k of the recalled places with ranks first .. first + 15, below `count`, for all heads of
 // the group. Of a key, thread `member` keeps the scores of heads member, member + MEMBERS, ...
 __device__ __forceinline__ void estimate_tile(const CodedStepArguments& a, const codes::Queries<GROUP>& queries,
                                               const Task& task, const int* extents, int first, int count) {
@@ -42,13 +45,15 @@ __device__ __forceinline__ void estimate_tile(const CodedStepArguments& a, const
         const unsigned row = head_row * EXTENT_TOKENS + place % EXTENT_TOKENS;
         const float scale = __half2float(a.scales[row]);
         int sums[GROUP];
+        float products[GROUP];
         codes::multiply_row<CTKVR_CODE_BITS>(a.high, a.low, row, queries, sums);
+        codes::multiply_mean(codes::Means(a), row, queries, products);
 #pragma unroll
         for (int i = 0; i < HEADS_EACH; ++i) exponents[round][i] = -INFINITE;
 #pragma unroll
         for (int head = 0; head < GROUP; ++head) {
             if (member != head % MEMBERS || rank >= count) continue;
-            const float score = codes::estimate_of<CTKVR_CODE_BITS>(sums[head], scale, queries, head);
+            const float score = codes::estimate_of<CTKVR_CODE_BITS>(sums[head], scale, products[head], queries, head);
             step.scores[(list + rank) * GROUP + head] = score;
             exponents[round][head / MEMBERS] = score * step.scale;
         }

@@ -15,9 +15,12 @@ struct NestedSelectArguments {
     const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4]
     const uint8_t* low;       // the same
     const uint16_t* scales;   // [extents, kv_heads, 1024]
+    const int8_t* means;      // [extents, kv_heads, 1024 / block, 2, padded_dim]
+    const float* mean_steps;  // [extents, kv_heads, 1024 / block]
     const int32_t* table;     // [slots, max_extents]
     const float* signs;       // [padded_dim]
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
+    int64_t block;       // neighbouring places that share a mean
     int64_t first_bits;  // 2: candidates first; 4: all keys are ranked by all bits
     int64_t reduction;   // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
     int64_t bfloat16;    // queries are bfloat16, else float32
@@ -66,20 +69,29 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.ranks = arena.take<int32_t>(task.stride);
 }
 
-// Scores of an extent's keys: the largest estimate of the 2 highest bits over the queries, each divided by its length.
+// Scores of an extent's keys: the largest estimate of the 2 highest bits over the queries, each less the query's
+// product with the mean of the first block, and divided by the query's length.
 void score_extent(const Job& job, const Task& task, int64_t row, int count, const int32_t* sums, float* scores) {
     const float half_cell = static_cast<float>(job.a.step * (1 << (ALL_BITS - 2)) / 2);
-    float worth[MAX_QUERIES];
+    const Means means = means_of(job.a);
+    const int64_t first_row = row_of(task.extents, job.a.kv_heads, task.head, 0);
+    float worth[MAX_QUERIES], first[MAX_QUERIES];
+    alignas(64) float offsets[MAX_QUERIES][INDEX_EXTENT];
     for (int lane = 0; lane < job.lanes; lane++) {
-        const float length = task.queries[lane].length;
-        worth[lane] = half_cell * (length > 0.0f ? 1.0f / length : 0.0f);
+        const RoundedQuery& query = task.queries[lane];
+        const float inverse = query.length > 0.0f ? 1.0f / query.length : 0.0f;
+        worth[lane] = half_cell * inverse;
+        first[lane] = means.product(first_row, query) * inverse;
+        means.products(row, count, query, inverse, offsets[lane]);
     }
     for (int key = 0; key < count; key += LANES) {
         const Vec scales = load_half(job.a.scales + row + key);
         Vec best = splat(-INFINITE);
         for (int lane = 0; lane < job.lanes; lane++) {
             const int32_t* of_lane = sums + lane * INDEX_EXTENT + key;
-            best = maximum(best, scale_sums(of_lane, scales, 2, task.queries[lane].sum, worth[lane]));
+            const int32_t query_sum = task.queries[lane].sum;
+            const Vec estimates = scale_sums(of_lane, scales, 2, query_sum, worth[lane], offsets[lane] + key);
+            best = maximum(best, estimates - splat(first[lane]));
         }
         store(scores + key, best);
     }
@@ -96,7 +108,7 @@ void scan(const Job& job, const Task& task, int64_t extent) {
     for (int key = 0; key < count; key += 32) __builtin_prefetch(a.scales + row + key);
     plane_sums(planes, job.row, count, task.queries, job.lanes, sums, INDEX_EXTENT);
     if (twice) return score_extent(job, task, row, count, sums, task.scores + first);
-    estimate_keys(a, task, job.lanes, a.scales + row, count, sums, INDEX_EXTENT, task.estimates + first);
+    estimate_keys(a, task, job.lanes, row, a.scales + row, count, sums, INDEX_EXTENT, task.estimates + first);
 }
 
 void collect(const Job& job, const Task& task) {

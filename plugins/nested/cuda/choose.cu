@@ -198,8 +198,8 @@ __device__ __forceinline__ int collect(const SelectArguments& a, const Task& tas
 __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& task, Memory& memory, int count,
                                          const int* places, float* estimates, float2* normalisers) {
     auto row_of = [&](int entry) { return task.row(a, entry < LISTED ? memory.places[entry] : places[entry]); };
-    Ranking::estimate(a.high, a.low, a.scales, memory.queries, count, row_of, a.scaling * LOG2_E, memory.normalisers,
-                      estimates, normalisers);
+    Ranking::estimate(a.high, a.low, a.scales, codes::Means(a), memory.queries, count, row_of, a.scaling * LOG2_E,
+                      memory.normalisers, estimates, normalisers);
 }
 
 // Where entry i of all candidates lies: the blocks' lists one after another.

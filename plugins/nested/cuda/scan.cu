@@ -1,6 +1,7 @@
 // Nested codes, first kernel of a selection: score every key of the region by the 2 highest bits, and count the scores.
 //
-// A key's score is the largest over the lanes (query heads) of s <h, q> / ‖q‖.
+// A key's score is the largest over the lanes (query heads) of (s <h, q> + <m - m0, q>) / ‖q‖, m being the mean of the
+// key's block and m0 that of the first block: without m0 the lane whose product with all keys is large would win.
 #include "plugins/codes/cuda/products.cuh"
 #include "select.cuh"
 
@@ -18,10 +19,13 @@ struct ScanMemory {
     Queries queries;
 };
 
-// What a warp has on its way: the words of UNIT keys, and the scales of those whose scores this thread ends up with.
+// What a warp has on its way: the words of UNIT keys, the scales of this thread's rows of their products, and the mean
+// of their block, if it is another one than that of the unit before.
 struct Unit {
     codes::WordTiles<UNIT_TILES> words;
-    unsigned short scales[PAIRS];
+    unsigned short scales[2 * UNIT_TILES];
+    codes::MeanWords mean;
+    bool new_block;
     unsigned scratch;  // row of the unit's first key in scratch
 
     // The key of a pair of tiles whose score this thread ends up with.
@@ -30,20 +34,25 @@ struct Unit {
         return pair * (2 * codes::TILE) + t / 2 * codes::TILE + t % 2 * 8 + g;
     }
 
-    __device__ __forceinline__ void load(const SelectArguments& a, const Task& task, int number) {
+    __device__ __forceinline__ void load(const SelectArguments& a, const Task& task, int number, bool is_first) {
         const unsigned row = task.row(a, number * UNIT);
         scratch = task.scratch_row(a, number * UNIT);
         words.load(a.high, row);
+        const unsigned short* own_scales =
+            reinterpret_cast<const unsigned short*>(a.scales) + row + threadIdx.x % WARP / 4;
 #pragma unroll
-        for (int pair = 0; pair < PAIRS; pair++)
-            scales[pair] = __ldcs(reinterpret_cast<const unsigned short*>(a.scales) + row + own(pair));
+        for (int k = 0; k < 2 * UNIT_TILES; k++) scales[k] = __ldcs(own_scales + 8 * k);
+        new_block = is_first || (row & ((1u << a.block_bits) - 1)) == 0;
+        if (new_block) mean.load(codes::Means(a), row);
     }
+    __device__ __forceinline__ float scale(int k) const { return __half2float(__ushort_as_half(scales[k])); }
 };
 
 // The queries' columns of this thread, and what a product of each counts.
 struct Columns : codes::Columns<LANES> {
     float factor[COLUMN_TILES][EACH];
-    float bias[COLUMN_TILES][EACH];  // -infinity in columns without a lane
+    float first[COLUMN_TILES][EACH];  // products with the mean of the first block
+    float bias[COLUMN_TILES][EACH];   // what the mean of the block counts; -infinity in columns without a lane
 
     __device__ __forceinline__ explicit Columns(const Queries& queries) : codes::Columns<LANES>(queries) {
 #pragma unroll
@@ -52,13 +61,36 @@ struct Columns : codes::Columns<LANES> {
             for (int i = 0; i < EACH; i++) {
                 const int own = lane(tile, i);
                 factor[tile][i] = own < LANES ? queries.inverses[own] : 0.0f;
-                bias[tile][i] = own < LANES ? 0.0f : -INFINITE;
+                first[tile][i] = 0.0f, bias[tile][i] = -INFINITE;
             }
     }
 
-    // 2 <2h - 3, q> / ‖q‖, the largest over the lanes that this thread has columns of, for rows g and g + 8 of a tile;
-    // then over those of its neighbour: the even thread keeps row g, the odd one row g + 8.
-    __device__ __forceinline__ float products(const codes::Words (&keys)[2]) const {
+    // Take the mean of a block: `into` are the products of this thread's lanes with it.
+    __device__ __forceinline__ void multiply_mean(const codes::MeanWords& mean, const Queries& queries,
+                                                  float (&into)[COLUMN_TILES][EACH]) {
+#pragma unroll
+        for (int every = 0; every < LANES; every++) {
+            const float product = mean.product(queries, every);
+#pragma unroll
+            for (int tile = 0; tile < COLUMN_TILES; tile++)
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+                    if (lane(tile, i) == every) into[tile][i] = product;
+        }
+    }
+    __device__ __forceinline__ void take_mean(const codes::MeanWords& mean, const Queries& queries) {
+        multiply_mean(mean, queries, bias);
+#pragma unroll
+        for (int tile = 0; tile < COLUMN_TILES; tile++)
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (lane(tile, i) < LANES)  // a product counts for a width of a cell
+                    bias[tile][i] = (bias[tile][i] - first[tile][i]) * (factor[tile][i] / codes::Code<4>::STEP);
+    }
+
+    // (2 <2h - 3, q> s + the mean's part) / ‖q‖, the largest over the lanes that this thread has columns of, for rows g
+    // and g + 8 of a tile; then over those of its neighbour: the even thread keeps row g, the odd one row g + 8.
+    __device__ __forceinline__ float products(const codes::Words (&keys)[2], float scale, float later_scale) const {
         float found[COLUMN_TILES][2][EACH];
         multiply(keys, found);
         float best[2] = {-INFINITE, -INFINITE};
@@ -68,16 +100,19 @@ struct Columns : codes::Columns<LANES> {
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int i = 0; i < EACH; i++)
-                    best[half] = fmaxf(best[half], fmaf(found[tile][half][i], factor[tile][i], bias[tile][i]));
+                    best[half] = fmaxf(
+                        best[half],
+                        fmaf(found[tile][half][i], factor[tile][i] * (half == 0 ? scale : later_scale), bias[tile][i]));
         const bool later = threadIdx.x % 2;
         const float kept = later ? best[1] : best[0], given = later ? best[0] : best[1];
         return fmaxf(kept, __shfl_xor_sync(EVERYONE, given, 1));
     }
 
     // The same of this thread's own key of a pair of tiles.
-    __device__ __forceinline__ float own_product(const codes::Words (&first)[2],
-                                                 const codes::Words (&second)[2]) const {
-        const float low = products(first), high = products(second);
+    __device__ __forceinline__ float own_product(const Unit& unit, int pair) const {
+        const int k = 4 * pair;
+        const float low = products(unit.words.keys[2 * pair], unit.scale(k), unit.scale(k + 1));
+        const float high = products(unit.words.keys[2 * pair + 1], unit.scale(k + 2), unit.scale(k + 3));
         const bool later = threadIdx.x % 4 >= 2;
         const float kept = later ? high : low, given = later ? low : high;
         return fmaxf(kept, __shfl_xor_sync(EVERYONE, given, 2));
@@ -103,22 +138,26 @@ extern "C" __global__ void __launch_bounds__(kvseek::nested::SCAN_THREADS)
     const Task task(a);  // requests, table and codes are older than this step's kernels
     const int length = task.idle() ? 0 : task.length();
     const Share units((length + UNIT - 1) / UNIT, a.chunks, blockIdx.x);
-    int number = units.first + static_cast<int>(threadIdx.x) / WARP;
+    Share own(units.last - units.first, SCAN_WARPS, threadIdx.x / WARP);  // neighbours, which share means
+    own.first += units.first, own.last += units.first;
     Unit next;
-    if (number < units.last) next.load(a, task, number);
+    codes::MeanWords first;
+    if (length > 0) first.load(codes::Means(a), task.row(a, 0));
+    if (own.first < own.last) next.load(a, task, own.first, true);
     for (int i = threadIdx.x; i < BINS; i += SCAN_THREADS) memory.histogram[i] = 0;
     await_earlier_kernels();
     allow_later_kernels();
     if (task.idle()) return;
     memory.queries.prepare(task.queries(a), a.signs);
-    const Columns columns(memory.queries);
-    for (; number < units.last; number += SCAN_WARPS) {
+    Columns columns(memory.queries);
+    columns.multiply_mean(first, memory.queries, columns.first);
+    for (int number = own.first; number < own.last; number++) {
         const Unit unit = next;
-        if (number + SCAN_WARPS < units.last) next.load(a, task, number + SCAN_WARPS);
+        if (number + 1 < own.last) next.load(a, task, number + 1, false);
+        if (unit.new_block) columns.take_mean(unit.mean, memory.queries);
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
-            const float product = columns.own_product(unit.words.keys[2 * pair], unit.words.keys[2 * pair + 1]);
-            const unsigned score = ordered_half(product * __half2float(__ushort_as_half(unit.scales[pair])));
+            const unsigned score = ordered_half(columns.own_product(unit, pair));
             if (number * UNIT + Unit::own(pair) < length) {
                 a.scores[unit.scratch + Unit::own(pair)] = static_cast<unsigned short>(score);
                 atomicAdd(&memory.histogram[score >> BIN_SHIFT], 1);

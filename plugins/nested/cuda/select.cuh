@@ -21,20 +21,23 @@ struct SelectArguments {
     const unsigned char* high;  // [extents, kv_heads, 1024, FIELD]
     const unsigned char* low;   // [extents, kv_heads, 1024, FIELD]
     const __half* scales;       // [extents, kv_heads, 1024]
-    const float* signs;         // [DIM]
-    unsigned short* scores;     // [scratch extents, kv_heads, 1024] of each key: larger is better
-    int* totals;                // [tasks, BINS] keys by score; zeros between selections
-    int* places;                // [tasks, blocks, capacity] candidates of a block, ascending
-    float* estimates;           // [tasks, blocks, capacity, LANES] of these candidates
-    unsigned* keys;             // [tasks, blocks * capacity] what they are ranked by
-    int* counts;                // [tasks, blocks] how many they are
-    float2* normalisers;        // [tasks, blocks, LANES] largest exponent, sum of the powers relative to it
-    int* finished;              // [tasks] blocks of the choice that are done; zeros between selections
-    int* rows;                  // [batch, kv_heads, top_k] result
+    const signed char* means;   // as in codes::Means
+    const float* mean_steps;
+    const float* signs;      // [DIM]
+    unsigned short* scores;  // [scratch extents, kv_heads, 1024] of each key: larger is better
+    int* totals;             // [tasks, BINS] keys by score; zeros between selections
+    int* places;             // [tasks, blocks, capacity] candidates of a block, ascending
+    float* estimates;        // [tasks, blocks, capacity, LANES] of these candidates
+    unsigned* keys;          // [tasks, blocks * capacity] what they are ranked by
+    int* counts;             // [tasks, blocks] how many they are
+    float2* normalisers;     // [tasks, blocks, LANES] largest exponent, sum of the powers relative to it
+    int* finished;           // [tasks] blocks of the choice that are done; zeros between selections
+    int* rows;               // [batch, kv_heads, top_k] result
     int kv_heads, max_extents, top_k;
-    int chunks;     // blocks of a task in the scan
-    int blocks;     // blocks of a task in the choice
-    int capacity;   // most candidates of a task
+    int chunks;    // blocks of a task in the scan
+    int blocks;    // blocks of a task in the choice
+    int capacity;  // most candidates of a task
+    int block_bits;
     float scaling;  // softmax scale
 };
 

@@ -15,6 +15,8 @@ struct PrkvSelectArguments {
     const Request* requests;     // [batch]
     const uint8_t* high;         // [extents, kv_heads, 1024, padded_dim / 4]
     const uint16_t* scales;      // [extents, kv_heads, 1024]
+    const int8_t* means;         // [extents, kv_heads, 1024 / block, 2, padded_dim]
+    const float* mean_steps;     // [extents, kv_heads, 1024 / block]
     const int32_t* table;        // [slots, max_extents]
     const float* signs;          // [padded_dim]
     const int32_t* static_rows;  // [slots]
@@ -23,6 +25,7 @@ struct PrkvSelectArguments {
     int64_t* received;           // [slots] queries that `recent` has received, counted up
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
     int64_t page, window_queries;
+    int64_t block;      // neighbouring places that share a mean
     int64_t reduction;  // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
     int64_t bfloat16;   // queries are bfloat16, else float32
     int64_t threads;
@@ -90,7 +93,7 @@ int64_t scanned_extents(const Job& job, const Task& task) {
 void scan(const Job& job, const Task& task, int64_t extent) {
     const PrkvSelectArguments& a = job.a;
     alignas(64) int32_t sums[MAX_QUERIES * INDEX_EXTENT];
-    alignas(64) float exponents[INDEX_EXTENT], scores[INDEX_EXTENT];
+    alignas(64) float exponents[INDEX_EXTENT], scores[INDEX_EXTENT], offsets[INDEX_EXTENT];
     const int64_t start = extent * INDEX_EXTENT, static_rows = task.static_pages * a.page;
     const int64_t first = static_rows > start ? static_rows / WHOLE * WHOLE : start;
     const int64_t end = task.length < start + INDEX_EXTENT ? task.length : start + INDEX_EXTENT;
@@ -102,9 +105,11 @@ void scan(const Job& job, const Task& task, int64_t extent) {
     for (int lane = 0; lane < job.lanes; lane++) {
         const RoundedQuery& query = task.queries[lane];
         const float worth = query.step * static_cast<float>(a.step / 2), scaling = static_cast<float>(a.scaling);
+        means_of(a).products(row, count, query, query.step, offsets);
         for (int key = 0; key < count; key += LANES) {
             const int32_t* of_lane = sums + lane * INDEX_EXTENT + key;
-            const Vec estimates = scale_sums(of_lane, load_half(a.scales + row + key), CODE_BITS, query.sum, worth);
+            const Vec scales = load_half(a.scales + row + key);
+            const Vec estimates = scale_sums(of_lane, scales, CODE_BITS, query.sum, worth, offsets + key);
             store(exponents + key, estimates * scaling);
         }
         for (int key = count; key % LANES != 0; key++) exponents[key] = -INFINITE;

@@ -26,6 +26,7 @@ class Estimates {
     // What a warp has on its way: the codes of UNIT keys, and the scales of this thread's keys.
     struct Unit {
         codes::WordTiles<TILES> words;
+        codes::MeanWords mean;
         unsigned short scales[ROWS];
         unsigned row;  // of the first key in the arrays
         int place;     // of the first key in the region
@@ -33,6 +34,7 @@ class Estimates {
         __device__ __forceinline__ void load(const SelectArguments& a, unsigned first_row, int first_place) {
             row = first_row, place = first_place;
             words.load(a.high, row);
+            mean.load(codes::Means(a), row);
             const unsigned short* own = reinterpret_cast<const unsigned short*>(a.scales) + row + threadIdx.x % 32 / 4;
 #pragma unroll
             for (int k = 0; k < ROWS; ++k) scales[k] = __ldcs(own + 8 * k);
@@ -42,7 +44,9 @@ class Estimates {
 
     Unit held;
     Columns columns;
-    float factor[Columns::COLUMN_TILES][Columns::EACH];  // of a product and a scale, to an exponent
+    const codes::Queries<LANES>* rounded = nullptr;
+    float factor[Columns::COLUMN_TILES][Columns::EACH];       // of a product and a scale, to an exponent
+    float mean_factor[Columns::COLUMN_TILES][Columns::EACH];  // of a product with a mean
     PowerSum sums[Columns::COLUMN_TILES][Columns::EACH];
     int length = 0;  // of the region
     int g = threadIdx.x % 32 / 4;
@@ -61,6 +65,7 @@ class Estimates {
         __shared__ codes::Queries<LANES> queries;
         queries.prepare(task.queries(a), a.signs);
         columns = Columns(queries);
+        rounded = &queries;
         // A product is 2 <2h - 3, q>, of which the estimate is <h - 1.5, q> times the width of a cell: a quarter.
         const float quarter = codes::Code<2>::STEP / 4 * a.scaling * LOG2_E;
 #pragma unroll
@@ -69,6 +74,7 @@ class Estimates {
             for (int i = 0; i < Columns::EACH; ++i) {
                 const int lane = Columns::lane(tile, i);
                 factor[tile][i] = lane < LANES ? queries.steps[lane] * quarter : 0.0f;
+                mean_factor[tile][i] = lane < LANES ? queries.steps[lane] * a.scaling * LOG2_E : 0.0f;
             }
     }
 
@@ -120,6 +126,16 @@ class Estimates {
     // Add this thread's keys of a unit to the pages that they lie in.
     __device__ __forceinline__ void add_unit(const Unit& unit, Pages& pages) const {
         float exponents[Columns::COLUMN_TILES][Columns::EACH][ROWS];
+        float of_mean[Columns::COLUMN_TILES][Columns::EACH] = {};
+#pragma unroll
+        for (int every = 0; every < LANES; ++every) {
+            const float product = unit.mean.product(*rounded, every);
+#pragma unroll
+            for (int tile = 0; tile < Columns::COLUMN_TILES; ++tile)
+#pragma unroll
+                for (int i = 0; i < Columns::EACH; ++i)
+                    if (Columns::lane(tile, i) == every) of_mean[tile][i] = product * mean_factor[tile][i];
+        }
 #pragma unroll
         for (int product = 0; product < TILES; ++product) {
             float found[Columns::COLUMN_TILES][2][Columns::EACH];
@@ -133,7 +149,8 @@ class Estimates {
                 for (int tile = 0; tile < Columns::COLUMN_TILES; ++tile)
 #pragma unroll
                     for (int i = 0; i < Columns::EACH; ++i)
-                        exponents[tile][i][k] = inside ? found[tile][half][i] * scale * factor[tile][i] : -INFINITE;
+                        exponents[tile][i][k] =
+                            inside ? fmaf(found[tile][half][i] * scale, factor[tile][i], of_mean[tile][i]) : -INFINITE;
             }
         }
 #pragma unroll

@@ -15,7 +15,9 @@ struct SelectArguments {
 #ifdef PRKV_CODES
     const unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of 2 bits
     const __half* scales;       // [extents, kv_heads, 1024]
-    const float* signs;         // [codes::DIM]
+    const signed char* means;   // as in codes::Means
+    const float* mean_steps;
+    const float* signs;  // [codes::DIM]
 #else
     const Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
 #endif
@@ -28,7 +30,9 @@ struct SelectArguments {
     int* rows;               // [batch, kv_heads, top_k] result
     int kv_heads, max_extents, top_k, window_queries;
     float scaling;  // softmax scale
-#ifndef PRKV_CODES
+#ifdef PRKV_CODES
+    int block_bits;
+#else
     float near, far;  // (1 ± box_radius) / 2: what q times a box's nearer and farther number counts
 #endif
 };

@@ -33,8 +33,11 @@ struct PublishArguments {
 #endif
     const int* count;  // [1] static rows from now on
 #ifdef PRKV_CODES
-    unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of 2 bits
-    __half* scales;       // [extents, kv_heads, 1024]
+    unsigned char* high;       // [extents, kv_heads, 1024, codes::FIELD] codes of 2 bits
+    __half* scales;            // [extents, kv_heads, 1024]
+    const signed char* means;  // as in codes::Means
+    const float* mean_steps;
+    const float* signs;  // [codes::DIM]
 #else
     Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
 #endif
@@ -44,6 +47,9 @@ struct PublishArguments {
     int* tokens;          // [extents, kv_heads, 1024] retrieval token of each place; null: nobody asks for it
     long long extent_stride;
     int kv_heads, pairs, most_static;
+#ifdef PRKV_CODES
+    int block_bits;
+#endif
 };
 
 constexpr int EACH = 16 / static_cast<int>(sizeof(Number));  // numbers of 16 bytes
@@ -54,20 +60,13 @@ __device__ __forceinline__ void copy_numbers(Number* to, const Number* from, int
 }
 
 #ifdef PRKV_CODES
-// Swap the codes of two rows. No row is in two pairs, and a thread reads what it writes.
-__device__ __forceinline__ void swap_codes(const PublishArguments& a, long long row, long long other) {
-    constexpr int PIECES = codes::FIELD / 4;
-    for (int i = threadIdx.x; i < PIECES; i += blockDim.x) {
-        unsigned* piece = reinterpret_cast<unsigned*>(a.high + row * codes::FIELD) + i;
-        unsigned* others = reinterpret_cast<unsigned*>(a.high + other * codes::FIELD) + i;
-        const unsigned kept = *piece;
-        *piece = *others;
-        *others = kept;
-    }
-    if (threadIdx.x) return;
-    const __half kept = a.scales[row];
-    a.scales[row] = a.scales[other];
-    a.scales[other] = kept;
+// Encode the key of a row that has come to a place, with the mean of the block that it is in now. A warp.
+__device__ __forceinline__ void encode_row(const PublishArguments& a, const Number* key, long long row) {
+    float y[codes::EACH];
+    codes::load_vector(key, y);
+    codes::rotate(y, a.signs);
+    codes::Means(a).subtract(static_cast<unsigned>(row), y);
+    codes::store_codes<2>(y, a.high, nullptr, a.scales, row);
 }
 #endif
 
@@ -123,7 +122,9 @@ extern "C" __global__ void __launch_bounds__(128)
     copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, leaving), a.entered + pair * ROW, ROW);
     copy_numbers(a.pool + row_start(a.table, a.extent_stride, head, entering), a.left + pair * ROW, ROW);
 #ifdef PRKV_CODES
-    swap_codes(a, extent_row(a.table, a.kv_heads, head, leaving), extent_row(a.table, a.kv_heads, head, entering));
+    const int warp = threadIdx.x / WARP;
+    if (warp == 0) encode_row(a, a.entered + pair * ROW, extent_row(a.table, a.kv_heads, head, leaving));
+    if (warp == 1) encode_row(a, a.left + pair * ROW, extent_row(a.table, a.kv_heads, head, entering));
 #else
     const int page = entering / PAGE;  // that of several pairs, perhaps: they all write the same
     copy_numbers(a.boxes + page_entry(a.table, a.kv_heads, head, page) * BOX, a.new_boxes + pair * BOX, BOX);

@@ -14,6 +14,7 @@ from tests.support.gguf_files import finish, write_gguf
 from tests.support.llama_config import LLAMA
 from tests.support.random_models import save_random_model
 
+from kvseek.builder import build
 from kvseek.builder.checkpoints import gguf as gguf_checkpoint
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
@@ -172,6 +173,45 @@ def test_gguf_equals_the_hugging_face_checkpoint(
     assert found.unused(set(tensors) - {"model.norm.weight"}) == {"output_norm.weight"}
 
 
+def test_gguf_files_of_several_parts(tmp_path: Path) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    whole = open_checkpoint(write_gguf(tmp_path / "whole.gguf", model, "llama"))
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", part_tensors=12)
+    assert path.name == "m-00001-of-00003.gguf"
+    found = open_checkpoint(path)
+    assert found.config == whole.config
+    assert [file.name for file in found.files] == [f"m-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    tensors = load_file(model / "model.safetensors")
+    assert found.unused(set(tensors)) == set()
+    assert all(torch.equal(found.tensor(name), whole.tensor(name)) for name in tensors)
+    assert {found.header(name).place.partition(":")[0] for name in tensors} == set(map(str, found.files))
+    arguments = ["--model", str(path), "--tokenizer", str(model), "--output_dir", str(tmp_path / "engine"), "--quiet"]
+    assert build.main([*arguments, "--method", "full", "--kernels", "reference"]) == 0, (
+        "compared with transformers, too"
+    )
+
+
+def test_gguf_parts_that_are_refused(tmp_path: Path) -> None:
+    model = save_random_model(tmp_path / "model", "llama")
+    first = write_gguf(tmp_path / "m.gguf", model, "llama", part_tensors=12)
+    second, third = (first.with_name(f"m-0000{part}-of-00003.gguf") for part in (2, 3))
+
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            _ = open_checkpoint(path).unused(set())
+
+    refused(second, r"split\.no = 1: must be 0, that of the first part; download all parts .* and pass the first")
+    refused(first.rename(tmp_path / "renamed.gguf"), r"split\.count = 3: must be 1, or the number in a name such as")
+    (tmp_path / "renamed.gguf").rename(first)
+    content = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    refused(first, r"00003-of-00003\.gguf: split\.no and split\.count = \[1, 3\]: must be \[2, 3\]")
+    third.write_bytes(content[:100])
+    refused(first, r"cannot read .*00003-of-00003\.gguf: .*cut short")
+    third.unlink()
+    refused(first, r"00003-of-00003\.gguf is missing, one of the 3 parts of the model")
+
+
 def test_gguf_with_llama3_rope_factors(tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model", "llama")
     scaled = model_config(LLAMA | {"head_dim": 32, "rope_scaling": {"type": "llama3", **LLAMA3}})
@@ -207,7 +247,7 @@ def test_refused_gguf_files(tmp_path: Path) -> None:
 
 def test_gguf_tokenizers_of_unknown_kind_are_refused(tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model", "llama")
-    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.model = None: must be 'gpt2'"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.model = None: must be one of 'gpt2', 'llama'"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", model, "llama")).tokenizer()
 
 
@@ -227,11 +267,12 @@ def test_smollm2_equals_what_transformers_reads(smollm2_gguf: Path) -> None:
 @pytest.mark.slow
 def test_smollm2_splits_words_as_it_was_trained(smollm2_gguf: Path) -> None:
     tokenizer = open_checkpoint(smollm2_gguf).tokenizer()
-    assert tokenizer.tokenize("a  1931") == ["a", "ĠĠ", "1", "9", "3", "1"], "digits are words of their own"
-    assert tokenizer.tokenize("It's 5") == ["It", "'s", "Ġ", "5"]
+    backend = tokenizer.backend
+    assert backend.encode("a  1931").tokens == ["a", "ĠĠ", "1", "9", "3", "1"], "digits are words of their own"
+    assert backend.encode("It's 5").tokens == ["It", "'s", "Ġ", "5"]
     text = "Log of 3 May:  wind 12 knots\n\n\tfog – ünïcode 🙂"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
+    assert backend.decode(backend.encode(text).ids) == text
+    assert backend.token_to_id("<|im_end|>") == tokenizer.special_id("eos_token") == 2
 
 
 def test_weight_reader(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from tests.support.llama_config import LLAMA
 from tests.support.random_models import save_random_model, save_tokenizer
 
 from kvseek.builder import build
-from kvseek.builder.checkpoints.files import load_tokenizer_directory
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.tokenizer import load_tokenizer_directory
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 

@@ -108,37 +108,35 @@ def decode(run: CacheRun, prompt: int, steps: int, limit: int | None = None) -> 
 def test_evictions_start_ahead_of_time(local: int, update: int, ahead: int) -> None:
     run = CacheRun(make_config(2, local, update))
     assert run.cache.evict_ahead == ahead
-    steps = max(0, update - ahead - 1)  # the ring holds local tokens after the prompt
-    decode(run, 1500, steps, limit=3000)
+    length = 1024 // update * update
+    steps = max(0, update - ahead - 1)  # the ring holds local + 1 tokens after the prompt
+    decode(run, 2 + length + local + 1, max(0, steps - 1), limit=3000)
+    assert run.cache.lengths[0] == length
     assert not run.indexes[0].appended
     run.step()
     assert run.indexes[0].appended[0].shape[1] == update, "the next eviction is taken in"
-    assert run.cache.lengths[0] == 1500 - 2 - local, "but not visible"
-    for _ in range(update - steps - 1):
+    assert run.cache.lengths[0] == length, "but not visible"
+    for _ in range(update - max(1, steps) - 1):
         run.step()
-    assert run.cache.lengths[0] == 1500 - 2 - local, "the ring is full"
+    assert run.cache.lengths[0] == length, "the ring is full"
     run.step()
-    assert run.cache.lengths[0] == 1500 - 2 - local + update
+    assert run.cache.lengths[0] == length + update
     run.check_contents()
 
 
 def test_evictions_cross_extent_borders() -> None:
-    run = CacheRun(make_config(0, 20, 16))
-    decode(run, EXTENT_TOKENS + 20 - 5, 40)  # 1,019 retrieval tokens: the first eviction goes to two extents
-    assert run.cache.lengths[0] == EXTENT_TOKENS - 5 + 2 * 16
+    run = CacheRun(make_config(0, 20, 15))
+    decode(run, EXTENT_TOKENS + 20, 40)  # 1,020 retrieval tokens: the first eviction goes to two extents
+    assert run.cache.lengths[0] == 1020 + 2 * 15
     run.check_contents()
 
 
 def test_a_request_that_ends_before_its_eviction_needs_no_extent_for_it() -> None:
     run = CacheRun(make_config(4, 40, 32))
-    prompt = 4 + 40 + EXTENT_TOKENS  # the first extent is full
+    prompt = 4 + 40 + EXTENT_TOKENS + 1  # the first extent is full
     decode(run, prompt, 31, limit=prompt + 31)
-    assert run.cache.extents.room(0) > EXTENT_TOKENS, "31 more tokens would be evicted one day"
-    run = CacheRun(make_config(4, 40, 32))
-    decode(run, prompt, 31, limit=prompt)
     assert run.cache.extents.room(0) == EXTENT_TOKENS
     assert not run.indexes[0].appended
-    run.step()
     with pytest.raises(CapacityError, match="slot 0 with 1100 tokens needs room for 1056 retrieval tokens, 1024 are"):
         run.cache.begin_step([0], run.indexes)
 
@@ -159,7 +157,7 @@ def test_evictions_that_memory_does_not_suffice_for_follow_when_due(monkeypatch:
     monkeypatch.setattr(run.cache, "end_step", end_step_without_memory)
     decode(run, 1500, 70)
     assert failed
-    assert run.cache.lengths[0] == 1500 - 2 - 40 + 2 * 33
+    assert run.cache.lengths[0] == (1570 - 1 - 2 - 40) // 33 * 33
     run.check_contents()
 
 

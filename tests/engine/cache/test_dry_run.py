@@ -128,17 +128,19 @@ def test_the_documented_figures() -> None:
     assert both[1].extent - both[0].extent == scratch, "of an extent, if no slots share one"
     assert both[0].fixed - both[1].fixed == scratch * extents_for(config.max_seq_len) * config.max_batch_size
     two_bits, four_bits = 128 // 4 + 2, 128 // 2 + 2  # codes of a key, and a scale
-    assert needs("ctkvr").extent == heads * layers * 1024 * (four_bits + frame)
+    means = 4 * 2 * 128  # of blocks of 256 keys; their steps, 16 bytes, are less than allocations are rounded to
+    assert needs("ctkvr").extent == heads * layers * (1024 * (four_bits + frame) + means)
     assert needs("ctkvr", **BY_KEYS).extent == 0, "host cores attend to rows in host memory: no copies either"
     pages, scratch = 1024 // 8, heads * 1024 // 8 * 4 * 4
     token = 4  # of a place: its number
-    assert needs("prkv").extent == heads * layers * (1024 * (two_bits + frame + token) + pages * 4) + scratch
+    assert needs("prkv").extent == heads * layers * (1024 * (two_bits + frame + token) + means + pages * 4) + scratch
     boxes = pages * (2 * 128 * 2 + 4)
     assert needs("prkv", **BOXES).extent == heads * layers * (boxes + 1024 * (frame + token)) + scratch
     clusters = 32  # of 40 keys, a multiple of 16
     whole = 4 * 1024 + clusters * (2 * 128 + 2 * 4)
     assert needs("clusterkv", **OLD_DEFAULTS).extent == heads * (layers - 2) * (whole + 1024 * frame)
     coded = whole + clusters * 4 + 1024 * two_bits
+    coded += 1024 // 64 * 2 * 128 + 64  # its evictions are of 320 tokens: blocks of 64
     assert needs("clusterkv").extent == heads * (layers - 2) * (coded + 1024 * frame)
     centroids, lists = 2048 * (32 * (2 * 128 + 4)), heads * 2048 * 1280 * 4
     slot = layers * (centroids + 32 * 128 * 4 + lists)

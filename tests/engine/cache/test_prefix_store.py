@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import resource
 import shutil
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from tests.engine.cache.test_prefix_disk import ORIGIN, SHAPE, DiskMachine, name
 
 from kvseek.cli import main as cli
 from kvseek.core.errors import ConfigError
-from kvseek.engine.cache import prefix_folder, prefix_store
+from kvseek.engine.cache import prefix_file, prefix_folder, prefix_store
 from kvseek.engine.cache.prefix_file import FORMAT, HEADER_BYTES
 from kvseek.engine.cache.prefix_folder import BusyFolderError, open_folder
 from kvseek.engine.cache.prefix_store import PrefixStore
@@ -318,3 +320,77 @@ def test_the_command_lists_and_drops(run: Run, capsys: pytest.CaptureFixture[str
     (run.folder / "notes.txt").unlink()
     assert cli.main(["cache", "list", "--disk_dir", str(run.directory / "no")]) == 1
     assert "is no directory" in capsys.readouterr().err
+
+
+FULL, FAULTY, READ_ONLY = (OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EIO, errno.EROFS))
+
+
+class FailingDisk:
+    """Files whose writes and reads fail as the system would say; `after` so many calls of a piece of work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: OSError, after: int) -> None:
+        self._error, self._left, pieces = error, after, prefix_file.pieces
+
+        def failing(*arguments: Any) -> Iterator[memoryview]:
+            for piece in pieces(*arguments):
+                self._left -= 1
+                if self._left < 0:
+                    raise self._error
+                yield piece
+
+        monkeypatch.setattr(prefix_file, "PIECE_BYTES", 4096)  # so that it may fail in the middle of a file
+        monkeypatch.setattr(prefix_file, "pieces", failing)
+
+    def mend(self) -> None:
+        self._left = sys.maxsize
+
+
+@pytest.mark.parametrize("after", [0, 9, 30])
+@pytest.mark.parametrize("error", [FULL, FAULTY, READ_ONLY], ids=["full", "faulty", "read-only"])
+def test_a_disk_that_refuses_files_costs_files_alone(
+    error: OSError, after: int, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None is left half-written, requests find what is in memory, and the next that ends writes what is missing."""
+    disk = FailingDisk(monkeypatch, error, after)
+    assert run.ask([1] * 2300) == 0
+    assert run.store.counts.dropped["error"] > 0
+    assert error.strerror in caplog.text
+    assert not list(run.folder.glob("*.new"))
+    assert run.ask([1] * 2300) == 2299
+    disk.mend()
+    assert run.ask([1] * 2300) == 2299
+    assert len(run.files()) == 3
+    run.restart()
+    assert run.ask([1] * 2300) == 2299
+
+
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("how", ["faulty", "cut", "flipped", "emptied", "replaced", "gone"])
+def test_a_file_that_cannot_be_read_while_serving_is_named_and_its_prompt_read(
+    how: str, after: int, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of three: what lies before it may be used, what lies behind it may not."""
+    run.ask([1] * 2300)
+    run.forget_memory()
+    name = name_of(None, [1] * 2052)
+    path = run.folder / name
+    contents = bytearray(path.read_bytes())
+    contents[-1 - after] ^= 4
+    if how == "faulty":
+        per_file = -(-SHAPE.data_bytes(1028, first=True) // 4096)
+        disk = FailingDisk(monkeypatch, FAULTY, per_file + after)
+    elif how == "gone":
+        path.unlink()
+    elif how == "replaced":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes({"cut": contents[: -1 - after], "flipped": contents, "emptied": b""}[how])
+    run.damaged.add(name)
+    assert run.ask([1] * 2300) == 1028
+    assert str(path) in caplog.text
+    assert run.ask([1] * 2300) == 2299, "memory has it now"
+    if how == "faulty":
+        disk.mend()
+    if how == "replaced":
+        path.rmdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
+from tests.engine.number_faults import broken_activations
 from tests.engine.parallel.test_ranks import loaded
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_to_end
@@ -60,7 +61,7 @@ def ask(engine: Engine, request: Request) -> tuple[list[int], int, int]:
 
 
 def conversation(engine: Engine) -> list[object]:
-    """Requests one after the other: prompts that begin alike in every way, evictions, and the end of a session."""
+    """Requests one after the other: prompts that begin alike in every way, evictions, one that fails, the end of a session."""
     session, found = Session("one", retention_priority=90), list[object]()
     for prompt, more, salt, kept in (
         (DOCUMENT, 12, None, session),
@@ -75,6 +76,9 @@ def conversation(engine: Engine) -> list[object]:
         (DOCUMENT + (5,) * 41, 12, None, session),
     ):
         found.append(ask(engine, Request(prompt, more, cache_salt=salt, session=kept)))
+    with broken_activations(engine, 8):  # in the last token alone, so that every rank has a part in the rest
+        found.append(ask(engine, Request(DOCUMENT + (5,) * 30 + (8,), 12)))
+    found += [engine.unsound, ask(engine, Request(DOCUMENT + (5,) * 40, 12))]
     given_up = engine.submit(Request(DOCUMENT[:1200] + (8,) * 1200, 500))
     while not any(output.token_id is not None for output in engine.step()):
         pass  # a prompt that is given up earlier leaves what has been read of it, which depends on time
@@ -93,6 +97,7 @@ def test_two_ranks_reuse_what_one_reuses(method: str, build: Build) -> None:
             counts = engine.cache_usage.reuse
             assert counts.reused_tokens > 4000
             assert counts.evicted_extents > 0
+            assert counts.discarded_extents > 0
     assert found[0] == found[1]
 
 

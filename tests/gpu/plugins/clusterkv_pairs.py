@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from tests.gpu.plugins import gpu_context
+from tests.plugins.codes import stores
 from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
@@ -33,8 +34,7 @@ def copy_clusters(found: CudaIndex, expected: ReferenceIndex) -> None:
     for name in ("centroids", "sizes", "starts", "places", "clusters", "spreads"):
         getattr(found.reference, name).copy_(getattr(expected, name))
     if expected.codes is not None and found.reference.codes is not None:
-        for name in ("high", "low", "scales", "means"):
-            getattr(found.reference.codes, name).copy_(getattr(expected.codes, name))
+        stores.copy(expected.codes, found.reference.codes)
     found.reference.counts[:] = expected.counts
     found.reference.prompt_tokens[:] = expected.prompt_tokens
 
@@ -44,8 +44,7 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
     arrays.centroids.fill_(float("nan"))
     arrays.spreads.fill_(float("nan"))
     if arrays.codes is not None:
-        arrays.codes.high.fill_(255)
-        arrays.codes.scales.fill_(float("nan"))
+        stores.poison(arrays.codes)
     for array in (arrays.sizes, arrays.starts, arrays.places):
         array.fill_(-7)
     if isinstance(index, CudaIndex):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from tests.gpu.plugins.attention.random_cache import RandomCache
+from tests.plugins.codes import stores
 from tests.plugins.index_cases import KV_HEADS, context_of, select_rows
 from torch import Tensor
 
@@ -62,10 +63,7 @@ def make_index(
     index.reference.lists.fill_(1 << 30)
     index.workspace.recalled.fill_(-7)
     if index.codes is not None:
-        index.codes.high.fill_(255)
-        index.codes.low.fill_(255)
-        index.codes.scales.fill_(float("nan"))
-        index.codes.means.fill_(float("nan"))
+        stores.poison(index.codes)
     return index
 
 

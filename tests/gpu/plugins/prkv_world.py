@@ -13,7 +13,7 @@ from torch import Tensor
 from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
 from kvseek.plugins.attention.hot_rows import HotRows, empty_frames
 from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.codes.key_codes import encode, leading_bits
+from kvseek.plugins.codes.key_codes import KeyCodes, encode, leading_bits
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.prkv.config import Config
@@ -241,8 +241,9 @@ def check_summaries(world: World, slot: int, n: int) -> None:
     keys, page = world.places(slot)[:, :n, 0], world.config.page
     if isinstance(world.arrays.summaries, Codes):
         store = world.arrays.summaries.store
-        centred = keys.to(world.device).float() - store.means[slot, :, None]
-        want, have = encode(rotate(centred, store.signs), CODE_BITS), store.read(slot, n)
+        have = store.read(slot, n)
+        centred = rotate(keys.to(world.device), store.signs) - store.mean_of(slot, torch.arange(n))
+        want = KeyCodes(*encode(centred, CODE_BITS), have.means, have.mean_steps)
         apart = (leading_bits(want, CODE_BITS).int() - leading_bits(have, CODE_BITS).int()).abs()
         assert apart.max() <= 1, "channels at the border of two cells alone differ"
         assert apart.sum() <= 1e-4 * apart.numel() + 2

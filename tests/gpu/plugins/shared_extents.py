@@ -42,7 +42,7 @@ def check_shared_extents(
     index.build(0, keys, keys)
     for slot, own in ((1, others), (2, others[:, :0])):  # the last slot has nothing but what it shares
         table.reserve(slot, lengths[slot], table.of_slot(0)[:2])
-        index.adopt(slot, 2048, index.prefix_state(0))
+        index.adopt(slot, 2048)
         index.append(slot, 2048, own)
         index.publish(slot, 2048, own.shape[1])
     slots = [0, 1, 0, 2]

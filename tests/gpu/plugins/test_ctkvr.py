@@ -187,7 +187,7 @@ def test_codes_are_those_of_the_reference() -> None:
             index.append(slot, length - 10, keys_of(cache, slot, length)[:, length - 10 :])
             assert index.codes is not None
             reference = CodeStore(replace(index.context, cuda=None), index.codes.signs)
-            reference.build(slot, keys_of(cache, slot, length - 10))
+            reference.append(slot, 0, keys_of(cache, slot, length - 10))
             reference.append(slot, length - 10, keys_of(cache, slot, length)[:, length - 10 :])
             want, found = (leading_bits(store.read(slot, length), 4).int() for store in (reference, index.codes))
             assert ((want - found).abs() > 0).float().mean() <= 1e-3

@@ -19,6 +19,7 @@ from tests.gpu.plugins.prkv_world import (
     random_rows,
     token_numbers,
 )
+from tests.plugins.codes import stores
 from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
@@ -36,8 +37,7 @@ def copy_summaries(source: World, target: World) -> None:
     if isinstance(summaries, Boxes) and isinstance(others, Boxes):
         others.boxes.copy_(summaries.boxes)
     elif isinstance(summaries, Codes) and isinstance(others, Codes):
-        for name in ("high", "scales", "means"):
-            getattr(others.store, name).copy_(getattr(summaries.store, name))
+        stores.copy(summaries.store, others.store)
 
 
 @pytest.mark.parametrize("page_score", PAGE_SCORES)

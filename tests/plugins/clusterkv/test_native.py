@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plugins.codes import stores
 from tests.plugins.index_cases import (
     KV_HEADS,
     check_batch_order_and_threads,
@@ -41,7 +42,6 @@ POISON: dict[str, float] = {
     "spreads": float("nan"),
     "places": -(10**9),
 }
-CODE_POISON = {"high": 255, "low": 255, "scales": float("nan")}
 SPREAD = 3.0
 
 
@@ -53,9 +53,8 @@ def make_context(
 
 
 def arrays(index: ReferenceIndex) -> dict[str, Tensor]:
-    """What a selection reads, all of it poisoned or written."""
-    found = {name: getattr(index, name) for name in (*POISON, "clusters")}
-    return found | ({name: getattr(index.codes, name) for name in CODE_POISON} if index.codes else {})
+    """What a selection reads beside codes, all of it poisoned or written."""
+    return {name: getattr(index, name) for name in (*POISON, "clusters")}
 
 
 def make_pair(
@@ -65,13 +64,16 @@ def make_pair(
     lengths = [part.shape[1] for part in keys]
     expected = ReferenceIndex(make_context(None, config, group, dim, lengths, keys[0].dtype))
     found = NativeIndex(make_context(library, config, group, dim, lengths, keys[0].dtype))
-    for name, value in (POISON | CODE_POISON).items():
-        if name in arrays(expected):
-            arrays(expected)[name].fill_(value)
+    for name, value in POISON.items():
+        arrays(expected)[name].fill_(value)
+    if expected.codes:
+        stores.poison(expected.codes)
     for slot, part in enumerate(keys):
         expected.build(slot, part, part)
     for name, array in arrays(found).items():
         array.copy_(arrays(expected)[name])
+    if expected.codes and found.codes:
+        stores.copy(expected.codes, found.codes)
     return expected, found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.plugins.clusterkv.settings import CENTROIDS, OLD_DEFAULTS, PAPER
+from tests.plugins.codes import stores
 from tests.plugins.index_cases import (
     KV_HEADS,
     context_of,
@@ -219,7 +220,7 @@ def test_bytes_per_token_are_those_of_the_arrays() -> None:
     index = built(Config(), random_keys(10, DIM))
     assert index.codes is not None
     arrays = (index.centroids, index.sizes, index.starts, index.places, index.spreads)
-    arrays += (index.codes.high, index.codes.low, index.codes.scales)
+    arrays += tuple(getattr(index.codes, name) for name in stores.ARRAYS)
     held = sum(array.nbytes for array in arrays) / (index.context.extents.capacity * EXTENT_TOKENS)
     assert index.bytes_per_token == held
 

@@ -14,27 +14,35 @@ from tests.plugins.index_cases import random_keys
 from torch import Tensor
 
 from kvseek.plugins.codes.key_codes import (
-    QUERY_LARGEST,
+    LARGEST,
+    LARGEST_OF_MEAN,
     STEPS,
     KeyCodes,
     encode,
     estimate_all,
     estimate_at,
     leading_bits,
+    mean_integers,
     pack_plane,
     round_lanes,
+    round_means,
     unpack_plane,
 )
 from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
 
 
+def rotate_by_hand(vector: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    padded = np.zeros(len(signs))
+    padded[: len(vector)] = vector
+    rotated: np.ndarray = scipy.linalg.hadamard(len(signs)) @ (signs * padded) / math.sqrt(len(signs))
+    return rotated
+
+
 def encode_by_hand(key: np.ndarray, mean: np.ndarray, signs: np.ndarray, bits: int) -> tuple[list[int], float]:
-    """Codes and scale of one key in float64 (docs/nested_codes.md)."""
+    """Codes and scale of one key in float64 (docs/nested_codes.md); `mean` is rotated and rounded already."""
     step, cells = STEPS[bits], 2**bits
     size = len(signs)
-    padded = np.zeros(size)
-    padded[: len(key)] = key - mean
-    rotated = scipy.linalg.hadamard(size) @ (signs * padded) / math.sqrt(size)
+    rotated = rotate_by_hand(key, signs) - mean
     u = rotated * math.sqrt(size) / np.linalg.norm(rotated)
     codes = [min(cells - 1, max(0, math.floor(channel / step) + cells // 2)) for channel in u]
     values = np.array([step * (code - (cells - 1) / 2) for code in codes])
@@ -42,9 +50,11 @@ def encode_by_hand(key: np.ndarray, mean: np.ndarray, signs: np.ndarray, bits: i
 
 
 def codes_of(keys: Tensor, bits: int = 4) -> KeyCodes:
-    """Codes of keys [G, n, D] with their own mean."""
-    centred = keys - keys.mean(dim=1, keepdim=True)
-    return encode(rotate(centred, rotation_signs(0, padded_dim(keys.shape[2]))), bits)
+    """Codes of keys [G, n, D] of one block."""
+    signs = rotation_signs(0, padded_dim(keys.shape[2]))
+    means, steps = round_means(rotate(keys.double().mean(dim=1), signs))
+    means, steps = means[:, None].expand(-1, keys.shape[1], -1, -1), steps[:, None].expand(-1, keys.shape[1])
+    return KeyCodes(*encode(rotate(keys, signs) - mean_integers(means) * steps[..., None], bits), means, steps)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -57,7 +67,9 @@ def test_codes_equal_the_definition(head_dim: int, bits: int) -> None:
     assert codes.low.shape == (codes.high.shape if bits == 4 else (2, 20, 0))
     found = leading_bits(codes, bits)
     for head in range(2):
-        mean = keys[head].double().mean(dim=0).numpy()
+        mean = rotate_by_hand(keys[head].double().mean(dim=0).numpy(), signs.double().numpy())
+        step = np.abs(mean).max() / LARGEST_OF_MEAN
+        mean = np.round(mean / step) * step
         for place in range(20):
             expected, scale = encode_by_hand(keys[head, place].double().numpy(), mean, signs.double().numpy(), bits)
             assert found[head, place].tolist() == expected
@@ -83,12 +95,12 @@ def test_fewer_bits_are_the_leading_bits_of_more() -> None:
 def test_zero_keys_weigh_nothing() -> None:
     rotated = torch.zeros(2, 3, 16)
     rotated[:, 1] = 1
-    assert encode(rotated).scales.gt(0).tolist() == [[False, True, False]] * 2
+    assert encode(rotated)[2].gt(0).tolist() == [[False, True, False]] * 2
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e15, 1e30])
 def test_scales_stay_finite(scale: float) -> None:
-    scales = encode(rotate(random_keys(50, 64) * scale, rotation_signs(0, 64))).scales
+    scales = encode(rotate(random_keys(50, 64) * scale, rotation_signs(0, 64)))[2]
     assert scales.isfinite().all()
     assert scales.ge(0).all()
 
@@ -98,7 +110,7 @@ def test_rounded_queries_keep_their_value_and_largest_channel() -> None:
     lanes[1, 1] = 0
     rounded = round_lanes(lanes)
     largest = rounded.integers.abs().amax(dim=-1)
-    assert largest.eq(torch.tensor([[QUERY_LARGEST] * 3, [QUERY_LARGEST, 0, QUERY_LARGEST]])).all()
+    assert largest.eq(torch.tensor([[LARGEST] * 3, [LARGEST, 0, LARGEST]])).all()
     assert ((rounded.integers * rounded.steps - lanes).abs() <= rounded.steps * 0.501).all()
     lengths = rounded.integers * rounded.of_length_one().steps
     assert torch.allclose(lengths.norm(dim=-1), largest.gt(0).float())
@@ -115,6 +127,7 @@ def test_estimates_equal_the_definition(kept: int, bits: int) -> None:
         * (leading_bits(codes, bits).double() - middle)
         * codes.scales.double()[..., None]
     )
+    values += mean_integers(codes.means).double() * codes.mean_steps.double()[..., None]
     expected = (lanes.integers * lanes.steps).double() @ values.transpose(1, 2)
     found = estimate_all(codes, lanes, bits)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
@@ -125,17 +138,20 @@ def test_estimates_equal_the_definition(kept: int, bits: int) -> None:
 
 def test_more_bits_estimate_better_and_a_keys_own_length_is_exact() -> None:
     keys = random_keys(3000, 64)
-    centred, codes = keys - keys.mean(dim=1, keepdim=True), codes_of(keys)
+    codes = codes_of(keys)
+    signs, means = rotation_signs(0, 64), mean_integers(codes.means) * codes.mean_steps[..., None]
+    assert (means - rotate(keys.mean(dim=1, keepdim=True), signs)).abs().max() <= 0.501 * codes.mean_steps.max()
     queries = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(4))
     lanes = round_lanes(rotate(queries, rotation_signs(0, 64)))
-    exact = queries @ centred.transpose(1, 2)
+    of_means = rotate(queries, signs) @ means.transpose(1, 2)
+    exact = queries @ keys.transpose(1, 2) - of_means
     found = [estimate_all(codes, lanes, bits) for bits in (1, 2, 3, 4)] + [estimate_all(codes_of(keys, 2), lanes)]
-    *errors, two_alone = [float((estimates - exact).norm() / exact.norm()) for estimates in found]
+    *errors, two_alone = [float((estimates - of_means - exact).norm() / exact.norm()) for estimates in found]
     # Of a normal channel: Δ/√12 with 4 bits, and the error of the levels ±2Δ and ±6Δ with 2. Alone they have a better Δ.
     assert errors == sorted(errors, reverse=True)
     assert errors[3] == pytest.approx(STEPS[4] / math.sqrt(12), rel=0.05)
     assert errors[1] == pytest.approx(0.366, rel=0.05)
     assert two_alone < errors[1]
     values = STEPS[4] * (leading_bits(codes, 4).float() - 7.5) * codes.scales.float()[..., None]
-    rotated = rotate(centred, rotation_signs(0, 64))
+    rotated = rotate(keys, signs) - means
     assert torch.allclose((values * rotated).sum(-1), rotated.square().sum(-1), rtol=1e-3)

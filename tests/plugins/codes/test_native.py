@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tests.plugins.codes import stores
 from tests.plugins.index_cases import KV_HEADS, context_of
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.codes.key_codes import leading_bits
+from kvseek.plugins.codes.key_codes import leading_bits, mean_integers
 from kvseek.plugins.codes.native import NativeCodeStore
 from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.codes.store import CodeStore
@@ -30,7 +33,7 @@ def test_encoding_equals_the_reference(
     library: CpuLibrary, level: int, dtype: torch.dtype, dim: int, bits: int
 ) -> None:
     torch.manual_seed(dim)
-    lengths, signs = [1500, 0, 1], rotation_signs(1, padded_dim(dim))
+    lengths, signs = [1500, 0, 6], rotation_signs(1, padded_dim(dim))
     expected, found = (
         kind(context(library, dim, lengths, dtype), signs, bits) for kind in (CodeStore, NativeCodeStore)
     )
@@ -42,14 +45,43 @@ def test_encoding_equals_the_reference(
         if n > 8:
             keys[:, 8] *= 1e6  # its scale is beyond float16
         for store in (expected, found):
-            store.build(slot, keys[:, : n // 2])
+            store.append(slot, 0, keys[:, : n // 2])  # which ends inside a block
             store.append(slot, n // 2, keys[:, n // 2 :])
         ours, theirs = found.read(slot, n), expected.read(slot, n)
+        if n > 8:  # what is left of its block, less a mean of thousands, is rounding
+            for codes in (ours, theirs):
+                assert codes.scales[:, 8].eq(65504).all()
+                for array in vars(codes).values():
+                    array[:, :256] = 0
         steps = (leading_bits(ours, bits).int() - leading_bits(theirs, bits).int()).abs()
         assert not bool((steps > 1).any())
         assert int((steps > 0).sum()) <= max(1, steps.numel() // 10_000)  # a channel within rounding of a border
-        torch.testing.assert_close(ours.scales, theirs.scales, rtol=2e-3, atol=1e-7)
-    assert torch.equal(found.means, expected.means)
+        torch.testing.assert_close(ours.scales, theirs.scales, rtol=2e-2, atol=1e-7)
+        assert n == 0 or (mean_integers(ours.means) - mean_integers(theirs.means)).abs().max() <= 1
+        torch.testing.assert_close(ours.mean_steps, theirs.mean_steps)
+
+
+@pytest.mark.parametrize("update", [256, 320, 24, 7])
+@pytest.mark.parametrize("kind", [CodeStore, NativeCodeStore])
+def test_codes_do_not_depend_on_how_the_keys_came(library: CpuLibrary, kind: type[CodeStore], update: int) -> None:
+    """All at once, or some as a prompt and the others by evictions, at other extents, with any number of threads."""
+    torch.manual_seed(update)
+    total = 2600 // update * update
+    keys, signs = torch.randn(KV_HEADS, total, 64) + 3 * torch.randn(KV_HEADS, 1, 64), rotation_signs(1, 64)
+    store = kind(replace(context(library, 64, [total, total], torch.float32), update=update), signs)
+    stores.poison(store)
+    store.append(0, 0, keys)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 + threads % 2)
+        prompt = total // 2 // update * update
+        store.append(1, 0, keys[:, :prompt])
+        for start in range(prompt, total, update):
+            store.append(1, start, keys[:, start : start + update])
+    finally:
+        torch.set_num_threads(threads)
+    for whole, grown in zip(vars(store.read(0, total)).values(), vars(store.read(1, total)).values(), strict=True):
+        assert torch.equal(whole, grown)
 
 
 def test_what_kernels_do_not_support_is_refused(library: CpuLibrary) -> None:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.plugins.codes.key_codes import STEPS, KeyCodes, encode, estimate_all, round_lanes
+from kvseek.plugins.codes.key_codes import STEPS, KeyCodes, encode, estimate_all, mean_integers, round_lanes
 from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.ctkvr.native import AUTOMATIC, TYPES, HostStep, host_step
 from kvseek.plugins.shared.arguments import pointers
 
 EXTENT = 1024
 NAN = float("nan")
-CODE_ARRAYS = ("high", "low", "scales")
+CODE_ARRAYS = ("high", "low", "scales", "means", "mean_steps")
+BLOCK = 256  # places that share a mean
 
 
 @dataclass
@@ -62,6 +63,9 @@ class Case:
         self.signs, planes = rotation_signs(self.seed, padded_dim(self.dim)), self.rows.shape[:3]
         self.high = torch.full((*planes, padded_dim(self.dim) // 4), 255, dtype=torch.uint8)
         self.low, self.scales = self.high.clone()[..., : 256 * (self.bits == 4)], torch.full(planes, NAN).half()
+        blocks = (*planes[:2], EXTENT // BLOCK)
+        self.means = torch.randint(-127, 128, (*blocks, 2, padded_dim(self.dim)), generator=random).to(torch.int8)
+        self.mean_steps = torch.rand(blocks, generator=random) / 10_000
         for request, head in itertools.product(range(batch), range(kv_heads)):
             count = self.counts[request][head]
             places = torch.randperm(self.tokens, generator=random)[:count]
@@ -70,9 +74,11 @@ class Case:
             where = self.table[self.slots[request], places // EXTENT].long()
             self.rows[where, head, places % EXTENT] = rows
             if self.bits and count:
-                codes = encode(rotate(rows[:, 0], self.signs), self.bits)
-                for name in CODE_ARRAYS:
-                    getattr(self, name)[where, head, places % EXTENT] = getattr(codes, name)
+                block = (where, head, places % EXTENT // BLOCK)
+                means = mean_integers(self.means[block]) * self.mean_steps[block][:, None]
+                codes = encode(rotate(rows[:, 0], self.signs) - means, self.bits)
+                for name, values in zip(CODE_ARRAYS[:3], codes, strict=True):
+                    getattr(self, name)[where, head, places % EXTENT] = values
         self.recalled_count = torch.tensor(self.counts, dtype=torch.int32)
         self.out = torch.full((batch, self.heads, self.dim), NAN)
         self.lse = torch.full((batch, self.heads), NAN)
@@ -83,8 +89,13 @@ class Case:
 
     def step(self, pool: int = 0, level: int = AUTOMATIC, threads: int = 1) -> HostStep:
         """Arguments of the step, for threads of a pool or of the OpenMP runtime."""
-        codes = {"bits": self.bits, "padded_dim": padded_dim(self.dim), "code_step": STEPS.get(self.bits, 0)}
-        arrays = ("high", "low", "scales", "signs") if self.bits else ("rows", "out", "lse")
+        codes = {
+            "bits": self.bits,
+            "block": BLOCK,
+            "padded_dim": padded_dim(self.dim),
+            "code_step": STEPS.get(self.bits, 0),
+        }
+        arrays = (*CODE_ARRAYS, "signs") if self.bits else ("rows", "out", "lse")
         return HostStep(
             pool=pool,
             **pointers(self, "queries", "recalled", "recalled_count", "slots", "table", *arrays),
@@ -121,7 +132,8 @@ class Case:
         rows = self.rows[where, head, places % EXTENT].double()
         queries = self.queries[request, head * self.group : (head + 1) * self.group].double()
         if self.bits:
-            arrays = (getattr(self, name)[where, head, places % EXTENT][None] for name in CODE_ARRAYS)
+            arrays = [getattr(self, name)[where, head, places % EXTENT][None] for name in CODE_ARRAYS[:3]]
+            arrays += [getattr(self, name)[where, head, places % EXTENT // BLOCK][None] for name in CODE_ARRAYS[3:]]
             lanes = round_lanes(rotate(queries[None], self.signs))
             estimates = estimate_all(KeyCodes(*arrays), lanes)[0]
             return places, estimates.double() * self.scaling, rows[:, 1]

@@ -13,7 +13,7 @@ from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, rando
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.plugins.codes.key_codes import leading_bits
+from kvseek.plugins.codes.key_codes import leading_bits, mean_integers
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.ctkvr.build import build_lists, largest
 from kvseek.plugins.ctkvr.config import Config
@@ -107,7 +107,7 @@ def test_codes_rank_what_is_recalled() -> None:
     bench = make(replace(SMALL, execution="codes"), [777, 1500], room=100)
     index, config = bench.index, bench.index.config
     assert index.codes is not None
-    assert index.bytes_per_token == KV_HEADS * (DIM / 2 + 2)
+    assert index.bytes_per_token == KV_HEADS * (DIM / 2 + 2 + (2 * DIM + 4) / 256)
     for slot in range(2):
         bench.grow(slot, random_keys(100, DIM, seed=5))
         n = bench.context.lengths[slot]
@@ -125,8 +125,12 @@ def test_codes_rank_what_is_recalled() -> None:
                 scores = []
                 for place in places:
                     parts = zip(channels[head, place].tolist(), integers, strict=True)
-                    product = sum((code - 7.5) * whole for code, whole in parts)
-                    scores.append(product * 0.32 * step * float(codes.scales[head, place]) * DIM**-0.5)
+                    product = (
+                        sum((code - 7.5) * whole for code, whole in parts) * 0.32 * float(codes.scales[head, place])
+                    )
+                    means = zip(mean_integers(codes.means[head, place]).tolist(), integers, strict=True)
+                    product += sum(mean * whole for mean, whole in means) * float(codes.mean_steps[head, place])
+                    scores.append(product * step * DIM**-0.5)
                 weights.append(torch.tensor(scores, dtype=torch.float64).softmax(dim=0))
             values = torch.stack(weights).amax(dim=0)
             best = sorted(range(len(places)), key=lambda i: (-float(values[i]), places[i]))[: config.top_k]
@@ -210,16 +214,15 @@ def test_rho_is_rounded_up_in_decimals() -> None:
 
 
 def test_recent_follows_top_k() -> None:
-    assert Config().recent == 1024
-    assert Config(top_k=4096).recent == 4096
+    assert Config().recent == 8192
+    assert Config(top_k=10_000).recent == 10_000
     assert Config(top_k=20, recent=24).recent == 24
 
 
 def test_sizes_of_a_slot() -> None:
     config = Config()
-    assert (config.ring(1 << 17), config.list_width(1 << 17)) == (2048, 1280)
-    assert config.recall_capacity(1 << 17) == 16 * 1280 + 1024
-    assert (config.ring(4096), config.list_width(600), config.recall_capacity(600)) == (256, 600, 600)
+    assert (config.list_width(1 << 17), config.recall_capacity(1 << 17)) == (1280, 16 * 1280 + 8192)
+    assert (config.list_width(600), config.recall_capacity(600)) == (600, 600)
     assert config.prompt_centroids(131_072, 2048) == 2048
     assert config.prompt_centroids(1601, 2048) == 101
 

@@ -42,7 +42,7 @@ def test_queries_enter_the_ring_after_the_step_and_replace_the_oldest() -> None:
 
 def test_a_ring_with_room_keeps_the_prompts_centroids() -> None:
     bench = make(SMALL, [100])
-    assert (bench.index.ring, bench.index.written[0]) == (1024, 7), "16 extents of 1024 tokens, a centroid for 16"
+    assert (bench.index.ring, bench.index.written[0]) == (2048, 7), "a centroid for 16 tokens"
     first = bench.index.lists[0, :, :7].clone()
     for step in range(5):
         bench.step(random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0])

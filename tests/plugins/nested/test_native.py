@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plugins.codes import stores
 from tests.plugins.index_cases import (
     KV_HEADS,
     check_batch_order_and_threads,
@@ -37,14 +38,10 @@ def make_pair(
     lengths = [part.shape[1] for part in keys]
     expected = ReferenceIndex(make_context(None, config, group, dim, lengths, keys[0].dtype))
     found = NativeIndex(make_context(library, config, group, dim, lengths, keys[0].dtype))
-    found.codes.high.fill_(255)
-    found.codes.low.fill_(255)
-    found.codes.scales.fill_(float("nan"))
+    stores.poison(found.codes)
     for slot, part in enumerate(keys):
         expected.build(slot, part, part)
-        codes = expected.codes.read(slot, part.shape[1])
-        for name in ("high", "low", "scales"):
-            found.context.extents.write(getattr(found.codes, name), slot, 0, getattr(codes, name))
+        stores.copy_slot(expected.codes, found.codes, slot, part.shape[1])
     return expected, found
 
 

@@ -7,7 +7,6 @@ import torch
 from tests.plugins.index_cases import (
     KV_HEADS,
     context_of,
-    extend,
     make_flat,
     random_keys,
     random_queries,
@@ -16,7 +15,7 @@ from tests.plugins.index_cases import (
 from torch import Tensor
 
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.plugins.codes.key_codes import STEPS, leading_bits
+from kvseek.plugins.codes.key_codes import STEPS, leading_bits, mean_integers
 from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.reference import ReferenceIndex
@@ -38,16 +37,17 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
     config, n = index.config, index.context.lengths[0]
     codes = index.codes.read(0, n)
     scales = codes.scales[head].double()
+    means = mean_integers(codes.means[head]).double() * codes.mean_steps[head].double()[:, None]
     lanes = rotate(query.mean(dim=0, keepdim=True) if config.group_reduce == "mean" else query, index.codes.signs)
     lanes = torch.stack([(lane * (127 / lane.abs().max())).round() * lane.abs().max() / 127 for lane in lanes]).double()
 
     def estimates(bits: int) -> Tensor:
         values = STEPS[4] * 2 ** (4 - bits) * (leading_bits(codes, bits)[head].double() - (2**bits - 1) / 2)
-        return lanes @ (values * scales[:, None]).T
+        return lanes @ (values * scales[:, None] + means).T
 
     places = list(range(n))
     if config.first_bits == 2:
-        scores = (estimates(2) / lanes.norm(dim=1, keepdim=True)).max(dim=0).values.tolist()
+        scores = ((estimates(2) - lanes @ means[:1].T) / lanes.norm(dim=1, keepdim=True)).max(dim=0).values.tolist()
         places = sorted(sorted(places, key=lambda i: (-scores[i], i))[: config.candidates * config.top_k])
     chosen = estimates(4)[:, places]
     if config.group_reduce == "mean":
@@ -100,35 +100,6 @@ def test_finds_most_of_the_exact_top_k(group_reduce: str, first_bits: int, least
     assert sum(shared) / len(shared) > least
 
 
-def test_a_region_may_be_indexed_in_parts() -> None:
-    """Later keys are encoded with the mean of the prompt's, which the next prompt of the slot replaces."""
-    keys = random_keys(2500, 64)
-    parts = make_index(Config(), 64, 1, keys[:, :40], room=2460)
-    parts.context.lengths[0] = 900
-    parts.build(0, keys[:, :900], torch.empty(0))
-    for start, stop in ((900, 1156), (1156, 2500)):
-        extend(parts, 0, keys[:, start:stop])
-    mean = keys[:, :900].mean(dim=1)
-    torch.testing.assert_close(parts.codes.means[0], mean)
-    whole = make_index(Config(), 64, 1, keys)
-    whole.codes.means[0] = parts.codes.means[0]
-    whole.append(0, 0, keys)
-    for ours, theirs in zip(
-        vars(parts.codes.read(0, 2500)).values(), vars(whole.codes.read(0, 2500)).values(), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-
-
-def test_an_empty_prompt_has_a_mean_of_zero() -> None:
-    keys = random_keys(300, 64)
-    index = make_index(Config(top_k=20), 64, 1, keys[:, :100], room=200)
-    index.context.lengths[0] = 0
-    index.build(0, keys[:, :0], torch.empty(0))
-    assert index.codes.means.eq(0).all()
-    extend(index, 0, keys)
-    assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows.ge(0).all()
-
-
 def test_bytes_per_token() -> None:
-    for head_dim, expected in ((64, 34), (128, 66)):
+    for head_dim, expected in ((64, 34 + 132 / 256), (128, 66 + 260 / 256)):
         assert make_index(Config(), head_dim, 1, random_keys(1, head_dim)).bytes_per_token == KV_HEADS * expected

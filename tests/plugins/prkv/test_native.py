@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plugins.codes import stores
 from tests.plugins.index_cases import (
     KV_HEADS,
     check_batch_order_and_threads,
@@ -45,16 +46,13 @@ def make_pair(
     expected = ReferenceIndex(make_context(None, config, group, dim, lengths, keys[0].dtype))
     found = NativeIndex(make_context(library, config, group, dim, lengths, keys[0].dtype))
     store, own = expected.summaries.store, found.summaries.store  # type: ignore[attr-defined]
-    own.high.fill_(255)
-    own.scales.fill_(float("nan"))
+    stores.poison(own)
     queries = torch.randn(KV_HEADS * group, config.window_queries, dim).to(keys[0].dtype)
     for slot, part in enumerate(keys):
         for index in (expected, found):
             index.begin(slot, part, queries)
-        store.build(slot, part)
-        codes = store.read(slot, part.shape[1])
-        for name in ("high", "scales"):
-            found.context.extents.write(getattr(own, name), slot, 0, getattr(codes, name))
+        store.append(slot, 0, part)
+        stores.copy_slot(store, own, slot, part.shape[1])
     assert torch.equal(expected.static_rows, found.static_rows)
     return expected, found
 
@@ -214,8 +212,7 @@ def test_updates_exchange_the_rows_that_the_reference_exchanges(library: CpuLibr
         )
         indexes.append(index)
         pools.append(pool)
-    for name in ("high", "scales"):  # codes may differ at the border of two cells
-        getattr(indexes[1].summaries.store, name).copy_(getattr(indexes[0].summaries.store, name))
+    stores.copy(indexes[0].summaries.store, indexes[1].summaries.store)  # codes may differ at the border of two cells
     before = pools[0].clone()
     for _ in range(40):
         queries = torch.randn(1, KV_HEADS * 3, 64).to(dtype)

@@ -51,7 +51,7 @@ def test_what_a_query_counts_has_its_dtype(reduce: str) -> None:
 
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
 def test_a_page_scores_by_codes_what_its_rows_weigh(reduce: str) -> None:
-    """Row by row: what the codes estimate of q·(k - mean), and what the rows of a page weigh together. The last has three."""
+    """Row by row: what codes estimate of q·k, and what the rows of a page weigh together. The last has three."""
     page, n = 16, 16 * 5 + 3
     config = Config(top_k=64, page=page, page_score="codes", group_reduce=reduce)
     context = replace(make_context(config, DIM, GROUP, [n]), codebooks={"signs": rotation_signs(0, DIM)})
@@ -62,17 +62,17 @@ def test_a_page_scores_by_codes_what_its_rows_weigh(reduce: str) -> None:
     scores = codes.scores(queries, 0, n, 2)
     assert scores.shape == (KV_HEADS, 1 if reduce == "mean" else GROUP, 4)
     for head in range(KV_HEADS):
-        centred = keys[head] - keys[head].mean(dim=0)
+        mean = rotate(keys[head].mean(dim=0), codes.store.signs)
         lanes = queries[head].mean(dim=0, keepdim=True) if reduce == "mean" else queries[head]
         for lane, query in enumerate(round_lanes(rotate(lanes, codes.store.signs)).integers):
             step = float(rotate(lanes[lane], codes.store.signs).abs().max() / 127)
             for number in range(2, 6):
                 weight = 0.0
                 for place in range(number * page, min(n, number * page + page)):
-                    rotated = rotate(centred[place], codes.store.signs)
+                    rotated = rotate(keys[head, place], codes.store.signs) - mean
                     cells = (rotated * DIM**0.5 / rotated.norm()).floor().clamp(-2, 1) + 0.5
                     scale = float((rotated.square().sum() / (cells * rotated).sum()).half())
-                    weight += math.exp(scale * step * float(cells @ query) * context.scaling)
+                    weight += math.exp(step * float((scale * cells + mean) @ query) * context.scaling)
                 assert float(scores[head, lane, number - 2]) == pytest.approx(
                     math.log(weight) / context.scaling, abs=1e-3
                 )

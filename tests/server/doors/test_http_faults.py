@@ -30,6 +30,7 @@ from kvseek.server.doors import Doors
 from kvseek.server.http_door import generate as http_generate
 from kvseek.server.ports import Ports
 from kvseek.server.requests.messages import (
+    UNSOUND_REQUESTS,
     Cancel,
     FromDoor,
     Metrics,
@@ -61,7 +62,7 @@ class FakeEngine:
     def __init__(self, path: Path, tokens: int = 1) -> None:
         self._tokens, self.cancelled = tokens, list[int]()
         self._path, self._writers = path, list[asyncio.StreamWriter]()
-        self.answering, self.draining = True, False
+        self.answering, self.draining, self.unsound = True, False, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -88,7 +89,7 @@ class FakeEngine:
             elif isinstance(message, Cancel):
                 self.cancelled.append(message.number)
             elif isinstance(message, Ping) and self.answering:
-                writer.write(frame(Pong(message.number, 0, 1, self.draining)))
+                writer.write(frame(Pong(message.number, 0, 1, self.draining, self.unsound)))
             elif isinstance(message, ReadMetrics):
                 writer.write(frame(Metrics(message.number, "kvseek:fake 1\n")))
 
@@ -138,6 +139,10 @@ def test_readiness_follows_the_engine_and_triton(directory: Path, tmp_path: Path
         engine.draining, fake.ready = False, False
         wait_for(lambda: ready(door) == (503, "not ready: Triton does not answer on its gRPC port, or is not ready"))
         fake.ready = True
+        wait_for(lambda: ready(door) == (200, ""))
+        engine.unsound = UNSOUND_REQUESTS
+        wait_for(lambda: "the last 5 requests ended because their logits were not finite" in ready(door)[1])
+        engine.unsound = UNSOUND_REQUESTS - 1
         wait_for(lambda: ready(door) == (200, ""))
         engine.die()
         wait_for(lambda: "does not run" in ready(door)[1])

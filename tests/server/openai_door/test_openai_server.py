@@ -70,10 +70,7 @@ def engine(directory: Path) -> Engine:
 
 def templated(engine: Engine, talk: Any) -> tuple[int, ...]:
     texts = [m | {"content": m["content"] if isinstance(m["content"], str) else m["content"][0]["text"]} for m in talk]
-    ids = engine.tokenizer._tokenizer.apply_chat_template(
-        texts, tokenize=True, add_generation_prompt=True, return_dict=False
-    )
-    return tuple(ids)
+    return tuple(engine.tokenizer.encode(engine.tokenizer.apply_chat_template(texts), add_special_tokens=False))
 
 
 def cached(usage: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from kvseek.engine.tokenizer import TEMPLATE_FILE, TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.openai_door.errors import FieldError
 from kvseek.server.openai_door.prompts import Message, chat_ids, message_texts
 
@@ -55,7 +56,7 @@ def test_there_is_no_second_bos(
     from tokenizers import processors
 
     processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    tokenizer._tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer._tokenizer.post_processor = processor
     assert tokenizer.encode("x")[0] == 0, "texts begin with the token"
     ids = chat_ids(messages(TALK[:1]), tokenizer, read_config(directory))
     assert ids[0] == 0
@@ -85,18 +86,68 @@ def test_an_answer_can_be_sent_back_as_the_client_has_it() -> None:
     assert message_texts(read) == [{"role": "assistant", "content": "x"}]
 
 
-def test_a_model_without_a_template_says_so(directory: Path) -> None:
-    tokenizer = Tokenizer(directory)
-    tokenizer._tokenizer.chat_template = None
+def with_template(directory: Path, engine: Path, template: str | None) -> Tokenizer:
+    """The tokenizer of an engine with another chat template, or without one."""
+    shutil.copytree(directory / TOKENIZER_FOLDER, engine / TOKENIZER_FOLDER)
+    path = engine / TOKENIZER_FOLDER / TEMPLATE_FILE
+    if template is None:
+        path.unlink()
+    else:
+        path.write_text(template)
+    return Tokenizer(engine)
+
+
+def test_a_model_without_a_template_says_so(directory: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(directory, tmp_path, None)
     with pytest.raises(FieldError, match="no chat template") as caught:
         chat_ids(messages(TALK), tokenizer, read_config(directory))
     assert caught.value.param == "messages"
 
 
-def test_what_the_template_refuses_is_the_clients_fault(directory: Path) -> None:
-    tokenizer = Tokenizer(directory)
-    tokenizer._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+def test_what_the_template_refuses_is_the_clients_fault(directory: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(directory, tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(FieldError, match="messages: the model's chat template refuses them: roles must alternate"):
+        chat_ids(messages(TALK), tokenizer, read_config(directory))
+
+
+EACH_PART = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ m.content }}",
+        EACH_PART,
+        "{{ m['content'][0]['text'] | trim }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}" + EACH_PART + "{% endif %}",
+        "{% if m.role == 'user' %}" + EACH_PART + "{% else %}{{ m.content }}{% endif %}",
+        "{% if m.role == 'system' %}{{ m.content[0].text }}{% else %}{{ m.content }}{% endif %}",
+        "{{ ': ' + m.content[0].text }}",
+    ],
+)
+def test_a_template_may_read_content_as_a_text_or_as_parts(directory: Path, tmp_path: Path, content: str) -> None:
+    tokenizer = with_template(directory, tmp_path, "{% for m in messages %}<{{ m.role }}>" + content + "{% endfor %}")
+    text = tokenizer.apply_chat_template(messages(TALK))
+    assert all(message["content"].strip() in text for message in TALK)
+
+
+@pytest.mark.parametrize("content", ["{{ m.text }}", "{{ m.content.text }}", "{{ m.content[0].value }}"])
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_a_template_that_leaves_out_what_a_role_says_is_refused(
+    directory: Path, tmp_path: Path, content: str, role: str
+) -> None:
+    own = f"{{% if m.role == '{role}' %}}{content}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    tokenizer = with_template(directory, tmp_path, "{% for m in messages %}" + own + "{% endfor %}")
+    with pytest.raises(FieldError, match=f"template writes nothing of what the role '{role}' says"):
+        chat_ids(messages(TALK), tokenizer, read_config(directory))
+    others = [message for message in TALK if message["role"] != role]
+    assert tokenizer.apply_chat_template(others) == "".join(message["content"] for message in others)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ messages[9].content[0] }}", "{% for %}"])
+def test_what_goes_wrong_in_a_template_is_no_raw_error(directory: Path, tmp_path: Path, template: str) -> None:
+    tokenizer = with_template(directory, tmp_path, template)
+    with pytest.raises(FieldError, match="messages: the model's chat template refuses them"):
         chat_ids(messages(TALK), tokenizer, read_config(directory))
 
 

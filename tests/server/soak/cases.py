@@ -90,9 +90,9 @@ def make_cases(engine_dir: Path, count: int, seed: int) -> list[Case]:
     return cases
 
 
-def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, ...]:
+def texts_of(tokenizer: Tokenizer, tokens: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, ...]:
     """The text of a stream after 0, 1, ... tokens; the last is the whole answer's."""
-    stream, texts = tokenizer.stream(), [""]
+    stream, texts = tokenizer.stream(prompt_ids=prompt_ids), [""]
     for token in tokens:
         texts.append(texts[-1] + stream.push(token))
     texts[-1] += stream.finish()
@@ -100,7 +100,9 @@ def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, ...]:
 
 
 def _answered(case: Case, tokens: Sequence[int], tokenizer: Tokenizer) -> Case:
-    return replace(case, tokens=tuple(tokens), texts=texts_of(tokenizer, tokens) if case.prompt else ())
+    return replace(
+        case, tokens=tuple(tokens), texts=texts_of(tokenizer, tokens, case.prompt_ids) if case.prompt else ()
+    )
 
 
 def _draw(number: int, engine: Engine, random: Random) -> Case:
