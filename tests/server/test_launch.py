@@ -244,6 +244,7 @@ def test_a_process_that_refuses_to_start_is_quoted_and_no_other(
 ) -> None:
     model = random_model("llama")
     directory = build_engine(model, "full", "--max_batch_size", "2", "--max_seq_len", "64", "--cache.reuse", "false")
+    capsys.readouterr()  # of saving the model
     assert cli.main(["serve", "--engine_dir", str(directory), *PORTS, "--disk_dir", str(tmp_path / "disk")]) == 1
     refusal = r"error: engine ended with status 1: disk_dir = \S+: must be left out with this engine, .*\n"
     assert re.fullmatch(refusal, capsys.readouterr().err)
