@@ -23,6 +23,7 @@ import uvloop
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
+from kvseek.core.liveness import answer_at
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.grpc_door.checks import message_limit
 from kvseek.server.grpc_door.door import GrpcDoor
@@ -31,7 +32,7 @@ from kvseek.server.http_door.body import BODY_SECONDS, BodyReader
 from kvseek.server.http_door.generate import GenerateRoutes
 from kvseek.server.http_door.generate_json import body_limit, schemas
 from kvseek.server.http_door.listener import HEADER_SECONDS, SPARE_CONNECTIONS, HttpServer
-from kvseek.server.http_door.metrics import MetricsRoutes
+from kvseek.server.http_door.metrics import MAX_METRICS_CONNECTIONS, MetricsRoutes
 from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.openai_door.door import OpenAIDoor
 from kvseek.server.requests.engine_client import EngineClient
@@ -46,7 +47,6 @@ from .ports import CLOSED, Ports, read_port
 from .processes import raise_file_limit, require_open_files
 from .settings import ServeSettings
 
-MAX_METRICS_CONNECTIONS = 64
 OTHER_FILES = 128  # open ones beside clients' connections
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,10 @@ class Doors:
         self._state.starting = False
         return Ports(http, grpc, metrics, openai)
 
+    def missing(self) -> str:
+        """Name the process behind the doors that does not answer them, or nobody."""
+        return "" if self._state.triton_answers else "triton"
+
     async def finish(self) -> None:
         """Take no requests any more, and return when all open requests have ended or cannot end."""
         self._state.stop_accepting()
@@ -175,6 +179,7 @@ async def run(arguments: argparse.Namespace) -> None:
     )
     try:
         wanted = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
+        answering = None if arguments.alive is None else await answer_at(arguments.alive, doors.missing)
         starting = asyncio.create_task(doors.start(arguments.host, wanted, arguments.held_ports))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -184,6 +189,8 @@ async def run(arguments: argparse.Namespace) -> None:
         await stopping
         starting.cancel()
         await doors.finish()
+        if answering is not None:
+            answering.close()
     finally:
         await doors.close()
 
@@ -211,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--open_models", action="store_true", help="list the models without asking for an API key")
     parser.add_argument("--triton_grpc", required=True, help="Triton's gRPC endpoint: host:port, or unix:/PATH")
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
+    parser.add_argument("--alive", type=Path, help="socket at which the supervisor asks whether the process works")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()

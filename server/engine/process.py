@@ -24,6 +24,7 @@ import msgspec
 import uvloop
 
 from kvseek.core.errors import ErrorCode, KvseekError, RequestError, code_of, renamed
+from kvseek.core.liveness import answer_at
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.loading.prefixes import DiskSettings
@@ -245,11 +246,12 @@ class EngineServer:
 
         self.service.call(on_loop)
 
-    async def serve(self, socket: Path) -> int:
-        """Listen until SIGTERM or until the engine fails; returns the process's exit status."""
+    async def serve(self, socket: Path, alive: Path | None = None) -> int:
+        """Listen until SIGTERM or until the engine fails; returns the process's exit status. `alive`: see `answer_at`."""
         stop = asyncio.Event()
         self._loop.add_signal_handler(signal.SIGTERM, stop.set)
         server = await asyncio.start_unix_server(self._connected, str(socket))
+        answering = None if alive is None else await answer_at(alive)
         logger.info("the engine is ready")
         probe, drained = Probe(self.service), asyncio.create_task(self._drain_after(stop))
         try:
@@ -271,6 +273,8 @@ class EngineServer:
             return 0
         finally:
             server.close()
+            if answering is not None:
+                answering.close()
             drained.cancel()
 
     async def _drain_after(self, stop: asyncio.Event) -> None:
@@ -316,7 +320,7 @@ async def run(arguments: argparse.Namespace) -> int:
     service.on_step(metrics.record_step)
     try:
         server = EngineServer(service, settings, metrics, tracer, arguments.shared)
-        return await server.serve(arguments.socket)
+        return await server.serve(arguments.socket, arguments.alive)
     finally:
         await asyncio.to_thread(service.close)
         if tracer is not None:
@@ -344,6 +348,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True, help="in a folder that only this user can enter")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
+    parser.add_argument(
+        "--alive", type=Path, help="socket at which whoever looks after the process asks whether it works"
+    )
     parser.add_argument("--shared", action="store_true", help="end when the last door has left")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

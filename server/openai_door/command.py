@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from kvseek.core.command_line import Parser
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, text_of
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
@@ -138,6 +138,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         uvloop.run(run(make_parser().parse_args(argv)))
     except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text_of(error)}", file=sys.stderr)
         return 1
     return 0

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of, renamed
+from kvseek.core.liveness import answer_from_thread
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
@@ -39,6 +40,7 @@ from kvseek.server.requests.served_request import (
 )
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.requests.translation import Tensors, read_parameters, scalar
+from kvseek.server.scratch import alive_socket
 from kvseek.server.settings import ServeSettings
 
 from .stream import Part, Stream
@@ -95,6 +97,8 @@ class TritonDoor:
         # Whether clients reach the model without a door of kvseek in between.
         self._for_anyone = not parameters["socket"]
         self._client = _connect(directory, settings, parameters["socket"])
+        if parameters["socket"]:
+            answer_from_thread(alive_socket(Path(parameters["socket"]).parent, self._name))
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # streams that have not been closed
         self._translating, self._max_translating = 0, settings.most_requests(engine_config)

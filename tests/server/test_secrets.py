@@ -21,9 +21,10 @@ from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.options import GenerateOptions
 from kvseek.server.errors import ServerError
-from kvseek.server.launch import SHARED_MEMORY, RunningServer, running_server
+from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.ports import CLOSED, Ports
 from kvseek.server.processes import Child, Program
+from kvseek.server.scratch import SHARED_MEMORY
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
 
