@@ -128,13 +128,6 @@ class GrpcClient:
         return tensors
 
 
-def _utf8(name: str, text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ClientError(f"{name}: character {error.start} is no Unicode; give UTF-8 text") from None
-
-
 def _check_range(name: str, number: int, limits: Any) -> None:
     """Raise ClientError on a number that the input's type does not hold: NumPy would send another one."""
     if not limits.min <= number <= limits.max:

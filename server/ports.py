@@ -75,7 +75,7 @@ class Ports:
         for number, name in enumerate(NAMES):
             for other in NAMES[:number]:
                 port = getattr(self, name)
-                if port == getattr(self, other) != 0:
+                if port == getattr(self, other) and port not in (0, CLOSED):
                     raise ServerError(
                         f"--{name}_port = {port}: must be another port than --{other}_port; 0 picks a free one"
                     )
