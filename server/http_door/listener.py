@@ -24,7 +24,7 @@ LINGER_SECONDS = 3.0  # time for which a refused client's data is still read, so
 SPARE_CONNECTIONS = 64  # connections beyond the limit that get an orderly 503; further ones are closed at once
 IDLE_SECONDS = 1.0  # time without a request after which a connection may have to make room for others
 BUSY = math.inf
-TENANT = "tenant"  # whose request it is
+TENANT = web.RequestKey("tenant", Tenant)  # whose request it is
 NO_KEYS = Keys(())
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 logger = logging.getLogger(__name__)
@@ -176,7 +176,8 @@ class HttpServer:
         tenant = self._keys.tenant(request.headers.get("Authorization", ""))
         if tenant is None and not _asks_for_health(request):
             return error_response(401, REFUSAL)
-        request[TENANT] = tenant
+        if tenant is not None:
+            request[TENANT] = tenant
         if request.method != "POST" or self.connections <= self._max_connections:
             return None
         response = error_response(503, FULL)
@@ -186,8 +187,7 @@ class HttpServer:
 
 def tenant_of(request: web.Request) -> Tenant:
     """Return whose request it is; it is no question of health."""
-    tenant: Tenant = request[TENANT]
-    return tenant
+    return request[TENANT]
 
 
 def _asks_for_health(request: web.Request) -> bool:

@@ -172,7 +172,7 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     ("flags", "message"),
     [
         (("--disk_dir", "/proc/foo"), r"disk_dir = '/proc/foo': cannot be used \(No such file or directory\); name"),
-        (("--disk_dir", "/dev/null"), r"disk_dir = '/dev/null': cannot be used \(File exists\); name"),
+        (("--disk_dir", "/dev/null"), r"disk_dir = '/dev/null': cannot be used \(Not a directory\); name"),
         (("--disk_dir", "DIR", "--disk_bytes", "10"), r"disk_bytes = 10: must be at least \d+, the rows of one extent"),
         (
             ("--log", "/nonexistent/x.log"),
@@ -246,7 +246,9 @@ def test_a_process_that_refuses_to_start_is_quoted_and_no_other(
     directory = build_engine(model, "full", "--max_batch_size", "2", "--max_seq_len", "64", "--cache.reuse", "false")
     capsys.readouterr()  # of saving the model
     assert cli.main(["serve", "--engine_dir", str(directory), *PORTS, "--disk_dir", str(tmp_path / "disk")]) == 1
-    refusal = r"error: engine ended with status 1: disk_dir = \S+: must be left out with this engine, .*\n"
+    refusal = (
+        r"error: engine ended with status 1: disk_dir = \S+: must be left out, as the engine keeps no prefixes; .*\n"
+    )
     assert re.fullmatch(refusal, capsys.readouterr().err)
 
 

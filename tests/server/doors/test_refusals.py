@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import BuildEngine, RandomModel
+from tests.server.openai_door.test_prompts import with_template
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError, renamed
-from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, LLMAPI
 from kvseek.server.requests.served_request import RequestFactory
 
@@ -101,12 +101,10 @@ def tensor(value: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(("model", "fault"), [(model, fault) for model, faults in FAULTS.items() for fault in faults])
 def test_a_refusal_names_a_field_and_a_value_that_the_client_has_sent(
-    directory: Path, model: str, fault: dict[str, Any]
+    directory: Path, tmp_path: Path, model: str, fault: dict[str, Any]
 ) -> None:
     layout, name, request = MODELS[model]
-    tokenizer = Tokenizer(directory)
-    tokenizer.encode("")
-    tokenizer._tokenizer.chat_template = "{{ 1 // 0 }}"
+    tokenizer = with_template(directory, tmp_path, "{{ 1 // 0 }}")
     sent = {**request, **fault}
     with pytest.raises(RequestError) as caught:
         RequestFactory(layout, read_config(directory), tokenizer).make(name, {n: tensor(v) for n, v in sent.items()})
