@@ -191,7 +191,7 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(
     keys = write_keys(tmp_path / "keys", first, second)
     service = Service(directory, tmp_path / "server.log", "--api_key_file", str(keys))
     try:
-        messages = [{"role": "user", "content": WORDS * 4}]
+        messages = [{"role": "user", "content": WORDS * 8}]
         for key in ("", "third-key") * 10:  # more often than a router would try a replica that fails
             answer = service.ask(messages, key=key)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -246,9 +246,9 @@ def test_the_routers_key_is_in_a_private_file_and_on_no_command_line(
         assert not any(key in word for word in command)
         raise Seen
 
-    server = SimpleNamespace(openai_url="http://127.0.0.1:1/v1")
+    server = SimpleNamespace(openai_url="http://127.0.0.1:1/v1", metrics_url="127.0.0.1:1")
     monkeypatch.setattr(replicas, "running_server", lambda *_, **__: contextlib.nullcontext(server))
-    monkeypatch.setattr(replicas, "Supervisor", see)
+    monkeypatch.setattr(replicas, "supervisor_of", see)
     directory = build_engine(random_model("llama"), "full", *LIMITS)
     with pytest.raises(Seen), replicas.running_replicas(directory, 1, openai_port=0):
         pass
