@@ -17,7 +17,7 @@ from rich.console import Console
 
 from kvseek.builder.printing import Column, print_json, table
 from kvseek.core.command_line import Parser
-from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError, KvseekError, text_of
 from kvseek.core.sizes import readable
 from kvseek.engine.cache.prefix_file import DamagedFileError, Entry
 from kvseek.engine.cache.prefix_folder import NEW_FILES, BusyFolderError, lock, scan
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--older_than = {hours:g}: must be >= 0 and finite; give --all to drop all")
         gone = drop(engines, arguments.keys, arguments.older_than, arguments.all)
     except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text_of(error)}", file=sys.stderr)
         return 1
     print(f"{len(gone):,} files are removed")
     return 0

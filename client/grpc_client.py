@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
+from kvseek.core.errors import RequestError
 from kvseek.core.fields import check_unicode
 
 from .chunk import Chunk
@@ -116,8 +117,11 @@ class GrpcClient:
             kind, dtype = types.get(name, BOOL)
             values = value if isinstance(value, list) else [value]
             if kind == "BYTES":
-                for item in values:
-                    check_unicode(name, item)
+                try:
+                    for item in values:
+                        check_unicode(name, item)
+                except RequestError as error:
+                    raise ClientError(str(error)) from None
                 values = [item.encode("utf-8") for item in values]
             elif np.issubdtype(dtype, np.integer):
                 for number in values:
@@ -126,13 +130,6 @@ class GrpcClient:
             tensors.append(grpc.InferInput(name, list(array.shape), kind))
             tensors[-1].set_data_from_numpy(array)
         return tensors
-
-
-def _utf8(name: str, text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ClientError(f"{name}: character {error.start} is no Unicode; give UTF-8 text") from None
 
 
 def _check_range(name: str, number: int, limits: Any) -> None:

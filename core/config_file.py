@@ -79,7 +79,7 @@ def _read_object(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise EngineDirectoryError(f"{path} is missing: {directory} is no engine directory; run kvseek build") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise EngineDirectoryError(f"{path} is not JSON ({error}); build the engine again") from None

@@ -71,6 +71,13 @@ class TimeoutExpiredError(KvseekError):
     """The request's own time limit passed before it could start."""
 
 
+def text_of(error: Exception) -> str:
+    """Return an error's message for a user; that of an OSError is the file and what is wrong with it, without a number."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 _CODES: dict[type[Exception], ErrorCode] = {
     RequestError: ErrorCode.INVALID,
     CapacityError: ErrorCode.INVALID,

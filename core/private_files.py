@@ -45,13 +45,15 @@ def read_key_file(path: Path) -> str:
         raise PrivateFileError(f"cannot be read ({reason}); give a text file of keys") from None
 
 
-def open_private_folder(path: Path, make: bool = True) -> int:
+def open_private_folder(path: Path, make: bool = True, own: bool = True) -> int:
     """Open a folder of this user's that nobody else can enter, and return its file descriptor.
 
     Parameters
     ----------
     make : bool
         Whether to make the folder, and those above it, where they are missing.
+    own : bool
+        False: the folder may be root's, and others may enter it, as it is for private ones to be in.
 
     Raises
     ------
@@ -66,11 +68,11 @@ def open_private_folder(path: Path, make: bool = True) -> int:
             inner = _open_component(parent, descriptor, make)
             os.close(descriptor)
             descriptor = inner
-            _check_component(parent, os.fstat(descriptor), last=parent == path)
+            _check_component(parent, os.fstat(descriptor), last=own and parent == path)
         opened = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=descriptor)
     finally:
         os.close(descriptor)
-    if make:
+    if make and own:
         os.fchmod(opened, FOLDER_MODE)
     return opened
 

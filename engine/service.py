@@ -34,6 +34,7 @@ FORKED = (
     "this process, or start processes by multiprocessing's method spawn"
 )
 SHUTTING_DOWN = "the server is shutting down: no further requests; send them to another server, or start this one again"
+NOT_PASSED_ON = "a part of the answer could not be passed on, so the request has ended; the log says why"
 LOOK_SECONDS = 5.0  # between two looks of the timer, at most
 # Most time of a round of the engine's loop. None takes as long, because it reads only units of a prompt.
 HUNG_SECONDS = 300.0
@@ -45,9 +46,9 @@ class EngineService:
 
     Outputs come from the engine's thread. The output that ends a waiting request may also come from the thread that cancels
     the request or from the timer's thread, so that cancellations and time limits need not wait for a long step. A callback
-    must return soon; an exception that it raises cancels its request and no other. An exception of the engine itself (after
-    a CUDA error no call succeeds) ends all requests with that error and closes the service, and so does a round of its loop that
-    does not end within HUNG_SECONDS, such as a step whose kernel never ends.
+    must return soon; an exception that it raises ends its request and no other, and the callback gets that end too. An exception
+    of the engine itself (after a CUDA error no call succeeds) ends all requests with that error and closes the service, and so
+    does a round of its loop that does not end within HUNG_SECONDS, such as a step whose kernel never ends.
 
     A fork of the process has none of the service's threads, and its locks may be held for ever. There `submit` and `ask` raise
     UnavailableError; `cancel`, `call` and `close` do nothing.
@@ -110,8 +111,12 @@ class EngineService:
             raise UnavailableError(FORKED.format(parent=self._process))
 
     def on_step(self, function: Callable[[StepReport], None]) -> None:
-        """Set the function that the engine's thread calls with the report of each step."""
-        self._engine.on_step = function
+        """Set the function that the engine's thread calls with the report of each step; its exceptions are logged."""
+
+        def look(report: StepReport) -> None:
+            _try(lambda: function(report))
+
+        self._engine.on_step = look
 
     @property
     def engine(self) -> Engine:
@@ -222,7 +227,8 @@ class EngineService:
         def work() -> None:
             with contextlib.suppress(InvalidStateError):  # the engine has failed meanwhile
                 try:
-                    answer.set_result(function(self._engine))
+                    if not answer.done():  # else whoever asked waits no longer
+                        answer.set_result(function(self._engine))
                 except Exception as error:
                     answer.set_exception(error)
             self._asked.discard(answer)
@@ -307,7 +313,12 @@ class EngineService:
     def _compile_guides(self) -> None:
         """Compile guides, one after the other, while other requests run."""
         while (sequence := self._uncompiled.get()) is not None and not self._closed:
-            output = self._engine.compile_guide(sequence)
+            try:
+                output = self._engine.compile_guide(sequence)
+            except Exception as error:  # without this thread no request with a guide would ever start
+                logger.exception("a guide could not be compiled")
+                self._engine.cancel_waiting(sequence.request_id)
+                output = _failure(sequence.request_id, f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
             if output is None:
                 self._wake()
             else:
@@ -325,7 +336,7 @@ class EngineService:
 
     def _refuse_asked(self) -> None:
         for answer in tuple(self._asked):
-            with contextlib.suppress(InvalidStateError):  # it has an answer by now
+            with contextlib.suppress(InvalidStateError):  # it has an answer by now, or nobody waits for it
                 answer.set_exception(UnavailableError(self._refusal))
 
     def _serve(self) -> None:
@@ -348,9 +359,7 @@ class EngineService:
         self._closed = True
         self._deadlines.set()
         for handle in self._handles():
-            self._deliver(
-                StepOutput(handle, finish_reason=FinishReason.ERROR, error=failure, code=ErrorCode.UNAVAILABLE)
-            )
+            self._deliver(_failure(handle, failure, ErrorCode.UNAVAILABLE))
         self._refuse_asked()
 
     def _handles(self) -> list[int]:
@@ -373,11 +382,8 @@ class EngineService:
         with self._lock:
             callback = self._callbacks.get(output.request_id)
         if callback is not None and not _try(lambda: callback(output)):
-            with self._empty:
-                self._callbacks.pop(output.request_id, None)
-                if self._is_empty():
-                    self._empty.notify_all()
             self._engine.cancel(output.request_id)  # in the engine's thread: other threads deliver only last outputs
+            self._deliver_last(_failure(output.request_id, NOT_PASSED_ON, ErrorCode.INTERNAL))
 
     def _deliver_last(self, output: StepOutput) -> None:
         with self._lock:
@@ -398,11 +404,15 @@ class EngineService:
         return not self._callbacks and not self._ending
 
 
+def _failure(handle: int, error: str, code: ErrorCode) -> StepOutput:
+    return StepOutput(handle, finish_reason=FinishReason.ERROR, error=error, code=code)
+
+
 def _try(function: Callable[[], object]) -> bool:
     """Call a function that is not the service's own and log its exception; returns whether it raised none."""
     try:
         function()
     except Exception:
-        logger.exception("a callback failed; if it was a request's, the request is cancelled")
+        logger.exception("a callback failed; if it was a request's, the request ends")
         return False
     return True

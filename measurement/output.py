@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, text_of
 
 WIDEST = 1000  # columns that no table needs
 MOST_NAME = 24  # columns of a name before it is folded
@@ -68,7 +68,7 @@ def run_command(
         if arguments.output:
             write_result(arguments.output, document)
     except (KvseekError, OSError) as error:
-        print(f"{prefix}: {error}", file=sys.stderr)
+        print(f"{prefix}: {text_of(error)}", file=sys.stderr)
         return 1
     details = {"details": arguments.details} if "details" in arguments else {}
     show(document, arguments.json, partial(print_table, **details))

@@ -23,6 +23,7 @@ import uvloop
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
+from kvseek.core.liveness import answer_at
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.grpc_door.checks import message_limit
 from kvseek.server.grpc_door.door import GrpcDoor
@@ -30,8 +31,8 @@ from kvseek.server.http_door import closed as http_closed
 from kvseek.server.http_door.body import BODY_SECONDS, BodyReader
 from kvseek.server.http_door.generate import GenerateRoutes
 from kvseek.server.http_door.generate_json import body_limit, schemas
-from kvseek.server.http_door.listener import HEADER_SECONDS, HttpServer
-from kvseek.server.http_door.metrics import MetricsRoutes
+from kvseek.server.http_door.listener import HEADER_SECONDS, SPARE_CONNECTIONS, HttpServer
+from kvseek.server.http_door.metrics import MAX_METRICS_CONNECTIONS, MetricsRoutes
 from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.openai_door.door import OpenAIDoor
 from kvseek.server.requests.engine_client import EngineClient
@@ -39,13 +40,14 @@ from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.requests.keys import keys_of
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import RequestFactory
+from kvseek.server.requests.unread import WRITE_SECONDS, UnreadAnswers
 from kvseek.server.triton.relay import TritonRelay
 
 from .ports import CLOSED, Ports, read_port
-from .processes import raise_file_limit
+from .processes import raise_file_limit, require_open_files
 from .settings import ServeSettings
 
-MAX_METRICS_CONNECTIONS = 64
+OTHER_FILES = 128  # open ones beside clients' connections
 logger = logging.getLogger(__name__)
 
 
@@ -58,8 +60,8 @@ class Doors:
         Triton's gRPC endpoint as gRPC names it, host:port or unix:/PATH, and host:port of its metrics.
     state : Path or None
         The supervisor's file of restarts.
-    body_seconds, header_seconds : float
-        Seconds that a client may take to send a body, and to send headers.
+    body_seconds, header_seconds, write_seconds : float
+        Seconds that a client may take to send a body, to send headers, and to read an answer.
     open_models : bool
         See make_app of the OpenAI door.
     """
@@ -75,6 +77,7 @@ class Doors:
         body_seconds: float = BODY_SECONDS,
         header_seconds: float = HEADER_SECONDS,
         open_models: bool = False,
+        write_seconds: float = WRITE_SECONDS,
     ) -> None:
         self._settings, self._limits = settings, dict[str, int]()
         self._layout = LAYOUTS[settings.layout]
@@ -83,16 +86,17 @@ class Doors:
         self._triton = TritonRelay(triton_grpc, self._layout.names)
         self._state = ServerState(self._client, self._triton, self._layout.names)
         self._metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
-        self._generations = Generations(self._client, settings.most_requests(self._config))
+        unread = UnreadAnswers(settings.most_unread_bytes, write_seconds)
+        self._generations = Generations(self._client, settings.most_requests(self._config), unread)
         self._bodies = BodyReader(body_seconds)
         factory = RequestFactory(self._layout, self._config, self._tokenizer)
         models = schemas(self._layout, self._config)
         generate = GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
-        keys = keys_of(settings)
-        self._grpc = GrpcDoor(triton_grpc, self._state, models, self._client.refused, keys)
-        routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
         connections = settings.most_connections(self._config)
-        self._http = HttpServer(routes, connections, header_seconds, keys)
+        keys = keys_of(settings)
+        self._grpc = GrpcDoor(triton_grpc, self._state, models, unread, connections, self._client.refused, keys)
+        routes = [*self._state.routes(), *generate.routes(), *self._triton.routes(), *http_closed.routes()]
+        self._http = HttpServer(routes, connections, header_seconds, write_seconds, keys)
         self._openai = OpenAIDoor(
             engine_dir,
             self._config,
@@ -109,7 +113,7 @@ class Doors:
         # Health is on the metrics port too, so that clients who take all connections of the HTTP port do not make the server
         # seem dead.
         routes = [*self._metrics.routes(), *self._state.routes()]
-        self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds)
+        self._metrics_http = HttpServer(routes, MAX_METRICS_CONNECTIONS, header_seconds, write_seconds)
 
     async def start(self, host: str, ports: Ports, held: Collection[str] = ()) -> Ports:
         """Listen at the ports that are not CLOSED, and load the tokenizer; returns the ports. Raises ServerError.
@@ -132,6 +136,10 @@ class Doors:
             openai = await self._openai.start(host, openai, "openai" in held)
         self._state.starting = False
         return Ports(http, grpc, metrics, openai)
+
+    def missing(self) -> str:
+        """Name the process behind the doors that does not answer them, or nobody."""
+        return "" if self._state.triton_answers else "triton"
 
     async def finish(self) -> None:
         """Take no requests any more, and return when all open requests have ended or cannot end."""
@@ -156,10 +164,14 @@ async def run(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    settings = ServeSettings.from_json(arguments.settings)
+    connections = 3 * (settings.most_connections(read_config(arguments.engine_dir)) + SPARE_CONNECTIONS)
+    connections += MAX_METRICS_CONNECTIONS + SPARE_CONNECTIONS
+    require_open_files(connections + OTHER_FILES, settings.max_queue_size)
     doors = Doors(
         arguments.engine_dir,
         arguments.socket,
-        ServeSettings.from_json(arguments.settings),
+        settings,
         arguments.triton_grpc,
         arguments.triton_metrics,
         arguments.state,
@@ -167,6 +179,7 @@ async def run(arguments: argparse.Namespace) -> None:
     )
     try:
         wanted = Ports(arguments.http_port, arguments.grpc_port, arguments.metrics_port, arguments.openai_port)
+        answering = None if arguments.alive is None else await answer_at(arguments.alive, doors.missing)
         starting = asyncio.create_task(doors.start(arguments.host, wanted, arguments.held_ports))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -176,6 +189,8 @@ async def run(arguments: argparse.Namespace) -> None:
         await stopping
         starting.cancel()
         await doors.finish()
+        if answering is not None:
+            answering.close()
     finally:
         await doors.close()
 
@@ -203,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--open_models", action="store_true", help="list the models without asking for an API key")
     parser.add_argument("--triton_grpc", required=True, help="Triton's gRPC endpoint: host:port, or unix:/PATH")
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
+    parser.add_argument("--alive", type=Path, help="socket at which the supervisor asks whether the process works")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import requests
@@ -19,17 +19,21 @@ import requests
 from kvseek.core.command_line import Parser
 from kvseek.core.config import require
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, text_of
+from kvseek.core.liveness import ask
 from kvseek.core.manifest import verify
+from kvseek.engine.cache.prefix_file import RowShape
+from kvseek.engine.cache.prefix_folder import DEFAULT_DISK_BYTES, check_directory
 from kvseek.engine.parallel.nodes import check_nodes
 from kvseek.server.requests.keys import read_keys
 from kvseek.server.requests.layouts import LAYOUTS
-from kvseek.server.triton.find import SHARED_MEMORY_PREFIX, TritonServer, find_server
+from kvseek.server.triton.find import TritonServer, find_server
 from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
 from .ports import CLOSED, OFF, Ports, read_port, start_on_free_ports, written
-from .processes import Program, listens
+from .processes import Ask, Program, listens
+from .scratch import alive_socket, close_shared_memory, free_shared_memory, memory_prefix, scratch_folder
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
 
@@ -37,14 +41,13 @@ READY_SECONDS = 180.0
 STOP_SECONDS = 5.0  # time for a process to end once nothing runs in it any more
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = "127.0.0.1"
-SHARED_MEMORY = Path("/dev/shm")
 TRITON_NUMBER = 1  # Triton puts a colon and its port behind any address: of a socket in a folder they end the name
 ENGINE, DOORS, TRITON = "engine", "doors", "triton"
 STATE_FILE = "restarts.json"
 # Of `kvseek serve`: what a host has to say on which rank 0 does not run.
 NODE_FLAGS = (
     *("engine_dir", "tp_size", "nnodes", "node_rank", "rdzv_endpoint", "ranks_key_file"),
-    *("threads", "restarts", "log", "ready_seconds", "core_dumps"),
+    *("threads", "restarts", "hang_seconds", "log", "ready_seconds", "core_dumps"),
 )
 STANDARD_OUTPUT = Path("-")  # log to standard output, where a container's log belongs
 
@@ -111,17 +114,29 @@ def running_server(
     """
     if not ready_seconds > 0:
         raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
-    verify(engine_dir)
+    check_log(log)
+    if settings.disk_dir is not None:
+        most, shape = settings.disk_bytes or DEFAULT_DISK_BYTES, RowShape.of(read_config(engine_dir))
+        check_directory(Path(settings.disk_dir), most, shape)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))  # here too, so that a wrong file is an error before anything is started
 
     def start(stack: ExitStack, triton: Sequence[Ports]) -> RunningServer:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvseek-")))
+        scratch = stack.enter_context(scratch_folder())
         programs = _programs(
-            scratch, engine_dir, host, held, ports.free, triton[0], settings, verbose, environment or {}, open_models
+            scratch,
+            engine_dir,
+            host,
+            held,
+            ports.free,
+            triton[0],
+            settings,
+            verbose,
+            environment or {},
+            open_models,
+            ready_seconds,
         )
-        output = None if log == STANDARD_OUTPUT else log or scratch / "server.log"
-        supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
+        supervisor = supervisor_of(programs, settings, log, scratch)
         server = RunningServer(host, held, supervisor)
         stack.callback(_stop, supervisor)
         supervisor.start()
@@ -135,7 +150,27 @@ def running_server(
 
     ports.health(host)  # here too
     with ports.hold(host) as held, ExitStack() as running:
+        verify(engine_dir)  # the last check, as it reads all of the engine
         yield start_on_free_ports(running, [(LOOPBACK, Ports(CLOSED, CLOSED, 0, CLOSED))], start)
+
+
+def check_log(log: Path | None) -> None:
+    """Raise ServerError if a log cannot be written."""
+    if log is None or log == STANDARD_OUTPUT:
+        return
+    try:
+        log.open("ab").close()
+    except OSError as error:
+        raise ServerError(
+            f"--log = {log}: cannot be written ({error.strerror}); name a file in a folder that is there, or - for standard "
+            "output"
+        ) from None
+
+
+def supervisor_of(programs: Sequence[Program], settings: ServeSettings, log: Path | None, scratch: Path) -> Supervisor:
+    """Make the supervisor of a server's programs; without a log, what each writes is kept in `scratch`, for error messages."""
+    output = scratch if log is None else None if log == STANDARD_OUTPUT else log
+    return Supervisor(programs, settings.restarts, settings.hang_seconds, output, scratch / STATE_FILE)
 
 
 def _stop(supervisor: Supervisor) -> None:
@@ -154,13 +189,16 @@ def _programs(
     verbose: bool,
     environment: Mapping[str, str],
     open_models: bool,
+    ready_seconds: float,
 ) -> list[Program]:
     """Describe the engine process, the doors and Triton, in the order in which they start and end.
 
     `held`: names of those of `ports` that are held for the doors; `inner`: Triton's metrics port, on loopback.
     """
     server, socket = find_server(scratch), scratch / "engine.sock"
-    repository, triton = scratch / "models", scratch / "triton"
+    repository, triton, models = scratch / "models", scratch / "triton", LAYOUTS[settings.layout].models
+    engine_alive, doors_alive = alive_socket(scratch, ENGINE), alive_socket(scratch, DOORS)
+    triton_metrics = f"http://{LOOPBACK}:{inner.metrics}/metrics"
     write_models(repository, engine_dir, settings, socket)
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
     http = (
@@ -173,23 +211,36 @@ def _programs(
     return [
         Program(
             ENGINE,
-            (*python, "kvseek.server.engine.process", *own),
+            (*python, "kvseek.server.engine.process", *own, "--alive", str(engine_alive)),
             settings.drain_seconds + STOP_SECONDS,
             {**os.environ, **environment},
-            is_up=socket.exists,
+            asks={ENGINE: _ask(engine_alive)},
+            # With ranks on other hosts it waits for them, however late they come back.
+            start_seconds=ready_seconds if settings.nnodes == 1 else math.inf,
             clean_up=lambda: socket.unlink(missing_ok=True),
             core_dumps=settings.core_dumps,
         ),
-        Program(DOORS, (*python, "kvseek.server.doors", *own, *http), STOP_SECONDS, core_dumps=settings.core_dumps),
+        Program(
+            DOORS,
+            (*python, "kvseek.server.doors", *own, *http, "--alive", str(doors_alive)),
+            STOP_SECONDS,
+            asks={DOORS: _ask(doors_alive)},
+            start_seconds=ready_seconds,
+            core_dumps=settings.core_dumps,
+        ),
         Program(
             TRITON,
             _triton_command(server, repository, triton, inner.metrics, verbose),
             2 * STOP_SECONDS,
             server.environment,
-            is_up=lambda: _close_shared_memory(repository, len(LAYOUTS[settings.layout].models)),
+            is_up=lambda: close_shared_memory(scratch, len(models)),
             ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
-            workers=tuple(f"/models/{model}/" for model in LAYOUTS[settings.layout].models),
-            clean_up=lambda: _free_shared_memory(repository),
+            workers=tuple(f"/models/{model}/" for model in models),
+            # Its gRPC endpoint is asked by the doors, which use it; doors that do not answer say nothing of Triton.
+            asks={TRITON: lambda seconds: answers(triton_metrics, seconds) and ask(doors_alive, seconds) != TRITON}
+            | {f"/models/{model}/": _ask(alive_socket(scratch, model)) for model in models},
+            start_seconds=ready_seconds,
+            clean_up=lambda: free_shared_memory(scratch),
             core_dumps=settings.core_dumps,
         ),
     ]
@@ -211,7 +262,7 @@ def _triton_command(
         f"--metrics-port={metrics_port}",
         f"--exit-timeout-secs={STOP_SECONDS:.0f}",
         f"--log-verbose={int(verbose)}",
-        f"--backend-config=python,shm-region-prefix-name={_memory_prefix(repository)}",
+        f"--backend-config=python,shm-region-prefix-name={memory_prefix(repository.parent)}",
     )
 
 
@@ -228,34 +279,25 @@ def _is_ready(url: str) -> bool:
         return False  # not listening yet
 
 
-def get(url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
+def get(url: str, headers: Mapping[str, str] | None = None, seconds: float = 5.0) -> requests.Response:
     """Ask a server of this machine, to which no proxy leads; raises requests.RequestException."""
     with requests.Session() as session:
         session.trust_env = False
-        return session.get(url, headers=headers, timeout=5)
+        return session.get(url, headers=headers, timeout=seconds)
 
 
-def _memory_prefix(repository: Path) -> str:
-    """Return the prefix of this server's shared memory: Triton's, which keeps clients away, and the scratch folder's name."""
-    return f"{SHARED_MEMORY_PREFIX}{repository.parent.name}-"
+def answers(url: str, seconds: float) -> bool:
+    """Whether a server of this machine answers, whatever it says."""
+    try:
+        get(url, seconds=seconds)
+    except requests.RequestException:
+        return False
+    return True
 
 
-def _close_shared_memory(repository: Path, models: int) -> bool:
-    """Let nobody else read Triton's shared memory; returns whether there is that of all models, which it makes one by one.
-
-    Its Python backend gives it the mode 0644, whatever the umask is, long before a model takes its first request.
-    """
-    regions = list(SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"))
-    for region in regions:
-        with suppress(FileNotFoundError):  # Triton has just ended
-            region.chmod(0o600)
-    return len(regions) >= models
-
-
-def _free_shared_memory(repository: Path) -> None:
-    """Remove shared memory that a killed Triton left behind: it would take up memory until the machine restarts."""
-    for region in SHARED_MEMORY.glob(f"{_memory_prefix(repository)}*"):
-        region.unlink(missing_ok=True)
+def _ask(alive: Path) -> Ask:
+    """Make the question to a process of ours."""
+    return lambda seconds: ask(alive, seconds) is not None
 
 
 @contextmanager
@@ -369,16 +411,26 @@ def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> i
     require(arguments.replicas >= 1, "replicas", arguments.replicas, ">= 1", "1 is the default")
     remedy = "start a router before several servers of several hosts yourself (docs/parallelism.md)"
     require(settings.nnodes == 1, "nnodes", settings.nnodes, "1 with --replicas", remedy)
-    for name in ("http", "grpc", "metrics"):
+    for name in ("http", "grpc"):
         port = getattr(arguments, f"{name}_port")
         remedy = "each replica has free ports, which are printed"
         require(port == getattr(Ports, name), f"{name}_port", port, "left out with --replicas", remedy)
+    for name in ("metrics", "openai"):
+        port = getattr(arguments, f"{name}_port")
+        require(
+            port != CLOSED,
+            f"{name}_port",
+            OFF,
+            "a port with --replicas",
+            "it is that of all of them; 0 picks a free one",
+        )
     with (
         running_replicas(
             arguments.engine_dir,
             arguments.replicas,
             arguments.host,
             arguments.openai_port,
+            arguments.metrics_port,
             settings,
             log=arguments.log,
             verbose=arguments.log_verbose,
@@ -390,7 +442,7 @@ def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> i
         for number, server in enumerate(replicas.servers):
             where = f"gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}/metrics"
             print(f"replica {number}: {where}, OpenAI {server.openai_url}", flush=True)
-        print(f"ready: OpenAI {replicas.openai_url}", flush=True)
+        print(f"ready: OpenAI {replicas.openai_url}, metrics {replicas.metrics_url}/metrics", flush=True)
         return _wait(replicas.check, received)
 
 
@@ -420,5 +472,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text_of(error)}", file=sys.stderr)
         return 1

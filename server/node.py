@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvseek.core.config_file import read_config
+from kvseek.core.liveness import ask
 from kvseek.core.manifest import verify
 
-from .launch import READY_SECONDS, STANDARD_OUTPUT, STATE_FILE, STOP_SECONDS
+from .launch import READY_SECONDS, STOP_SECONDS, check_log, supervisor_of
 from .processes import Program
+from .scratch import alive_socket, scratch_folder
 from .settings import ServeSettings
 from .supervisor import Supervisor
 
@@ -59,33 +60,34 @@ def running_ranks(
     ServerError
         If rank 0 does not come in time, or refuses these ranks.
     """
+    check_log(log)
     verify(engine_dir)
     ranks = settings.nodes.ranks(read_config(engine_dir).tp_size, node_rank)
     threads = max(1, (settings.threads or len(os.sched_getaffinity(0))) // len(ranks))
-    with tempfile.TemporaryDirectory(prefix="kvseek-node-") as folder:
-        scratch = Path(folder)
-        programs = [_program(scratch / f"rank{rank}.up", engine_dir, rank, threads, settings) for rank in ranks]
-        output = None if log == STANDARD_OUTPUT else log or scratch / "node.log"
-        supervisor = Supervisor(programs, settings.restarts, output, scratch / STATE_FILE, keep_output=log is not None)
+    with scratch_folder() as scratch:
+        programs = [_program(scratch, engine_dir, rank, threads, settings) for rank in ranks]
+        supervisor = supervisor_of(programs, settings, log, scratch)
         try:
             supervisor.start()
-            supervisor.wait_until(lambda: all(program.is_up() for program in programs), ready_seconds)
+            supervisor.wait_until(lambda: True, ready_seconds)
             yield NodeRanks(ranks, supervisor)
         finally:
             supervisor.stop()
 
 
-def _program(up: Path, engine_dir: Path, rank: int, threads: int, settings: ServeSettings) -> Program:
+def _program(scratch: Path, engine_dir: Path, rank: int, threads: int, settings: ServeSettings) -> Program:
+    up, alive = scratch / f"rank{rank}.up", alive_socket(scratch, f"rank{rank}")
     key = () if settings.ranks_key_file is None else ("--ranks_key_file", settings.ranks_key_file)
     return Program(
         f"rank {rank}",
         (
             *(sys.executable, "-m", "kvseek.engine.parallel.follower", "--engine_dir", str(engine_dir.resolve())),
             *("--rank", str(rank), "--nnodes", str(settings.nnodes), "--rdzv_endpoint", str(settings.rdzv_endpoint)),
-            *("--threads", str(threads), "--up", str(up), *key),
+            *("--threads", str(threads), "--up", str(up), "--alive", str(alive), *key),
         ),
         STOP_SECONDS,
-        is_up=up.exists,
+        is_up=up.exists,  # however late: it waits for rank 0
+        asks={f"rank {rank}": lambda seconds: ask(alive, seconds) is not None},
         clean_up=lambda: up.unlink(missing_ok=True),
         core_dumps=settings.core_dumps,
     )

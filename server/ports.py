@@ -6,6 +6,7 @@ another process could be given it before ours listens.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -69,8 +70,15 @@ class Ports:
         Raises
         ------
         ServerError
-            Names the flag of a busy or impossible port.
+            Names the flag of a busy or impossible port, of one that is given twice, or of a host that is none of this machine's.
         """
+        for number, name in enumerate(NAMES):
+            for other in NAMES[:number]:
+                port = getattr(self, name)
+                if port == getattr(self, other) and port not in (0, CLOSED):
+                    raise ServerError(
+                        f"--{name}_port = {port}: must be another port than --{other}_port; 0 picks a free one"
+                    )
         with ExitStack() as held:
             with ExitStack() as looking:  # until the free ones are chosen, so that these are others
                 closed = [name for name in NAMES if getattr(self, name) == CLOSED]
@@ -143,7 +151,18 @@ def _bind(bound: ExitStack, host: str, port: int, name: str, option: int) -> int
     own.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         own.bind((host, port))
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name"
+        raise ServerError(
+            f"--host = {host!r}: must be an IPv4 address of this machine, or a name of one ({reason}); 127.0.0.1 is the default, "
+            "0.0.0.0 stands for all; kvseek listens at no IPv6 addresses"
+        ) from None
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ServerError(
+                f"--host = {host!r}: must be an address of this machine, and no interface here has it; 127.0.0.1 is the default, "
+                "0.0.0.0 stands for all"
+            ) from None
         raise ServerError(
             f"{flag} = {port}: cannot listen on {host} ({error.strerror}); choose another port, or 0 for a free one"
         ) from None

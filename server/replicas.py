@@ -1,7 +1,8 @@
 """Several servers of one engine behind one OpenAI port: `kvseek serve --replicas N` (docs/parallelism.md).
 
 The router is smg, the Shepherd Model Gateway that grew out of sglang-router. It sends a conversation to the replica that has
-read its beginning. Each replica is a server as without a router, with a gRPC, an HTTP and a metrics port of its own.
+read its beginning. Each replica is a server as without a router, with a gRPC, an HTTP and a metrics port of its own, which are
+other ones at each start. The metrics of all are at one port (replica_metrics.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import os
 import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,15 +21,28 @@ from pathlib import Path
 import requests
 
 from kvseek.core.config_file import read_config
+from kvseek.core.liveness import ask
 
 from .errors import ServerError
-from .launch import LOOPBACK, READY_SECONDS, STANDARD_OUTPUT, RunningServer, get, reachable, running_server
+from .launch import (
+    LOOPBACK,
+    READY_SECONDS,
+    STANDARD_OUTPUT,
+    STATE_FILE,
+    RunningServer,
+    answers,
+    get,
+    reachable,
+    running_server,
+    supervisor_of,
+)
 from .ports import Ports, start_on_free_ports
 from .processes import Program
+from .scratch import alive_socket, scratch_folder
 from .settings import ServeSettings
 from .supervisor import Supervisor
 
-ROUTER = "router"
+ROUTER, METRICS = "router", "metrics"
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # requests of one value go to one replica
 HEALTH_SECONDS = 2  # between two looks at a replica; one that fails twice gets no further requests
 STOP_SECONDS = 10.0
@@ -46,10 +59,13 @@ class Replicas:
     ----------
     openai_url : str
         The base URL of the router that OpenAI's clients take.
+    metrics_url : str
+        host:port of the metrics of all.
     """
 
     servers: Sequence[RunningServer]
     openai_url: str
+    metrics_url: str
     supervisor: Supervisor
 
     def check(self) -> None:
@@ -65,6 +81,7 @@ def running_replicas(
     replicas: int,
     host: str = LOOPBACK,
     openai_port: int = 9000,
+    metrics_port: int = 8002,
     settings: ServeSettings = ServeSettings(),  # noqa: B008  frozen
     log: Path | None = None,
     verbose: bool = False,
@@ -78,8 +95,8 @@ def running_replicas(
     replicas : int
         Number of servers. Each has free ports of its own, and its share of the CPU threads or, with device "cuda", GPUs of
         its own among those of CUDA_VISIBLE_DEVICES: one for each rank of the engine, in order.
-    openai_port : int
-        Port of the router; 0 picks a free one.
+    openai_port, metrics_port : int
+        Port of the router, and of the metrics of all replicas; 0 picks a free one.
     log : Path, optional
         As of running_server; replica i writes to a file with `.i` behind the name, the router to one with `.router`.
 
@@ -91,13 +108,13 @@ def running_replicas(
         If the engine directory cannot be served.
     """
     check_router()
-    wanted = [(host, Ports(0, 0, 0, openai_port)), (LOOPBACK, Ports(0, 0, 0, 0))]
+    wanted = [(host, Ports(0, 0, metrics_port, openai_port)), (LOOPBACK, Ports(0, 0, 0, 0))]
     with wanted[0][1].hold(host):
         pass  # an error now, before replicas are started in vain
     ranks = read_config(engine_dir).tp_size
     threads = settings.threads or len(os.sched_getaffinity(0))
     settings = dataclasses.replace(settings, threads=max(1, threads // replicas))
-    with ExitStack() as running, tempfile.TemporaryDirectory(prefix="kvseek-router-") as folder:
+    with ExitStack() as running, scratch_folder() as folder:
         servers = [
             running.enter_context(
                 running_server(
@@ -117,27 +134,51 @@ def running_replicas(
         key = secrets.token_hex(32)
 
         def start(stack: ExitStack, ports: Sequence[Ports]) -> Replicas:
-            port, metrics = ports[0].openai, ports[1].metrics
-            arguments = Path(folder) / "arguments.json"
+            port, url = ports[0].openai, f"http://{reachable(host)}:{ports[0].openai}"
+            arguments = folder / "arguments.json"
             arguments.touch(mode=0o600)
-            arguments.write_text(json.dumps(flags(workers, host, port, metrics, key)), encoding="utf-8")
-            command = (sys.executable, "-P", "-c", START_ROUTER, str(arguments))
-            program = Program(ROUTER, command, STOP_SECONDS, core_dumps=settings.core_dumps)
-            output = _log_of(log, ROUTER)
-            supervisor = Supervisor(
-                [program],
-                settings.restarts,
-                Path(folder) / "router.log" if output is None else None if output == STANDARD_OUTPUT else output,
-                Path(folder) / "restarts.json",
-                keep_output=log is not None,
+            arguments.write_text(json.dumps(flags(workers, host, port, ports[1].metrics, key)), encoding="utf-8")
+            program = Program(
+                ROUTER,
+                (sys.executable, "-P", "-c", START_ROUTER, str(arguments)),
+                STOP_SECONDS,
+                asks={ROUTER: lambda seconds: answers(f"{url}/health", seconds)},
+                start_seconds=ready_seconds,
+                core_dumps=settings.core_dumps,
             )
+            places = [server.metrics_url for server in servers]
+            metrics = _metrics(places, url, host, ports[0].metrics, folder, ready_seconds, settings.core_dumps)
+            supervisor = supervisor_of([program, metrics], settings, _log_of(log, ROUTER), folder)
             stack.callback(supervisor.stop)
             supervisor.start()
-            url = f"http://{reachable(host)}:{port}"
             supervisor.wait_until(_knows(url, key, replicas), ready_seconds)
-            return Replicas(servers, f"{url}/v1", supervisor)
+            return Replicas(servers, f"{url}/v1", f"{reachable(host)}:{ports[0].metrics}", supervisor)
 
         yield start_on_free_ports(running, wanted, start)
+
+
+def _metrics(
+    replicas: Sequence[str],
+    router: str,
+    host: str,
+    port: int,
+    folder: Path,
+    ready_seconds: float,
+    core_dumps: bool,
+) -> Program:
+    """Describe the process that serves the metrics of all replicas."""
+    alive = alive_socket(folder, METRICS)
+    return Program(
+        METRICS,
+        (
+            *(sys.executable, "-m", "kvseek.server.replica_metrics", "--host", host, "--port", str(port)),
+            *("--replicas", *replicas, "--router", router, "--state", str(folder / STATE_FILE), "--alive", str(alive)),
+        ),
+        STOP_SECONDS,
+        asks={METRICS: lambda seconds: ask(alive, seconds) is not None},
+        start_seconds=ready_seconds,
+        core_dumps=core_dumps,
+    )
 
 
 def check_router() -> None:

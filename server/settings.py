@@ -15,10 +15,13 @@ from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
+from .engine.logits_room import LARGEST_AT_ONCE, LOGIT_BYTES
 from .errors import ServerError
 from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 
 MAX_NAME_CHARACTERS = 256
+OTHER_UNREAD_BYTES = 64 << 20  # of answers that are not read yet, logits apart
+MIN_HANG_SECONDS = 5.0  # a busy machine may hold a process up for seconds
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
 SHARE_BY_KEY, SHARE_ALL = "key", "all"
@@ -59,6 +62,7 @@ SERVE_FLAGS: Flags = {
     **ENGINE_FLAGS,
     "drain_seconds": (float, "seconds that requests may go on after SIGTERM"),
     "restarts": (int, "how often in a row a process that has died is started again"),
+    "hang_seconds": (float, "after so long without an answer a process is killed and started again"),
     "nnodes": (int, "hosts that the engine's ranks are divided among"),
     "rdzv_endpoint": (str, "HOST:PORT of the host of rank 0, where the ranks of the others find it"),
     "ranks_key_file": (_absolute, f"file with the key that all hosts have, instead of the variable {KEY_VARIABLE}"),
@@ -89,6 +93,9 @@ class ServeSettings:
         Seconds that requests may go on after SIGTERM.
     restarts : int
         How often in a row a process that has died is started again; after that the server ends.
+    hang_seconds : float
+        After so long without an answer a process is killed and started again. Its event loop answers, not what computes: of
+        that, HUNG_SECONDS of engine/service.py is the limit.
     otlp_endpoint : str or None
         OpenTelemetry collector (OTLP over HTTP) to which a span of every request is sent; None: none are made.
     disk_dir : str or None
@@ -118,6 +125,7 @@ class ServeSettings:
     default_timeout: float | None = None
     drain_seconds: float = 20.0
     restarts: int = 5
+    hang_seconds: float = 60.0
     otlp_endpoint: str | None = None
     disk_dir: str | None = None
     disk_bytes: int | None = None
@@ -156,7 +164,12 @@ class ServeSettings:
         alone = most is not None and self.disk_dir is None
         _require(not alone, "disk_bytes", most, "left out without --disk_dir", "give that too")
         _require(self.restarts >= 0, "restarts", self.restarts, ">= 0", "0 ends the server when a process dies")
-
+        limit = f">= {MIN_HANG_SECONDS:g} and <= {MAX_TIMEOUT_SECONDS:.0f}, a week"
+        within = MIN_HANG_SECONDS <= self.hang_seconds <= MAX_TIMEOUT_SECONDS
+        _require(within, "hang_seconds", self.hang_seconds, limit, "60 is the default")
+        endpoint = self.otlp_endpoint
+        is_url = endpoint is None or endpoint.startswith(("http://", "https://"))
+        _require(is_url, "otlp_endpoint", endpoint, "a URL of http or https", "such as http://127.0.0.1:4318")
         ways = f"{SHARE_BY_KEY} or {SHARE_ALL}"
         known_way = self.share_prefixes in (SHARE_BY_KEY, SHARE_ALL)
         _require(known_way, "share_prefixes", self.share_prefixes, ways, f"{SHARE_BY_KEY} is the default")
@@ -179,6 +192,11 @@ class ServeSettings:
     def most_connections(self, config: EngineConfig) -> int:
         """Return how many connections a port may have open."""
         return self.most_requests(config) + OTHER_CONNECTIONS
+
+    @property
+    def most_unread_bytes(self) -> int:
+        """Most bytes of answers that a door may leave unread, and that a door's clients may."""
+        return OTHER_UNREAD_BYTES + LARGEST_AT_ONCE * LOGIT_BYTES * self.max_logits
 
     def to_json(self) -> str:
         """Write the settings as JSON, for the command line of another process."""

@@ -1,4 +1,4 @@
-"""Keeps the processes of a server running: starts them, starts dead ones again, and ends all in order."""
+"""Keeps the processes of a server running: starts them, starts those again that die or hang, and ends all in order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvseek.core.errors import text_of
+
 from .errors import ServerError
-from .processes import Child, Program, ending
+from .processes import Child, Guard, Program
 
 POLL_SECONDS = 0.05
 FIND_SECONDS = 0.5  # time between two looks for a process's workers
@@ -21,7 +23,9 @@ FIRST_DELAY_SECONDS = 0.25  # before the first restart; doubled with each furthe
 LONGEST_DELAY_SECONDS = 30.0
 STEADY_SECONDS = 120.0  # time after which a process that stays up begins a new row of restarts
 LOOK_AT_LOG_SECONDS = 10.0
-MAX_LOG_BYTES = 64 << 20  # most bytes of a log that nobody has asked for; at this size it is cut, and begins anew
+MAX_LOG_BYTES = (
+    64 << 20
+)  # most bytes of a process's log that nobody has asked for; at this size it is cut, and begins anew
 logger = logging.getLogger(__name__)
 
 
@@ -41,26 +45,28 @@ class Watched:
 class Supervisor:
     """Runs programs from a thread of its own until `stop`.
 
-    Before `settle` a program that ends is a failed start; after it, it is started again, up to `restarts` times in a row.
+    Until `wait_until` has returned, a program that ends is a failed start; after it, it is started again, up to `restarts` times
+    in a row. So is one that does not answer, which is killed first.
 
     Parameters
     ----------
     programs : sequence of Program
         In the order in which they are started, and asked to end.
+    hang_seconds : float
+        After so long without an answer a process counts as hung.
     output : Path or None
-        File for the output of all; None: this process's own.
-    keep_output : bool
-        Whether all of it is kept; else the file is cut when it has MAX_LOG_BYTES.
+        File for the output of all; a folder: each has a file there, which is cut when it has MAX_LOG_BYTES; None: this
+        process's own.
     state : Path
         A file that tells how often each program was started again, as JSON, for the metrics.
     """
 
     def __init__(
-        self, programs: Sequence[Program], restarts: int, output: Path | None, state: Path, keep_output: bool = True
+        self, programs: Sequence[Program], restarts: int, hang_seconds: float, output: Path | None, state: Path
     ) -> None:
         self._watched = [Watched(program) for program in programs]
-        self._restarts, self._output, self._state = restarts, output, state
-        self._cut, self._look_at_log = output is not None and not keep_output, 0.0
+        self._restarts, self._hang_seconds, self._output, self._state = restarts, hang_seconds, output, state
+        self._cut, self._look_at_log = output is not None and output.is_dir(), 0.0
         self._stopping, self._settled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self.failure = ""  # why the server has ended
@@ -69,23 +75,28 @@ class Supervisor:
     def start(self) -> None:
         """Start all programs."""
         self._write_state()
+        self._guard = Guard()
         self._thread.start()
 
     def wait_until(self, is_ready: Callable[[], bool], seconds: float) -> None:
-        """Wait until the server is ready; from then on processes that die are started again. Raises ServerError."""
+        """Wait until all processes are up and the server is ready; from then on those that die are started again.
+
+        Raises ServerError if one ends, or they are not ready in time.
+        """
         deadline = time.monotonic() + seconds
-        while not is_ready():
+        while any(watched.up_at == math.inf for watched in self._watched) or not is_ready():
             self.check()
             if time.monotonic() > deadline:
-                log = ending(self._output)
-                raise ServerError(f"the server is not ready after {seconds:g} s, see --ready_seconds; its log {log}")
+                late = [child for one in self._watched if one.up_at == math.inf and (child := one.child) is not None]
+                words = f": {late[0].program.name} is not up; {late[0].last_words()}" if late else ""
+                raise ServerError(f"the server is not ready after {seconds:g} s, see --ready_seconds{words}")
             time.sleep(POLL_SECONDS)
         self._settled.set()
 
     def check(self) -> None:
         """Raise ServerError if the server has ended."""
         if self.failure:
-            raise ServerError(f"{self.failure}; its log {ending(self._output)}")
+            raise ServerError(self.failure)
 
     def stop(self) -> None:
         """End all programs in order; returns when they have ended. May be called twice."""
@@ -108,32 +119,46 @@ class Supervisor:
                 for watched in self._watched:
                     self._look_after(watched)
                 self._cut_log()
-        except Exception as error:  # a program could not be started, for want of a file or of memory
+        except ServerError as error:
+            self.failure = str(error)
+        except OSError as error:  # for want of a file, of memory or of processes
+            self.failure = f"a process could not be started ({text_of(error)})"
+        except Exception as error:
             logger.exception("the supervisor failed")
-            self.failure = f"a process could not be started ({error})"
+            self.failure = f"the supervisor failed ({error})"
         finally:
             self._end_all()
+            self._guard.end()
 
     def _look_after(self, watched: Watched) -> None:
         now = time.monotonic()
         child = watched.child
         if child is None:
             if now >= watched.start_at:
-                watched.child, watched.up_at = Child(watched.program, self._output), math.inf
+                output = self._output_of(watched.program)
+                watched.child = Child(watched.program, output, self._guard, self._hang_seconds)
+                watched.up_at = math.inf
             return
-        if watched.up_at == math.inf and watched.program.is_up():
+        if watched.up_at == math.inf and child.is_up:
             watched.up_at = now
         if now >= watched.look_at:
             watched.look_at = float("inf") if child.find_workers() else now + FIND_SECONDS
-        reason = child.ended()
+        reason = child.ended() or child.hangs() or self._late(watched, child, now)
         if reason:
             self._kill(watched)
-            self._plan_restart(watched, reason, now)
+            self._plan_restart(watched, reason, child.last_words(), now)
             for other in self._watched:
                 if other.program.ends_with == watched.program.name and other.child is not None:
                     logger.error("%s is ended and started again with it", other.program.name)
                     self._kill(other)
                     other.start_at = watched.start_at
+
+    def _late(self, watched: Watched, child: Child, now: float) -> str:
+        """Describe a restart that takes too long; empty if it does not. The first start is `wait_until`'s."""
+        limit = watched.program.start_seconds
+        if not self._settled.is_set() or watched.up_at < math.inf or now - child.started_at <= limit:
+            return ""
+        return f"{watched.program.name} was not up {limit:g} s after its start (--ready_seconds) and is killed"
 
     @staticmethod
     def _kill(watched: Watched) -> None:
@@ -142,15 +167,15 @@ class Supervisor:
             watched.child.kill()
         watched.child, watched.look_at = None, 0.0
 
-    def _plan_restart(self, watched: Watched, reason: str, now: float) -> None:
+    def _plan_restart(self, watched: Watched, reason: str, words: str, now: float) -> None:
         if now - watched.up_at >= STEADY_SECONDS:
             watched.in_a_row = 0
         watched.in_a_row += 1
         if not self._settled.is_set():
-            self.failure = reason
+            self.failure = f"{reason}: {words}"
             return
         if watched.in_a_row > self._restarts:
-            self.failure = f"{reason}, after {self._restarts} restarts in a row (--restarts)"
+            self.failure = f"{reason}, after {self._restarts} restarts in a row (--restarts): {words}"
             return
         delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** (watched.in_a_row - 1))
         watched.start_at = now + delay
@@ -163,17 +188,24 @@ class Supervisor:
         for watched in self._watched:
             if watched.child is not None:
                 watched.child.terminate()
-                self.statuses[watched.program.name] = watched.child.wait()
+                try:
+                    self.statuses[watched.program.name] = watched.child.wait()
+                except ServerError as error:
+                    self.failure = self.failure or str(error)
+
+    def _output_of(self, program: Program) -> Path | None:
+        return self._output / f"{program.name}.log" if self._output is not None and self._cut else self._output
 
     def _cut_log(self) -> None:
-        """Cut a log that nobody has asked for, because it could fill the disk one day."""
+        """Cut logs that nobody has asked for, because they could fill the disk one day."""
         now = time.monotonic()
         if not self._cut or now < self._look_at_log:
             return
         self._look_at_log = now + LOOK_AT_LOG_SECONDS
-        with contextlib.suppress(OSError):
-            if self._output is not None and self._output.stat().st_size > MAX_LOG_BYTES:
-                os.truncate(self._output, 0)  # processes append to it
+        for output in [self._output_of(watched.program) for watched in self._watched]:
+            with contextlib.suppress(OSError):
+                if output is not None and output.stat().st_size > MAX_LOG_BYTES:
+                    os.truncate(output, 0)  # processes append to it
 
     def _write_state(self) -> None:
         counts = {watched.program.name: watched.restarts for watched in self._watched}

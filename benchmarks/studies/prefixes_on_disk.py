@@ -92,7 +92,7 @@ class Study:
         nodes = self.engine._prefixes._tree.match(None, pack_tokens(self.ids)).nodes
         for entry in list(self.store.folder._entries.values()):
             self.store.folder.remove(entry)
-        self.store.keep(nodes, self.engine._prefixes.rows.heads[nodes[0].extent])
+        self.store.keep(nodes, self.engine._prefixes.rows.sink_rows[nodes[0].extent])
         writing = self.steps(lambda count: self.works() or not count)
         matches = [Match(self.store.folder._entries[node.key], 0) for node in nodes]
         self.store.load(matches, self.engine._cache.extents._free[-len(nodes) :])

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.private_files import PrivateFileError, open_own_file
 
 from .prefix_tree import TOKEN_BYTES, chained_key
@@ -36,6 +37,7 @@ FILE_MODE = 0o600  # tokens are in the file
 Part = tuple[str, str, tuple[int, ...], int]  # of a file: a tensor's name, dtype, shape and bytes
 METADATA = ("format", "engine", "model", "method", "key", "parent", "sha256")
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # safetensors' names
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class ForeignFileError(Exception):
@@ -56,6 +58,18 @@ class RowShape:
     dtype: str
     row_bytes: int
     sink: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> RowShape:
+        """Return the sizes of the rows of an engine."""
+        model = config.model
+        row_bytes = 2 * model.head_dim * ELEMENT_BYTES[config.dtype]
+        return cls(model.num_layers, model.num_kv_heads, model.head_dim, config.dtype, row_bytes, config.cache.sink)
+
+    @property
+    def most_file_bytes(self) -> int:
+        """Bytes of the largest file: of an extent, and of the sink before it."""
+        return HEADER_BYTES + self.data_bytes(self.sink + EXTENT_TOKENS, first=True)
 
     def parts(self, tokens: int, first: bool) -> list[Part]:
         """List the tensors of a file of `tokens` tokens, in order."""

@@ -8,6 +8,7 @@ time of modification. Any thread may call any method; none but `open_folder` and
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -24,6 +25,7 @@ from kvseek.core.private_files import PrivateFileError, open_private_folder
 from .prefix_file import DamagedFileError, Entry, ForeignFileError, Origin, RowShape, file_name, read_entry
 from .prefix_tree import TOKEN_BYTES, chained_key, common_tokens, root_key, span_bytes
 
+DEFAULT_DISK_BYTES = 16 << 30
 LOCK_SECONDS = 1.0  # `kvseek cache` has a folder locked for less
 NEW_FILES = ".*.new"  # what a process that was killed had not finished
 
@@ -287,22 +289,45 @@ class PrefixFolder:
         return span_bytes(self.shape.sink, depth)
 
 
+def check_directory(directory: Path, most_bytes: int, shape: RowShape) -> None:
+    """Make the directory of `open_folder` if it is not there; raises ConfigError if files of that shape cannot be kept there."""
+    if most_bytes < shape.most_file_bytes:
+        raise ConfigError(
+            f"disk_bytes = {most_bytes}: must be at least {shape.most_file_bytes}, the rows of one extent; raise it"
+        )
+    try:
+        os.close(open_private_folder(directory, own=False))
+        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written to")
+    except PrivateFileError as error:
+        raise ConfigError(f"disk_dir = {str(directory)!r}: {error}") from None
+    except OSError as error:
+        raise _unusable(directory, error) from None
+
+
+def _unusable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"disk_dir = {str(directory)!r}: cannot be used ({error.strerror}); name a directory that this user may write to, or "
+        "leave it out"
+    )
+
+
 def open_folder(directory: Path, most_bytes: int, origin: Origin, shape: RowShape) -> PrefixFolder:
     """Open the folder of an engine below `directory`, made if it is not there, and lock it.
 
     Raises
     ------
     ConfigError
-        If the directory cannot be made or used, other users may change what is in it, or another process uses the engine's
-        folder.
+        As `check_directory`, or if another process uses the engine's folder.
     """
+    check_directory(directory, most_bytes, shape)
     path = directory / origin.engine
     try:
         descriptor = lock(path, LOCK_SECONDS, make=True)
         folder = PrefixFolder(path, most_bytes, origin, shape, descriptor)
         try:
             if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError("it cannot be written to")
+                raise PermissionError(errno.EACCES, "it cannot be written to")
             folder._load()
         except BaseException:
             folder.close()
@@ -312,8 +337,5 @@ def open_folder(directory: Path, most_bytes: int, origin: Origin, shape: RowShap
     except PrivateFileError as error:
         raise ConfigError(f"disk_dir = {str(directory)!r}: {error}") from None
     except OSError as error:
-        raise ConfigError(
-            f"disk_dir = {str(directory)!r}: cannot be used ({error}); name a directory that this user may write to, or leave "
-            "it out"
-        ) from None
+        raise _unusable(directory, error) from None
     return folder

@@ -8,17 +8,16 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefix_file import HEADER_BYTES, Origin, RowShape
-from kvseek.engine.cache.prefix_folder import open_folder
+from kvseek.engine.cache.prefix_file import Origin, RowShape
+from kvseek.engine.cache.prefix_folder import DEFAULT_DISK_BYTES, open_folder
 from kvseek.engine.cache.prefix_store import PrefixStore
 
 from .supported import reuses_prefixes, why_no_reuse
 
-DEFAULT_DISK_BYTES = 16 << 30
 TENSORS = ".safetensors"  # weights and codebooks of an engine directory
 ROW_FIELDS = ("sink", "local", "update", "full_threshold", "cached_prefill")  # of CacheConfig: what tokens attend to
 
@@ -82,21 +81,11 @@ def open_prefixes(engine_dir: Path, config: EngineConfig, cache: Cache, disk: Di
             "not written to disk: leave it out, or build with --cache.offload always and a method that is sparse in all layers"
         )
     pool, most = cache.rows.pool.rows, disk.most_bytes or DEFAULT_DISK_BYTES
-    row_bytes = 2 * config.model.head_dim * pool.element_size()
-    shape = RowShape(
-        config.model.num_layers,
-        config.model.num_kv_heads,
-        config.model.head_dim,
-        config.dtype,
-        row_bytes,
-        config.cache.sink,
-    )
-    needed = HEADER_BYTES + shape.data_bytes(config.cache.sink + EXTENT_TOKENS, first=True)
-    if most < needed:
-        raise ConfigError(f"disk_bytes = {most}: must be at least {needed}, the rows of one extent; raise it")
     model = read_manifest(engine_dir).source_model
     return PrefixStore(
-        open_folder(disk.directory, most, Origin(digest(engine_dir, config), model, config.method), shape),
+        open_folder(
+            disk.directory, most, Origin(digest(engine_dir, config), model, config.method), RowShape.of(config)
+        ),
         pool,
         cache.window.device,
     )

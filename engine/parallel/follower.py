@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from kvseek.core.errors import KvseekError
+from kvseek.core.liveness import answer_from_thread
 from kvseek.core.manifest import read_manifest
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.prefix import Prefix, Reuse
@@ -190,6 +191,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks_key_file", type=Path)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--up", type=Path, required=True, help="file to make when the rank is loaded")
+    parser.add_argument("--alive", type=Path, required=True, help="socket at which to answer that the process works")
     return parser.parse_args(argv)
 
 
@@ -202,6 +204,7 @@ def main(argv: Sequence[str]) -> int:
         follow(Channel(Connection(int(argv[0]))))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     arguments = parse_arguments(argv)
+    answer_from_thread(arguments.alive)
     try:
         nodes = Nodes.of(arguments.nnodes, arguments.rdzv_endpoint, arguments.ranks_key_file)
         channel = join_ranks(nodes, arguments.rank, read_manifest(arguments.engine_dir).fingerprint)

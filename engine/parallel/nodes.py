@@ -31,7 +31,9 @@ from .channel import Channel, Seal, TamperedError
 
 KEY_VARIABLE = "KVSEEK_RANKS_KEY"
 LOOPBACK = "127.0.0.1"
-HANDSHAKE_SECONDS = 5  # that a peer may take until it is known, as others wait meanwhile
+HANDSHAKE_SECONDS = 10.0  # that a peer may take until it is known, whatever it sends
+MOST_UNKNOWN = 64  # peers that are not known yet; a further one takes the place of the oldest
+LOOK_SECONDS = 0.2  # time between two looks whether all have joined
 RETRY_SECONDS = 0.5  # between two attempts to reach rank 0
 KEEPALIVE = {
     "TCP_KEEPIDLE": 10,
@@ -121,33 +123,83 @@ class Joined:
 
 def accept_ranks(nodes: Nodes, tp_size: int, fingerprint: str) -> Mapping[int, Joined]:
     """Listen at the endpoint until all ranks of other nodes have joined; raises ConfigError if it is none of this host's."""
-    own, joined = nodes.ranks(tp_size, 0), dict[int, Joined]()
+    joining = _Joining(nodes, tp_size, fingerprint)
     try:
-        listening = socket.create_server((nodes.host, nodes.port), backlog=tp_size)
+        listening = socket.create_server((nodes.host, nodes.port), backlog=tp_size + MOST_UNKNOWN)
     except OSError as error:
         remedy = "name an address of this host, that of node_rank 0, and a free port"
         require(False, "rdzv_endpoint", f"{nodes.host}:{nodes.port}", f"free on this host ({error.strerror})", remedy)
         raise
-    logger.info("rank 0 waits for %d ranks of other hosts at %s:%d", tp_size - len(own), nodes.host, nodes.port)
+    logger.info("rank 0 waits for %d ranks of other hosts at %s:%d", joining.missing, nodes.host, nodes.port)
     with listening:
-        while len(joined) < tp_size - len(own):
-            peer, (address, _) = listening.accept()
-            try:
-                with _limited(peer):
-                    channel = _agreed(peer, nodes.key, leads=True)
-                    hello = _read_hello(channel)
-                for rank in [rank for rank, one in joined.items() if one.channel.poll()]:
-                    joined.pop(rank).channel.close()  # who waits says nothing: its process has ended
-                if reason := _why_not(hello, nodes, tp_size, fingerprint, joined):
-                    channel.send(reason.encode())
-                    logger.error("rank %d at %s cannot join: %s", hello.rank, address, reason)
-                    continue
-                channel.send(ADMITTED)
-            except (TamperedError, EOFError, OSError, msgspec.MsgspecError) as error:
-                logger.error("a connection from %s is closed: %s: %s", address, type(error).__name__, error)
-                continue
-            joined[hello.rank] = Joined(channel, address)
-    return joined
+        listening.settimeout(LOOK_SECONDS)
+        while joining.missing:
+            with suppress(TimeoutError):
+                joining.take(*listening.accept())
+    return joining.end()
+
+
+class _Joining:
+    """Ranks of other nodes while they join. Each peer has a thread of its own, so that none waits for another."""
+
+    def __init__(self, nodes: Nodes, tp_size: int, fingerprint: str) -> None:
+        self._nodes, self._tp_size, self._fingerprint = nodes, tp_size, fingerprint
+        self._wanted = tp_size - len(nodes.ranks(tp_size, 0))
+        self._lock = threading.Lock()  # guards what follows
+        self._joined: dict[int, Joined] = {}
+        self._unknown: list[socket.socket] = []
+        self._ended = False
+
+    @property
+    def missing(self) -> int:
+        """Ranks that have not joined."""
+        with self._lock:
+            return self._wanted - len(self._joined)
+
+    def take(self, peer: socket.socket, place: tuple[str, int]) -> None:
+        """Let a peer join, if it is a rank."""
+        own = peer.dup()  # stays open while the peer's thread closes its own
+        with self._lock:
+            if len(self._unknown) >= MOST_UNKNOWN:
+                _shut_down(self._unknown.pop(0))
+            self._unknown.append(own)
+        threading.Thread(target=self._join, args=(peer, own, place[0]), name="kvseek-join", daemon=True).start()
+
+    def end(self) -> Mapping[int, Joined]:
+        """Return the ranks that have joined; no more can."""
+        with self._lock:
+            self._ended = True
+            for peer in self._unknown:
+                _shut_down(peer)
+            return self._joined
+
+    def _join(self, peer: socket.socket, own: socket.socket, address: str) -> None:
+        try:
+            with _limited(peer):
+                channel = _agreed(peer, self._nodes.key, leads=True)
+                self._answer(_read_hello(channel), Joined(channel, address), own)
+        except Exception as error:  # a stranger may send anything
+            logger.error("a connection from %s is closed: %s: %s", address, type(error).__name__, error)
+        finally:
+            with self._lock, own:
+                if own in self._unknown:
+                    self._unknown.remove(own)
+
+    def _answer(self, hello: Hello, rank: Joined, own: socket.socket) -> None:
+        """Admit a rank, or tell it why it cannot join."""
+        with self._lock:  # also while the answer is sent, so that rank 0 sends nothing before
+            for number in [number for number, one in self._joined.items() if one.channel.poll()]:
+                self._joined.pop(number).channel.close()  # who waits says nothing: its process has ended
+            reason = _why_not(hello, self._nodes, self._tp_size, self._fingerprint, self._joined)
+            if self._ended:
+                reason = "all ranks have joined"
+            rank.channel.send(reason.encode() or ADMITTED)
+            if reason:
+                logger.error("rank %d at %s cannot join: %s", hello.rank, rank.address, reason)
+            else:
+                self._joined[hello.rank] = rank
+                if own in self._unknown:
+                    self._unknown.remove(own)
 
 
 def join_ranks(nodes: Nodes, rank: int, fingerprint: str) -> Channel:
@@ -204,21 +256,20 @@ def _why_not(hello: Hello, nodes: Nodes, tp_size: int, fingerprint: str, joined:
 
 @contextmanager
 def _limited(peer: socket.socket) -> Iterator[None]:
-    """Break a connection off if the body takes longer than HANDSHAKE_SECONDS, however many bytes come meanwhile."""
-    own = peer.dup()
+    """Shut a connection down if the body takes longer than HANDSHAKE_SECONDS, however many bytes come meanwhile."""
+    with peer.dup() as own:
+        timer = threading.Timer(HANDSHAKE_SECONDS, _shut_down, (own,))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
 
-    def break_off() -> None:
-        with suppress(OSError):  # the other end has closed it
-            own.shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(HANDSHAKE_SECONDS, break_off)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        own.close()
+def _shut_down(peer: socket.socket) -> None:
+    with suppress(OSError):  # it has ended already
+        peer.shutdown(socket.SHUT_RDWR)
 
 
 def _agreed(peer: socket.socket, key: str, leads: bool) -> Channel:

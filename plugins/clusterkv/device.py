@@ -161,7 +161,8 @@ class CudaIndex(Index):
         chunks = min(self.workspace.units, max(1, SCORE_BLOCKS * self._kernels.multiprocessors // tasks))
         self._launch("score", (chunks, tasks, 1), SCORE_THREADS, arguments, 0, even=True)
         self._launch("choose", (tasks, 1, 1), CHOOSE_THREADS, arguments, self._choose_bytes)
-        if codes is not None and reranker is not None:
+        if reranker is not None:
+            assert isinstance(codes, CudaCodeStore), "the constructor gives the reference this kind of store"
             reranker.launch(codes, queries, batch, rows)
         return Selection(rows)
 

@@ -83,7 +83,9 @@ class CodeStore:
     def _append(self, slot: int, start: int, keys: Tensor, begun: bool) -> None:
         """Encode keys [G, u, D] of the places from `start` on: of one block that has begun, or of new blocks."""
         if not begun:
-            means = torch.stack([block.mean(dim=1, dtype=torch.float64) for block in keys.split(self.block, dim=1)], 1)
+            means = torch.stack(
+                [block.mean(dim=1, dtype=torch.float64) for block in torch.split(keys, self.block, dim=1)], 1
+            )
             integers, steps = round_means(rotate(means, self.signs))
             where = self.blocks_of(slot, torch.arange(start, start + keys.shape[1], self.block))
             self.means[where], self.mean_steps[where] = integers.transpose(0, 1), steps.T
@@ -99,11 +101,9 @@ class CodeStore:
     def read(self, slot: int, length: int) -> KeyCodes:
         """Copy the codes of the first `length` places of a slot: [G, length, ...]."""
         where = self.blocks_of(slot, torch.arange(length))
-        return KeyCodes(
-            *(self.context.extents.read(array, slot, length) for array in (self.high, self.low, self.scales)),
-            self.means[where].transpose(0, 1),
-            self.mean_steps[where].T,
-        )
+        arrays = (self.high, self.low, self.scales)
+        high, low, scales = (self.context.extents.read(array, slot, length) for array in arrays)
+        return KeyCodes(high, low, scales, self.means[where].transpose(0, 1), self.mean_steps[where].T)
 
     def blocks_of(self, slot: int, places: Tensor) -> tuple[Tensor, slice, Tensor]:
         """Find the blocks of places int64 [n] in arrays [E, G, 1024/B, ...]: an index that gives [n, G, ...]."""

@@ -62,7 +62,9 @@ class CudaIndex(Index):
         self.config: Config = context.config
         self._kernels = context.cuda
         self.reference = ReferenceIndex(context, CudaCodeStore)
-        self.codes = self.reference.codes
+        codes = self.reference.codes
+        assert codes is None or isinstance(codes, CudaCodeStore), "the reference has the kind of store that it is given"
+        self.codes = codes
         self.ring, self.width, self.capacity = self.reference.ring, self.reference.width, self.reference.capacity
         self._recall_bytes, query_bytes = EXTENT_BYTES * context.extents.table.shape[1], 0
         if self.codes is not None:

@@ -15,14 +15,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import uvloop
 
 from kvseek.core.errors import ErrorCode, KvseekError, RequestError, code_of, renamed
+from kvseek.core.liveness import answer_at
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.loading.prefixes import DiskSettings
@@ -51,11 +53,11 @@ from .metrics import EngineMetrics
 from .probe import Probe
 from .tracing import RequestTracer
 
-UNREAD_BYTES = 64 << 20  # most bytes, logits apart, that a door may leave unread; with more it counts as dead
 FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 ENDING_SECONDS = 5.0  # that an orderly end may take then, in which threads or other ranks may wait for ever
 ALONE_SECONDS = 2.0  # time without doors after which a shared engine process ends
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -84,7 +86,7 @@ class Outbox:
         for door, number, output in items:
             outputs.setdefault(door, []).append((number, output))
         for door, own in outputs.items():
-            door.send_outputs(own)
+            door.pass_on(own)
 
 
 class Door:
@@ -100,11 +102,19 @@ class Door:
         if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other doors would be lost
             return
         unread = self._unread()
-        if unread > UNREAD_BYTES + self._room.bytes:
+        if unread > self._server.settings.most_unread_bytes:
             logger.error("a door has left %d bytes unread: it is disconnected", unread)
             self._writer.transport.abort()
             return
         self._writer.write(frame(message))
+
+    def pass_on(self, outputs: list[tuple[int, StepOutput]]) -> None:
+        """Send outputs of the engine; a door to which that fails is disconnected, so that it ends its requests itself."""
+        try:
+            self.send_outputs(outputs)
+        except Exception:  # for want of memory, say; outputs of other doors go on
+            logger.exception("outputs could not be sent to a door: it is disconnected")
+            self._writer.transport.abort()
 
     def send_outputs(self, outputs: list[tuple[int, StepOutput]]) -> None:
         """Send outputs of the engine, in several messages if they have many logits."""
@@ -141,14 +151,16 @@ class Door:
     def _submit(self, message: Submit) -> None:
         server, number = self._server, message.number
         request = server.with_defaults(message.request)
-        span = None if server.tracer is None else server.tracer.start(request, message.trace)
+        tracer, span = server.tracer, None
+        if tracer is not None:
+            span = _observed(lambda: tracer.start(request, message.trace))
 
         def on_output(output: StepOutput) -> None:
             if output.code is ErrorCode.TIMEOUT and message.request.timeout_seconds is None:
                 output = replace(output, error=renamed(output.error, {"timeout": "default_timeout"}))
-            server.metrics.record(output)
+            _observed(lambda: server.metrics.record(output))
             if span is not None and output.finish_reason is not None:
-                span.end(output)
+                _observed(lambda: span.end(output))
             server.outbox.put(self, number, output)
 
         try:
@@ -158,11 +170,11 @@ class Door:
             if not isinstance(error, KvseekError):
                 logger.exception("a request could not be submitted")
             code, text = code_of(error), str(error) if isinstance(error, KvseekError) else INTERNAL
-            server.metrics.refused(code)
             end = StepOutput(number, finish_reason=FinishReason.ERROR, error=text, code=code)
+            _observed(lambda: server.metrics.refused(code))
             if span is not None:
-                span.end(end)
-            self.send_outputs([(number, end)])
+                _observed(lambda: span.end(end))
+            self.pass_on([(number, end)])
 
     def _unread(self) -> int:
         """Return the bytes that the door has not read, without those that the system holds."""
@@ -173,6 +185,15 @@ class Door:
         for handle in self._handles.values():
             self._server.service.cancel(handle)
         self._writer.close()
+
+
+def _observed(function: Callable[[], T]) -> T | None:
+    """Call metrics or tracing, which only look on: an exception of theirs is logged, and the request goes on."""
+    try:
+        return function()
+    except Exception:
+        logger.exception("metrics or tracing failed; the request goes on")
+        return None
 
 
 class EngineServer:
@@ -225,11 +246,12 @@ class EngineServer:
 
         self.service.call(on_loop)
 
-    async def serve(self, socket: Path) -> int:
-        """Listen until SIGTERM or until the engine fails; returns the process's exit status."""
+    async def serve(self, socket: Path, alive: Path | None = None) -> int:
+        """Listen until SIGTERM or until the engine fails; returns the process's exit status. `alive`: see `answer_at`."""
         stop = asyncio.Event()
         self._loop.add_signal_handler(signal.SIGTERM, stop.set)
         server = await asyncio.start_unix_server(self._connected, str(socket))
+        answering = None if alive is None else await answer_at(alive)
         logger.info("the engine is ready")
         probe, drained = Probe(self.service), asyncio.create_task(self._drain_after(stop))
         try:
@@ -251,6 +273,8 @@ class EngineServer:
             return 0
         finally:
             server.close()
+            if answering is not None:
+                answering.close()
             drained.cancel()
 
     async def _drain_after(self, stop: asyncio.Event) -> None:
@@ -265,7 +289,11 @@ class EngineServer:
         self._doors += 1
         try:
             while True:
-                door.take(await read_frame(reader, self._decoder))
+                message = await read_frame(reader, self._decoder)
+                try:
+                    door.take(message)
+                except Exception:  # one message must not end the door's connection, and all its requests
+                    logger.exception("a message of a door could not be handled")
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the door's process has ended
         except asyncio.CancelledError:
@@ -292,7 +320,7 @@ async def run(arguments: argparse.Namespace) -> int:
     service.on_step(metrics.record_step)
     try:
         server = EngineServer(service, settings, metrics, tracer, arguments.shared)
-        return await server.serve(arguments.socket)
+        return await server.serve(arguments.socket, arguments.alive)
     finally:
         await asyncio.to_thread(service.close)
         if tracer is not None:
@@ -320,6 +348,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True, help="in a folder that only this user can enter")
     parser.add_argument("--settings", required=True, help="ServeSettings as JSON")
+    parser.add_argument(
+        "--alive", type=Path, help="socket at which whoever looks after the process asks whether it works"
+    )
     parser.add_argument("--shared", action="store_true", help="end when the last door has left")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from kvseek.core.errors import ErrorCode, RequestError
+from kvseek.core.errors import ErrorCode, QueueFullError, RequestError
 from kvseek.server.http_door.generate_json import ModelSchema
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, WRITE_SECONDS
+from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
+from kvseek.server.requests.unread import PIECE_BYTES, UnreadAnswer, UnreadError
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
 
 from .checks import ITEM_BYTES, WIRE_TYPES, admit
@@ -48,11 +50,8 @@ class GrpcCall:
         Counts a request that is not passed on.
     owner, secret : str
         See Parameters of server/requests/translation.py.
-
-    Attributes
-    ----------
-    unread : Event
-        Set when the client has not read for WRITE_SECONDS. Its call has to end, or Triton would keep all that it does not read.
+    answer : UnreadAnswer
+        Counts the responses, which are taken from Triton at once, so that Triton keeps none.
     """
 
     def __init__(
@@ -62,21 +61,51 @@ class GrpcCall:
         refused: Callable[[ErrorCode], None],
         owner: str,
         secret: str,
+        answer: UnreadAnswer,
     ) -> None:
         self._owner, self._secret = owner, secret
-        self._open_call, self._schemas, self._refused = open_call, schemas, refused
+        self._open_call, self._schemas, self._refused, self._answer = open_call, schemas, refused, answer
         self._call: Any = None
         self._opened = asyncio.Event()  # set when there is a call, or there will be none
-        self._left, self.unread = False, asyncio.Event()  # whether the client has left, or counts as gone
+        self._left = False  # whether the client has left, or counts as gone
         self._name = uuid.uuid4().hex
         self._models: dict[str, str] = {}  # models that the client has asked, and the names by which it asked
-        self._writing = asyncio.Lock()  # held while writing to the client, which both tasks do
+        self._responses: asyncio.Queue[bytes | None] = asyncio.Queue()  # for the client; None: there are no more
 
-    async def back(self, context: Any) -> None:
-        """Pass on all responses of Triton until it ends the call; raises AioRpcError if it ends the call with an error."""
-        await self._opened.wait()
-        while self._call is not None and (data := await self._call.read()) is not grpc.aio.EOF:
-            await self._write(context, self._as_asked(without_names(bytes(data))))
+    async def back(self) -> None:
+        """Take all responses of Triton until it ends the call; raises AioRpcError if it ends the call with an error."""
+        try:
+            await self._opened.wait()
+            while self._call is not None and (data := await self._call.read()) is not grpc.aio.EOF:
+                self._respond(self._as_asked(without_names(bytes(data))))
+                data = b""  # the next response may be long in coming
+        finally:
+            self._responses.put_nowait(None)
+
+    def _respond(self, data: bytes) -> None:
+        if not self._left:
+            self._responses.put_nowait(data)
+            self._answer.add(PIECE_BYTES + len(data))
+
+    async def deliver(self, write: Callable[[bytes], Awaitable[object]], keeps: bool = False) -> bool:
+        """Give the client all responses, by calling `write` with each; returns False as soon as the client is gone.
+
+        `keeps`: `write` keeps the responses, which count on. Raises as UnreadAnswer.deliver.
+        """
+        while (data := await self._responses.get()) is not None:
+            size, write_it, data = 0 if keeps else PIECE_BYTES + len(data), partial(write, data), b""
+            self._answer.remove(size)
+            try:
+                await self._answer.deliver(size, write_it)
+            except (UnreadError, QueueFullError):
+                raise
+            except (Exception, asyncio.CancelledError):  # gRPC raises various exceptions if the client is gone
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                return False
+            del write_it  # the next response may be long in coming
+        return True
 
     def _as_asked(self, data: bytes) -> bytes:
         """Give the model in a response the name by which the client asked for it."""
@@ -88,25 +117,11 @@ class GrpcCall:
             response.infer_response.model_name = self._models[name]
         return bytes(response.SerializeToString())
 
-    async def _write(self, context: Any, data: bytes) -> None:
-        """Send a response to the client; does nothing if the client is gone, or has not read for WRITE_SECONDS."""
-        try:
-            if not self._left:
-                async with self._writing, asyncio.timeout(WRITE_SECONDS):
-                    await context.write(data)
-        except TimeoutError:
-            self._left = True
-            self.unread.set()
-        except (Exception, asyncio.CancelledError):  # gRPC raises various exceptions if the client is gone
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            self._left = True
-
-    async def forward(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def forward(self, requests: AsyncIterator[bytes]) -> None:
         """Pass on all requests of the client that may reach Triton, and refuse the others."""
         try:
-            await self._forward(requests, context)
+            async with aclosing(cast("AsyncGenerator[bytes, None]", aiter(requests))) as incoming:
+                await self._forward(incoming)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # `back` reports how the call has ended
         except grpc.aio.InternalError:
@@ -114,7 +129,7 @@ class GrpcCall:
         finally:
             self._opened.set()
 
-    async def _forward(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def _forward(self, requests: AsyncIterator[bytes]) -> None:
         async for data in requests:
             if self._left:
                 return
@@ -127,7 +142,7 @@ class GrpcCall:
             except (DecodeError, RequestError) as error:
                 refusal.error_message = describe(error)
                 self._refused(ErrorCode.INVALID)
-                await self._write(context, refusal.SerializeToString())
+                self._respond(refusal.SerializeToString())
             else:
                 request.parameters["kvseek_call"].string_param = self._name
                 request.parameters["kvseek_owner"].string_param = self._owner
@@ -140,20 +155,20 @@ class GrpcCall:
         if self._call is not None:
             await self._call.done_writing()
 
-    async def leave(self, forward: asyncio.Task[None], back: asyncio.Task[None]) -> None:
+    async def leave(self, forward: asyncio.Task[None], back: asyncio.Task[None], unread: bool) -> None:
         """Have Triton's models end the client's requests, and wait for the end of the call.
 
         `forward` and `back`, the tasks that run these methods, end by themselves when the client has left and Triton has
-        ended the call.
+        ended the call. `unread`: the client has not left, but does not read.
         """
         self._left = True
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 # A client that does not read has not ended its call: `forward` may wait for its next request for ever.
-                await asyncio.wait((forward,), timeout=0 if self.unread.is_set() else None)
+                await asyncio.wait((forward,), timeout=0 if unread else None)
                 if self._call is not None:
                     # The client has said that it sends no more, or does so at this moment.
-                    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
+                    with suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
                         await self._call.done_writing()
                     await self._say_goodbye()
                 await asyncio.wait((back,))
@@ -164,6 +179,7 @@ class GrpcCall:
         finally:
             forward.cancel()
             back.cancel()
+            await asyncio.wait((forward, back))
 
     async def _say_goodbye(self) -> None:
         own = self._open_call()

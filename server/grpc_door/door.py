@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
+from grpc._cython import cygrpc
 from tritonclient.grpc import service_pb2
 
-from kvseek.core.errors import ErrorCode, RequestError
+from kvseek.core.errors import ErrorCode, QueueFullError, RequestError
 from kvseek.server.errors import ServerError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.http_door.readiness import ServerState
 from kvseek.server.requests.keys import REFUSAL, Keys, Tenant
-from kvseek.server.requests.served_request import WRITE_SECONDS
+from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, UnreadError
 from kvseek.server.triton.durations import clear_durations
 from kvseek.server.triton.relay import TO_TRITON
 
@@ -40,10 +43,12 @@ WITHOUT_KEY = frozenset(
 )
 MAX_CALLS = 4096  # most calls that are open at a time
 MAX_STREAMS = 2048  # of the MAX_CALLS, those that may be inference streams; the rest stays free for health and metadata
-KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 60_000),
+CONNECTIONS = [  # when they are closed
+    ("grpc.keepalive_time_ms", 60_000),  # whose client's machine is gone,
     ("grpc.keepalive_timeout_ms", 20_000),
-]  # finds clients whose machine is gone
+    ("grpc.server_handshake_timeout_ms", 20_000),  # whose client does not begin to speak gRPC,
+    ("grpc.max_connection_idle_ms", 300_000),  # and those without a call
+]
 CLOSE_SECONDS = 1.0  # most time for sent responses to leave this process
 MAX_OTHER_BYTES = 64 << 10  # most bytes of a message that is no inference request
 ANSWER_SECONDS = 10.0  # most time for Triton to answer a call that is no inference
@@ -52,6 +57,34 @@ ENDED = "Triton ended while the request was with it, and is being restarted; sen
 logger = logging.getLogger(__name__)
 NO_KEYS = Keys(())
 Handler = Callable[..., Any]
+
+
+# grpc.aio has no way to end the call of a client that does not read: a status waits behind the response, and gRPC keeps both for
+# as long as the client likes. It lets go of a call, which resets it, when it need not wait any more for the client to leave and
+# the next call has come.
+_resets: dict[Any, asyncio.Future[None]] = {}  # by the task that runs a call's handler: ends that waiting
+_wait_until_left = cygrpc._handle_cancellation_from_core
+
+
+async def _wait_until_left_or_reset(handling: Any, call: Any, loop: asyncio.AbstractEventLoop) -> None:
+    left = asyncio.ensure_future(_wait_until_left(handling, call, loop))
+    reset = _resets[handling] = loop.create_future()
+    try:
+        await asyncio.wait((left, reset), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        del _resets[handling]
+        left.cancel()
+
+
+cygrpc._handle_cancellation_from_core = _wait_until_left_or_reset
+
+
+def _reset() -> NoReturn:
+    """Reset the call whose handler calls this, which must not use its context any more; its client gets status CANCELLED."""
+    reset = _resets.get(asyncio.current_task())
+    if reset is not None and not reset.done():  # else the client has left
+        reset.set_result(None)
+    raise asyncio.CancelledError
 
 
 def _not_a_client_that_left(record: logging.LogRecord) -> bool:
@@ -69,6 +102,10 @@ class GrpcDoor:
     ----------
     triton : str
         Triton's own gRPC endpoint, as gRPC names it.
+    unread : UnreadAnswers
+        Counts answers to inference requests.
+    max_connections : int
+        Most connections open at once; further ones are closed.
     refused : callable
         Counts a request that is refused here.
     keys : Keys
@@ -78,6 +115,8 @@ class GrpcDoor:
     ----------
     open : int
         Inference calls that have not ended.
+    port : int
+        Where it listens; 0 before.
     """
 
     def __init__(
@@ -85,17 +124,20 @@ class GrpcDoor:
         triton: str,
         state: ServerState,
         schemas: Mapping[str, ModelSchema],
+        unread: UnreadAnswers,
+        max_connections: int,
         refused: Callable[[ErrorCode], None] = lambda _: None,
         keys: Keys = NO_KEYS,
     ) -> None:
         self._keys = keys
         self._state, self._schemas, self._refused = state, schemas, refused
+        self._unread, self._max_connections = unread, max_connections
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, *TO_TRITON])
         self._stream_infer = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
         self._leaving: set[asyncio.Task[None]] = set()  # calls of clients that have left
         self._server: grpc.aio.Server | None = None
-        self.open = 0
+        self.open = self.port = 0
 
     async def start(self, host: str, port: int, max_message_bytes: int, held: bool = False) -> int:
         """Listen on a port, or, if it is 0, on a free port; returns the port. Raises ServerError if it is taken.
@@ -107,7 +149,8 @@ class GrpcDoor:
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(held)),  # 1 would let a second server take a port that is not held
-            *KEEPALIVE,
+            ("grpc.max_allowed_incoming_connections", self._max_connections),
+            *CONNECTIONS,
         ]
         gates = [Gate(self._keys)]
         server = grpc.aio.server(interceptors=gates, options=options, maximum_concurrent_rpcs=MAX_CALLS)
@@ -124,8 +167,8 @@ class GrpcDoor:
             message = f"--grpc_port = {port}: cannot listen on {host}; choose another port, or 0 for a free one"
             raise ServerError(message) from None
         await server.start()
-        self._server = server
-        return int(chosen)
+        self._server, self.port = server, int(chosen)
+        return self.port
 
     async def close(self) -> None:
         """End all calls and stop listening."""
@@ -141,7 +184,8 @@ class GrpcDoor:
             "ServerLive": self._answer(service_pb2.ServerLiveRequest, self._live),
             "ServerReady": self._answer(service_pb2.ServerReadyRequest, self._ready),
             "ModelReady": self._answer(service_pb2.ModelReadyRequest, self._model_ready),
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
+            # The client's side is the same as for a method with one response, but here its writing can be awaited.
+            "ModelInfer": grpc.unary_stream_rpc_method_handler(self._model_infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._model_stream_infer),
         }
         handlers |= {method: grpc.unary_unary_rpc_method_handler(self._relay(method)) for method in PASSED_ON}
@@ -187,7 +231,7 @@ class GrpcDoor:
 
         return handler
 
-    async def _model_infer(self, data: bytes, context: Any) -> bytes:
+    async def _model_infer(self, data: bytes, context: Any) -> None:
         """Answer a request that has one response, by a stream of its own, the only way in which Triton serves these models."""
         request = await _parse(service_pb2.ModelInferRequest, data, context)
         several = asks_for_several(request, self._schemas)
@@ -200,50 +244,71 @@ class GrpcDoor:
         if reason:
             self._refused(ErrorCode.INVALID)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
-        collected = Collected()
-        await self._stream(_only(data), collected, context)
-        return await collected.answer(request.id, model, context)
+        async with self._answering(context) as answer:
+            collected = Collected(answer)
+            await self._stream(_only(data), collected.write, answer, context, keeps=True)
+            response = await collected.answer(request.id, model, context)
+            await answer.deliver(len(response), partial(context.write, response))
 
     async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        await self._stream(requests, context, context)
+        async with self._answering(context) as answer:
+            await self._stream(requests, context.write, answer, context)
 
-    async def _stream(self, requests: AsyncIterator[bytes], target: Any, context: Any) -> None:
-        """Pass requests of one client on to Triton, and Triton's responses and the door's refusals to `target`.
+    @asynccontextmanager
+    async def _answering(self, context: Any) -> AsyncIterator[UnreadAnswer]:
+        """Count an answer until the context ends; ends a call for which there is no room, and resets one that is not read."""
+        with self._unread.answer() as answer:
+            try:
+                yield answer
+            except QueueFullError as error:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            except UnreadError:
+                _reset()
 
-        `target` has the method `write` of `context`, the client's call.
+    async def _stream(
+        self,
+        requests: AsyncIterator[bytes],
+        write: Callable[[bytes], Awaitable[object]],
+        answer: UnreadAnswer,
+        context: Any,
+        keeps: bool = False,
+    ) -> None:
+        """Pass requests of one client on to Triton, and give Triton's responses and the door's refusals to `write`.
+
+        `keeps`: see GrpcCall.deliver.
         """
         if self.open >= MAX_STREAMS:
             message = f"{self.open} streams are open: at most {MAX_STREAMS} may; close some, or try again later"
             await context.abort(grpc.StatusCode.UNAVAILABLE, message)
         tenant = _tenant(self._keys, context.invocation_metadata()) or Tenant()  # the gate has let it through
         owner = tenant.owner or context.peer()
-        upstream = GrpcCall(self._stream_infer, self._schemas, self._refused, owner, tenant.secret.hex())
-        forward = asyncio.create_task(upstream.forward(requests, target))
-        back = asyncio.create_task(upstream.back(target))
-        unread = asyncio.create_task(upstream.unread.wait())
+        upstream = GrpcCall(self._stream_infer, self._schemas, self._refused, owner, tenant.secret.hex(), answer)
+        forward = asyncio.create_task(upstream.forward(requests))
+        back = asyncio.create_task(upstream.back())
+        unread = False
         failure: grpc.aio.AioRpcError | None = None
         self.open += 1
         try:
             # If the client leaves, this handler is cancelled, but not `back`: see GrpcCall.
-            await asyncio.wait((back, unread), return_when=asyncio.FIRST_COMPLETED)
-            if back.done():
+            if await upstream.deliver(write, keeps):
                 await back
                 await forward
         except grpc.aio.AioRpcError as error:
             failure = error
+        except (UnreadError, QueueFullError):
+            unread = True
+            raise
         finally:
             self.open -= 1
-            unread.cancel()
             if back.done():
                 forward.cancel()
+                leaving = forward
             else:
-                leaving = asyncio.create_task(upstream.leave(forward, back))
+                leaving = asyncio.create_task(upstream.leave(forward, back, unread))
                 self._leaving.add(leaving)
                 leaving.add_done_callback(self._leaving.discard)
-        # Last, because these wait for a client that does not read.
-        if upstream.unread.is_set():
-            message = f"the client has left its answer unread for {WRITE_SECONDS:g} s; read answers as they come"
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+            if unread:  # nothing may use the client's call any more when it is reset
+                await asyncio.wait((leaving,))
         if failure is not None:
             await _abort(context, failure.code(), failure.details())
 

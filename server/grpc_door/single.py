@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.requests.served_request import SEVERAL
+from kvseek.server.requests.unread import PIECE_BYTES, UnreadAnswer
 
 SEQUENCES = "num_return_sequences"
 STATUS = {  # of the models' codes (TRITON_CODE)
@@ -41,24 +42,28 @@ def asks_for_several(request: Any, schemas: Mapping[str, ModelSchema]) -> str:
 
 
 class Collected:
-    """Takes the responses of a stream in place of a client."""
+    """Takes the responses of a stream in place of a client; they count in `answer` until they are forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: UnreadAnswer) -> None:
         self._responses: list[Any] = []
+        self._answer, self._size = answer, 0
 
     async def write(self, data: bytes) -> None:
         """Take one response, a ModelStreamInferResponse."""
         self._responses.append(service_pb2.ModelStreamInferResponse.FromString(data))
+        self._size += PIECE_BYTES + len(data)
 
     async def answer(self, request_id: str, model: str, context: Any) -> bytes:
-        """Return the ModelInferResponse; ends the client's call with an error if that is what the stream gave."""
-        for response in self._responses:
+        """Return the ModelInferResponse and forget it; ends the client's call with an error if that is what the stream gave."""
+        responses, self._responses = self._responses, []
+        self._answer.remove(self._size)
+        for response in responses:
             if response.error_message:  # the models put their code before all messages but those about bad input
                 name, _, rest = response.error_message.partition(": ")
                 if name in STATUS:
                     await context.abort(STATUS[name], rest)
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, response.error_message)
-        answers = [response.infer_response for response in self._responses if response.infer_response.outputs]
+        answers = [response.infer_response for response in responses if response.infer_response.outputs]
         # A request that stops another one has no outputs.
         last = (
             answers[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -67,7 +68,10 @@ async def errors_as_json(
         return error_response(error.status, error.reason)
     except web.RequestPayloadError:
         return error_response(400, "the body is not what its headers say; send it with a correct length or encoding")
-    except ConnectionError:
-        raise  # the client has left, so there is nobody to answer
+    except ConnectionError as error:  # the client has left, so there is nobody to answer
+        traceback.clear_frames(
+            error.__traceback__
+        )  # aiohttp makes a cycle of the error, which would keep the answer for long
+        raise
     except Exception as error:
         return error_response(*describe(error))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -14,8 +12,9 @@ from aiohttp import web
 
 from kvseek.core.errors import RequestError, UnavailableError
 from kvseek.server.requests.generations import Generations, Ticket
-from kvseek.server.requests.served_request import SEVERAL, WRITE_SECONDS, Chunk, RequestFactory
+from kvseek.server.requests.served_request import SEVERAL, Chunk, RequestFactory
 from kvseek.server.requests.translation import scalar
+from kvseek.server.requests.unread import UnreadAnswer, UnreadError
 
 from .body import BodyReader
 from .errors import HttpError, describe
@@ -23,6 +22,8 @@ from .fields import shortened
 from .generate_json import MODEL_VERSION, GenerateBody, ModelSchema, chunk_to_json, error_to_json
 from .listener import tenant_of
 
+JSON = "application/json"
+PIECE_BYTES = 64 << 10  # of an answer that are written at a time
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 EVENT_STREAM = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -33,7 +34,6 @@ NO_STOP = (
     "stop = true: over HTTP needs an API key, so that a client ends no other's request, and this server has none "
     "(kvseek serve --api_key_file); close the connection of the request that is to end"
 )
-logger = logging.getLogger(__name__)
 
 
 class GenerateRoutes:
@@ -68,37 +68,31 @@ class GenerateRoutes:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer with one response, when the request has ended."""
         model, last = self._model(request), Chunk()
-        async with self._answer(request, model, streams=False) as (request_id, chunks):
+        async with self._answer(request, model, streams=False) as (request_id, chunks, answer):
             async for chunk in chunks:
                 last = chunk
-        return _json(chunk_to_json(model, request_id, last))
+            body, last = chunk_to_json(model, request_id, last), Chunk()
+            response = web.StreamResponse(headers={"Content-Type": JSON, "Content-Length": str(len(body))})
+            await _deliver(request, response, answer, body, len(body))
+        return response
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         """Answer with server-sent events, one a chunk. An error before the first gives a status, a later one the last event."""
         model, response = self._model(request), web.StreamResponse(headers=EVENT_STREAM)
-        async with self._answer(request, model, streams=True) as (request_id, chunks):
-            first = await anext(chunks, None)  # until here, an error can still choose the response's status
+        async with self._answer(request, model, streams=True) as (request_id, chunks, answer):
+            chunk = await anext(chunks, None)  # until here, an error can still choose the response's status
             await response.prepare(request)
-            if first is not None:
-                await _send(request, response, chunk_to_json(model, request_id, first))
-            await self._pass_on(request, response, chunks, model, request_id)
-        return response
 
-    async def _pass_on(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        chunks: AsyncIterator[Chunk],
-        model: str,
-        request_id: str,
-    ) -> None:
-        try:
-            async for chunk in chunks:
-                await _send(request, response, chunk_to_json(model, request_id, chunk))
-        except ConnectionError:
-            raise  # the client has left
-        except Exception as error:
-            await _send(request, response, error_to_json(describe(error)[1]))
+            try:
+                while chunk is not None:
+                    event = _event(chunk_to_json(model, request_id, chunk))
+                    await _deliver(request, response, answer, event, len(event))
+                    event, chunk = b"", await anext(chunks, None)
+            except ConnectionError:
+                raise  # the client has left
+            except Exception as error:
+                await _deliver(request, response, answer, _event(error_to_json(describe(error)[1])), 0)
+        return response
 
     def _model(self, request: web.Request) -> str:
         model, version = request.match_info["model"], request.match_info.get("version", MODEL_VERSION)
@@ -113,12 +107,13 @@ class GenerateRoutes:
     @asynccontextmanager
     async def _answer(
         self, request: web.Request, model: str, streams: bool
-    ) -> AsyncIterator[tuple[str, AsyncIterator[Chunk]]]:
+    ) -> AsyncIterator[tuple[str, AsyncIterator[Chunk], UnreadAnswer]]:
         """Give the client's id of its request, and the chunks of the answer; a request that stops another is done here."""
         if model not in self._limits:
             raise UnavailableError("the server is starting; send the request again in some seconds")
         arrived, tenant = time.monotonic(), tenant_of(request)
         async with AsyncExitStack() as stack:
+            answer = stack.enter_context(self._generations.unread.answer())
             with self._generations.counting_refusals():
                 async with self._bodies.read(request, self._limits[model]) as data:
                     body = await self._generations.read(lambda: self._parse(model, data, streams))
@@ -139,9 +134,9 @@ class GenerateRoutes:
                         served.request = replace(served.request, cache_salt=salt)
             chunks = _nothing()
             if served is not None:
-                answer = self._generations.generate(served, ticket, _trace(request))
-                chunks = await stack.enter_async_context(answer)
-            yield body.request_id, chunks
+                generated = self._generations.generate(served, ticket, answer, _trace(request))
+                chunks = await stack.enter_async_context(generated)
+            yield body.request_id, chunks, answer
 
     def _parse(self, model: str, data: bytes | bytearray, streams: bool) -> GenerateBody:
         """Parse a body; runs in a worker thread."""
@@ -159,19 +154,27 @@ async def _nothing() -> AsyncIterator[Chunk]:
     yield
 
 
-async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Send one event; raises ConnectionResetError if the client has left, or has not read earlier events for too long."""
+async def _deliver(
+    request: web.Request, response: web.StreamResponse, answer: UnreadAnswer, data: bytes, size: int
+) -> None:
+    """Write a part of an answer, which counts as so many bytes; see UnreadAnswer.deliver. Who does not read is disconnected."""
+
+    async def write() -> None:
+        await response.prepare(request)
+        for first in range(0, len(data), PIECE_BYTES):  # the connection would copy all that it is given
+            await response.write(data[first : first + PIECE_BYTES])
+            answer.progress()
+
     try:
-        async with asyncio.timeout(WRITE_SECONDS):
-            await response.write(b"data: " + data + b"\n\n")
-    except TimeoutError:
+        await answer.deliver(size, write)
+    except UnreadError:
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError(f"a client has left its stream unread for {WRITE_SECONDS:g} s") from None
+        raise
 
 
-def _json(data: bytes) -> web.Response:
-    return web.Response(body=data, content_type="application/json")
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
 def _trace(request: web.Request) -> str:

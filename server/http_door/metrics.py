@@ -17,6 +17,7 @@ from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.triton.durations import metrics_without_durations
 
 TRITON_SECONDS = 2.0
+MAX_METRICS_CONNECTIONS = 64
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 UP = "# HELP kvseek:up Whether a process of the server answers.\n# TYPE kvseek:up gauge\n"
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class MetricsRoutes:
         engine, triton = await asyncio.gather(self._engine_text(), self._triton_text())
         up = {"engine": engine is not None and self._answers(), "triton": triton is not None}
         text = (
-            server_text(engine, self._restarts())
+            server_text(engine, {} if self._state is None else restarts_in(self._state))
             + UP
             + "".join(f'kvseek:up{{process="{process}"}} {int(answers)}\n' for process, answers in up.items())
         )
@@ -77,12 +78,12 @@ class MetricsRoutes:
         except (aiohttp.ClientError, TimeoutError):
             return None
 
-    def _restarts(self) -> dict[str, int]:
-        if self._state is None:
-            return {}
-        try:
-            counts: dict[str, int] = json.loads(self._state.read_text(encoding="utf-8"))
-            return counts
-        except (OSError, ValueError) as error:
-            logger.error("the file of restarts cannot be read: %s", error)
-            return {}
+
+def restarts_in(state: Path) -> dict[str, int]:
+    """Read the supervisor's file of restarts: their number by process."""
+    try:
+        counts: dict[str, int] = json.loads(state.read_text(encoding="utf-8"))
+        return counts
+    except (OSError, ValueError) as error:
+        logger.error("the file of restarts cannot be read: %s", error)
+        return {}

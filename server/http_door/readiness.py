@@ -74,8 +74,9 @@ class ServerState:
         self._client, self._triton, self._models = client, triton, models
         self._pong: Pong | None = None
         self._engine = Answers("the engine", self._ask_engine)
-        self._triton_answers = Answers("Triton", self._ask_triton)
-        asked = (self._engine,) if triton is None else (self._engine, self._triton_answers)
+        self._triton_at = -ANSWER_SECONDS  # time.monotonic of its last answer, also that it is not ready
+        self._triton_ready = Answers("Triton", self._ask_triton)
+        asked = (self._engine,) if triton is None else (self._engine, self._triton_ready)
         self._tasks = [asyncio.create_task(each.keep_asking()) for each in asked]
 
     def stop_accepting(self) -> None:
@@ -106,7 +107,7 @@ class ServerState:
             )
         elif self._triton is not None and self._client.connected_seconds < SETTLE_SECONDS:
             found.append("Triton's models may still be looking for the engine process")
-        if self._triton is not None and not (self._triton.connected and self._triton_answers.fresh):
+        if self._triton is not None and not (self._triton.connected and self._triton_ready.fresh):
             found.append("Triton does not answer on its gRPC port, or is not ready")
         return found
 
@@ -114,6 +115,11 @@ class ServerState:
     def engine_answers(self) -> bool:
         """Whether the engine's loop has answered lately."""
         return self._client.connected and self._engine.fresh
+
+    @property
+    def triton_answers(self) -> bool:
+        """Whether Triton has answered lately, be it that it is not ready."""
+        return time.monotonic() - self._triton_at < ANSWER_SECONDS
 
     def routes(self) -> list[web.RouteDef]:
         """Make the routes of the health endpoints."""
@@ -147,5 +153,7 @@ class ServerState:
     async def _ask_triton(self) -> bool:
         if self._triton is not None:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                return bool((await self._triton.ask("ServerReady", service_pb2.ServerReadyRequest())).ready)
+                answer = await self._triton.ask("ServerReady", service_pb2.ServerReadyRequest())
+                self._triton_at = time.monotonic()
+                return bool(answer.ready)
         return False

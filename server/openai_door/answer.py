@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from kvseek.core.errors import UnavailableError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http_door.body import BodyReader
 from kvseek.server.http_door.fields import shortened
-from kvseek.server.http_door.generate import EVENT_STREAM, TRACEPARENT
+from kvseek.server.http_door.generate import EVENT_STREAM, PIECE_BYTES, TRACEPARENT
 from kvseek.server.requests.generations import Generations, Ticket
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.served_request import WRITE_SECONDS
+from kvseek.server.requests.unread import UnreadAnswer, UnreadError
 
 from .chat_body import CHAT_FORMAT, ChatBody
 from .choices import Choice, make_choices
@@ -100,10 +101,13 @@ class Answer(Response):
         """Answer; a client that leaves cancels its request."""
         try:
             work = await self._read(AsgiBody(scope, receive), receive)
-            out = Writer(scope, send)
-            await unless_left(receive, self._stream(work, out) if work.streaming else self._whole(work, out))
-        except ClientLeftError:
-            return
+            with self._service.generations.unread.answer() as answer:
+                out = Writer(scope, send, answer)
+                await unless_left(receive, self._stream(work, out) if work.streaming else self._whole(work, out))
+        except ClientLeftError as error:
+            traceback.clear_frames(
+                error.__traceback__
+            )  # a cycle of the error and its task would keep the answer for long
 
     async def _read(self, body: AsgiBody, receive: Receive) -> Work:
         service = self._service
@@ -130,7 +134,7 @@ class Answer(Response):
 
     async def _whole(self, work: Work, out: Writer) -> None:
         pieces: list[Piece] = [{}] * len(work.choices)
-        async with self._pieces(work) as arriving:
+        async with self._pieces(work, out.answer) as arriving:
             async for index, piece in arriving:
                 pieces[index] = piece
         counts = _usage(work, pieces)
@@ -138,7 +142,7 @@ class Answer(Response):
         await out.all(await _written(tokens, lambda: msgspec.json.encode(work.reply.whole(pieces, counts))))
 
     async def _stream(self, work: Work, out: Writer) -> None:
-        async with self._pieces(work) as arriving:
+        async with self._pieces(work, out.answer) as arriving:
             first = await anext(arriving)  # until here, an error can still choose the response's status
             await out.begin()
             for event in work.reply.begin(len(work.choices)):
@@ -148,17 +152,15 @@ class Answer(Response):
             except ConnectionError:
                 raise
             except Exception as error:
-                await out.event(msgspec.json.encode(error_json(error)[1]))
+                await out.error(msgspec.json.encode(error_json(error)[1]))
         await out.end()
 
     async def _events(self, work: Work, out: Writer, first: tuple[int, Piece], arriving: Pieces) -> None:
         last: list[Piece] = [{}] * len(work.choices)
         index, piece = first
         while True:
-            last[index] = piece
-            write = partial(_events_of, work.reply, index, piece)
-            for event in await _written(len(piece["tokens"]), write):
-                await out.event(event)
+            last[index] = piece | {"tokens": ()}
+            await self._events_of_piece(work.reply, out, index, piece)
             following = await anext(arriving, None)
             if following is None:
                 break
@@ -167,29 +169,40 @@ class Answer(Response):
             await out.event(msgspec.json.encode(work.reply.end(_usage(work, last))))
         await out.event(DONE)
 
+    async def _events_of_piece(self, reply: Reply, out: Writer, index: int, piece: Piece) -> None:
+        write = partial(_events_of, reply, index, piece)
+        for event in await _written(len(piece["tokens"]), write):
+            await out.event(event)
+
     @asynccontextmanager
-    async def _pieces(self, work: Work) -> AsyncIterator[Pieces]:
+    async def _pieces(self, work: Work, answer: UnreadAnswer) -> AsyncIterator[Pieces]:
         """Submit all choices, and give their pieces as they come; those that have not ended with the context are cancelled."""
         async with AsyncExitStack() as stack:
             streams = []
             for choice in work.choices:
-                answer = self._service.generations.generate(choice, Ticket("", self._arrived), self._trace)
-                streams.append(await stack.enter_async_context(answer))
+                ticket = Ticket("", self._arrived)
+                generated = self._service.generations.generate(choice, ticket, answer, self._trace)
+                streams.append(await stack.enter_async_context(generated))
             pieces = _numbered(0, streams[0]) if len(streams) == 1 else _merged(streams)
             yield await stack.enter_async_context(aclosing(pieces))
 
 
 class Writer:
-    """Writes one response; raises ClientLeftError if the client leaves it unread for so many seconds."""
+    """Writes one response, in pieces, as uvicorn takes whatever it is given at once; raises ClientLeftError on an UnreadError.
 
-    def __init__(self, scope: Scope, send: Send, seconds: float = WRITE_SECONDS) -> None:
-        self._abort, self._send_message, self._seconds = scope["state"][ABORT], send, seconds
+    Parameters
+    ----------
+    answer : UnreadAnswer
+        Counts what is written.
+    """
+
+    def __init__(self, scope: Scope, send: Send, answer: UnreadAnswer) -> None:
+        self._abort, self._send, self.answer = scope["state"][ABORT], send, answer
 
     async def all(self, data: bytes) -> None:
-        """Write a whole answer."""
+        """Write a whole answer; raises QueueFullError."""
         headers = [(b"content-type", JSON.encode()), (b"content-length", str(len(data)).encode())]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data})
+        await self._deliver(data, len(data), {"type": "http.response.start", "status": 200, "headers": headers})
 
     async def begin(self) -> None:
         """Begin a stream of events."""
@@ -197,18 +210,30 @@ class Writer:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def event(self, data: bytes) -> None:
-        """Write an event."""
-        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        """Write an event; raises QueueFullError."""
+        await self._deliver(b"data: " + data + b"\n\n", len(data))
+
+    async def error(self, data: bytes) -> None:
+        """Write an error as an event, for which there is always room."""
+        await self._deliver(b"data: " + data + b"\n\n", 0)
 
     async def end(self) -> None:
         """End a stream."""
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _deliver(self, data: bytes, size: int, start: dict[str, Any] | None = None) -> None:
+        async def write() -> None:
+            if start is not None:
+                await self._send(start)
+            for first in range(0, len(data), PIECE_BYTES):
+                more = start is None or first + PIECE_BYTES < len(data)
+                piece = data[first : first + PIECE_BYTES]
+                await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+                self.answer.progress()
+
         try:
-            async with asyncio.timeout(self._seconds):
-                await self._send_message(message)
-        except TimeoutError:
+            await self.answer.deliver(size, write)
+        except UnreadError:
             self._abort()
             raise ClientLeftError from None
 
@@ -236,16 +261,18 @@ async def _numbered(index: int, pieces: AsyncIterator[Piece]) -> AsyncGenerator[
 
 async def _merged(streams: Sequence[AsyncIterator[Piece]]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Give the pieces of several choices as they come; raises the first error that one of them raises."""
-    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue(
+        1
+    )  # the others wait where they are counted
 
     async def pass_on(index: int, pieces: AsyncIterator[Piece]) -> None:
         try:
             async for piece in pieces:
-                arrived.put_nowait((index, piece))
+                await arrived.put((index, piece))
         except Exception as error:
-            arrived.put_nowait(error)
+            await arrived.put(error)
         else:
-            arrived.put_nowait(None)
+            await arrived.put(None)
 
     tasks = [asyncio.create_task(pass_on(*each)) for each in enumerate(streams)]
     try:

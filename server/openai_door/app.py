@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 import uuid
@@ -25,9 +26,11 @@ from kvseek.server.http_door.listener import FULL
 from kvseek.server.http_door.metrics import CONTENT_TYPE
 from kvseek.server.requests.keys import REFUSAL, Keys
 from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
+from kvseek.server.requests.unread import WRITE_SECONDS
 
-from .answer import TENANT, Answer, Service
+from .answer import ABORT, TENANT, Answer, Service
 from .errors import JSON, FieldError, StatusError, error_response
+from .request_body import ClientLeftError
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
@@ -156,7 +159,12 @@ class Gate:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID] = own
-            await send(message)
+            try:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                scope["state"][ABORT]()
+                raise ClientLeftError from None
 
         app = self._app
         tenant = self._keys.tenant(headers.get("authorization", ""))

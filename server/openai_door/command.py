@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from kvseek.core.command_line import Parser
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, text_of
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
@@ -25,6 +25,7 @@ from kvseek.server.process_metrics import server_text
 from kvseek.server.processes import leave_no_core, raise_file_limit
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
+from kvseek.server.requests.unread import UnreadAnswers
 from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
 from kvseek.server.triton.repository import read_models
 
@@ -39,7 +40,8 @@ class OpenAIServer:
     def __init__(self, engine_dir: Path, engine: SharedEngine, settings: ServeSettings) -> None:
         self._client = EngineClient(engine.socket, asyncio.get_running_loop(), engine.start_if_absent)
         self._state = ServerState(self._client, None)
-        self._generations = Generations(self._client, settings.most_requests(engine.config))
+        unread = UnreadAnswers(settings.most_unread_bytes)
+        self._generations = Generations(self._client, settings.most_requests(engine.config), unread)
         self._door = OpenAIDoor(
             engine_dir,
             engine.config,
@@ -136,6 +138,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         uvloop.run(run(make_parser().parse_args(argv)))
     except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text_of(error)}", file=sys.stderr)
         return 1
     return 0

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvseek.server.errors import ServerError
-from kvseek.server.http_door.listener import HEADER_SECONDS, SPARE_CONNECTIONS
+from kvseek.server.http_door.listener import HEADER_SECONDS, IDLE_SECONDS, SPARE_CONNECTIONS
 
 from .answer import ABORT
 from .errors import FieldError, error_json
@@ -36,25 +36,37 @@ class Connection(H11Protocol):
     Parameters
     ----------
     most : int
-        Connections that may be open; this one is closed if there are more.
+        Connections that may be open, and SPARE_CONNECTIONS more if all of these have requests.
     **uvicorns
         What uvicorn gives its connections.
     """
 
     def __init__(self, most: int, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
-        self._most, self._idle_since = most, 0.0
+        self._most, self.idle_since = most, 0.0
         self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; a connection beyond the limit is closed."""
+        """Begin; a connection beyond the limit closes the one that has been without a request for longest, or itself."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, ABORT: transport.abort}
-        if len(self.connections) > self._most:
-            transport.abort()
-            return
-        self._idle_since = self.loop.time()
+        self.idle_since = self.loop.time()
+        known = [one for one in self.connections if isinstance(one, Connection)]
+        connections = [one for one in known if not one.transport.is_closing()]
+        if len(connections) > self._most:
+            least = self.idle_since - IDLE_SECONDS
+            idle = [one for one in connections if one.is_idle and one.idle_since <= least]
+            if idle:
+                min(idle, key=lambda one: one.idle_since).transport.abort()
+            elif len(connections) > self._most + SPARE_CONNECTIONS:
+                transport.abort()
+                return
         self._look()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
@@ -64,7 +76,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
-        self._idle_since = self.loop.time()
+        self.idle_since = self.loop.time()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -79,8 +91,8 @@ class Connection(H11Protocol):
         """Close the connection if the headers of its next request take too long."""
         if self.transport.is_closing():
             return
-        waiting = self.cycle is None or self.cycle.response_complete
-        left = self._idle_since + self.timeout_keep_alive - self.loop.time() if waiting else self.timeout_keep_alive
+        since = self.idle_since if self.is_idle else self.loop.time()
+        left = since + self.timeout_keep_alive - self.loop.time()
         if left <= 0:
             self.transport.abort()
         else:
@@ -127,7 +139,7 @@ class Listener:
         except (OSError, OverflowError) as error:
             raise ServerError(f"{flag} = {port}: cannot listen on {host} ({error}); choose another port") from None
         settings: dict[str, Any] = {
-            "http": functools.partial(Connection, self._max_connections + SPARE_CONNECTIONS),
+            "http": functools.partial(Connection, self._max_connections),
             "ws": "none",
             "lifespan": "off",
             "loop": "none",  # the loop of the process

@@ -35,6 +35,7 @@ from .messages import (
     frame,
     read_frame,
 )
+from .status import INTERNAL
 
 RETRY_SECONDS = 0.1  # time between attempts to connect: the engine process may be loading, or being restarted
 ANSWER_SECONDS = 10.0  # most time for a ping: longer than a step of the engine, also on a loaded machine
@@ -51,7 +52,7 @@ class EngineClient:
 
     `submit`, `cancel` and `refused` may be called from any thread. Callbacks run on the client's event loop, must return soon,
     and get every output of their request; the last has a finish reason. If the engine process ends, the last output of every
-    request is an error with code UNAVAILABLE.
+    request is an error with code UNAVAILABLE; if a callback raises, the last output of its request is one with code INTERNAL.
 
     Parameters
     ----------
@@ -161,7 +162,11 @@ class EngineClient:
             _call(on_output, _failure(number, NOT_RUNNING))
             return
         self._callbacks[number] = on_output
-        self._writer.write(data)
+        try:
+            self._writer.write(data)
+        except Exception:
+            logger.exception("a request could not be sent to the engine process")
+            self._end(number, on_output, _failure(number, INTERNAL, ErrorCode.INTERNAL))
 
     def _count(self, code: str, count: int) -> None:
         if self._writer is None or self._writer.is_closing():
@@ -191,27 +196,23 @@ class EngineClient:
     async def _run(self) -> None:
         while True:
             try:
-                reader, self._writer = await asyncio.open_unix_connection(str(self._socket))
-            except OSError:  # it does not listen yet
-                self._call_absent()
-            else:
-                self._connected_at = time.monotonic()
-                await self._receive(reader)
+                await self._serve()
+            except Exception:  # if it ended this task, no engine process would ever be found again
+                logger.exception("the connection to the engine process failed; a new one is made")
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _call_absent(self) -> None:
+    async def _serve(self) -> None:
+        """Connect to the engine process, if it listens, and hand out its messages until the connection ends."""
         try:
+            reader, self._writer = await asyncio.open_unix_connection(str(self._socket))
+        except OSError:
             self._absent()
-        except Exception:  # if it ended the loop, no engine process would ever be found again
-            logger.exception("the engine process could not be looked for")
-
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        """Hand out the engine's messages until the connection ends."""
-        writer = self._writer
-        uncounted, self._uncounted = self._uncounted, Counter()
-        for code, count in (+uncounted).items():  # + leaves only counts above 0
-            self._count(code, count)
+            return
+        writer, self._connected_at = self._writer, time.monotonic()
         try:
+            uncounted, self._uncounted = self._uncounted, Counter()
+            for code, count in (+uncounted).items():  # + leaves only counts above 0
+                self._count(code, count)
             while True:
                 self._take(await read_frame(reader, self._decoder))
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -222,9 +223,8 @@ class EngineClient:
             )
         finally:
             self._writer = None
-            if writer is not None:
-                writer.close()
             self._end_all()
+            writer.close()
 
     def _take(self, message: FromEngine) -> None:
         if not isinstance(message, Outputs):
@@ -236,8 +236,13 @@ class EngineClient:
             ended = output.finish_reason is not None
             callback = self._callbacks.pop(number, None) if ended else self._callbacks.get(number)
             if callback is not None and not _call(callback, output) and not ended:
-                del self._callbacks[number]
+                self._end(number, callback, _failure(number, INTERNAL, ErrorCode.INTERNAL))
                 self._send(Cancel(number))
+
+    def _end(self, number: int, callback: Callback, end: StepOutput) -> None:
+        """Give a request an end that the engine has not sent, and take no further outputs for it."""
+        self._callbacks.pop(number, None)
+        _call(callback, end)
 
     def _end_all(self) -> None:
         callbacks, self._callbacks = self._callbacks, {}
@@ -249,8 +254,8 @@ class EngineClient:
                 answer.set_exception(UnavailableError(NOT_RUNNING))
 
 
-def _failure(number: int, message: str) -> StepOutput:
-    return StepOutput(number, finish_reason=FinishReason.ERROR, error=message, code=ErrorCode.UNAVAILABLE)
+def _failure(number: int, message: str, code: ErrorCode = ErrorCode.UNAVAILABLE) -> StepOutput:
+    return StepOutput(number, finish_reason=FinishReason.ERROR, error=message, code=code)
 
 
 def _call(callback: Callback, output: StepOutput) -> bool:
@@ -258,6 +263,6 @@ def _call(callback: Callback, output: StepOutput) -> bool:
     try:
         callback(output)
     except Exception:
-        logger.exception("an output could not be passed on; its request is cancelled")
+        logger.exception("an output could not be passed on; its request ends")
         return False
     return True

@@ -18,8 +18,9 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
 from kvseek.server.workers import Workers
 
-from .engine_client import EngineClient
+from .engine_client import Callback, EngineClient
 from .served_request import Chunk, ServedRequest, after
+from .unread import UnreadAnswer, UnreadAnswers, size_of
 
 MAKERS = 2  # threads that tokenise: more would take the engine's cores
 GONE_SECONDS = 2.0  # time without an engine process after which open requests cannot end any more
@@ -68,10 +69,12 @@ class Generations:
         A client on the same loop.
     max_making : int
         Most requests that are being tokenised or wait for it; further ones are refused.
+    unread : UnreadAnswers
+        Counts the answers of these requests, among others.
     """
 
-    def __init__(self, client: EngineClient, max_making: int) -> None:
-        self._client = client
+    def __init__(self, client: EngineClient, max_making: int, unread: UnreadAnswers) -> None:
+        self._client, self.unread = client, unread
         self._makers = Workers(MAKERS, "tokenise", max_making)
         # Threads of their own, so that reading and submitting do not wait for texts that are being tokenised.
         self._readers = Workers(1, "read-json", max_making)
@@ -110,23 +113,32 @@ class Generations:
 
     @asynccontextmanager
     async def generate(
-        self, served: ServedRequest, ticket: Ticket, trace: str = ""
+        self, served: ServedRequest, ticket: Ticket, answer: UnreadAnswer, trace: str = ""
     ) -> AsyncIterator[AsyncIterator[Chunk]]:
         """Let the engine serve a request, and give its chunks; if the context ends before the last, the request is cancelled.
 
+        What the engine puts out counts as unread: in a stream until the client has read it and the next output comes, else until
+        `answer` ends.
+
         Entering the context raises UnavailableError if there is no engine, and TimeoutExpiredError if the request's time is over.
-        Iterating raises CodedError when the engine ends the request with an error.
+        Iterating raises CodedError when the engine ends the request with an error, and QueueFullError if there is no room for
+        the answer.
         """
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+
+        def take(output: StepOutput) -> None:
+            outputs.put_nowait(output)
+            answer.add(size_of(output))
+
         self.open += 1
         try:
             with self.counting_refusals():
                 request = after(served.request, time.monotonic() - ticket.arrived)
-                ticket.number = await self._submit(request, outputs, trace)
+                ticket.number = await self._submit(request, take, trace)
             try:
                 if ticket.stopped:  # before the request had a number
                     self._client.cancel(ticket.number)
-                async with aclosing(_chunks(served, outputs)) as chunks:
+                async with aclosing(_chunks(served, outputs, answer)) as chunks:
                     yield chunks
             finally:
                 self._client.cancel(ticket.number)  # does nothing if the request has ended
@@ -160,9 +172,9 @@ class Generations:
         self._readers.close()
         self._senders.shutdown(wait=False, cancel_futures=True)
 
-    async def _submit(self, request: Request, outputs: asyncio.Queue[StepOutput], trace: str) -> int:
+    async def _submit(self, request: Request, take: Callback, trace: str) -> int:
         """Submit in a thread, because all streams would stand still for the milliseconds that encoding a long prompt takes."""
-        future = self._senders.submit(self._client.submit, request, outputs.put_nowait, trace)
+        future = self._senders.submit(self._client.submit, request, take, trace)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -186,12 +198,26 @@ async def wait_for_ends(open_requests: Callable[[], int], client: EngineClient, 
         await asyncio.sleep(0.02)
 
 
-async def _chunks(served: ServedRequest, outputs: asyncio.Queue[StepOutput]) -> AsyncGenerator[Chunk, None]:
+async def _chunks(
+    served: ServedRequest, outputs: asyncio.Queue[StepOutput], answer: UnreadAnswer
+) -> AsyncGenerator[Chunk, None]:
+    kept, given = (
+        0,
+        False,
+    )  # bytes of outputs that are still in memory, and whether the client has read all that was made of them
     while True:
         output = await outputs.get()
+        if given:
+            answer.remove(kept)
+            kept = 0
+        answer.check()
         if output.finish_reason is FinishReason.ERROR:
             raise CodedError(output.code, renamed(output.error, served.names))
         for chunk in served.push(output):
             yield chunk
+        kept += size_of(output)
+        given = (
+            served.streaming and output.token_id is not None
+        )  # before the first token, what the prompt has is gathered
         if output.finish_reason is not None or served.ended:
             return

@@ -15,7 +15,6 @@ from .layouts import Layout
 from .translation import Tensors
 
 SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses to one prompt
-WRITE_SECONDS = 60.0  # time for which a client may leave an answer unread before it counts as gone
 MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
 # Most logits of an answer in JSON, which takes 20 bytes and 0.1 µs of the doors' loop for each.
 MAX_JSON_LOGITS = 1 << 20

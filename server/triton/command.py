@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 
 from kvseek.core.command_line import Parser
 from kvseek.core.errors import KvseekError
 from kvseek.server.processes import UMASK, die_without_core
+from kvseek.server.scratch import scratch_folder
 
 from .find import find_server
 
@@ -30,9 +30,9 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a tritonserver until it ends; returns its exit status."""
     _, arguments = make_parser().parse_known_args(argv)
-    with tempfile.TemporaryDirectory(prefix="kvseek-") as folder:
+    with ExitStack() as stack:
         try:
-            server = find_server(Path(folder))
+            server = find_server(stack.enter_context(scratch_folder()))
         except KvseekError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

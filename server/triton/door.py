@@ -22,6 +22,7 @@ import numpy as np
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of, renamed
+from kvseek.core.liveness import answer_from_thread
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
@@ -39,6 +40,7 @@ from kvseek.server.requests.served_request import (
 )
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.requests.translation import Tensors, read_parameters, scalar
+from kvseek.server.scratch import alive_socket
 from kvseek.server.settings import ServeSettings
 
 from .stream import Part, Stream
@@ -95,6 +97,8 @@ class TritonDoor:
         # Whether clients reach the model without a door of kvseek in between.
         self._for_anyone = not parameters["socket"]
         self._client = _connect(directory, settings, parameters["socket"])
+        if parameters["socket"]:
+            answer_from_thread(alive_socket(Path(parameters["socket"]).parent, self._name))
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # streams that have not been closed
         self._translating, self._max_translating = 0, settings.most_requests(engine_config)
@@ -204,10 +208,9 @@ class TritonDoor:
             self._send(stream, part, output)
         except Exception:
             logger.exception("an output could not be passed on; its request ends")
-            if not stream.closed:
-                self._forget(stream)
-                stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
-            raise  # makes the engine client cancel the request
+            self._forget(stream)
+            self._cancel(stream)
+            stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
 
     def _send(self, stream: Stream, part: Part, output: StepOutput) -> None:
         served, last = part.served, output.finish_reason is not None
@@ -237,10 +240,10 @@ class TritonDoor:
         if not isinstance(error, KvseekError):
             logger.exception("a request could not be translated")
         code = code_of(error)
-        self._client.refused(code)
         self._forget(stream)
         stream.fail(str(error) if isinstance(error, KvseekError) else INTERNAL, code)
         self._cancel(stream)  # the parts that it has taken
+        self._client.refused(code)
 
     def _forget(self, stream: Stream) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.command_line import Parser
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.manifest import verify
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.layouts import LAYOUTS
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         part.rename(target)
     except (KvseekError, OSError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text_of(error)}", file=sys.stderr)
         return 1
     print(f"wrote {', '.join(written)}; start them with: tritonserver --model-repository {target}")
     print(f"(the tritonserver of the wheel nvidia-pytriton: kvseek tritonserver --model-repository {target})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import Any
 from kvseek.core.errors import ErrorCode
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.served_request import Chunk, ServedRequest
-from kvseek.server.requests.status import TRITON_CODE
+from kvseek.server.requests.status import INTERNAL, TRITON_CODE
 
 from .outputs import as_tensor
 
 ASK_SECONDS = 0.5  # a question to Triton takes some 0.1 ms of the thread that passes on all outputs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -72,11 +75,15 @@ class Stream:
 
     def fail(self, message: str, code: ErrorCode) -> None:
         """End the stream with an error."""
+        self._send_last(self._error(message, code))
+
+    def _error(self, message: str, code: ErrorCode) -> Any:
         name = TRITON_CODE[code]
         if code is not ErrorCode.INVALID:  # clients of a stream see only the message, not the code
             message = f"{name}: {message}"
-        error = self._triton.TritonError(message, getattr(self._triton.TritonError, name))
-        self._send_last(self._triton.InferenceResponse(error=error))
+        return self._triton.InferenceResponse(
+            error=self._triton.TritonError(message, getattr(self._triton.TritonError, name))
+        )
 
     def _send_last(self, response: Any) -> None:
         with self._sending:
@@ -86,8 +93,12 @@ class Stream:
             final = self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             if response is None and self._decoupled:
                 self._sender.send(flags=final)
-            else:  # a model that is not decoupled has to send a response, also for a request such as `stop`
+                return
+            try:  # a model that is not decoupled has to send a response, also for a request such as `stop`
                 self._sender.send(response or self._triton.InferenceResponse([]), flags=final)
+            except Exception:  # for want of shared memory, say, of which an error needs little
+                logger.exception("the last response could not be sent; an error is sent instead")
+                self._sender.send(self._error(INTERNAL, ErrorCode.INTERNAL), flags=final)
 
     def _response(self, chunk: Chunk) -> Any:
         return self._triton.InferenceResponse(

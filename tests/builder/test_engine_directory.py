@@ -157,9 +157,14 @@ def test_a_file_that_cannot_be_read_is_a_fault(engine: Path, monkeypatch: pytest
     assert "Input/output error" in fault.detail
 
 
+@pytest.mark.parametrize("is_file", [False, True])
 @pytest.mark.parametrize("flags", [("--inspect",), ("--verify",), ("--check", "--output_dir")])
-def test_no_engine_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
-    assert build.main([*flags, str(tmp_path)]) == 1
+def test_no_engine_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], is_file: bool
+) -> None:
+    path = tmp_path / "model.gguf" if is_file else tmp_path
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert build.main([*flags, str(path)]) == 1
     assert "is no engine directory; run kvseek build" in capsys.readouterr().err
 
 

@@ -224,7 +224,7 @@ def close_all(server: socket.socket) -> None:
     [
         (GenerateOptions(max_tokens=2**40), r"max_tokens = 1099511627776: must be in \[-2147483648, 2147483647\]"),
         (GenerateOptions(seed=-1), r"seed = -1: must be in \[0, 18446744073709551615\]"),
-        (GenerateOptions(session_id="\udcff"), "session_id: character 0 is no Unicode"),
+        (GenerateOptions(session_id="\udcff"), "session_id: character 0 is half of a surrogate pair"),
     ],
 )
 def test_what_a_message_cannot_hold_is_not_sent_as_something_else(options: GenerateOptions, message: str) -> None:

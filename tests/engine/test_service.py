@@ -18,7 +18,8 @@ import pytest
 from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.guide import Guide, GuideType
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine import service as service_module
 from kvseek.engine.service import EngineService
 
@@ -84,14 +85,64 @@ def test_cancel(service: EngineService) -> None:
     service.cancel(handle)  # a second time: nothing happens
 
 
-def test_a_failing_callback_cancels_its_request_only(service: EngineService) -> None:
+def test_a_failing_callback_ends_its_request_only(service: EngineService) -> None:
+    """The callback is told of the end, once."""
+    told: queue.Queue[StepOutput] = queue.Queue()
+
     def fail(output: StepOutput) -> None:
+        told.put(output)
         raise RuntimeError("the stream is gone")
 
     outputs: queue.Queue[StepOutput] = queue.Queue()
     service.submit(Request(PROMPT, 400), fail)
     service.submit(Request(PROMPT, 20), outputs.put)
     assert collect(outputs)[-1].finish_reason is FinishReason.LENGTH
+    _, end = collect(told)
+    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
+    assert "could not be passed on" in end.error
+    service.drain(TIMEOUT)
+    assert told.empty()
+
+
+def test_what_looks_on_and_fails_ends_nothing(service: EngineService) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError("no room for a count")
+
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    service.on_step(fail)
+    service.submit(Request(PROMPT, 20), outputs.put)
+    assert collect(outputs)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_question_whose_asker_has_gone_ends_nothing(service: EngineService) -> None:
+    held, outputs = threading.Event(), queue.Queue[StepOutput]()
+    service.call(lambda: held.wait(TIMEOUT))
+    assert service.ask(lambda engine: engine.waiting).cancel()
+    held.set()
+    service.submit(Request(PROMPT, 20), outputs.put)
+    assert collect(outputs)[-1].finish_reason is FinishReason.LENGTH
+    assert not service.failure
+
+
+def test_a_guide_that_cannot_be_compiled_ends_its_request_only(
+    service: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, outputs = service.engine.compile_guide, queue.Queue[StepOutput]()
+    failing = [MemoryError("no room for a guide")]
+    monkeypatch.setattr(
+        service.engine, "compile_guide", lambda sequence: raise_(failing.pop()) if failing else compiled(sequence)
+    )
+    guided = Request(PROMPT, 20, SamplingParams(guide=Guide(GuideType.REGEX, "a+")), end_ids=(1,))
+    service.submit(guided, outputs.put)
+    (end,) = collect(outputs)
+    assert "no room for a guide" in end.error
+    assert service.waiting == 0
+    service.submit(guided, outputs.put)
+    assert "no room" not in collect(outputs)[-1].error
+
+
+def raise_(error: Exception) -> None:
+    raise error
 
 
 def test_closing_ends_requests_and_refuses_new_ones(service: EngineService) -> None:

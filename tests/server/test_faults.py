@@ -18,7 +18,9 @@ from tests.server.soak.engine import MAX_SEQ_LEN, build_soak_engine
 from tests.server.soak.runner import ENDED
 from tests.support.live_server import LiveServer, live_server, serve_command
 from tests.support.server_streams import TIMEOUT, Stream, tokens
-from tests.support.waiting import wait_for
+from tests.support.waiting import is_running, wait_for
+
+from kvseek.server.scratch import scratch_folder
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -88,29 +90,68 @@ def test_a_killed_process_is_started_again_and_its_clients_are_told(
         assert streams[route].count > SHORT, "a stream that does not need the process goes on"
 
 
-def test_nothing_outlives_the_launcher(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_nothing_outlives_the_launcher(directory: Path, tmp_path: Path, stopped: bool) -> None:
+    """No process, though all are stopped, and after the next start no folder and no shared memory."""
     with live_server(directory, tmp_path / "server.log") as server:
         others = [pid for name, pid in server.process_ids().items() if name != "serve"]
+        for pid in others if stopped else ():
+            os.kill(pid, signal.SIGSTOP)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(TIMEOUT)
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others), "the end of all processes")
+        wait_for(lambda: not any(is_running(pid) for pid in others), "the end of all processes")
+        assert server.engine_socket.parent.exists()
+    with scratch_folder() as folder:  # of another server
+        assert folder.exists()
+        assert not server.engine_socket.parent.exists()
+        assert not server.shared_memory()
+
+
+STOPPED = [  # together those whose ends do not hide each other's, with what is said of them
+    {"engine": "engine has", "tensorrt_llm": "triton: its process /models/tensorrt_llm/ has"},
+    {"triton": "triton has"},
+    {"doors": "doors has"},
+]
+
+
+def test_stopped_processes_are_killed_and_started_again(directory: Path, tmp_path: Path) -> None:
+    seconds = 8.0
+    with live_server(directory, tmp_path / "server.log", "--hang_seconds", f"{seconds}") as server:
+        expected = check_serves(server)
+        for names in STOPPED:
+            stream = running(server, "grpc")
+            stopped = {name: server.kill(name, signal.SIGSTOP) for name in names}
+            for name, pid in stopped.items():
+                server.wait_replaced(name, pid)
+                assert not is_running(pid)
+            assert ENDED.search(stream.join().error), stream.error
+            server.wait_ready()
+            assert check_serves(server) == expected
+        before = server.process_ids()
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            time.sleep(1.5 * seconds)
+            assert check_serves(server) == expected, "the server goes on without its launcher"
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        time.sleep(3.0)  # in which the launcher asks all again
+        assert server.process_ids() == before
+    said = (tmp_path / "server.errors").read_text()
+    for who in (text for names in STOPPED for text in names.values()):
+        assert f"{who} not answered for 8 s (--hang_seconds) and is killed" in said
 
 
 def test_a_stopped_engine_is_not_ready_until_it_goes_on(server: LiveServer) -> None:
     ready = f"http://{server.http_url}/v2/health/ready"
     pid = server.kill("engine", signal.SIGSTOP)
     try:
-        began = time.monotonic()
-        status = 200
-        while status == 200 and time.monotonic() - began < 30:
-            status = requests.get(ready, timeout=30).status_code
-        assert status == 503
-        assert time.monotonic() - began < 15
+        wait_for(lambda: requests.get(ready, timeout=30).status_code == 503, "not ready")
         live = requests.get(f"http://{server.http_url}/v2/health/live", timeout=5).status_code
-        assert live == 200, "a server that may come back is not to be killed"
+        assert live == 200, "a server that comes back is not to be killed"
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_for(server.is_ready, "ready again", 20)
+    server.wait_ready()
+    assert server.process_ids()["engine"] == pid, "it went on within --hang_seconds"
     check_serves(server)
 
 

@@ -16,7 +16,11 @@ import pytest
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.server.requests.generations import CodedError, Generations, Ticket
+from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers
 from kvseek.server.workers import Workers
+
+UNREAD = UnreadAnswers(1 << 20)
+ANSWER = UnreadAnswer(UNREAD)
 
 
 class Client:
@@ -61,7 +65,7 @@ class Served:
 
 
 def make(client: Client, max_making: int = 4) -> Generations:
-    return Generations(client, max_making)  # type: ignore[arg-type]
+    return Generations(client, max_making, UNREAD)  # type: ignore[arg-type]
 
 
 def ticket(request_id: str = "", waited: float = 0.0) -> Ticket:
@@ -126,18 +130,18 @@ def test_time_at_the_door_counts_towards_the_time_limit() -> None:
         client, served = Client(), Served()
         generations = make(client)
         served.request = Request((1,), 4, timeout_seconds=5.0)
-        async with generations.generate(served, ticket(waited=4.0)):
+        async with generations.generate(served, ticket(waited=4.0), ANSWER):
             assert client.requests[-1].timeout_seconds == 5.0, "errors tell the limit that the client has set"
             assert 4.0 <= client.requests[-1].waited_seconds < 5.0
         with pytest.raises(
             TimeoutExpiredError,
             match=r"timeout = 5 s: passed before the request was tokenised, after 6\.\d s",
         ):
-            async with generations.generate(served, ticket(waited=6.0)):
+            async with generations.generate(served, ticket(waited=6.0), ANSWER):
                 pass
         assert client.counted == [ErrorCode.TIMEOUT]
         served.request = Request((1,), 4, timeout_seconds=-0.5)
-        async with generations.generate(served, ticket(waited=1.0)):
+        async with generations.generate(served, ticket(waited=1.0), ANSWER):
             assert client.requests[-1].timeout_seconds == -0.5, "the engine says what is wrong with it"
         generations.close()
 
@@ -152,7 +156,7 @@ def test_a_request_that_is_stopped_while_it_is_tokenised_ends() -> None:
         async def serve() -> None:
             async with (
                 generations.made(own, lambda: gate.wait() and Served(), slow=True) as served,
-                generations.generate(served, own),
+                generations.generate(served, own, ANSWER),
             ):
                 assert client.cancelled == [7]
 
@@ -171,7 +175,7 @@ def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
         client = Client()
         generations = make(client)
         for served, expected in ((Served(), [1, 2, None]), (Served(stops_at=2), [1, 2])):
-            async with generations.generate(served, ticket()) as chunks:
+            async with generations.generate(served, ticket(), ANSWER) as chunks:
                 for output in (StepOutput(1, 1), StepOutput(1, 2), StepOutput(1, None, FinishReason.LENGTH)):
                     client.give(output)
                 assert [chunk["token"] async for chunk in chunks] == expected
@@ -186,7 +190,7 @@ def test_an_error_of_the_engine_keeps_its_code_and_gets_the_clients_names() -> N
     async def run() -> None:
         client = Client()
         generations = make(client)
-        async with generations.generate(Served(), ticket()) as chunks:
+        async with generations.generate(Served(), ticket(), ANSWER) as chunks:
             client.give(StepOutput(1, finish_reason=FinishReason.ERROR, error="input_ids: no", code=ErrorCode.TIMEOUT))
             with pytest.raises(CodedError, match=r"^prompt: no") as caught:
                 await anext(chunks)
@@ -206,7 +210,7 @@ def test_a_caller_that_is_cancelled_cancels_its_request(submitted: bool) -> None
         entered = asyncio.Event()
 
         async def serve() -> None:
-            async with generations.generate(Served(), ticket()) as chunks:
+            async with generations.generate(Served(), ticket(), ANSWER) as chunks:
                 entered.set()
                 await anext(chunks)
 
@@ -233,7 +237,7 @@ def test_stop_ends_the_requests_of_an_id() -> None:
         client = Client()
         generations = make(client)
         own = ticket("mine")
-        async with generations.made(own, Served, slow=False) as served, generations.generate(served, own):
+        async with generations.made(own, Served, slow=False) as served, generations.generate(served, own, ANSWER):
             generations.stop("", "owner")
             generations.stop("another", "owner")
             generations.stop("mine", "another owner")

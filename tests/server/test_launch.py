@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.cli import main as cli
 from kvseek.server import launch
 from kvseek.server.errors import ServerError
+from kvseek.server.scratch import scratch_folder
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton import find as triton
 from kvseek.server.triton import stub
+from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
 
 
 def forget_system_server(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -125,6 +131,7 @@ def test_a_start_needs_time(tmp_path: Path, seconds: float) -> None:
         ),
         ("default_timeout", "inf", "--default_timeout = inf: must be > 0 and <= 604800"),
         ("drain_seconds", "-1", "--drain_seconds = -1.0: must be >= 0 and <= 604800, a week; 20 is the default"),
+        ("hang_seconds", "1", "--hang_seconds = 1.0: must be >= 5 and <= 604800, a week; 60 is the default"),
         ("restarts", "-1", "--restarts = -1: must be >= 0; 0 ends the server when a process dies"),
         ("threads", "0", "--threads = 0: must be >= 1; or leave it out"),
     ],
@@ -149,7 +156,100 @@ def test_an_engine_that_may_not_be_read(
 
     monkeypatch.setattr(launch, "verify", refuse)
     assert cli.main(["serve", "--engine_dir", str(tmp_path)]) == 1
-    assert f"error: [Errno 13] Permission denied: '{tmp_path}/weights'" in capsys.readouterr().err
+    assert f"error: {tmp_path}/weights: Permission denied\n" in capsys.readouterr().err
+
+
+PORTS = ("--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--openai_port", "0")
+IS_NO_HOST = r"must be an IPv4 address of this machine, or a name of one \(.+\)"
+
+
+@pytest.fixture
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "64")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--disk_dir", "/proc/foo"), r"disk_dir = '/proc/foo': cannot be used \(No such file or directory\); name"),
+        (("--disk_dir", "/dev/null"), r"disk_dir = '/dev/null': cannot be used \(Not a directory\); name"),
+        (("--disk_dir", "DIR", "--disk_bytes", "10"), r"disk_bytes = 10: must be at least \d+, the rows of one extent"),
+        (
+            ("--log", "/nonexistent/x.log"),
+            r"--log = /nonexistent/x.log: cannot be written \(No such file or directory\)",
+        ),
+        (("--log", "DIR"), r"--log = \S+: cannot be written \(Is a directory\)"),
+        (("--http_port", "7001", "--grpc_port", "7001"), r"--grpc_port = 7001: must be another port than --http_port"),
+        (
+            ("--openai_port", "7001", "--metrics_port", "7001"),
+            r"--openai_port = 7001: must be another port than --metr",
+        ),
+        (("--host", "::1"), f"--host = '::1': {IS_NO_HOST}"),
+        (("--host", "a..b"), f"--host = 'a..b': {IS_NO_HOST}"),
+        (
+            ("--host", "192.0.2.1"),
+            r"--host = '192.0.2.1': must be an address of this machine, and no interface here has it",
+        ),
+        (("--otlp_endpoint", "collector:4318"), r"--otlp_endpoint = 'collector:4318': must be a URL of http or https"),
+        (("--api_key_file", "/nonexistent"), r"--api_key_file = /nonexistent: cannot be read"),
+    ],
+)
+def test_what_can_be_checked_is_refused_before_a_process_starts(
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(launch, "Supervisor", None)
+    flags = tuple(flag.replace("DIR", str(tmp_path)) for flag in flags)
+    assert cli.main(["serve", "--engine_dir", str(directory), *PORTS, *flags]) == 1
+    assert re.fullmatch(f"error: {message}.*\n", capsys.readouterr().err)
+
+
+def test_a_folder_too_deep_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with (
+        pytest.raises(ServerError, match=r"TMPDIR = '.*x': sockets there have \d+ bytes: must be <= 107"),
+        scratch_folder(),
+    ):
+        pass
+    assert not list(deep.iterdir())
+
+
+def test_folders_of_killed_servers_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = tmp_path / "kvseek-1000", tmp_path / "kvseek-new"
+    for folder in others:  # of engine processes that programs share, and of a server that is just making it
+        folder.mkdir()
+    with scratch_folder() as used:
+        code = f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}; from kvseek.server.scratch import scratch_folder"
+        code += "; context = scratch_folder(); context.__enter__(); os.kill(os.getpid(), 9)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+        left = next(folder for folder in tmp_path.iterdir() if folder not in (used, *others))
+        region = Path("/dev/shm") / f"{SHARED_MEMORY_PREFIX}{left.name}-0"
+        region.touch()
+        with scratch_folder() as second:
+            assert {*tmp_path.iterdir()} == {used, second, *others}
+            assert not region.exists()
+    assert {*tmp_path.iterdir()} == {*others}
+
+
+@pytest.mark.server
+def test_a_process_that_refuses_to_start_is_quoted_and_no_other(
+    random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = random_model("llama")
+    directory = build_engine(model, "full", "--max_batch_size", "2", "--max_seq_len", "64", "--cache.reuse", "false")
+    capsys.readouterr()  # of saving the model
+    assert cli.main(["serve", "--engine_dir", str(directory), *PORTS, "--disk_dir", str(tmp_path / "disk")]) == 1
+    refusal = (
+        r"error: engine ended with status 1: disk_dir = \S+: must be left out, as the engine keeps no prefixes; .*\n"
+    )
+    assert re.fullmatch(refusal, capsys.readouterr().err)
 
 
 def test_serving_what_is_no_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

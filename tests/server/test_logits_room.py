@@ -13,6 +13,7 @@ from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutpu
 from kvseek.server.engine.logits_room import LogitsRoom
 from kvseek.server.engine.process import FRAME_BYTES, Door
 from kvseek.server.requests.messages import MAX_FRAME_BYTES, FromEngine
+from kvseek.server.settings import ServeSettings
 
 CONTEXT = SamplingParams(return_context_logits=True)
 
@@ -47,7 +48,7 @@ def test_no_message_is_too_large() -> None:
     transport = SimpleNamespace(get_write_buffer_size=lambda: 0)
     writer: Any = SimpleNamespace(is_closing=lambda: False, transport=transport, write=sent.append)
     config = SimpleNamespace(model=SimpleNamespace(vocab_size=10))
-    server: Any = SimpleNamespace(service=SimpleNamespace(config=config), settings=SimpleNamespace(max_logits=70))
+    server: Any = SimpleNamespace(service=SimpleNamespace(config=config), settings=ServeSettings(max_logits=70))
     piece = bytes(FRAME_BYTES // 2)
     outputs = [(number, StepOutput(number, context_logits=piece)) for number in range(5)]
     Door(server, writer).send_outputs([*outputs, (1, StepOutput(1, 7, FinishReason.LENGTH))])

@@ -69,7 +69,8 @@ def test_an_engine_on_two_nodes(
     key = write_keys(tmp_path / "key", KEY)
     place = ("--nnodes", "2", "--rdzv_endpoint", endpoint)
     monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)  # of rank 0's; the other has the file
-    start = lambda name: node(directory, tmp_path / name, *place, "--ranks_key_file", str(key), "--threads", "2")  # noqa: E731
+    flags = ("--threads", "2", "--hang_seconds", "8")
+    start = lambda name: node(directory, tmp_path / name, *place, "--ranks_key_file", str(key), *flags)  # noqa: E731
     with start("node.log") as follower, live_server(directory, tmp_path / "server.log", *place) as server:
         assert follower.stdout is not None
         assert follower.stdout.readline() == f"ready: ranks 2 3 follow rank 0 at {endpoint}\n"
@@ -100,6 +101,14 @@ def test_an_engine_on_two_nodes(
             server.wait_ready()
             assert tokens(server, "grpc", PROMPT, 8).join().ids == expected
             assert not set(ranks) & set(ranks_of(second.pid)), "they have been started again"
+
+            stopped, engine = ranks_of(second.pid)[0], server.process_ids()["engine"]
+            os.kill(stopped, signal.SIGSTOP)
+            wait_for(lambda: not is_running(stopped), "the end of a rank that does not answer its launcher")
+            assert tokens(server, "grpc", PROMPT, 8).join().error  # rank 0 finds it when it needs it
+            server.wait_replaced("engine", engine)
+            server.wait_ready()
+            assert tokens(server, "grpc", PROMPT, 8).join().ids == expected
             second.terminate()
             assert second.wait(60) == 0
 

@@ -197,6 +197,8 @@ def test_replicas_come_up_where_the_routers_port_is_taken(
             return flags(workers, host, *ports_and_key)
 
         monkeypatch.setattr(replicas, "flags", take)
-        with running_replicas(directory, 1, openai_port=0, settings=ServeSettings(threads=1)) as running:
+        with running_replicas(
+            directory, 1, openai_port=0, metrics_port=0, settings=ServeSettings(threads=1)
+        ) as running:
             assert len(set(seen)) == 2
             assert requests.get(f"{running.openai_url}/models", timeout=30).status_code == 200

@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 import requests
-from tests.conftest import BuildEngine, RandomModel
+from prometheus_client.parser import text_string_to_metric_families
+from tests.conftest import ROOT, BuildEngine, RandomModel
+from tests.server.test_metrics import dashboard_expressions, names_in
 from tests.support.door_processes import write_keys
 from tests.support.live_server import command_line
 from tests.support.waiting import wait_for
@@ -39,12 +41,14 @@ class Service:
 
     def __init__(self, directory: Path, log: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "kvseek.cli.main", "serve", "--engine_dir", str(directory), "--replicas", "2"]
-        command += ["--openai_port", "0", "--log", str(log), "--threads", "2", "--drain_seconds", "1", *flags]
+        command += ["--openai_port", "0", "--metrics_port", "0", "--log", str(log)]
+        command += ["--threads", "2", "--drain_seconds", "1", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(3)]
-        assert lines[2].startswith("ready: OpenAI http://"), lines
-        self.url = lines[2].split()[-1]
+        found = re.fullmatch(r"ready: OpenAI (http://\S+/v1), metrics (\S+)/metrics\n", lines[2])
+        assert found is not None, lines
+        self.url, self.metrics_url = found.groups()
         self.replicas = [re.search(r"OpenAI (\S+)/v1", line)[1] for line in lines[:2]]  # type: ignore[index]
         self.model = requests.get(f"{self.url}/models", timeout=30).json()["data"][0]["id"]
 
@@ -59,18 +63,28 @@ class Service:
         assert answer.status_code == 200, answer.text
         return str(answer.headers["x-smg-routed-worker-id"])
 
-    def engine_of(self, replica: str) -> int:
-        """Process id of a replica's engine, a descendant of the process that listens at its port."""
+    def process_of(self, replica: str, program: str) -> int:
+        """Process id of a replica's engine or doors; the doors listen at its port."""
         port = replica.rpartition(":")[2]
         commands = {
             int(folder.name): command_line(int(folder.name)).split("\0") for folder in Path("/proc").glob("[0-9]*")
         }
         (doors,) = (words for words in commands.values() if ["--openai_port", port] in map(list, pairwise(words)))
         socket = doors[doors.index("--socket") + 1]
-        (engine,) = (
-            pid for pid, words in commands.items() if "kvseek.server.engine.process" in words and socket in words
-        )
-        return engine
+        (pid,) = (pid for pid, words in commands.items() if program in words and socket in words)
+        return pid
+
+
+def names(text: str) -> set[str]:
+    """Names of samples, as they are written."""
+    return set(re.findall(r"^([A-Za-z_][\w:]*)", text, re.MULTILINE))
+
+
+def up(service: Service) -> dict[tuple[str, str], float]:
+    """What `kvseek:up` says, by process and replica."""
+    text = requests.get(f"http://{service.metrics_url}/metrics", timeout=30).text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == "kvseek:up"]
+    return {(sample.labels["process"], sample.labels.get("replica", "")): sample.value for sample in samples}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +125,7 @@ def test_a_dead_replicas_sessions_move_and_the_others_stay(service: Service) -> 
     stream = service.ask([{"role": "user", "content": "x"}], "s0", max_tokens=800, stream=True)
     lines = stream.iter_lines()
     assert next(lines).startswith(b"data: ")
-    os.kill(service.engine_of(victim), signal.SIGKILL)
+    os.kill(service.process_of(victim, "kvseek.server.engine.process"), signal.SIGKILL)
     rest = [line for line in lines if line]
     assert any(b'"error"' in line for line in rest), "the request in flight is told"
     left = next(replica for replica in service.replicas if replica != victim)
@@ -129,6 +143,40 @@ def test_a_dead_replicas_sessions_move_and_the_others_stay(service: Service) -> 
     wait_for(lambda: service.replica_of(f"new {next(numbers)}") == victim, "new sessions on the replica", 60)
 
 
+def test_the_metrics_of_all_replicas_are_at_one_port(service: Service) -> None:
+    wait_for(lambda: all(up(service).values()), "all up", 60)
+    assert up(service).keys() == {("router", ""), *((name, n) for name in ("engine", "triton") for n in ("0", "1"))}
+    text = requests.get(f"http://{service.metrics_url}/metrics", timeout=30).text
+    own = requests.get(f"{service.replicas[0]}/metrics", timeout=30).text
+    assert "nv_" in own
+    assert names(own) <= names(text), "Triton's keep their names, too"
+    for expression in dashboard_expressions():  # as of one server
+        assert names_in(expression) <= names(text), expression
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["kvseek:generation_tokens"].type == "counter"
+    assert families["kvseek:time_to_first_token_seconds"].type == "histogram"
+    running = families["kvseek:num_requests_running"].samples
+    assert [sample.labels["replica"] for sample in running] == ["0", "1"]
+    restarts = {(s.labels["process"], s.labels.get("replica", "")) for s in families["kvseek:process_restarts"].samples}
+    assert {("router", ""), ("metrics", ""), ("doors", "0"), ("doors", "1")} <= restarts
+    health = {"KVSEEK_METRICS_PORT": service.metrics_url.rpartition(":")[2]}
+    assert (
+        subprocess.run([sys.executable, str(ROOT / "docker/healthcheck.py")], env=health, check=False).returncode == 0
+    )
+
+
+def test_a_replica_whose_metrics_port_is_silent_shows_as_down(service: Service) -> None:
+    wait_for(lambda: all(up(service).values()), "all up", 60)
+    pid = service.process_of(service.replicas[1], "kvseek.server.doors")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        down = {"0": 1.0, "1": 0.0}
+        wait_for(lambda: {n: value for (name, n), value in up(service).items() if name == "engine"} == down, "down")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: all(up(service).values()), "all up again", 60)
+
+
 def test_clients_cannot_change_the_routers_workers(service: Service) -> None:
     workers = f"{service.url.removesuffix('/v1')}/workers"
     assert requests.get(workers, timeout=5).status_code == 401
@@ -143,7 +191,7 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(
     keys = write_keys(tmp_path / "keys", first, second)
     service = Service(directory, tmp_path / "server.log", "--api_key_file", str(keys))
     try:
-        messages = [{"role": "user", "content": WORDS * 4}]
+        messages = [{"role": "user", "content": WORDS * 8}]
         for key in ("", "third-key") * 10:  # more often than a router would try a replica that fails
             answer = service.ask(messages, key=key)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -198,9 +246,9 @@ def test_the_routers_key_is_in_a_private_file_and_on_no_command_line(
         assert not any(key in word for word in command)
         raise Seen
 
-    server = SimpleNamespace(openai_url="http://127.0.0.1:1/v1")
+    server = SimpleNamespace(openai_url="http://127.0.0.1:1/v1", metrics_url="127.0.0.1:1")
     monkeypatch.setattr(replicas, "running_server", lambda *_, **__: contextlib.nullcontext(server))
-    monkeypatch.setattr(replicas, "Supervisor", see)
+    monkeypatch.setattr(replicas, "supervisor_of", see)
     directory = build_engine(random_model("llama"), "full", *LIMITS)
     with pytest.raises(Seen), replicas.running_replicas(directory, 1, openai_port=0):
         pass

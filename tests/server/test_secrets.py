@@ -21,9 +21,10 @@ from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.options import GenerateOptions
 from kvseek.server.errors import ServerError
-from kvseek.server.launch import SHARED_MEMORY, RunningServer, running_server
+from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.ports import CLOSED, Ports
-from kvseek.server.processes import Child, Program
+from kvseek.server.processes import Child, Guard, Program
+from kvseek.server.scratch import SHARED_MEMORY
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
 
@@ -105,9 +106,13 @@ def test_one_port_at_which_health_is_asked_stays_open(directory: Path) -> None:
 
 def test_core_dumps_can_be_asked_for() -> None:
     code = "import resource; raise SystemExit(resource.getrlimit(resource.RLIMIT_CORE) == (0, 0))"
-    for asked in (False, True):
-        child = Child(Program("one", (sys.executable, "-c", code), 60.0, core_dumps=asked), None)
-        assert child.process.wait(SECONDS) == (not asked)
+    guard = Guard()
+    try:
+        for asked in (False, True):
+            program = Program("one", (sys.executable, "-c", code), 60.0, core_dumps=asked)
+            assert Child(program, None, guard, SECONDS).process.wait(SECONDS) == (not asked)
+    finally:
+        guard.end()
 
 
 @pytest.mark.parametrize("fails", [OSError("busy"), RuntimeError("unforeseen")])
@@ -120,9 +125,8 @@ def test_what_cannot_be_cleaned_up_ends_no_server(
         raise fails
 
     command = (sys.executable, "-c", "import time; time.sleep(1000)")
-    supervisor = Supervisor(
-        [Program("one", command, 5.0, clean_up=clean_up)], 3, tmp_path / "log", tmp_path / "restarts.json"
-    )
+    program = Program("one", command, 5.0, clean_up=clean_up)
+    supervisor = Supervisor([program], 3, SECONDS, tmp_path / "log", tmp_path / "restarts.json")
     supervisor.start()
     try:
         supervisor.wait_until(lambda: bool(supervisor.process_ids()), SECONDS)

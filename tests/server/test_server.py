@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import socket
 import subprocess
 import sys
@@ -430,9 +431,9 @@ def test_serve_ends_cleanly_on_sigterm(directory: Path) -> None:
         assert launcher.stdout.readline().startswith("ready: gRPC 127.0.0.1:")
         threads = Path(f"/proc/{launcher.pid}/task").iterdir()
         children = [child for thread in threads for child in (thread / "children").read_text().split()]
-        assert len(children) == 3
         launcher.terminate()
         assert launcher.wait(TIMEOUT) == 0
+    assert len(children) == 4, "the engine process, the doors, Triton and the guard"
     assert not any(os.path.exists(f"/proc/{child}") for child in children)
 
 
@@ -459,5 +460,6 @@ def test_a_start_that_takes_too_long_is_given_up(directory: Path, tmp_path: Path
     command = [*serve(directory), "--ready_seconds", "0.1", "--log", log]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, cwd=tmp_path)
     assert result.returncode == 1
-    assert "error: the server is not ready after 0.1 s, see --ready_seconds; its log " in result.stderr
-    assert f"log {'is above' if log == '-' else 'ends:'}" in result.stderr
+    words = "its log is above" if log == "-" else "it has written nothing|its log ends:"
+    late = rf"error: the server is not ready after 0\.1 s, see --ready_seconds: \w+ is not up; ({words})"
+    assert re.search(late, result.stderr), result.stderr

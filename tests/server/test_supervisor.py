@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.waiting import is_running, wait_for
 
+from kvseek.core.liveness import ask
+from kvseek.server import processes
 from kvseek.server import supervisor as supervisor_module
 from kvseek.server.errors import ServerError
-from kvseek.server.processes import Program, ending
+from kvseek.server.processes import Ask, Program, Questions, last_words
 from kvseek.server.supervisor import Supervisor
 
 TIMEOUT = 30.0
@@ -32,8 +37,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(supervisor_module, "FIRST_DELAY_SECONDS", 0.01)
     started: list[Supervisor] = []
 
-    def make(*programs: Program, restarts: int = 3, settle: bool = True) -> Supervisor:
-        supervisor = Supervisor(programs, restarts, tmp_path / "log", tmp_path / "restarts.json")
+    def make(*programs: Program, restarts: int = 3, settle: bool = True, hang_seconds: float = TIMEOUT) -> Supervisor:
+        supervisor = Supervisor(programs, restarts, hang_seconds, tmp_path / "log", tmp_path / "restarts.json")
         started.append(supervisor)
         supervisor.start()
         if settle:
@@ -103,8 +108,10 @@ def test_time_to_start_is_no_steady_running(
 ) -> None:
     """An engine that loads for minutes and then dies must not be started again for ever."""
     monkeypatch.setattr(supervisor_module, "STEADY_SECONDS", 0.1)
-    code = "import time; time.sleep(0.4); raise SystemExit(7)"
-    supervisor = start(program("never-up", code, is_up=lambda: False), restarts=1)
+    code, loaded = "import time; time.sleep(0.4); raise SystemExit(7)", tmp_path / "loaded"
+    loaded.touch()  # the first time it comes up
+    never = program("never-up", code, is_up=loaded.exists, clean_up=lambda: loaded.unlink(missing_ok=True))
+    supervisor = start(never, restarts=1)
     wait_for(lambda: bool(supervisor.failure))
     assert json.loads((tmp_path / "restarts.json").read_text()) == {"never-up": 1}
     supervisor = start(program("up", code), restarts=1)
@@ -127,8 +134,9 @@ def test_a_log_that_nobody_asked_for_is_cut(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(supervisor_module, "LOOK_AT_LOG_SECONDS", 0.05)
     monkeypatch.setattr(supervisor_module, "MAX_LOG_BYTES", 10_000)
     code = "import time\nwhile True: print('x' * 999, flush=True); time.sleep(0.001)"
-    log, sizes = tmp_path / "log", [0]
-    supervisor = Supervisor([program("chatty", code)], 0, log, tmp_path / "restarts.json", keep_output=keep)
+    log, sizes = tmp_path / ("log" if keep else "chatty.log"), [0]
+    output = log if keep else tmp_path
+    supervisor = Supervisor([program("chatty", code)], 0, TIMEOUT, output, tmp_path / "restarts.json")
     supervisor.start()
 
     def done() -> bool:
@@ -140,16 +148,46 @@ def test_a_log_that_nobody_asked_for_is_cut(tmp_path: Path, monkeypatch: pytest.
     assert (sizes == sorted(sizes)) is keep
 
 
-def test_a_start_that_fails_says_what_the_process_wrote(start: Callable[..., Supervisor]) -> None:
-    supervisor = start(program("engine", "raise SystemExit('error: no such model')"), settle=False)
-    with pytest.raises(ServerError, match=r"engine ended with status 1; its log ends:\nerror: no such model"):
-        supervisor.wait_until(lambda: False, TIMEOUT)
+REFUSES = "import time; time.sleep(0.5); print('all was well'); raise SystemExit('error: no such model')"
+CRASHES = "import time; time.sleep(0.5); 1 / 0"
+TALKS = "import time\nwhile True: print('all is well', flush=True); time.sleep(0.001)"
 
 
-def test_a_start_that_takes_too_long_is_given_up(start: Callable[..., Supervisor]) -> None:
-    supervisor = start(program("slow", SLEEP), settle=False)
-    with pytest.raises(ServerError, match=r"not ready after 0\.1 s, see --ready_seconds"):
-        supervisor.wait_until(lambda: False, 0.1)
+@pytest.mark.parametrize(
+    ("shared", "code", "message"),
+    [
+        (True, REFUSES, r"engine ended with status 1: no such model"),
+        (False, REFUSES, r"engine ended with status 1: no such model"),
+        (
+            False,
+            CRASHES,
+            r"engine ended with status 1: its log ends:\nTraceback(?s:.*)\nZeroDivisionError: division by zero",
+        ),
+        (False, "raise SystemExit(7)", r"engine ended with status 7: it has written nothing"),
+    ],
+)
+def test_a_start_that_fails_says_what_that_process_wrote(tmp_path: Path, shared: bool, code: str, message: str) -> None:
+    """Not what others write meanwhile, at length: in a file that all share, a refusal is found."""
+    output = tmp_path / "log" if shared else tmp_path
+    (tmp_path / "log").write_text("error: of an earlier server\n")
+    programs = [program("other", TALKS), program("engine", code)]
+    supervisor = Supervisor(programs, 0, TIMEOUT, output, tmp_path / "restarts.json")
+    supervisor.start()
+    try:
+        with pytest.raises(ServerError) as refused:
+            supervisor.wait_until(lambda: False, TIMEOUT)
+    finally:
+        supervisor.stop()
+    assert re.fullmatch(message, str(refused.value)), refused.value
+
+
+def test_a_start_that_takes_too_long_names_who_is_late(tmp_path: Path, start: Callable[..., Supervisor]) -> None:
+    slow = program("slow", "import time; print('loading', flush=True); time.sleep(1000)", is_up=lambda: False)
+    supervisor = start(program("quick", SLEEP), slow, settle=False)
+    wait_for(lambda: (tmp_path / "log").exists() and "loading" in (tmp_path / "log").read_text())
+    late = r"not ready after 0\.5 s, see --ready_seconds: slow is not up; its log ends:\nloading"
+    with pytest.raises(ServerError, match=late):
+        supervisor.wait_until(lambda: False, 0.5)
 
 
 def test_programs_end_in_order(start: Callable[..., Supervisor], tmp_path: Path) -> None:
@@ -189,6 +227,91 @@ def test_what_does_not_end_is_killed_with_its_children(start: Callable[..., Supe
 def test_the_end_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("".join(f"line {i}\n" for i in range(100_000)))
-    assert ending(log).splitlines() == ["ends:", *(f"line {i}" for i in range(99_970, 100_000))]
-    assert ending(None) == "is above"
-    assert ending(Path("/dev/full")) == "is /dev/full", "reading it would never end"
+    assert last_words(log).splitlines() == ["its log ends:", *(f"line {i}" for i in range(99_970, 100_000))]
+    assert last_words(log, log.stat().st_size - 11) == "its log ends:\nline 99999"
+    assert last_words(log, log.stat().st_size + 1).endswith("line 99999"), "it has been cut since"
+    assert last_words(None) == "its log is above"
+    assert last_words(Path("/dev/full")) == "its log is /dev/full", "reading it would never end"
+
+
+def answering(name: str, path: Path, **rest: object) -> Program:
+    """A process that answers, from a thread or with a worker that does, as long as it is not stopped."""
+    code = f"from pathlib import Path; from kvseek.core.liveness import answer_from_thread as answer; answer(Path({str(path)!r}))"
+    return program(name, f"{code}; {SLEEP}", **rest)
+
+
+def asks(path: Path, *names: str) -> dict[str, Ask]:
+    return {name: lambda seconds: ask(path, seconds) is not None for name in names}
+
+
+def test_what_is_stopped_is_killed_and_started_again(start: Callable[..., Supervisor], tmp_path: Path) -> None:
+    one = answering("one", tmp_path / "one.alive", asks=asks(tmp_path / "one.alive", "one"))
+    supervisor = start(one, program("two", SLEEP), hang_seconds=2.0)
+    before = supervisor.process_ids()
+    os.kill(before["one"], signal.SIGSTOP)
+    wait_for(lambda: supervisor.process_ids().get("one", before["one"]) != before["one"])
+    assert not is_running(before["one"])
+    assert supervisor.process_ids()["two"] == before["two"]
+    counts = json.loads((tmp_path / "restarts.json").read_text())
+    assert counts["one"] >= 1  # a busy machine may hold up its answers, too
+    assert counts["two"] == 0
+
+
+def test_a_start_that_never_ends_is_given_up_each_time(start: Callable[..., Supervisor], tmp_path: Path) -> None:
+    """Of a process that is started again; it has come up the first time."""
+    loaded = tmp_path / "loaded"
+    slow = program(
+        "slow", SLEEP, is_up=loaded.exists, clean_up=lambda: loaded.unlink(missing_ok=True), start_seconds=0.3
+    )
+    loaded.touch()
+    supervisor = start(slow, restarts=2)
+    os.kill(supervisor.process_ids()["slow"], signal.SIGKILL)
+    wait_for(lambda: bool(supervisor.failure))
+    with pytest.raises(ServerError, match=r"slow was not up 0\.3 s after its start .*, after 2 restarts in a row"):
+        supervisor.check()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_question_that_is_lost_ends_nothing_and_two_in_a_row_do(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is lost when the supervisor itself was stopped: then nobody has answered in its time, however long that was."""
+    monkeypatch.setattr(processes, "ASK_SECONDS", 0.05)
+    asked, hang_seconds = list[float](), 0.4
+
+    def ask(seconds: float) -> bool:
+        asked.append(seconds)
+        if 3 <= len(asked) < 3 + lost:
+            time.sleep(2 * hang_seconds)
+            return False
+        return True
+
+    questions = Questions({"one": ask}, hang_seconds)
+    wait_for(lambda: questions.silent or len(asked) > 6)
+    questions.end()
+    assert questions.silent == ("one" if lost == 2 else "")
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_no_child_outlives_a_killed_launcher(tmp_path: Path, stopped: bool) -> None:
+    """Nor a child of a child, though none of them hears what the kernel and the launcher may tell it."""
+    deaf = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    code = f"{deaf}; subprocess.run([sys.executable, '-c', {f'{deaf}; time.sleep(1000)'!r}, 'child-of-it'])"
+    launcher = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from tests.server.test_supervisor import Supervisor, program\n"
+        f"one = program('deaf', {code!r}, workers=('child-of-it',))\n"
+        f"supervisor = Supervisor([one], 0, 60.0, None, Path({str(tmp_path / 'restarts.json')!r}))\n"
+        "supervisor.start()\n"
+        "while len(supervisor.process_ids()) < 2: time.sleep(0.05)\n"
+        "print(*supervisor.process_ids().values(), flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        for pid in pids if stopped else ():
+            os.kill(pid, signal.SIGSTOP)
+        process.kill()
+        process.stdout.close()
+    wait_for(lambda: not any(is_running(pid) for pid in pids), "the end of child and grandchild")

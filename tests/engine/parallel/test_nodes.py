@@ -8,6 +8,7 @@ import pickle
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from kvseek.engine.parallel.commands import decode
 from kvseek.engine.parallel.nodes import (
     KEY_VARIABLE,
     LOOPBACK,
+    NONCE_BYTES,
     Joined,
     JoinError,
     Nodes,
@@ -205,21 +207,32 @@ def test_what_is_no_rank_is_closed_and_the_others_join(sent: bytes, closes: bool
         rendezvous.finish()
 
 
-def test_who_sends_byte_by_byte_keeps_nobody_waiting(rendezvous: Rendezvous) -> None:
-    ended = threading.Event()
-
-    def drip(stranger: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # rank 0 has closed it
-            for byte in struct.pack("!i", 32) + bytes(1000):
-                stranger.sendall(bytes([byte]))
-                if ended.wait(0.1):
-                    return
-
-    with connect((LOOPBACK, rendezvous.nodes.port)) as stranger, ThreadPoolExecutor(1) as pool:
-        dripping = pool.submit(drip, stranger)
+@pytest.mark.parametrize("sent", [b"", struct.pack("!i", 255), struct.pack("!i", NONCE_BYTES)])
+def test_strangers_that_stay_hold_up_nobody(
+    sent: bytes, rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by their number nor by sending a byte now and then of a message that they have announced."""
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 600.0)  # so that it is not this that ends them
+    place = (LOOPBACK, rendezvous.nodes.port)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(module.MOST_UNKNOWN + 10):
+            strangers.enter_context(connect(place)).sendall(sent)
         rendezvous.finish()
-        ended.set()
-        dripping.result(60)
+
+
+def test_a_stranger_has_a_deadline_for_all_that_it_sends(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 3.0)
+    with connect((LOOPBACK, rendezvous.nodes.port)) as stranger:
+        stranger.sendall(struct.pack("!i", NONCE_BYTES) + bytes(NONCE_BYTES) + struct.pack("!i", 254))
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 30:
+                stranger.sendall(b"x")
+                time.sleep(0.25)
+        assert time.monotonic() - began < 30
+    rendezvous.finish()
 
 
 def connect(place: tuple[str, int]) -> socket.socket:

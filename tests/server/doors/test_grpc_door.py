@@ -16,11 +16,23 @@ from tritonclient.grpc import service_pb2
 from kvseek.server.grpc_door.call import SERVICE
 from kvseek.server.grpc_door.door import CLOSED, PASSED_ON, GrpcDoor
 from kvseek.server.requests.keys import Keys
+from kvseek.server.requests.unread import UnreadAnswers
 
 SECONDS = 30.0
 OF_CLIENTS = ("kvseek_owner", "kvseek_secret")
 KEYS = ("the-first-key-of-tests", "the-second-key-of-tests")
+CLIENT = [  # a client that does not take more on its own than 64 KiB of what nobody reads
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.http2.bdp_probe", 0),
+]
 FLOOD = "a" * (1 << 20)
+LARGE_BYTES = 16 << 20  # more than a client takes on its own that does not read
+LARGE = service_pb2.ModelStreamInferResponse(
+    infer_response=service_pb2.ModelInferResponse(
+        outputs=[service_pb2.ModelInferResponse.InferOutputTensor(name="logits")],
+        raw_output_contents=[bytes(LARGE_BYTES)],
+    )
+).SerializeToString()
 
 
 class ToyTriton:
@@ -29,6 +41,7 @@ class ToyTriton:
     def __init__(self) -> None:
         self.calls = 0  # opened
         self.flooding = False  # whether requests are answered without end
+        self.whole = False  # whether requests have one large answer, and streams end by themselves
         self.ends: list[str] = []  # how streams with requests of clients have ended
         self.owners = list[tuple[str, ...]]()  # what requests say of their clients
         self._left: dict[str, asyncio.Event] = {}
@@ -45,6 +58,9 @@ class ToyTriton:
                 if request.parameters["kvseek_leave"].bool_param:
                     left.set()
                     return
+                if self.whole:
+                    await context.write(LARGE)
+                    continue
                 names.append(name)
                 await context.write(service_pb2.ModelStreamInferResponse().SerializeToString())
                 while self.flooding and not left.is_set():
@@ -71,7 +87,9 @@ class Ready:
 
 
 @asynccontextmanager
-async def doors(*keys: str) -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, GrpcDoor]]:
+async def doors(
+    unread: UnreadAnswers, max_connections: int, keys: tuple[str, ...]
+) -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, GrpcDoor]]:
     toy, server = ToyTriton(), grpc.aio.server()
     handlers = {
         "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(toy.infer),
@@ -80,9 +98,9 @@ async def doors(*keys: str) -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, 
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    door = GrpcDoor(f"127.0.0.1:{port}", Ready(), SCHEMAS, keys=Keys(keys))  # type: ignore[arg-type]
+    door = GrpcDoor(f"127.0.0.1:{port}", Ready(), SCHEMAS, unread, max_connections, keys=Keys(keys))  # type: ignore[arg-type]
     own = await door.start("127.0.0.1", 0, 1 << 20)
-    channel = grpc.aio.insecure_channel(f"127.0.0.1:{own}")
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{own}", options=CLIENT)
     try:
         yield toy, channel, door
     finally:
@@ -102,9 +120,14 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def run(test: Callable[[ToyTriton, grpc.aio.Channel, GrpcDoor], Awaitable[None]], *keys: str) -> None:
+def run(
+    test: Callable[[ToyTriton, grpc.aio.Channel, GrpcDoor], Awaitable[None]],
+    unread: UnreadAnswers | None = None,
+    max_connections: int = 100,
+    keys: tuple[str, ...] = (),
+) -> None:
     async def main() -> None:
-        async with doors(*keys) as parts:
+        async with doors(unread or UnreadAnswers(1 << 30), max_connections, keys) as parts:
             await test(*parts)
 
     asyncio.run(main())
@@ -129,10 +152,18 @@ def test_the_call_of_a_client_that_leaves_is_told_and_not_cancelled(half_closed:
     run(test)
 
 
-def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or Triton would keep everything that it does not read."""
-    monkeypatch.setattr("kvseek.server.grpc_door.call.WRITE_SECONDS", 0.2)
+def infer(channel: grpc.aio.Channel) -> Any:
+    """A call of ModelInfer whose answer is not read, unless the caller reads it."""
+    return channel.unary_stream(f"/{SERVICE}/ModelInfer")(request().SerializeToString())
 
+
+async def next_call(channel: grpc.aio.Channel) -> None:
+    """gRPC lets go of the last call with the next one."""
+    for _ in range(2):
+        await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
+
+
+def test_a_client_that_does_not_read_its_stream_counts_as_gone() -> None:
     async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
         toy.flooding = True
         call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
@@ -140,10 +171,60 @@ def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPa
         await call.read()
         await until(lambda: toy.ends == ["told"])
         await until(lambda: not door.open)
-        with pytest.raises(grpc.aio.AioRpcError, match="left its answer unread for 60 s; read answers as they come"):
+        await next_call(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="CANCELLED"):
             await read_all(call)
 
-    run(test)
+    run(test, UnreadAnswers(1 << 30, seconds=0.2))
+
+
+def test_a_client_that_does_not_read_its_answer_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvseek.server.requests.unread.WRITE_BYTES_PER_SECOND", 1 << 30)
+    unread = UnreadAnswers(1 << 30, seconds=0.2)
+
+    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
+        toy.whole = True
+        call = infer(channel)
+        await until(lambda: unread.bytes >= LARGE_BYTES)
+        await until(lambda: not unread.bytes)
+        await next_call(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="CANCELLED"):
+            await read_all(call)
+
+    run(test, unread)
+
+
+def test_answers_that_nobody_reads_end_when_others_need_the_room() -> None:
+    """Within the limit at any time; who reads gets everything."""
+    unread = UnreadAnswers(5 * LARGE_BYTES)
+
+    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
+        toy.whole = True
+        calls = list[Any]()
+        for _ in range(2):
+            calls += [infer(channel) for _ in range(4)]
+            await until(lambda: unread.bytes >= 4 * LARGE_BYTES)
+            for _ in range(2):
+                answer = service_pb2.ModelInferResponse.FromString(await infer(channel).read())
+                assert len(answer.raw_output_contents[0]) == LARGE_BYTES
+                assert unread.bytes <= unread.limit
+        assert len(calls) == 8
+
+    run(test, unread)
+
+
+def test_connections_have_a_limit_and_the_rest_is_served() -> None:
+    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcDoor) -> None:
+        await channel.channel_ready()
+        streams = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(20)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in streams]
+        await until(lambda: sum(end.done() for end in ends) == 17)
+        toy.whole = True
+        assert await infer(channel).read()
+        for end in ends:
+            end.cancel()
+
+    run(test, max_connections=4)
 
 
 def test_a_client_that_sends_nothing_opens_no_call() -> None:
@@ -193,7 +274,7 @@ def test_every_method_asks_for_a_key_but_for_health() -> None:
             assert await call.code() is grpc.StatusCode.OK
         assert await channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x01"
 
-    run(test, *KEYS)
+    run(test, keys=KEYS)
 
 
 @pytest.mark.parametrize("keys", [KEYS, ()])
@@ -215,4 +296,4 @@ def test_models_are_told_whose_requests_they_are(keys: tuple[str, ...]) -> None:
         assert bool(first[1]) == bool(keys)
         assert not any(key in word for key in KEYS for told in toy.owners for word in told)
 
-    run(test, *keys)
+    run(test, keys=keys)

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,9 +26,11 @@ from tests.support.waiting import SECONDS, wait_for
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from kvseek.core.request import StepOutput
-from kvseek.server.doors import Doors
-from kvseek.server.http_door import generate as http_generate
+from kvseek.server.doors import MAX_METRICS_CONNECTIONS, Doors
+from kvseek.server.errors import ServerError
+from kvseek.server.http_door.listener import IDLE_SECONDS, SPARE_CONNECTIONS
 from kvseek.server.ports import Ports
+from kvseek.server.processes import require_open_files
 from kvseek.server.requests.messages import (
     UNSOUND_REQUESTS,
     Cancel,
@@ -57,10 +59,10 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 
 
 class FakeEngine:
-    """An engine process in a thread, which gives every request some tokens and then hangs or, when told to, goes away."""
+    """An engine process in a thread, which gives every request some outputs and then hangs or, when told to, goes away."""
 
-    def __init__(self, path: Path, tokens: int = 1) -> None:
-        self._tokens, self.cancelled = tokens, list[int]()
+    def __init__(self, path: Path, outputs: Sequence[StepOutput] = (StepOutput(1, token_id=7),)) -> None:
+        self.outputs, self.cancelled = outputs, list[int]()
         self._path, self._writers = path, list[asyncio.StreamWriter]()
         self.answering, self.draining, self.unsound = True, False, 0
         self._loop = asyncio.new_event_loop()
@@ -85,7 +87,7 @@ class FakeEngine:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             if isinstance(message, Submit):
-                writer.write(frame(Outputs([(message.number, StepOutput(1, token_id=7))] * self._tokens)))
+                writer.write(frame(Outputs([(message.number, output) for output in self.outputs])))
             elif isinstance(message, Cancel):
                 self.cancelled.append(message.number)
             elif isinstance(message, Ping) and self.answering:
@@ -272,8 +274,7 @@ def in_process(directory: Path, tmp_path: Path, check: Any, **seconds: float) ->
         door = Doors(directory, tmp_path / "engine.sock", SETTINGS, CLOSED_PORT, CLOSED_PORT, **seconds)
         try:
             ports = await door.start("127.0.0.1", Ports(0, 0, 0, 0))
-            port, metrics_port = ports.http, ports.metrics
-            await asyncio.to_thread(check, Door(None, port, metrics_port))  # type: ignore[arg-type]
+            await asyncio.to_thread(check, Door(None, ports.http, ports.metrics, ports.openai))  # type: ignore[arg-type]
         finally:
             await door.close()
 
@@ -292,18 +293,15 @@ def test_bodies_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Pat
     in_process(directory, tmp_path, check, body_seconds=0.5)
 
 
-def test_a_client_that_does_not_read_its_stream_is_given_up(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_generate, "WRITE_SECONDS", 0.5)
-    engine = FakeEngine(tmp_path / "engine.sock", tokens=100_000)
+def test_a_client_that_does_not_read_its_stream_is_given_up(directory: Path, tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path / "engine.sock", [StepOutput(1, token_id=7)] * 100_000)
 
     def check(door: Door) -> None:
         wait_for(lambda: door.post(PATH, TOKENS | {"streaming": True}).status_code == 400)
         with door.send(f"{PATH}_stream", STREAM | {"request_output_len": 19_000}):
             wait_for(lambda: engine.cancelled, seconds=20.0)
 
-    in_process(directory, tmp_path, check)
+    in_process(directory, tmp_path, check, write_seconds=0.5)
 
 
 def test_headers_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Path) -> None:
@@ -321,13 +319,48 @@ def test_too_many_connections_are_refused_and_health_is_not(directory: Path, tmp
     def check(door: Door) -> None:
         limit = SETTINGS.max_queue_size + 2 + 256
         idle = [door.connect(PATH, b"", "Content-Length: 10") for _ in range(limit)]
+        time.sleep(1.2 * IDLE_SECONDS)  # none of them may be closed: the server waits for their bodies
         status, answer = reply(door.send(PATH, TOKENS))
         assert (status, "open connections" in answer["error"]) == (503, True)
         assert requests.get(f"{door.url}/health/live", timeout=SECONDS).status_code == 200
         more = [door.connect(PATH, b"", "Content-Length: 10") for _ in range(100)]
         assert b"503" in more[-1].recv(100)
+        assert all(one.send(b"{") == 1 for one in idle)
         for connection in idle + more:
             connection.close()
         wait_for(lambda: reply(door.send(PATH, TOKENS))[1]["error"].startswith("the engine is not running"))
 
     in_process(directory, tmp_path, check)
+
+
+@pytest.mark.parametrize("port", ["http", "metrics", "openai"])
+def test_idle_connections_keep_nobody_from_connecting(
+    port: str, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those that ask for health, say, from finding it at any port."""
+    sent = (b"", b"GET / HTTP", b"GET /v2/health/live HTTP/1.1\r\nHost: door\r\n\r\n")
+
+    def check(door: Door) -> None:
+        place = ("127.0.0.1", {"http": door.port, "metrics": door.metrics_port, "openai": door.openai_port}[port])
+        most = (MAX_METRICS_CONNECTIONS if port == "metrics" else SETTINGS.max_queue_size + 2 + 256) + SPARE_CONNECTIONS
+        with contextlib.ExitStack() as idle:
+            for number in range(most + 10):
+                connection = idle.enter_context(socket.create_connection(place, SECONDS))
+                connection.sendall(sent[number % len(sent)])
+            time.sleep(1.2 * IDLE_SECONDS)
+            path = "health" if port == "openai" else "v2/health/live"
+            for _ in range(3):
+                answer = requests.get(f"http://127.0.0.1:{place[1]}/{path}", timeout=SECONDS)
+                assert answer.status_code == (503 if port == "openai" else 200), "openai: there is no engine"
+                assert "open connections" not in answer.text
+
+    in_process(directory, tmp_path, check)
+    assert not caplog.records, "no traceback for a connection"
+
+
+def test_limits_on_connections_that_open_files_do_not_suffice_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvseek.server.processes.resource.getrlimit", lambda _: (1000, 1000))
+    require_open_files(1000, 8)
+    message = r"open files \(ulimit -n\) = 1,000: must be >= 1,001 for the connections .* --max_queue_size = 8; raise"
+    with pytest.raises(ServerError, match=message):
+        require_open_files(1001, 8)

@@ -216,3 +216,43 @@ def test_exceptions_that_nobody_has_foreseen_stay_inside(door: TritonDoor, monke
     wait_for(request.ended.is_set)
     (response,) = request.responses
     assert response.error.message == f"INTERNAL: {INTERNAL}"
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_response_that_cannot_be_sent_ends_its_request(
+    last: bool, door: TritonDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of shared memory, say. All sequences of the request end, and there is one last response."""
+    request, finals, failing = ToyRequest(40 if last else 19_000), list[Any](), [True]
+    send, numbers, submit = request.send, list[int](), door._client.submit
+
+    def fail_once(response: Any = None, flags: int = 0) -> None:
+        if (flags == FINAL) is last and failing and failing.pop():
+            raise RuntimeError("no shared memory")
+        finals.extend([response] if flags == FINAL else [])
+        send(response, flags)
+
+    def submit_and_note(*arguments: Any) -> int:
+        numbers.append(submit(*arguments))
+        return numbers[-1]
+
+    monkeypatch.setattr(request, "send", fail_once)
+    monkeypatch.setattr(door._client, "submit", submit_and_note)
+    request._tensors["num_return_sequences"] = np.array([[2]], np.int32)
+    door.execute([request])
+    wait_for(request.ended.is_set)
+    wait_for(lambda: not set(numbers) & set(door._client._callbacks))
+    (final,) = finals
+    assert final.error.code == TritonError.INTERNAL
+
+
+def test_a_text_that_cannot_be_made_ends_its_request(door: TritonDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no room for a text")
+
+    monkeypatch.setattr("kvseek.server.requests.token_request.TokenRequest.push", fail)
+    request = ToyRequest(19_000)
+    door.execute([request])
+    wait_for(request.ended.is_set)
+    assert request.responses[-1].error.code == TritonError.INTERNAL
+    wait_for(lambda: not door._client._callbacks)

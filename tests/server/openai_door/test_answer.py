@@ -24,6 +24,7 @@ from kvseek.server.openai_door.listener import SPARE_CONNECTIONS, Listener
 from kvseek.server.openai_door.request_body import ClientLeftError, unless_left
 from kvseek.server.requests.generations import CodedError
 from kvseek.server.requests.keys import Keys
+from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers
 
 
 async def pieces(*texts: str, error: Exception | None = None, endless: bool = False) -> AsyncIterator[dict[str, Any]]:
@@ -85,10 +86,45 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
     async def never(_: Any) -> None:
         await asyncio.Event().wait()
 
-    writer = Writer({"state": {ABORT: lambda: aborted.append(True)}}, never, seconds=0.01)
+    answer = UnreadAnswer(UnreadAnswers(1 << 20, seconds=0.01))
+    writer = Writer({"state": {ABORT: lambda: aborted.append(True)}}, never, answer)
     with pytest.raises(ClientLeftError):
         asyncio.run(writer.event(b"{}"))
     assert aborted == [True]
+
+
+def test_who_does_not_read_a_list_of_models_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvseek.server.openai_door.app.WRITE_SECONDS", 0.01)
+    aborted: list[bool] = []
+
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    service: Any = SimpleNamespace(model="tiny", config=SimpleNamespace(max_seq_len=9))
+    app = make_app(service, Keys(()), list, never, lambda: False)
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/v1/models", "raw_path": b"/v1/models"}
+    scope |= {"http_version": "1.1", "query_string": b"", "root_path": "", "scheme": "http", "headers": []}
+    scope["state"] = {ABORT: lambda: aborted.append(True)}
+    with pytest.raises(ClientLeftError):
+        asyncio.run(app(scope, never, never))
+    assert aborted
+
+
+def test_a_large_answer_is_given_to_the_server_in_pieces() -> None:
+    """It would take all of it at once, however slowly the client reads."""
+    unread, sizes = UnreadAnswers(1 << 20), list[int]()
+
+    async def send(message: Any) -> None:
+        sizes.append(len(message.get("body", b"")))
+        assert unread.bytes == 1 << 20, "all of it counts until the last piece is taken"
+
+    async def run() -> None:
+        with unread.answer() as answer:
+            await Writer({"state": {ABORT: list}}, send, answer).all(bytes(1 << 20))
+            assert unread.bytes == 0
+
+    asyncio.run(run())
+    assert sizes == [0, *([64 << 10] * 16)]
 
 
 def test_a_client_that_leaves_cancels_the_work() -> None:

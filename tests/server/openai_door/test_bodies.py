@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 from tests.conftest import BuildEngine, RandomModel
+from tests.server.openai_door.test_prompts import with_template
+from tokenizers import processors
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
@@ -169,23 +171,16 @@ def test_what_changes_nothing_is_no_fault(reader: Reader) -> None:
         assert ask(top_p=0)[0].request.sampling.greedy
 
 
-class TemplateTokenizer(Tokenizer):
-    """With a template that shows what it gets, and a special token before texts."""
-
-    def _load(self) -> None:
-        from tokenizers import processors
-
-        super()._load()
-        self._loaded.chat_template = (
-            "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }};{% endfor %}"
-            "{% if add_generation_prompt %}begin{% endif %}{{ tone }}"
-        )
-        processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-        self._loaded.backend_tokenizer.post_processor = processor
+SHOWING = (  # a template that shows what it gets
+    "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}begin{% endif %}{{ tone }}"
+)
 
 
-def test_how_a_conversation_is_written(directory: Path, config: EngineConfig) -> None:
-    tokenizer = TemplateTokenizer(directory)
+def test_how_a_conversation_is_written(directory: Path, tmp_path: Path, config: EngineConfig) -> None:
+    tokenizer = with_template(directory, tmp_path, SHOWING)
+    begins = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    tokenizer._tokenizer.post_processor = begins
     reader = Reader(tokenizer, config)
 
     def written(messages: Any = HELLO, **fields: Any) -> str:

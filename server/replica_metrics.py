@@ -1,0 +1,162 @@
+"""The metrics of all replicas at one port, each with the label `replica`: a process of `kvseek serve --replicas`.
+
+So Prometheus scrapes one address that stays, whatever ports the replicas have. Health is there too: ready while a replica is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+import uvloop
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from kvseek.core.errors import KvseekError
+from kvseek.core.liveness import answer_at
+
+from .http_door.errors import error_response
+from .http_door.listener import HEADER_SECONDS, HttpServer
+from .http_door.metrics import CONTENT_TYPE, MAX_METRICS_CONNECTIONS, UP, restarts_in
+from .process_metrics import server_text
+
+LABEL = "replica"
+ANSWER_SECONDS = 5.0  # most time for a replica's metrics, for two of which it waits for its engine and for Triton
+SILENT = UP + "".join(f'kvseek:up{{process="{process}"}} 0\n' for process in ("engine", "triton"))
+# A counter whose name does not end in _total, as Triton's: prometheus_client would give it another name.
+OTHER_COUNTER = re.compile(r"^(# TYPE (?!\S+_total )\S+) counter$", re.MULTILINE)
+
+
+class ReplicaMetrics:
+    """The handlers of the port.
+
+    Parameters
+    ----------
+    replicas : sequence of str
+        host:port of the replicas' metrics ports, in order of their numbers.
+    router : str
+        Base URL of the router.
+    state : Path
+        The supervisor's file of restarts of the router and of this process.
+    """
+
+    def __init__(self, replicas: Sequence[str], router: str, state: Path) -> None:
+        self._replicas, self._router, self._state = replicas, router, state
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS))
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._session.close()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Make the routes of the handlers."""
+        return [
+            web.get("/metrics", self.metrics),
+            web.get("/v2/health/live", self.live),
+            web.get("/v2/health/ready", self.ready),
+        ]
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Answer with the metrics of all replicas, and those of the router's process."""
+        router, *found = await asyncio.gather(
+            self._get(f"{self._router}/health"), *(self._get(f"http://{place}/metrics") for place in self._replicas)
+        )
+        texts = {str(number): SILENT if text is None else text for number, text in enumerate(found)}
+        up = f'{UP}kvseek:up{{process="router"}} {int(router is not None)}\n'
+        own = server_text(None, restarts_in(self._state)) + up
+        return web.Response(body=merged(texts, own), headers={"Content-Type": CONTENT_TYPE})
+
+    async def live(self, _: web.Request) -> web.Response:
+        """Answer 200 while this process runs."""
+        return web.Response()
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """Answer 200 if the router answers and a replica is ready, else 503."""
+        router, *found = await asyncio.gather(
+            self._get(f"{self._router}/health"),
+            *(self._get(f"http://{place}/v2/health/ready") for place in self._replicas),
+        )
+        if router is None:
+            return error_response(503, "not ready: the router does not answer")
+        return error_response(503, "not ready: no replica is") if set(found) == {None} else web.Response()
+
+    async def _get(self, url: str) -> str | None:
+        """Return what a process of this machine answers with status 200, or None."""
+        try:
+            async with self._session.get(url) as response:
+                text = await response.text("utf-8", "replace")
+                return text if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+
+
+def merged(texts: Mapping[str, str], own: str = "") -> bytes:
+    """Merge texts in Prometheus' format: samples of `texts` get their key as the label `replica`, those of `own` stay."""
+    families: dict[str, Metric] = {}
+    for replica, text in [("", own), *texts.items()]:
+        for family in text_string_to_metric_families(OTHER_COUNTER.sub(r"\1 untyped", text)):
+            if family.name not in families:
+                families[family.name] = Metric(family.name, family.documentation, family.type)
+            label = {LABEL: replica} if replica else {}
+            families[family.name].samples += [
+                sample._replace(labels=sample.labels | label) for sample in family.samples
+            ]
+    registry = CollectorRegistry()
+    registry.register(_Families(list(families.values())))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    """Serve until SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    metrics = ReplicaMetrics(arguments.replicas, arguments.router, arguments.state)
+    server = HttpServer(metrics.routes(), MAX_METRICS_CONNECTIONS, HEADER_SECONDS)
+    try:
+        await server.start(arguments.host, arguments.port, "--metrics_port")
+        answering = await answer_at(arguments.alive)
+        await stop.wait()
+        answering.close()
+    finally:
+        await server.close()
+        await metrics.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the process; its arguments come from `kvseek serve --replicas`."""
+    parser = argparse.ArgumentParser(prog="python -m kvseek.server.replica_metrics", description=__doc__)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--replicas", nargs="+", required=True, help="host:port of their metrics, in order")
+    parser.add_argument("--router", required=True, help="base URL of the router")
+    parser.add_argument("--state", type=Path, required=True, help="the supervisor's file of restarts")
+    parser.add_argument("--alive", type=Path, required=True, help="socket at which the supervisor asks")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        uvloop.run(run(parser.parse_args(argv)))
+    except KvseekError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
