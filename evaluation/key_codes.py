@@ -196,7 +196,8 @@ def means_of(keys: Tensor, block: int) -> Tensor:
     """Mean of each key's block, keys [G, n, D] to [G, n, D]; zeros without blocks."""
     if block == 0:
         return torch.zeros_like(keys)
-    return torch.cat([part.mean(dim=1, keepdim=True).expand_as(part) for part in keys.split(block, dim=1)], dim=1)
+    parts = [keys[:, start : start + block] for start in range(0, keys.shape[1], block)]
+    return torch.cat([part.mean(dim=1, keepdim=True).expand_as(part) for part in parts], dim=1)
 
 
 def candidates_of(lanes: Tensor, keys: Tensor, of_means: Tensor, variant: Variant, scaling: float) -> Tensor:

@@ -33,8 +33,7 @@ struct Means {
         const signed char* mean = of_row(row) + threadIdx.x % WARP * EACH;
         const float step = step_of_row(row);
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            y[i] -= __fmul_rn(static_cast<float>(256 * mean[i] + mean[DIM + i]), step);
+        for (int i = 0; i < EACH; i++) y[i] -= __fmul_rn(static_cast<float>(256 * mean[i] + mean[DIM + i]), step);
     }
 };
 
