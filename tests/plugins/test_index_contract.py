@@ -177,6 +177,24 @@ def test_a_region_that_grew_selects_as_one_that_was_read_whole(
 
 
 @pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_selections_do_not_depend_on_the_longest_request(method: str, settings: Settings, library: CpuLibrary) -> None:
+    """A short prompt grows; the engine's max_seq_len decides how much a slot can hold, and nothing else."""
+    keys, queries = topical(1600, 12)
+    own = settings | ({"centroids": 2048} if method == "ctkvr" else {})
+    found = []
+    for most in (2048, 16 * 1024):
+        region = Region(method, own, slots=1, max_tokens=most, library=library)
+        region.prefill(0, keys[:, :80], queries[:80].transpose(0, 1), 1520)
+        selected = []
+        for start in range(80, 1600, EVICTED):
+            region.evict(0, keys[:, start : start + EVICTED])
+            selected += [region.step(queries[t : t + 1], [0])[0] for t in range(start, start + EVICTED, 3)]
+        found.append(selected)
+    for few, many in zip(*found, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(few, many, strict=True))
+
+
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
 @pytest.mark.parametrize("size", [70, 1100])
 def test_a_build_needs_no_more_queries_than_the_traits_say(
     method: str, settings: Settings, size: int, kernels: CpuLibrary | None
