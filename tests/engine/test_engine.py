@@ -12,8 +12,10 @@ from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, EngineDirectoryError, KvseekError, QueueFullError, RequestError
 from kvseek.core.request import FinishReason, Request, SamplingParams
+from kvseek.engine.cache.memory_layout import layer_extent_bytes
 from kvseek.engine.engine import Engine
 from kvseek.engine.model import prefill as prefill_module
 
@@ -160,12 +162,14 @@ def test_bad_sampling_names_field_and_limit(values: dict[str, float], message: s
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(tmp_path: Path, build_engine: BuildEngine) -> None:
     model = save_random_model(tmp_path / "model", "llama")
-    engine = Engine.load(build_engine(model, "full", "--cache.kv_cache_host_memory_bytes", "1000", *WINDOW))
+    config = read_config(build_engine(model, "full", *WINDOW))
+    extent = config.model.num_layers * layer_extent_bytes(config, torch.float32)
+    engine = Engine.load(build_engine(model, "full", "--cache.kv_cache_host_memory_bytes", str(extent), *WINDOW))
     refusal = (
-        "max_tokens = 40: needs 1 extents of the row pool together with the prompt of 900 tokens, it has 0; shorten"
+        "max_tokens = 40: needs 2 extents of the row pool together with the prompt of 1500 tokens, it has 1; shorten"
     )
     with pytest.raises(CapacityError, match=refusal):
-        engine.submit(Request((1,) * 900, 40))
+        engine.submit(Request((1,) * 1500, 40))
     assert len(engine.generate([Request((1,) * 15, 5)])[0]) == 5, "a request that stays in the window needs no extent"
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, SELECTING, method_flags
 
-from kvseek.core.errors import ConfigError, RequestError
+from kvseek.core.errors import ConfigError, LogitsError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
@@ -108,7 +108,7 @@ def test_the_script_ends_in_draws() -> None:
     sampler = drift.ScriptedSampler(Request((1,), 3), 4, [3, 1])
     assert not sampler.greedy
     assert [sampler.sample(torch.tensor([0.0, 0.0, 5.0, 0.0])) for _ in range(3)] == [3, 1, 2]
-    with pytest.raises(RequestError, match="must be finite"):
+    with pytest.raises(LogitsError, match="must be finite"):
         drift.ScriptedSampler(Request((1,), 3), 4, [3]).sample(torch.tensor([0.0, float("nan")]))
 
 

@@ -92,9 +92,11 @@ def test_a_worker_that_dies_ends_its_process(start: Callable[..., Supervisor], t
     assert cleaned
 
 
-def test_what_dies_too_often_ends_the_server(start: Callable[..., Supervisor]) -> None:
-    other = program("other", SLEEP)
-    supervisor = start(program("brief", "import time; time.sleep(0.2); raise SystemExit(7)"), other, restarts=2)
+def test_what_dies_too_often_ends_the_server(start: Callable[..., Supervisor], tmp_path: Path) -> None:
+    other, gone = program("other", SLEEP), tmp_path / "gone"
+    code = f"import os, time\nwhile not os.path.exists({str(gone)!r}): time.sleep(0.01)\nraise SystemExit(7)"
+    supervisor = start(program("brief", code), other, restarts=2)
+    gone.touch()
     process = supervisor.process_ids()["other"]
     wait_for(lambda: bool(supervisor.failure))
     with pytest.raises(ServerError, match=r"brief ended with status 7, after 2 restarts in a row \(--restarts\)"):
