@@ -161,10 +161,11 @@ def test_bad_sampling_names_field_and_limit(values: dict[str, float], message: s
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers(tmp_path: Path, build_engine: BuildEngine) -> None:
-    model = save_random_model(tmp_path / "model", "llama")
-    config = read_config(build_engine(model, "full", *WINDOW))
+    model = save_random_model(tmp_path / "model", "llama", max_position_embeddings=2048)
+    flags = (*WINDOW, "--max_seq_len", "2048", "--max_input_len", "2000")
+    config = read_config(build_engine(model, "full", *flags))
     extent = config.model.num_layers * layer_extent_bytes(config, torch.float32)
-    engine = Engine.load(build_engine(model, "full", "--cache.kv_cache_host_memory_bytes", str(extent), *WINDOW))
+    engine = Engine.load(build_engine(model, "full", "--cache.kv_cache_host_memory_bytes", str(extent), *flags))
     refusal = (
         "max_tokens = 40: needs 2 extents of the row pool together with the prompt of 1500 tokens, it has 1; shorten"
     )
