@@ -12,7 +12,7 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.block_sparse import sparse_bytes
 from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.prompt_attention import LSE_NUMBERS, filled_up, most_parts, window_tokens
+from kvseek.engine.model.prompt_attention import BLOCKS_TOGETHER, LSE_NUMBERS, filled_up, most_blocks, window_tokens
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.registry import method_traits
@@ -71,7 +71,7 @@ def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
 def row_tokens(config: EngineConfig, tokens: int) -> int:
     """Return the tokens from a KV head of a prompt's keys or values in a layer to the next.
 
-    The same for all prompts that are longer than a chunk or window: cuDNN compiles a plan for every distance (prompt_attention.py).
+    The same for all prompts that are longer than a chunk or window: cuDNN compiles a plan for each (prompt_attention.py).
     """
     chunk = config.prefill_chunk_tokens
     long = config.device == "cuda" and tokens > min(chunk, window_tokens(chunk))
@@ -82,10 +82,10 @@ def _part_numbers(config: EngineConfig, tokens: int, chunk: int) -> int:
     """Count the numbers that a window's attention holds: queries, keys and values that are filled up, outputs, log-sum-exps."""
     if config.device != "cuda":
         return 0
-    parts, model = most_parts(tokens), config.model
-    heads = (parts + 2) * model.num_heads + 2 * model.num_kv_heads
+    blocks, model = most_blocks(tokens, config.max_input_len), config.model
+    heads = (blocks + 2 + min(blocks, BLOCKS_TOGETHER)) * model.num_heads + 2 * model.num_kv_heads
     queries = filled_up(min(chunk, window_tokens(config.prefill_chunk_tokens)))
-    return queries * (heads * model.head_dim + parts * model.num_heads * LSE_NUMBERS)
+    return queries * (heads * model.head_dim + blocks * model.num_heads * LSE_NUMBERS)
 
 
 def _prefix_numbers(config: EngineConfig, tokens: int) -> int:

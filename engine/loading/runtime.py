@@ -19,7 +19,7 @@ from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.linear import KernelProducts, Products
 from kvseek.engine.model.prefill import logits_at_once
 from kvseek.engine.model.product_kernels import product_kernels
-from kvseek.engine.model.prompt_attention import PromptAttention
+from kvseek.engine.model.prompt_attention import SHORTEST_BLOCK, PromptAttention
 from kvseek.engine.parallel.device_ranks import DeviceRanks
 from kvseek.engine.parallel.rank_kernels import RankLayerKernels
 from kvseek.engine.parallel.ranks import RankPartProducts
@@ -108,7 +108,8 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
     if few is None:
         products = Products(getattr(torch, config.dtype))
     else:
-        chunk = min(config.prefill_chunk_tokens, config.max_input_len)
+        # The same for all short chunks, so that engines with chunks of other lengths compute the same rows.
+        chunk = max(config.prefill_chunk_tokens, SHORTEST_BLOCK)
         products = KernelProducts(few, chunk, logits_at_once(config.model))
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
 
@@ -116,7 +117,8 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
 def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttention:
     """Make the attention of prompts that are read in chunks."""
     config = retrieval.config
-    return PromptAttention(kernels, config.model, retrieval.cache.window.dtype, config.prefill_chunk_tokens)
+    sizes = config.prefill_chunk_tokens, config.max_input_len
+    return PromptAttention(kernels, config.model, retrieval.cache.window.dtype, *sizes)
 
 
 def load_runtime(

@@ -18,7 +18,14 @@ from torch import Tensor
 from kvseek.core.config import KEY_BLOCK
 
 from .attention import CausalAttention
-from .prompt_attention import FEWEST_QUERIES, LSE_NUMBERS, PromptAttention, cudnn_attention, flash_attention, power_of_two
+from .prompt_attention import (
+    FEWEST_QUERIES,
+    LSE_NUMBERS,
+    PromptAttention,
+    cudnn_attention,
+    flash_attention,
+    power_of_two,
+)
 from .repeated_tokens import MOST_PLACES, RepeatedTokens
 
 if TYPE_CHECKING:

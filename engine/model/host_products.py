@@ -51,7 +51,7 @@ class PackedLinear(Linear):
 
 
 class WidenedLinear(Linear):
-    """A linear map in bfloat16 on a processor that has no instructions for it: prompts and many rows are multiplied in float32."""
+    """A linear map in bfloat16 on a processor that has no instructions for it: prompts and many rows take float32."""
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FEW_ROWS = (16, 32, 64)
 ROW_STEP = 128
 
+
 class Product(Protocol):
     """A map from x [rows, inputs] to [rows, outputs], such as a Linear."""
 

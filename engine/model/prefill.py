@@ -269,7 +269,9 @@ class LayerwisePrefill(Prefill):
             self._rows = self._begin_layer()
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
-        if len(self.slots) == 1:  # chunks end where those of the whole prompt end: on a GPU, with a window (prompt_attention.py)
+        if (
+            len(self.slots) == 1
+        ):  # chunks end where those of the whole prompt end: on a GPU, with a window (prompt_attention.py)
             chunk = self._model.config.prefill_chunk_tokens
             stop = min(start + size, (start // chunk + 1) * chunk, self.tokens)
         else:

@@ -1,4 +1,4 @@
-"""Attention of prompts on a GPU: cuDNN attends to the past of a window and to the window itself, and a kernel of ours merges both.
+"""Attention of prompts on a GPU: cuDNN attends to what precedes a window and to the window itself; a kernel of ours merges both.
 
 On Hopper cuDNN is twice as fast as flash attention 2 without a mask, and with a causal mask over as many keys as queries. With
 more keys than queries its causal mask makes it slow, but all queries of a window see all of the past, which needs no mask
@@ -8,9 +8,12 @@ A prompt's tokens are cut into windows at multiples of 2,048 tokens or more, and
 window: the same bits come out whether a prompt is read whole, in chunks, in a pack or behind a reused beginning. Flash attention
 would cut its sums by the number of queries.
 
-cuDNN compiles a plan for each combination of sizes and strides, which PyTorch keeps for good. So the past is cut into blocks
-of 2,048, 4,096, 8,192 … keys, queries are filled up to such sizes, and the KV heads of a prompt's keys are equally spaced in
-all long prompts (Retrieval.new_rows): an engine needs a few dozen plans.
+The past is cut into equal blocks, and shorter ones at its end. Several are one call, a batch, so that few queries occupy the
+GPU, too.
+
+cuDNN compiles a plan for each combination of sizes and strides, in some 60 ms, and PyTorch keeps it for good. So the sizes of
+blocks, the number of them in a call and the number of queries, which are filled up, are few, and the KV heads of a prompt's keys
+are equally spaced in all long prompts (Retrieval.new_rows).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import ctypes
 import logging
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +41,12 @@ OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attenti
 logger = logging.getLogger(__name__)
 
 SHORTEST_BLOCK = 2048  # keys; also the shortest window
-FEWEST_QUERIES = 512  # to which fewer are filled up
-MERGED_PARTS = 16  # as in merge_attention.cu: blocks for 2^15 times SHORTEST_BLOCK tokens, and the window
+EQUAL_BLOCK = 8192  # keys of an equal block in prompts of up to MOST_EQUAL of them, and in longer ones more
+MOST_EQUAL = 32
+BLOCKS_TOGETHER = 16  # most that a call reads
+FEWEST_QUERIES = 128  # they are filled up to powers of two from this one, and beyond 512 to multiples of QUERY_STEP
+QUERY_STEP = 256
+MERGED_PARTS = 32  # as in merge_attention.cu
 THREADS = 256  # as in merge_attention.cu
 PIECE = 8  # numbers that a thread merges
 LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
@@ -51,6 +58,8 @@ class MergeAttentionArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p * MERGED_PARTS) for name in ("outputs", "lses")),
         *((name, c_int64 * MERGED_PARTS) for name in ("head_strides", "token_strides", "lse_strides")),
+        *((name, c_int64 * MERGED_PARTS) for name in ("block_strides", "lse_block_strides")),
+        ("blocks", c_int32 * MERGED_PARTS),
         ("merged", c_void_p),
         ("pieces", c_int64),
         *((name, c_int32) for name in ("parts", "heads")),
@@ -59,13 +68,13 @@ class MergeAttentionArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Part:
-    """Attention of queries to some of their keys.
+    """Attention of queries to each of some blocks of their keys.
 
     Attributes
     ----------
-    output : Tensor [H, at least q, D]
+    output : Tensor [blocks, H, at least q, D]
         In the engine's dtype; the numbers of a token and head are neighbours.
-    lse : Tensor, float32 [H, at least q]
+    lse : Tensor, float32 [blocks, H, at least q]
         A head's numbers are neighbours. Natural logarithms of the sums of exponentials.
     """
 
@@ -80,8 +89,8 @@ class PromptAttention:
     ----------
     dtype : torch.dtype
         Of queries, keys and values.
-    chunk : int
-        Most queries of a call.
+    chunk, longest : int
+        Most queries of a call, and most tokens of a prompt.
 
     Attributes
     ----------
@@ -91,9 +100,9 @@ class PromptAttention:
         Why cuDNN does not attend to the past of chunks; None: it does.
     """
 
-    def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, chunk: int) -> None:
+    def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, chunk: int, longest: int) -> None:
         self._kernels, self._model, self.dtype = kernels, model, dtype
-        self._window = window_tokens(chunk)
+        self._window, self._block = window_tokens(chunk), block_tokens(longest)
         self.refusal = self._refused()
         alone = MEMORY_EFFICIENT if dtype is torch.float32 else FLASH
         self.name = CUDNN_AND_FLASH if self.refusal is None else alone
@@ -111,7 +120,8 @@ class PromptAttention:
         for base, start, stop in windows(past, past + q, self._window):
             own, kept = queries[:, start - past : stop - past], slice(start - past, stop - past)
             filled = fill_up(own)
-            parts = [attend_block(filled, keys[:, a:b], values[:, a:b], scaling) for a, b in past_blocks(base)]
+            calls = past_blocks(base, self._block, filled.shape[1])
+            parts = [attend_blocks(filled, keys, values, blocks, scaling) for blocks in calls]
             parts.append(attend_window(own, keys[:, base:stop], values[:, base:stop], scaling))
             self.merge(parts, stop - start, out[kept])
         return out
@@ -139,13 +149,14 @@ class PromptAttention:
         """
         heads, q, dim = queries.shape
         blocks = in_blocks(queries, size)
-        by_cudnn = self.refusal is None and blocks.shape[2] >= FEWEST_QUERIES  # fewer would not occupy the GPU
+        by_cudnn = self.refusal is None and blocks.shape[2] >= 512  # fewer would not occupy the GPU
         output, lse = (cudnn_attention if by_cudnn else flash_attention)(blocks, *chosen, scaling)
         # A block is filled up, and all are put one behind the other again: no copy where they are full, but of the log-sum-exps.
         output = output[:, :, :size].transpose(1, 2).reshape(-1, heads, dim).transpose(0, 1)
         lse = lse[:, :, :size].transpose(0, 1).reshape(heads, -1)
         attend_own = attend_causally if self.refusal else attend_window
-        return self.merge([Part(output, lse), attend_own(queries, *own, scaling)], q, queries.new_empty(q, heads, dim))
+        parts = [Part(output[None], lse[None]), attend_own(queries, *own, scaling)]
+        return self.merge(parts, q, queries.new_empty(q, heads, dim))
 
     def merge(self, parts: list[Part], tokens: int, merged: Tensor) -> Tensor:
         """Merge attention of the first `tokens` queries to disjoint sets of keys into `merged`.
@@ -158,8 +169,11 @@ class PromptAttention:
         )
         for number, part in enumerate(parts):
             arguments.outputs[number], arguments.lses[number] = part.output.data_ptr(), part.lse.data_ptr()
-            arguments.head_strides[number], arguments.token_strides[number], _ = part.output.stride()
-            arguments.lse_strides[number] = part.lse.stride(0)
+            block, head, token, _ = part.output.stride()
+            arguments.block_strides[number] = block
+            arguments.head_strides[number], arguments.token_strides[number] = head, token
+            arguments.lse_block_strides[number], arguments.lse_strides[number], _ = part.lse.stride()
+            arguments.blocks[number] = part.output.shape[0]
         blocks = -(-arguments.pieces // THREADS)
         self._kernels.launch("kvseek_merge_attention", (blocks, 1, 1), THREADS, arguments, overlap=True)
         return merged
@@ -172,9 +186,9 @@ class PromptAttention:
         queries = torch.zeros(FEWEST_QUERIES, model.num_heads, model.head_dim, dtype=self.dtype, device=device)
         keys = torch.zeros(model.num_kv_heads, SHORTEST_BLOCK, model.head_dim, dtype=self.dtype, device=device)
         try:
-            attend_block(queries.transpose(0, 1), keys, keys, 1.0)
+            attend_blocks(queries.transpose(0, 1), keys, keys, Blocks(0, 1, SHORTEST_BLOCK), 1.0)
             own = keys[:, :FEWEST_QUERIES]
-            attend_block(queries.transpose(0, 1), own, own, 1.0, causal=True)
+            attend_window(queries.transpose(0, 1), own, own, 1.0)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -204,44 +218,66 @@ def _expected_reader(config: EngineConfig) -> str:
     return f"{CUDNN_AND_FLASH}, or {FLASH} alone if cuDNN refuses the model on the GPU, as the log then says"
 
 
-def past_blocks(past: int) -> list[tuple[int, int]]:
-    """Cut the first of `past` tokens into blocks (start, stop) of SHORTEST_BLOCK tokens times a power of two, largest first.
+class Blocks(NamedTuple):
+    """Blocks of `size` tokens, `number` of them one behind the other from the token `start` on."""
 
-    Fewer than SHORTEST_BLOCK tokens are left over at the end.
+    start: int
+    number: int
+    size: int
+
+
+def block_tokens(longest: int) -> int:
+    """Return the tokens of an equal block of an engine whose prompts have up to `longest` tokens."""
+    return max(EQUAL_BLOCK, power_of_two(longest) // MOST_EQUAL)
+
+
+def past_blocks(past: int, equal: int, queries: int) -> list[Blocks]:
+    """Cut `past` tokens, a multiple of SHORTEST_BLOCK, into blocks of `equal` tokens, and what is left into halves of that.
+
+    What is one call depends on the number of queries: few occupy the GPU only with many blocks.
     """
-    blocks, start = list[tuple[int, int]](), 0
-    while (left := (past - start) // SHORTEST_BLOCK) > 0:
-        size = SHORTEST_BLOCK << (left.bit_length() - 1)
-        blocks.append((start, start + size))
-        start += size
+    blocks, start = list[Blocks](), 0
+    while left := past - start:
+        size = min(equal, floor_power_of_two(left))
+        number = min(BLOCKS_TOGETHER, left // size)
+        if queries > 2 * QUERY_STEP:
+            number = floor_power_of_two(number)
+        blocks.append(Blocks(start, number, size))
+        start += number * size
     return blocks
 
 
 def window_tokens(chunk: int) -> int:
     """Return the tokens of a window of an engine whose chunks have `chunk` tokens: a power of two."""
-    return max(SHORTEST_BLOCK, 1 << (chunk.bit_length() - 1))
+    return max(SHORTEST_BLOCK, floor_power_of_two(chunk))
 
 
 def windows(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
-    """Cut tokens start .. stop - 1 at multiples of `size`: for each window its first token, and the first and last + 1 of these."""
-    return [
-        (base, max(base, start), min(base + size, stop)) for base in range(start // size * size, stop, size)
-    ]
+    """Cut tokens start .. stop - 1 at multiples of `size`: of each window its first token, and which of these it has."""
+    return [(base, max(base, start), min(base + size, stop)) for base in range(start // size * size, stop, size)]
 
 
-def most_parts(tokens: int) -> int:
-    """Return the most parts into which attention of a window of a prompt of `tokens` tokens is cut."""
-    return ((tokens - 1) // SHORTEST_BLOCK).bit_length() + 1
+def most_blocks(tokens: int, longest: int) -> int:
+    """Return the most blocks, the window with them, that attention of a prompt of `tokens` tokens is merged of."""
+    equal = block_tokens(longest)
+    return tokens // equal + (equal // SHORTEST_BLOCK).bit_length()
 
 
 def filled_up(queries: int) -> int:
-    """Return the power of two to which a window's `queries` queries are filled up."""
+    """Return the number to which a window's `queries` queries are filled up."""
+    if queries > 2 * QUERY_STEP:
+        return -(-queries // QUERY_STEP) * QUERY_STEP
     return max(FEWEST_QUERIES, power_of_two(queries))
 
 
 def power_of_two(number: int) -> int:
     """Return the smallest power of two that is not smaller."""
     return 1 << (number - 1).bit_length()
+
+
+def floor_power_of_two(number: int) -> int:
+    """Return the largest power of two that is not larger."""
+    return 1 << (number.bit_length() - 1)
 
 
 def fill_up(queries: Tensor, first: int = 0) -> Tensor:
@@ -271,13 +307,19 @@ def in_blocks(queries: Tensor, size: int) -> Tensor:
     return padded.transpose(1, 2)
 
 
-def attend_block(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False) -> Part:
-    """Attend to all of a block by cuDNN, or causally to as many keys as queries: queries [H, q, D], keys and values [G, n, D].
+def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, scaling: float) -> Part:
+    """Attend to all of each block by cuDNN: queries [H, q, D], keys and values [G, n, D] of a prompt.
 
     Raises RuntimeError if cuDNN does not take the sizes.
     """
-    output, lse = cudnn_attention(queries[None], keys[None], values[None], scaling, causal)
-    return Part(output[0], lse[0])
+    start, number, size = blocks
+    own_keys, own_values = (
+        part[:, start : start + number * size].view(len(part), number, size, -1).transpose(0, 1)
+        for part in (keys, values)
+    )
+    # The numbers of a token lie together in every copy, too.
+    copies = queries.transpose(0, 1).expand(number, -1, -1, -1).contiguous().transpose(1, 2)
+    return Part(*cudnn_attention(copies, own_keys, own_values, scaling))
 
 
 def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
@@ -290,14 +332,13 @@ def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float)
     filled = fill_up(queries, n - q)
     if filled.shape[1] > n:
         keys, values = (F.pad(part, (0, 0, 0, filled.shape[1] - n)) for part in (keys, values))
-    part = attend_block(filled, keys, values, scaling, causal=True)
-    return Part(part.output[:, n - q :], part.lse[:, n - q :])
+    output, lse = cudnn_attention(filled[None], keys[None], values[None], scaling, causal=True)
+    return Part(output[:, :, n - q :], lse[:, :, n - q :])
 
 
 def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
     """Attend causally by flash attention: queries [H, q, D] are the last of the tokens of keys and values [G, n, D]."""
-    output, lse = flash_attention(queries[None], keys[None], values[None], scaling, causal=True)
-    return Part(output[0], lse[0])
+    return Part(*flash_attention(queries[None], keys[None], values[None], scaling, causal=True))
 
 
 def cudnn_attention(

@@ -41,7 +41,9 @@ def ask(engine: Engine, *prompts: tuple[int, ...], steps: int = STEPS) -> list[l
     ids = [engine.submit(Request(prompt, steps, PARAMS)) for prompt in prompts]
     outputs = run_to_end(engine)
     assert not any(output.error for output in outputs)
-    return [[one.generation_logits for one in outputs if one.request_id == own and one.generation_logits] for own in ids]
+    return [
+        [one.generation_logits for one in outputs if one.request_id == own and one.generation_logits] for own in ids
+    ]
 
 
 def reloaded(directory: Path, engine: Engine, *, chunk: int) -> Engine:
@@ -55,7 +57,7 @@ def reloaded(directory: Path, engine: Engine, *, chunk: int) -> Engine:
 def check_equal_bits(directory: Path) -> None:
     """See the module's first lines."""
     engine = Engine.load(directory)
-    whole = reloaded(directory, engine, chunk=4096)
+    whole = reloaded(directory, engine, chunk=2048)
     chunks = reloaded(directory, engine, chunk=333)
     document = numbers(KEPT, 1)
     ask(engine, document, steps=1)

@@ -8,13 +8,16 @@
 namespace kvseek {
 
 struct MergeAttentionArguments {
-    const void* outputs[16];      // Number, [tokens, H, D] in this order or with the heads first
-    const void* lses[16];         // float [H, at least tokens], natural logarithms
-    long long head_strides[16];   // of outputs, in numbers, multiples of 8
-    long long token_strides[16];  // likewise
-    long long lse_strides[16];    // of a head in lses
-    void* merged;                 // Number [tokens, H, D]
-    long long pieces;             // tokens * H * D / 8
+    const void* outputs[32];      // Number, [blocks, tokens, H, D] in this order or with the heads before the tokens
+    const void* lses[32];         // float [blocks, H, at least tokens], natural logarithms
+    long long head_strides[32];   // of outputs, in numbers, multiples of 8
+    long long token_strides[32];  // likewise
+    long long lse_strides[32];    // of a head in lses
+    long long block_strides[32];  // of outputs, a multiple of 8
+    long long lse_block_strides[32];  // of lses
+    int blocks[32];                   // of a part
+    void* merged;                     // Number [tokens, H, D]
+    long long pieces;                 // tokens * H * D / 8
     int parts;
     int heads;
 };
@@ -34,19 +37,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long row = piece / HEAD_PIECES, token = row / a.heads, head = row % a.heads;
     float largest = -INFINITE;
     for (int part = 0; part < a.parts; ++part) {
-        const float* lses = static_cast<const float*>(a.lses[part]);
-        largest = fmaxf(largest, lses[head * a.lse_strides[part] + token]);
+        const float* lses = static_cast<const float*>(a.lses[part]) + head * a.lse_strides[part] + token;
+        for (int block = 0; block < a.blocks[part]; ++block)
+            largest = fmaxf(largest, lses[block * a.lse_block_strides[part]]);
     }
     float values[8] = {}, total = 0.0f;
     for (int part = 0; part < a.parts; ++part) {
-        const float lse = static_cast<const float*>(a.lses[part])[head * a.lse_strides[part] + token];
-        const float weight = expf(lse - largest);
-        Eight<Number> eight;
-        eight.load(static_cast<const Number*>(a.outputs[part]) + head * a.head_strides[part] +
-                   token * a.token_strides[part] + channel);
+        const float* lses = static_cast<const float*>(a.lses[part]) + head * a.lse_strides[part] + token;
+        const Number* outputs = static_cast<const Number*>(a.outputs[part]) + head * a.head_strides[part] +
+                                token * a.token_strides[part] + channel;
+        for (int block = 0; block < a.blocks[part]; ++block) {
+            const float weight = expf(lses[block * a.lse_block_strides[part]] - largest);
+            Eight<Number> eight;
+            eight.load(outputs + block * a.block_strides[part]);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) values[i] += weight * eight[i];
-        total += weight;
+            for (int i = 0; i < 8; ++i) values[i] += weight * eight[i];
+            total += weight;
+        }
     }
     alignas(16) Number rounded[8];
 #pragma unroll

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 from torch import Tensor
 

@@ -23,12 +23,14 @@ from kvseek.engine.model.prompt_attention import (
     MEMORY_EFFICIENT,
     MERGED_PARTS,
     SHORTEST_BLOCK,
+    Blocks,
     PromptAttention,
+    block_tokens,
     expected_attention,
     fill_up,
     filled_up,
     in_blocks,
-    most_parts,
+    most_blocks,
     past_blocks,
     window_tokens,
     windows,
@@ -39,22 +41,29 @@ CONFIG = EngineConfig(MODEL, "full", {}, dtype="bfloat16", device="cuda", max_se
 LENGTHS = st.integers(0, 1 << 21)
 
 
-@given(LENGTHS)
-def test_blocks_are_the_past_but_for_its_end(past: int) -> None:
-    blocks, stop = past_blocks(past), 0
-    for start, end in blocks:
+@given(st.integers(0, 1 << 11), st.integers(1, 1 << 22), st.integers(1, 4096))
+def test_blocks_are_the_past(blocks: int, longest: int, queries: int) -> None:
+    past, stop, equal = blocks * SHORTEST_BLOCK, 0, block_tokens(longest)
+    found = past_blocks(past, equal, queries)
+    for start, number, size in found:
         assert start == stop
-        assert (end - start) % SHORTEST_BLOCK == 0
-        assert ((end - start) // SHORTEST_BLOCK).bit_count() == 1
-        stop = end
-    assert 0 <= past - stop < SHORTEST_BLOCK
+        assert size == equal or (number == 1 and SHORTEST_BLOCK <= size < equal), "the rest is cut in halves"
+        stop += number * size
+    assert stop == past
+
+    def borders(calls: list[Blocks]) -> list[int]:
+        return [start + i * size for start, number, size in calls for i in range(number)]
+
+    assert borders(found) == borders(past_blocks(past, equal, 1)), "whatever the queries"
 
 
 @given(LENGTHS, st.integers(1, 1 << 14))
 def test_no_chunk_has_more_parts_than_the_work_space_counts(past: int, queries: int) -> None:
-    size = window_tokens(queries)
-    for base, _, stop in windows(past, past + queries, size):
-        assert len(past_blocks(base)) + 1 <= most_parts(stop) <= most_parts(past + queries) <= MERGED_PARTS
+    size, longest = window_tokens(queries), past + queries
+    for base, start, stop in windows(past, longest, size):
+        parts = past_blocks(base, block_tokens(longest), filled_up(stop - start))
+        assert len(parts) + 1 <= MERGED_PARTS
+        assert sum(number for _, number, _ in parts) + 1 <= most_blocks(stop, longest) <= most_blocks(longest, longest)
 
 
 @given(LENGTHS, st.integers(1, 1 << 14), st.integers(1, 1 << 14))
@@ -63,23 +72,25 @@ def test_a_querys_window_does_not_depend_on_the_chunk(past: int, queries: int, c
     for base, start, end in windows(past, past + queries, size):
         assert (start, base) == (stop, start // size * size)
         assert start < end <= base + size
-        assert sum(b - a for a, b in past_blocks(base)) == base, "the past is blocks to its end"
+        assert base % SHORTEST_BLOCK == 0
         stop = end
     assert stop == past + queries
 
 
 def test_plans_are_few() -> None:
-    """Whatever the prompts: sizes of blocks, and the chunk itself, times sizes of chunks."""
-    blocks = {stop - start for past in range(1 << 17) for start, stop in past_blocks(past)}
-    chunks = {filled_up(queries) for queries in range(1, 2049)}
-    assert (len(blocks) + 1) * len(chunks) == 7 * 3
+    """Whatever the prompts: sizes and numbers of blocks, times sizes of queries; and the windows of these sizes."""
+    pasts, queries = range(0, 1 << 18, SHORTEST_BLOCK), {filled_up(queries) for queries in range(1, 2049)}
+    equal = block_tokens(1 << 18)
+    plans = {(blocks[1:], one) for past in pasts for one in queries for blocks in past_blocks(past, equal, one)}
+    assert len(queries) == 9
+    assert len(plans) == 3 * (16 + 2) + 6 * (5 + 2)
 
 
 @pytest.mark.parametrize("first", [0, 50])
 def test_a_chunk_is_filled_up_around_its_queries(first: int) -> None:
     queries = torch.randn(700, 4, 32).transpose(0, 1)
     filled, stop = fill_up(queries, first), first + 700
-    assert filled.shape == (4, 1024, 32)
+    assert filled.shape == (4, 768, 32)
     assert torch.equal(filled[:, first:stop], queries)
     assert not filled[:, :first].any()
     assert not filled[:, stop:].any()
@@ -112,13 +123,13 @@ def test_queries_are_cut_into_blocks_that_are_filled_up(queries: int, size: int,
 def test_without_cudnn_flash_attention_reads_prompts_by_name(caplog: pytest.LogCaptureFixture) -> None:
     kernels: Any = SimpleNamespace(device=torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
-        attention = PromptAttention(kernels, MODEL, torch.bfloat16, 2048)
+        attention = PromptAttention(kernels, MODEL, torch.bfloat16, 2048, 4096)
     assert attention.name == FLASH
     assert "prompts are read by flash attention: cuDNN's attention refuses them: Could not run" in caplog.text
     queries, keys = torch.randn(4, 600, 32).bfloat16(), torch.randn(2, 3000, 32).bfloat16()
     expected = causal_attention_device(queries, keys, keys, 0.2)
     assert torch.equal(attention(queries, keys, keys, 0.2), expected)
-    assert PromptAttention(kernels, MODEL, torch.float32, 2048).name == MEMORY_EFFICIENT
+    assert PromptAttention(kernels, MODEL, torch.float32, 2048, 4096).name == MEMORY_EFFICIENT
 
 
 def test_what_an_engine_directory_says() -> None:

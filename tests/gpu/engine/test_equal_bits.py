@@ -1,4 +1,4 @@
-"""With numbers of 16 bits an answer's logits are the same, to the bit, however its prompt was read (tests/engine/test_equal_bits)."""
+"""What tests/engine/test_equal_bits.py asks of engines on the CPU: the same logits, however a prompt was read."""
 
 from __future__ import annotations
 
