@@ -119,9 +119,12 @@ class PromptAttention:
         past, out = keys.shape[1] - q, queries.new_empty(q, heads, dim)
         for base, start, stop in windows(past, past + q, self._window):
             own, kept = queries[:, start - past : stop - past], slice(start - past, stop - past)
-            filled = fill_up(own)
-            calls = past_blocks(base, self._block, filled.shape[1])
-            parts = [attend_blocks(filled, keys, values, blocks, scaling) for blocks in calls]
+            filled = filled_up(stop - start)
+            calls = past_blocks(base, self._block, filled)
+            # Of every row that fills up only the results of its own are wrong, and nobody reads these.
+            copies = own.new_empty(max((one.number for one in calls), default=0), filled, heads, dim).transpose(1, 2)
+            copies[:, :, : stop - start] = own
+            parts = [attend_blocks(copies, keys, values, blocks, scaling) for blocks in calls]
             parts.append(attend_window(own, keys[:, base:stop], values[:, base:stop], scaling))
             self.merge(parts, stop - start, out[kept])
         return out
@@ -186,7 +189,7 @@ class PromptAttention:
         queries = torch.zeros(FEWEST_QUERIES, model.num_heads, model.head_dim, dtype=self.dtype, device=device)
         keys = torch.zeros(model.num_kv_heads, SHORTEST_BLOCK, model.head_dim, dtype=self.dtype, device=device)
         try:
-            attend_blocks(queries.transpose(0, 1), keys, keys, Blocks(0, 1, SHORTEST_BLOCK), 1.0)
+            attend_blocks(queries.transpose(0, 1)[None], keys, keys, Blocks(0, 1, SHORTEST_BLOCK), 1.0)
             own = keys[:, :FEWEST_QUERIES]
             attend_window(queries.transpose(0, 1), own, own, 1.0)
         except torch.OutOfMemoryError:
@@ -280,20 +283,6 @@ def floor_power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def fill_up(queries: Tensor, first: int = 0) -> Tensor:
-    """Return queries [H, q, D] with zeros behind, and before the number `first`, up to as many as `filled_up` says.
-
-    The numbers of a token lie together, as those of queries do.
-    """
-    heads, q, dim = queries.shape
-    size = filled_up(first + q)
-    if size == q:
-        return queries
-    padded = queries.new_zeros(size, heads, dim).transpose(0, 1)
-    padded[:, first : first + q] = queries
-    return padded
-
-
 def in_blocks(queries: Tensor, size: int) -> Tensor:
     """Cut queries [H, q, D] into blocks of `size`, [b, H, n, D] with n a power of two; zeros fill up."""
     heads, q, dim = queries.shape
@@ -307,8 +296,8 @@ def in_blocks(queries: Tensor, size: int) -> Tensor:
     return padded.transpose(1, 2)
 
 
-def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, scaling: float) -> Part:
-    """Attend to all of each block by cuDNN: queries [H, q, D], keys and values [G, n, D] of a prompt.
+def attend_blocks(copies: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, scaling: float) -> Part:
+    """Attend to all of each block by cuDNN: at least as many copies of the queries [copies, H, q, D], keys and values [G, n, D].
 
     Raises RuntimeError if cuDNN does not take the sizes.
     """
@@ -317,21 +306,22 @@ def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, blocks: Blocks,
         part[:, start : start + number * size].view(len(part), number, size, -1).transpose(0, 1)
         for part in (keys, values)
     )
-    # The numbers of a token lie together in every copy, too.
-    copies = queries.transpose(0, 1).expand(number, -1, -1, -1).contiguous().transpose(1, 2)
-    return Part(*cudnn_attention(copies, own_keys, own_values, scaling))
+    return Part(*cudnn_attention(copies[:number], own_keys, own_values, scaling))
 
 
 def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
     """Attend causally by cuDNN: queries [H, q, D] are the last of the tokens of keys and values [G, n, D].
 
-    cuDNN aligns its mask to the top left, so zeros stand for the queries before these. Zeros stand for the keys behind, too:
-    no query sees them, but what lies there in memory might be no number.
+    cuDNN aligns its mask to the top left, so other rows stand before and behind the queries. Zeros stand behind the keys: no query
+    sees them, but what lies there in memory might be no number.
     """
-    q, n = queries.shape[1], keys.shape[1]
-    filled = fill_up(queries, n - q)
-    if filled.shape[1] > n:
-        keys, values = (F.pad(part, (0, 0, 0, filled.shape[1] - n)) for part in (keys, values))
+    (heads, q, dim), n = queries.shape, keys.shape[1]
+    size, filled = filled_up(n), queries
+    if size > q:
+        filled = queries.new_empty(size, heads, dim).transpose(0, 1)
+        filled[:, n - q : n] = queries
+    if size > n:
+        keys, values = (F.pad(part, (0, 0, 0, size - n)) for part in (keys, values))
     output, lse = cudnn_attention(filled[None], keys[None], values[None], scaling, causal=True)
     return Part(output[:, :, n - q :], lse[:, :, n - q :])
 

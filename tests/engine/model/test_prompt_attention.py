@@ -27,7 +27,6 @@ from kvseek.engine.model.prompt_attention import (
     PromptAttention,
     block_tokens,
     expected_attention,
-    fill_up,
     filled_up,
     in_blocks,
     most_blocks,
@@ -84,18 +83,6 @@ def test_plans_are_few() -> None:
     plans = {(blocks[1:], one) for past in pasts for one in queries for blocks in past_blocks(past, equal, one)}
     assert len(queries) == 9
     assert len(plans) == 3 * (16 + 2) + 6 * (5 + 2)
-
-
-@pytest.mark.parametrize("first", [0, 50])
-def test_a_chunk_is_filled_up_around_its_queries(first: int) -> None:
-    queries = torch.randn(700, 4, 32).transpose(0, 1)
-    filled, stop = fill_up(queries, first), first + 700
-    assert filled.shape == (4, 768, 32)
-    assert torch.equal(filled[:, first:stop], queries)
-    assert not filled[:, :first].any()
-    assert not filled[:, stop:].any()
-    assert filled.transpose(0, 1).is_contiguous(), "as whole chunks are"
-    assert fill_up(filled) is filled
 
 
 @pytest.mark.parametrize(
