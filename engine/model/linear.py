@@ -19,9 +19,12 @@ from .weight_only import dequantise
 if TYPE_CHECKING:
     from .product_kernels import ProductKernels
 
-# Numbers of rows that RowCounts tries: all up to FEW_ROWS, where filling up would take longest, and then multiples of ROW_STEP.
-FEW_ROWS = 512
+# Numbers of rows that RowCounts tries: these, and then multiples of ROW_STEP, the rows of a tile of a matrix.
+FEW_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
 ROW_STEP = 128
+TRIED_ROWS = (
+    1024  # at least so many are multiplied in parts of each number: sums in another order seldom round differently
+)
 
 
 class Product(Protocol):
@@ -166,9 +169,15 @@ class RowCounts:
         generator = torch.Generator(weight.device).manual_seed(0)
         x = torch.randn(most, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
         whole = F.linear(x, weight, bias)
-        tried = (*range(1, min(FEW_ROWS, most)), *range(FEW_ROWS, most, ROW_STEP))
-        same = torch.stack([(F.linear(x[:rows], weight, bias) == whole[:rows]).all() for rows in tried]).tolist()
-        return cls((*(rows for rows, alike in zip(tried, same, strict=True) if alike), most))
+        few = [rows for rows in FEW_ROWS if rows < most]
+        tried = (*few, *range(FEW_ROWS[-1] // ROW_STEP * ROW_STEP + ROW_STEP, most, ROW_STEP))
+
+        def same(rows: int) -> bool:
+            starts = range(0, min(most, TRIED_ROWS) - rows + 1, rows) or (0,)
+            parts = ((F.linear(x[one : one + rows], weight, bias), whole[one : one + rows]) for one in starts)
+            return bool(torch.stack([(part == expected).all() for part, expected in parts]).all())
+
+        return cls((*(rows for rows in tried if same(rows)), most))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply as F.linear, with rows of zeros behind those of x where that makes the number of rows one of these."""

@@ -312,8 +312,8 @@ def attend_blocks(copies: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, 
 def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
     """Attend causally by cuDNN: queries [H, q, D] are the last of the tokens of keys and values [G, n, D].
 
-    cuDNN aligns its mask to the top left, so other rows stand before and behind the queries. Zeros stand behind the keys: no query
-    sees them, but what lies there in memory might be no number.
+    cuDNN aligns its mask to the top left, so other rows stand before and behind the queries. Zeros stand behind the keys:
+    no query sees them, but what lies there in memory might be no number.
     """
     (heads, q, dim), n = queries.shape, keys.shape[1]
     size, filled = filled_up(n), queries
