@@ -314,13 +314,15 @@ async def run(arguments: argparse.Namespace) -> int:
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
     disk = DiskSettings(None if settings.disk_dir is None else Path(settings.disk_dir), settings.disk_bytes)
     numbers = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
+    if arguments.shared:  # its doors wait however long loading takes, and kill a process that does not answer meanwhile
+        answering = await answer_at(arguments.alive)  # noqa: F841  until the loop ends
     service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *numbers, disk, settings.nodes)
     await asyncio.to_thread(_load_vocabulary, service)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)
     try:
         server = EngineServer(service, settings, metrics, tracer, arguments.shared)
-        return await server.serve(arguments.socket, arguments.alive)
+        return await server.serve(arguments.socket, None if arguments.shared else arguments.alive)
     finally:
         await asyncio.to_thread(service.close)
         if tracer is not None:

@@ -71,7 +71,7 @@ def temporary() -> Iterator[Path]:
 def repository(directory: Path, other: Path, third: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three engines: one of them decoupled, as by default, the others not; the third in the LLM API layout."""
     folder = tmp_path_factory.mktemp("repository") / "models"
-    settings = ServeSettings(threads=1, max_queue_size=40)
+    settings = ServeSettings(threads=1, max_queue_size=40, hang_seconds=10.0)
     write_models(folder, directory, settings, name="one", aliases=True)
     write_models(folder, other, settings, name="two", decoupled=False)
     write_models(folder, third, dataclasses.replace(settings, layout="llmapi"), name="llm", decoupled=False)
@@ -235,11 +235,11 @@ def test_the_openai_port_asks_the_same_engine(openai_url: str, directory: Path) 
     assert len(engine_processes(directory)) == 1
 
 
-def test_a_killed_engine_process_is_started_again(triton: OwnTriton, directory: Path) -> None:
-    (killed,) = engine_processes(directory)
-    os.kill(killed, signal.SIGKILL)
+def test_a_hung_engine_process_is_killed_and_started_again(triton: OwnTriton, directory: Path) -> None:
+    (hung,) = engine_processes(directory)
+    os.kill(hung, signal.SIGSTOP)
     wait_for(lambda: generate(triton, "one_ensemble").status_code == 200)
-    assert engine_processes(directory) not in ([killed], [])
+    assert engine_processes(directory) not in ([hung], [])
 
 
 def test_an_engine_process_ends_with_the_last_of_its_users(
