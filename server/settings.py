@@ -51,13 +51,16 @@ ENGINE_FLAGS: Flags = {
     "disk_dir": (_absolute, "directory in which beginnings of prompts outlive eviction and restarts"),
     "disk_bytes": (memory_size, "most bytes of them, such as 200GiB"),
 }
-OPENAI_FLAGS: Flags = {
-    "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
+KEY_FLAGS: Flags = {
     "api_key_file": (str, "file of the API keys, one a line, that all ports ask for but for health and metrics"),
     "share_prefixes": (
         str,
         "which requests share what was read of prompts: those of one API key (key), or all",
     ),
+}
+OPENAI_FLAGS: Flags = {
+    "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
+    **KEY_FLAGS,
 }
 SERVE_FLAGS: Flags = {
     **ENGINE_FLAGS,

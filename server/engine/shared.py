@@ -30,7 +30,7 @@ from kvseek.core.manifest import read_manifest
 from kvseek.server.errors import ServerError
 from kvseek.server.processes import ASK_SECONDS, QUESTIONS, UMASK
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.settings import ServeSettings
+from kvseek.server.settings import KEY_FLAGS, ServeSettings
 
 FIRST_DELAY_SECONDS = 0.25  # between two starts of a process that ends again and again; doubles each time
 LONGEST_DELAY_SECONDS = 30.0
@@ -61,7 +61,8 @@ class SharedEngine:
         self._engine_dir, self._settings = engine_dir.resolve(), settings
         self.config = read_config(self._engine_dir)
         fingerprint = read_manifest(self._engine_dir).fingerprint  # a directory that was built anew is another engine
-        own = replace(settings, layout=ServeSettings.layout).to_json()  # layouts are the doors' own
+        of_doors = {name: getattr(ServeSettings, name) for name in ("layout", *KEY_FLAGS)}  # their own
+        own = replace(settings, **of_doors).to_json()
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         # Programs of another kvseek have other messages: they get an engine process of their own.
         identity = (str(self._engine_dir), fingerprint, own, devices, sys.prefix, version("kvseek"))
@@ -114,7 +115,9 @@ class SharedEngine:
             silent = [*silent[1:], silent_process(self._alive, self._settings.hang_seconds / QUESTIONS)]
             if silent[0] and len(set(silent)) == 1:
                 logger.error(
-                    "the engine process %d has not answered for %g s and is killed", silent[0], self._settings.hang_seconds
+                    "the engine process %d has not answered for %g s and is killed",
+                    silent[0],
+                    self._settings.hang_seconds,
                 )
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(silent[0], signal.SIGKILL)

@@ -101,7 +101,8 @@ async def run(arguments: argparse.Namespace) -> None:
         )
     engine_dir, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
     own = settings_of(arguments, OPENAI_FLAGS)
-    settings_here = dataclasses.replace(settings, **{name: getattr(own, name) for name in OPENAI_FLAGS})
+    given = {name: value for name in OPENAI_FLAGS if (value := getattr(own, name)) != getattr(ServeSettings, name)}
+    settings_here = dataclasses.replace(settings, **given)  # the rest is the repository's, its keys among them
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

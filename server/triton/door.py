@@ -28,7 +28,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.keys import Tenant
+from kvseek.server.requests.keys import Keys, Tenant, keys_of
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import (
     MAX_ID_CHARACTERS,
@@ -49,6 +49,10 @@ from .stub import require_readable_arrays
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
 OF_DOORS = "kvseek_"  # how parameters begin that the gRPC door sends
+KEY_REFUSAL = (
+    "authorization: has none of the repository's API keys; send Bearer KEY as the request's parameter, or as a header that "
+    "tritonserver is told to forward"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -96,6 +100,7 @@ class TritonDoor:
             tokenizer.encode("")  # reads the files now rather than in the first request
         # Whether clients reach the model without a door of kvseek in between.
         self._for_anyone = not parameters["socket"]
+        self._keys = keys_of(settings) if self._for_anyone else Keys(())
         self._client = _connect(directory, settings, parameters["socket"])
         if parameters["socket"]:
             answer_from_thread(alive_socket(Path(parameters["socket"]).parent, self._name))
@@ -130,8 +135,12 @@ class TritonDoor:
             raise RequestError(
                 f"{', '.join(own)}: {self._name} has no such inputs, which only doors of kvseek send; leave them out"
             )
-        stream.call, stream.owner = parameters.kvseek_call, parameters.kvseek_owner
-        stream.tenant = Tenant(bytes.fromhex(parameters.kvseek_secret))
+        tenant = self._keys.tenant(parameters.authorization)
+        if tenant is None:
+            raise RequestError(KEY_REFUSAL)
+        if not self._for_anyone:  # the door has asked for a key
+            tenant = Tenant(bytes.fromhex(parameters.kvseek_secret), parameters.kvseek_owner)
+        stream.call, stream.tenant, stream.owner = parameters.kvseek_call, tenant, tenant.owner
         if parameters.kvseek_leave:
             self._leave_call(stream.call)
         elif scalar(tensors, "stop", False):

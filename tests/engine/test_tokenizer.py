@@ -281,7 +281,9 @@ def test_whatever_a_template_raises_is_a_refusal_that_names_it(tmp_path, templat
     ],
 )
 def test_a_template_that_computes_for_long_is_ended_and_nothing_else_is(tmp_path, loops):
-    save_tiny_tokenizer(tmp_path, "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + loops + "{% endif %}")
+    save_tiny_tokenizer(
+        tmp_path, "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + loops + "{% endif %}"
+    )
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "When?"}]) == "When?"
     with ThreadPoolExecutor(1) as pool:
@@ -290,7 +292,9 @@ def test_a_template_that_computes_for_long_is_ended_and_nothing_else_is(tmp_path
             assert tokenizer.apply_chat_template([{"role": "user", "content": "When?"}]) == "When?"
             assert tokenizer.encode("When?")
             time.sleep(0.05)
-        with pytest.raises(RequestError, match=r"^messages: the model's chat template has not written them within 1 s of"):
+        with pytest.raises(
+            RequestError, match=r"^messages: the model's chat template has not written them within 1 s of"
+        ):
             looping.result()
         assert pool.submit(sum, range(10**6)).result(), "the thread goes on"
 

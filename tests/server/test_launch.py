@@ -181,7 +181,10 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
         (("--log", "DIR"), r"--log = \S+: cannot be written \(Is a directory\)"),
         (("--log", "DIR/link"), r"--log = \S+: \S+/link is a symbolic link; name the file that it leads to"),
         (("--log", "DIR/above/x.log"), r"--log = \S+: \S+/above is a symbolic link; name the folder that it leads to"),
-        (("--log", "DIR/all/x.log"), r"--log = \S+: \S+/all has the mode 0777, so other users may replace what is in it"),
+        (
+            ("--log", "DIR/all/x.log"),
+            r"--log = \S+: \S+/all has the mode 0777, so other users may replace what is in it",
+        ),
         (("--http_port", "7001", "--grpc_port", "7001"), r"--grpc_port = 7001: must be another port than --http_port"),
         (
             ("--openai_port", "7001", "--metrics_port", "7001"),
