@@ -52,7 +52,7 @@ ENGINE_FLAGS: Flags = {
     "disk_bytes": (memory_size, "most bytes of them, such as 200GiB"),
 }
 KEY_FLAGS: Flags = {
-    "api_key_file": (str, "file of the API keys, one a line, that all ports ask for but for health and metrics"),
+    "api_key_file": (_absolute, "file of the API keys, one a line, that all ports ask for but for health and metrics"),
     "share_prefixes": (
         str,
         "which requests share what was read of prompts: those of one API key (key), or all",

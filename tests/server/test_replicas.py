@@ -213,7 +213,7 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(service: Service) -> 
         (("--replicas", "0"), "replicas = 0: must be >= 1"),
         (("--replicas", "2", "--grpc_port", "7000"), "grpc_port = 7000: must be left out with --replicas"),
         (("--replicas", "2", "--metrics_port", "off"), "metrics_port = 'off': must be a port with --replicas"),
-        (("--replicas", "2", "--api_key_file", "keys"), "--api_key_file = keys: cannot be read"),
+        (("--replicas", "2", "--api_key_file", "keys"), "keys: cannot be read"),
     ],
 )
 def test_what_replicas_cannot_have_is_refused(
