@@ -10,7 +10,8 @@ JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 6 ? cores + 1 : 6)))
 PORTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# A file of tests is one process's, and tests/conftest.py says which comes first.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-nested
 QUESTION ?= How many passengers did the Lady Trelawny land?

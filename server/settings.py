@@ -15,12 +15,11 @@ from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
-from .engine.logits_room import LARGEST_AT_ONCE, LOGIT_BYTES
 from .errors import ServerError
 from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
+from .requests.unread import LARGEST_AT_ONCE, LOGIT_BYTES, OTHER_UNREAD_BYTES, WRITE_SECONDS, UnreadAnswers
 
 MAX_NAME_CHARACTERS = 256
-OTHER_UNREAD_BYTES = 64 << 20  # of answers that are not read yet, logits apart
 MIN_HANG_SECONDS = 5.0  # a busy machine may hold a process up for seconds
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
@@ -200,6 +199,10 @@ class ServeSettings:
     def most_unread_bytes(self) -> int:
         """Most bytes of answers that a door may leave unread, and that a door's clients may."""
         return OTHER_UNREAD_BYTES + LARGEST_AT_ONCE * LOGIT_BYTES * self.max_logits
+
+    def unread_answers(self, config: EngineConfig, seconds: float = WRITE_SECONDS) -> UnreadAnswers:
+        """Make the room for the answers that a door's clients have not read; `seconds`: see UnreadAnswers."""
+        return UnreadAnswers(self.most_unread_bytes, seconds, self.max_logits, config.model.vocab_size)
 
     def to_json(self) -> str:
         """Write the settings as JSON, for the command line of another process."""

@@ -106,6 +106,7 @@ class TritonDoor:
             answer_from_thread(alive_socket(Path(parameters["socket"]).parent, self._name))
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # streams that have not been closed
+        self._unread = settings.unread_answers(engine_config)  # what Triton has taken is out of sight
         self._translating, self._max_translating = 0, settings.most_requests(engine_config)
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
@@ -203,6 +204,9 @@ class TritonDoor:
     def _submit(self, stream: Stream, part: Part, trace: str) -> None:
         request = after(part.served.request, time.monotonic() - stream.arrived)
         request = replace(request, cache_salt=stream.tenant.salt(request.cache_salt))
+        with self._lock:
+            if stream in self._streams:  # else it has ended, and nothing would give the room back
+                part.reserved = self._unread.reserve(request)
         part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
         if stream.left or stream.stopped or stream.closed or part.ended:  # this happened before the number was known
             self._client.cancel(part.number)
@@ -257,6 +261,9 @@ class TritonDoor:
     def _forget(self, stream: Stream) -> None:
         with self._lock:
             self._streams.discard(stream)
+            for part in stream.parts:
+                self._unread.release(part.reserved)
+                part.reserved = 0
 
     def _open_streams(self) -> list[Stream]:
         with self._lock:
