@@ -24,7 +24,7 @@ LOAD_ENGINE := .cache/engines/smollm2-load
 LOAD_RESULT ?= build/load.json
 PERF_ARGS ?=
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results load-tools check check-install lint types links format install model engine clean
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results load-tools check check-install lint sizes types links format install model engine clean
 
 demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -86,7 +86,7 @@ check: lint types model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/
 check-install: install ## the Dockerfile's installation of target cpu without Docker, in a temporary folder; minutes, 3 GB
 	$(BIN)/python docker/check_install.py
 
-lint: install links
+lint: install links sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
@@ -97,6 +97,10 @@ links: # mypy and import-linter look for kvseek.core in the folder kvseek, not t
 	@find kvseek -maxdepth 1 -type l -delete
 	@for file in [a-z]*/__init__.py; do folder=$${file%/*}; \
 	    case $$folder in kvseek | tests) ;; *) ln -s ../$$folder kvseek/$$folder ;; esac; done
+
+sizes: # models and raw results do not belong into the history, where they stay for ever
+	@large=$$(git ls-files -z | xargs -0 -r sh -c 'find "$$@" -type f -size +500k' sh); \
+	    test -z "$$large" || { echo "larger than 500 KiB, so not for git: $$large"; exit 1; }
 
 types: install links
 	$(BIN)/mypy -p kvseek
