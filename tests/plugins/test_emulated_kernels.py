@@ -30,6 +30,7 @@ from kvseek.plugins.prkv.static import observation_scores
 from kvseek.plugins.prkv.update import PUBLISH_STEPS
 from kvseek.plugins.registry import get_method
 
+pytestmark = pytest.mark.slow
 HOST = torch.device("cpu")
 # dtype, head_dim, group size, group_reduce
 SHAPES = [

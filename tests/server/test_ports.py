@@ -152,6 +152,7 @@ def test_a_port_that_the_user_named_is_never_replaced() -> None:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_server_comes_up_where_tritons_port_is_taken(
     random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_server_comes_up_where_tritons_port_is_taken(
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_replicas_come_up_where_the_routers_ports_are_taken(
     random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from kvseek.server.errors import ServerError
 from kvseek.server.launch import main
 from kvseek.server.processes import Program
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 LIMITS = ("--max_seq_len", "900", "--max_batch_size", "2")
 SECONDS = 300.0
 WORDS = "the harbour and its ships " * 8

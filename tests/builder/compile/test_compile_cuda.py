@@ -259,6 +259,7 @@ def struct_fields(struct_name: str, method: str, macros: set[str]) -> list[tuple
     return fields_of(struct_name, paths, macros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(max(len(VARIANTS), len(CASES))))
 def test_kernels_compile_and_python_mirrors_every_argument_struct(number: int) -> None:
     """The shared kernels, which are in every method's unit, for every case; those of a method for one of them."""

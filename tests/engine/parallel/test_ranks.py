@@ -76,6 +76,7 @@ def test_every_method_has_the_tokens_of_one_rank(
     check_equal(build_engine(model, method, *flags), build_engine(model, method, *flags, "--tp_size", "2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "heads", "kv_heads", "shape", "ranks", "flags"),
     [
