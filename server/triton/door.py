@@ -50,8 +50,8 @@ TRANSLATORS = 2  # threads that translate requests: more would take the engine's
 REMEMBERED_CALLS = 4096
 OF_DOORS = "kvseek_"  # how parameters begin that the gRPC door sends
 KEY_REFUSAL = (
-    "authorization: has none of the repository's API keys; send Bearer KEY as the request's parameter, or as a header that "
-    "tritonserver is told to forward"
+    "authorization: has none of the repository's API keys; send Bearer KEY as this parameter of the request, or over gRPC as a "
+    "header that tritonserver is told to forward"
 )
 logger = logging.getLogger(__name__)
 

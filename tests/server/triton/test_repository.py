@@ -137,8 +137,8 @@ def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, thi
     model, answer = "llm_tensorrt_llm", PROMPT + text(third)
     url = f"http://{triton.http_url}/v2/models/{model}/generate"
     body = {"text_input": PROMPT, "sampling_param_max_tokens": 10, "end_id": -1}
-    header = {"Authorization": BEARER}
-    reply = requests.post(url, json=body, headers=header, timeout=TIMEOUT).json()
+    keyed = body | {"authorization": BEARER}  # `generate` forwards no headers
+    reply = requests.post(url, json=keyed, timeout=TIMEOUT).json()
     assert reply == {"model_name": model, "model_version": "1", "text_output": answer}
     prompt, count = (
         grpc.InferInput("text_input", [1], "BYTES"),
@@ -153,8 +153,7 @@ def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, thi
         reply = requests.post(url, json=body | own, timeout=TIMEOUT)
         assert reply.status_code >= 400
         assert "authorization: has none of the repository's API keys" in reply.json()["error"]
-    body |= {"authorization": BEARER}  # where Triton forwards no headers
-    reply = requests.post(url, json=body | {"streaming": True}, timeout=TIMEOUT).json()
+    reply = requests.post(url, json=keyed | {"streaming": True}, timeout=TIMEOUT).json()
     assert "streaming = true: must be false, because llm_tensorrt_llm has one response" in reply["error"]
 
 
