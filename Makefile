@@ -10,7 +10,8 @@ JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 6 ? cores + 1 : 6)))
 PORTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# A file of tests is one process's, and tests/conftest.py says which comes first.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE := .cache/engines/smollm2-nested
 QUESTION ?= How many passengers did the Lady Trelawny land?
@@ -23,7 +24,7 @@ LOAD_ENGINE := .cache/engines/smollm2-load
 LOAD_RESULT ?= build/load.json
 PERF_ARGS ?=
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results load-tools check check-install lint types links format install model engine clean
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results load-tools check check-install lint sizes types links format install model engine clean
 
 demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -79,13 +80,14 @@ $(AIPERF): | install
 	$(PYTHON) -m venv $(LOAD)/aiperf
 	$(LOAD)/aiperf/bin/pip install -q $(PIP_ARGS) aiperf==0.13.0
 
-check: lint types model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls
-	$(PYTEST)
+# mypy has one thread, so it runs beside the tests; lint has made the links that it needs.
+check: lint model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls
+	$(BIN)/mypy -p kvseek & types=$$!; $(PYTEST); tests=$$?; wait $$types && exit $$tests
 
 check-install: install ## the Dockerfile's installation of target cpu without Docker, in a temporary folder; minutes, 3 GB
 	$(BIN)/python docker/check_install.py
 
-lint: install links
+lint: install links sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
@@ -96,6 +98,10 @@ links: # mypy and import-linter look for kvseek.core in the folder kvseek, not t
 	@find kvseek -maxdepth 1 -type l -delete
 	@for file in [a-z]*/__init__.py; do folder=$${file%/*}; \
 	    case $$folder in kvseek | tests) ;; *) ln -s ../$$folder kvseek/$$folder ;; esac; done
+
+sizes: # models and raw results do not belong into the history, where they stay for ever
+	@large=$$(git ls-files -z | xargs -0 -r sh -c 'find "$$@" -type f -size +500k' sh); \
+	    test -z "$$large" || { echo "larger than 500 KiB, so not for git: $$large"; exit 1; }
 
 types: install links
 	$(BIN)/mypy -p kvseek

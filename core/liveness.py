@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -50,3 +51,21 @@ def ask(path: Path, seconds: float) -> str | None:
             return asking.recv(MAX_ANSWER_BYTES).decode()
         except OSError:  # nobody listens yet, or nobody answers
             return None
+
+
+def silent_process(path: Path, seconds: float) -> int:
+    """Return the id of the process that listens at this socket and does not answer within so many seconds; 0: there is none."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(seconds)
+        try:
+            asking.connect(str(path))
+            pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # unix(7)
+        except OSError:
+            return 0
+        try:
+            asking.recv(MAX_ANSWER_BYTES)
+        except TimeoutError:
+            return int(pid)
+        except OSError:  # it has just ended
+            pass
+        return 0

@@ -6,6 +6,7 @@ there, and what another user owns or may replace is refused.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -77,11 +78,23 @@ def open_private_folder(path: Path, make: bool = True, own: bool = True) -> int:
     return opened
 
 
-def open_own_file(path: Path) -> int:
-    """Open a file for reading, and return its descriptor; raises PrivateFileError unless it is a file of this user's, OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_own_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file with these flags, and return its descriptor.
+
+    Raises PrivateFileError if it is a symbolic link or no file of this user's, OSError. What is written may go to a device of
+    root's instead, such as /dev/null.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise PrivateFileError(f"{path} is a symbolic link; name the file that it leads to") from None
+        raise
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+        return descriptor
+    if stat.S_ISCHR(found.st_mode) and found.st_uid == 0 and flags != os.O_RDONLY:
+        os.set_blocking(descriptor, True)
         return descriptor
     os.close(descriptor)
     raise PrivateFileError(

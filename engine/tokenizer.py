@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import ctypes
 import inspect
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 MAX_REASON = 300  # characters of a template's own error in ours
 LONGEST_RUN = 16  # tokens without complete text after which TextStream looks for a place to cut
 PROMPT_CONTEXT = 8  # tokens of the prompt with which the first ones of an answer are decoded
+TEMPLATE_SECONDS = 1.0  # most time of a processor for writing one conversation, which takes some milliseconds
 PROBE = "kvseekprobe"  # a text that no template changes
 PROBED = {
     "user": ["user"],
@@ -52,7 +56,7 @@ class Tokenizer:
 
     def __init__(self, engine_dir: Path) -> None:
         self._directory = engine_dir / TOKENIZER_FOLDER
-        self._lock = threading.Lock()
+        self._lock, self._template_lock = threading.Lock(), threading.Lock()
         self._loaded: Any = None
         self._special_ids: frozenset[int] = frozenset()
         self._byte_level = False  # whether the vocabulary spells bytes as characters, as GPT-2's does
@@ -143,10 +147,10 @@ class Tokenizer:
         Raises
         ------
         RequestError
-            The model has no chat template, the template fails on the messages or leaves out what one says, or the arguments
-            exclude each other.
+            The model has no chat template, the template fails on the messages, takes more than TEMPLATE_SECONDS or leaves out
+            what one says, or the arguments exclude each other.
         """
-        with self._lock:
+        with self._template_lock:  # one of its own: texts are encoded meanwhile
             if self._template is None:
                 self._template = ChatTemplate(self._directory)
         if continue_final_message and add_generation_prompt:
@@ -250,6 +254,54 @@ class Tokenizer:
         self._loaded = loaded
 
 
+class TemplateTimeout(BaseException):
+    """A template computes for too long. No Exception, which what a template calls may catch."""
+
+
+class TimeLimit:
+    """Raises TemplateTimeout in a thread that has computed for TEMPLATE_SECONDS; other threads' time does not count.
+
+    A template is a program that came with the model. Python hands the error over between two of its instructions.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._ends: dict[int, tuple[int, float]] = {}  # of threads: a clock of its computing, and when it ends
+        self._watch: threading.Thread | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        clock = time.pthread_getcpuclockid(thread)
+        with self._lock:
+            self._ends[thread] = clock, time.clock_gettime(clock) + TEMPLATE_SECONDS
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._run, name="limit-templates", daemon=True)
+                self._watch.start()
+        self._wake.set()
+        try:
+            yield
+        finally:
+            with self._lock:  # so that no error is on its way when this function returns
+                self._ends.pop(thread, None)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            time.sleep(TEMPLATE_SECONDS / 10)
+            with self._lock:
+                if not self._ends:
+                    self._wake.clear()
+                for thread, (clock, end) in list(self._ends.items()):
+                    if time.clock_gettime(clock) >= end:
+                        del self._ends[thread]
+                        number, error = ctypes.c_ulong(thread), ctypes.py_object(TemplateTimeout)
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+
+
+time_limit = TimeLimit()
+
+
 class ChatTemplate:
     """The template that writes a model's conversations, and the form in which it reads the content of messages.
 
@@ -274,7 +326,11 @@ class ChatTemplate:
         self._names = frozenset(("messages", "conversations", *parameters, *self._writer.special_tokens_map))
         self._in_parts: dict[str, bool | None] = {}
         for role in PROBED:
-            self._in_parts[role] = self._reads_parts(role)
+            try:
+                self._in_parts[role] = self._reads_parts(role)
+            except TemplateTimeout:  # a request tells
+                self._in_parts[role] = False
+                break
 
     def render(self, messages: Sequence[Mapping[str, Any]], how: Mapping[str, bool], extra: Mapping[str, Any]) -> str:
         """Write a conversation; raises as Tokenizer.apply_chat_template, whose arguments these are."""
@@ -295,6 +351,11 @@ class ChatTemplate:
                 )
         try:
             return self._write(messages, **how, **extra)
+        except TemplateTimeout:
+            raise RequestError(
+                f"messages: the model's chat template has not written them within {TEMPLATE_SECONDS:g} s of computing, which is "
+                "the limit; send fewer or shorter messages, or send the text as it is"
+            ) from None
         except Exception as error:  # a template is a program, which may raise anything
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             raise RequestError(
@@ -308,7 +369,8 @@ class ChatTemplate:
             else message
             for message in messages
         ]
-        text: str = self._writer.apply_chat_template(written, tokenize=False, **arguments)
+        with time_limit():
+            text: str = self._writer.apply_chat_template(written, tokenize=False, **arguments)
         return text
 
     def _reads_parts(self, role: str) -> bool | None:

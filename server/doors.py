@@ -40,7 +40,7 @@ from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.requests.keys import keys_of
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import RequestFactory
-from kvseek.server.requests.unread import WRITE_SECONDS, UnreadAnswers
+from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.triton.relay import TritonRelay
 
 from .ports import CLOSED, Ports, read_port
@@ -86,7 +86,7 @@ class Doors:
         self._triton = TritonRelay(triton_grpc, self._layout.names)
         self._state = ServerState(self._client, self._triton, self._layout.names)
         self._metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
-        unread = UnreadAnswers(settings.most_unread_bytes, write_seconds)
+        unread = settings.unread_answers(self._config, write_seconds)
         self._generations = Generations(self._client, settings.most_requests(self._config), unread)
         self._bodies = BodyReader(body_seconds)
         factory = RequestFactory(self._layout, self._config, self._tokenizer)

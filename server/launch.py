@@ -22,6 +22,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.liveness import ask
 from kvseek.core.manifest import verify
+from kvseek.core.private_files import PrivateFileError, open_own_file, open_private_folder
 from kvseek.engine.cache.prefix_file import RowShape
 from kvseek.engine.cache.prefix_folder import DEFAULT_DISK_BYTES, check_directory
 from kvseek.engine.parallel.nodes import check_nodes
@@ -32,7 +33,7 @@ from kvseek.server.triton.repository import write_models
 
 from .errors import ServerError
 from .ports import CLOSED, OFF, Ports, read_port, start_on_free_ports, written
-from .processes import Ask, Program, listens
+from .processes import APPEND, Ask, Program, listens
 from .scratch import alive_socket, close_shared_memory, free_shared_memory, memory_prefix, scratch_folder
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
 from .supervisor import Supervisor
@@ -155,11 +156,14 @@ def running_server(
 
 
 def check_log(log: Path | None) -> None:
-    """Raise ServerError if a log cannot be written."""
+    """Raise ServerError if a log cannot be written, or others could have it written elsewhere."""
     if log is None or log == STANDARD_OUTPUT:
         return
     try:
-        log.open("ab").close()
+        os.close(open_private_folder(log.parent, make=False, own=False))
+        os.close(open_own_file(log, APPEND))
+    except PrivateFileError as error:
+        raise ServerError(f"--log = {log}: {error}") from None
     except OSError as error:
         raise ServerError(
             f"--log = {log}: cannot be written ({error.strerror}); name a file in a folder that is there, or - for standard "

@@ -17,10 +17,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvseek.core.private_files import open_own_file
+
 from .errors import ServerError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here, because between fork and exec the loader's lock may be another thread's
+APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 LOG_BYTES = 64 << 10  # bytes of a log's end that are read for an error message
 LOG_LINES = 30
 REFUSAL = "error: "  # what the last words of a process of ours begin with that refuses to start
@@ -97,7 +100,7 @@ class Child:
         """Start the program; its output is appended to the file `output`, or goes to this process's output if that is None."""
         self.program, self._output, self._guard = program, output, guard
         self._written = output.stat().st_size if output is not None and output.is_file() else 0  # by others
-        with contextlib.nullcontext() if output is None else output.open("ab") as file:
+        with contextlib.nullcontext() if output is None else open(open_own_file(output, APPEND), "ab") as file:
             self.process = subprocess.Popen(
                 program.command,
                 env=program.environment,

@@ -15,12 +15,11 @@ from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
-from .engine.logits_room import LARGEST_AT_ONCE, LOGIT_BYTES
 from .errors import ServerError
 from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
+from .requests.unread import LARGEST_AT_ONCE, LOGIT_BYTES, OTHER_UNREAD_BYTES, WRITE_SECONDS, UnreadAnswers
 
 MAX_NAME_CHARACTERS = 256
-OTHER_UNREAD_BYTES = 64 << 20  # of answers that are not read yet, logits apart
 MIN_HANG_SECONDS = 5.0  # a busy machine may hold a process up for seconds
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
@@ -46,23 +45,26 @@ ENGINE_FLAGS: Flags = {
     "max_num_tokens": (int, "prompt tokens that one step of the engine reads at most"),
     "max_logits": (int, "logits (context and generation logits) that a request may ask for, 4 bytes each"),
     "default_timeout": (float, "seconds that a request may take if it does not say itself"),
+    "hang_seconds": (float, "after so long without an answer a process is killed and started again"),
     "otlp_endpoint": (str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
     "disk_dir": (_absolute, "directory in which beginnings of prompts outlive eviction and restarts"),
     "disk_bytes": (memory_size, "most bytes of them, such as 200GiB"),
 }
-OPENAI_FLAGS: Flags = {
-    "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
-    "api_key_file": (str, "file of the API keys, one a line, that all ports ask for but for health and metrics"),
+KEY_FLAGS: Flags = {
+    "api_key_file": (_absolute, "file of the API keys, one a line, that all ports ask for but for health and metrics"),
     "share_prefixes": (
         str,
         "which requests share what was read of prompts: those of one API key (key), or all",
     ),
 }
+OPENAI_FLAGS: Flags = {
+    "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
+    **KEY_FLAGS,
+}
 SERVE_FLAGS: Flags = {
     **ENGINE_FLAGS,
     "drain_seconds": (float, "seconds that requests may go on after SIGTERM"),
     "restarts": (int, "how often in a row a process that has died is started again"),
-    "hang_seconds": (float, "after so long without an answer a process is killed and started again"),
     "nnodes": (int, "hosts that the engine's ranks are divided among"),
     "rdzv_endpoint": (str, "HOST:PORT of the host of rank 0, where the ranks of the others find it"),
     "ranks_key_file": (_absolute, f"file with the key that all hosts have, instead of the variable {KEY_VARIABLE}"),
@@ -197,6 +199,10 @@ class ServeSettings:
     def most_unread_bytes(self) -> int:
         """Most bytes of answers that a door may leave unread, and that a door's clients may."""
         return OTHER_UNREAD_BYTES + LARGEST_AT_ONCE * LOGIT_BYTES * self.max_logits
+
+    def unread_answers(self, config: EngineConfig, seconds: float = WRITE_SECONDS) -> UnreadAnswers:
+        """Make the room for the answers that a door's clients have not read; `seconds`: see UnreadAnswers."""
+        return UnreadAnswers(self.most_unread_bytes, seconds, self.max_logits, config.model.vocab_size)
 
     def to_json(self) -> str:
         """Write the settings as JSON, for the command line of another process."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvseek.core.errors import text_of
+from kvseek.core.errors import KvseekError, text_of
 
 from .errors import ServerError
 from .processes import Child, Guard, Program
@@ -119,7 +119,7 @@ class Supervisor:
                 for watched in self._watched:
                     self._look_after(watched)
                 self._cut_log()
-        except ServerError as error:
+        except KvseekError as error:
             self.failure = str(error)
         except OSError as error:  # for want of a file, of memory or of processes
             self.failure = f"a process could not be started ({text_of(error)})"

@@ -65,6 +65,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("multi_gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
+    items[:] = in_turns(items)
+
+
+def in_turns(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Order the files of tests so that `make test`'s processes, which take them in this order, are busy to the end.
+
+    Tests of servers wait most of their time, and all others compute: so files of both kinds take turns, the long ones first.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+
+    def has(mark: str, own: list[pytest.Item]) -> bool:
+        return any(item.get_closest_marker(mark) for item in own)
+
+    order = []
+    for waits in (True, False):
+        kind = [own for own in files.values() if has("server", own) == waits]
+        kind.sort(key=lambda own: (not has("slow", own), -len(own)))
+        order += [((place + 0.5) / len(kind), own) for place, own in enumerate(kind)]
+    return [item for _, own in sorted(order, key=lambda one: one[0]) for item in own]
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,6 @@ from kvseek.server.requests.messages import (
 from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
 
-from .logits_room import LogitsRoom
 from .metrics import EngineMetrics
 from .probe import Probe
 from .tracing import RequestTracer
@@ -95,13 +94,12 @@ class Door:
     def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
         self._server, self._writer = server, writer
         self._handles: dict[int, int] = {}  # the door's number of a request → the service's handle
-        self._room = LogitsRoom(server.service.config.model.vocab_size, server.settings.max_logits)
 
     def send(self, message: FromEngine) -> None:
         """Send a message, unless the door has gone; a door that has stopped reading is disconnected."""
         if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other doors would be lost
             return
-        unread = self._unread()
+        unread = int(self._writer.transport.get_write_buffer_size())
         if unread > self._server.settings.most_unread_bytes:
             logger.error("a door has left %d bytes unread: it is disconnected", unread)
             self._writer.transport.abort()
@@ -122,7 +120,6 @@ class Door:
         for number, output in outputs:
             if output.finish_reason is not None:
                 self._handles.pop(number, None)
-                self._room.free(number)
             message.append((number, output))
             logits += len(output.context_logits) + len(output.generation_logits)
             if logits >= FRAME_BYTES:
@@ -164,7 +161,6 @@ class Door:
             server.outbox.put(self, number, output)
 
         try:
-            self._room.reserve(number, request, self._unread())
             self._handles[number] = server.service.submit(request, on_output)
         except Exception as error:
             if not isinstance(error, KvseekError):
@@ -175,10 +171,6 @@ class Door:
             if span is not None:
                 _observed(lambda: span.end(end))
             self.pass_on([(number, end)])
-
-    def _unread(self) -> int:
-        """Return the bytes that the door has not read, without those that the system holds."""
-        return int(self._writer.transport.get_write_buffer_size())
 
     def leave(self) -> None:
         """Cancel all requests of a door that has gone, because nobody waits for them."""
@@ -314,13 +306,15 @@ async def run(arguments: argparse.Namespace) -> int:
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
     disk = DiskSettings(None if settings.disk_dir is None else Path(settings.disk_dir), settings.disk_bytes)
     numbers = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
+    if arguments.shared:  # its doors wait however long loading takes, and kill a process that does not answer meanwhile
+        answering = await answer_at(arguments.alive)  # noqa: F841  until the loop ends
     service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *numbers, disk, settings.nodes)
     await asyncio.to_thread(_load_vocabulary, service)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)
     try:
         server = EngineServer(service, settings, metrics, tracer, arguments.shared)
-        return await server.serve(arguments.socket, arguments.alive)
+        return await server.serve(arguments.socket, None if arguments.shared else arguments.alive)
     finally:
         await asyncio.to_thread(service.close)
         if tracer is not None:

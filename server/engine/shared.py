@@ -2,7 +2,8 @@
 
 Models in a tritonserver that was started by hand, and `kvseek openai`, share one engine process: all that have the same engine
 directory, settings, GPUs and installation of kvseek, and run as the same user. Whoever comes first starts the process. The
-process ends when the last of them has left. If it dies, whoever notices first starts the next one.
+process ends when the last of them has left. If it dies, whoever notices first starts the next one. If it hangs, each of them
+finds that out by itself, as the supervisor of a `kvseek serve` does, and kills it.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import fcntl
 import hashlib
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from kvseek.core.config_file import read_config
+from kvseek.core.liveness import silent_process
 from kvseek.core.manifest import read_manifest
 from kvseek.server.errors import ServerError
-from kvseek.server.processes import UMASK
+from kvseek.server.processes import ASK_SECONDS, QUESTIONS, UMASK
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.settings import ServeSettings
+from kvseek.server.settings import KEY_FLAGS, ServeSettings
 
 FIRST_DELAY_SECONDS = 0.25  # between two starts of a process that ends again and again; doubles each time
 LONGEST_DELAY_SECONDS = 30.0
@@ -57,7 +61,8 @@ class SharedEngine:
         self._engine_dir, self._settings = engine_dir.resolve(), settings
         self.config = read_config(self._engine_dir)
         fingerprint = read_manifest(self._engine_dir).fingerprint  # a directory that was built anew is another engine
-        own = replace(settings, layout=ServeSettings.layout).to_json()  # layouts are the doors' own
+        of_doors = {name: getattr(ServeSettings, name) for name in ("layout", *KEY_FLAGS)}  # their own
+        own = replace(settings, **of_doors).to_json()
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         # Programs of another kvseek have other messages: they get an engine process of their own.
         identity = (str(self._engine_dir), fingerprint, own, devices, sys.prefix, version("kvseek"))
@@ -69,8 +74,10 @@ class SharedEngine:
                 f"{self.socket} has {size} bytes: must be <= {MAX_SOCKET_BYTES}, as a socket's path; set TMPDIR to a shorter one"
             )
         self._process: subprocess.Popen[bytes] | None = None
+        self._alive = self.socket.with_suffix(".up")
         self._started_at, self._start_at, self._delay = 0.0, 0.0, FIRST_DELAY_SECONDS
         self.failure = ""  # how the last process that failed here has failed; empty if none has
+        threading.Thread(target=self._look_after, name="look-after-engine", daemon=True).start()
 
     def start_if_absent(self) -> None:
         """Start the process unless it runs, or its next start has to wait; returns soon. Called again and again."""
@@ -87,7 +94,7 @@ class SharedEngine:
     def _start(self) -> None:
         command = [sys.executable, "-m", "kvseek.server.engine.process", "--shared"]
         command += ["--engine_dir", str(self._engine_dir), "--socket", str(self.socket)]
-        command += ["--settings", self._settings.to_json()]
+        command += ["--alive", str(self._alive), "--settings", self._settings.to_json()]
         _own_folder()  # somebody may have cleared the folder of temporary files
         with self.socket.with_suffix(".lock").open("w") as lock:
             try:
@@ -100,6 +107,22 @@ class SharedEngine:
                 command, stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),), start_new_session=True, umask=UMASK
             )
             self._started_at = time.monotonic()
+
+    def _look_after(self) -> None:
+        """Kill the process when it has not answered for `hang_seconds`, whoever has started it; in a thread of its own."""
+        silent = [0] * QUESTIONS
+        while True:
+            silent = [*silent[1:], silent_process(self._alive, self._settings.hang_seconds / QUESTIONS)]
+            if silent[0] and len(set(silent)) == 1:
+                logger.error(
+                    "the engine process %d has not answered for %g s and is killed",
+                    silent[0],
+                    self._settings.hang_seconds,
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(silent[0], signal.SIGKILL)
+            if not silent[-1]:
+                time.sleep(ASK_SECONDS)
 
     def _fail(self, failure: str) -> None:
         """Note a failure; the next start waits, twice as long as the last time unless a process has run long in between."""

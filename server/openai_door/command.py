@@ -25,7 +25,6 @@ from kvseek.server.process_metrics import server_text
 from kvseek.server.processes import leave_no_core, raise_file_limit
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
-from kvseek.server.requests.unread import UnreadAnswers
 from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
 from kvseek.server.triton.repository import read_models
 
@@ -40,7 +39,7 @@ class OpenAIServer:
     def __init__(self, engine_dir: Path, engine: SharedEngine, settings: ServeSettings) -> None:
         self._client = EngineClient(engine.socket, asyncio.get_running_loop(), engine.start_if_absent)
         self._state = ServerState(self._client, None)
-        unread = UnreadAnswers(settings.most_unread_bytes)
+        unread = settings.unread_answers(engine.config)
         self._generations = Generations(self._client, settings.most_requests(engine.config), unread)
         self._door = OpenAIDoor(
             engine_dir,
@@ -101,7 +100,8 @@ async def run(arguments: argparse.Namespace) -> None:
         )
     engine_dir, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
     own = settings_of(arguments, OPENAI_FLAGS)
-    settings_here = dataclasses.replace(settings, **{name: getattr(own, name) for name in OPENAI_FLAGS})
+    given = {name: value for name in OPENAI_FLAGS if (value := getattr(own, name)) != getattr(ServeSettings, name)}
+    settings_here = dataclasses.replace(settings, **given)  # the rest is the repository's, its keys among them
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -20,7 +20,7 @@ from kvseek.server.workers import Workers
 
 from .engine_client import Callback, EngineClient
 from .served_request import Chunk, ServedRequest, after
-from .unread import UnreadAnswer, UnreadAnswers, size_of
+from .unread import UnreadAnswer, UnreadAnswers, logit_bytes, size_of
 
 MAKERS = 2  # threads that tokenise: more would take the engine's cores
 GONE_SECONDS = 2.0  # time without an engine process after which open requests cannot end any more
@@ -120,19 +120,25 @@ class Generations:
         What the engine puts out counts as unread: in a stream until the client has read it and the next output comes, else until
         `answer` ends.
 
-        Entering the context raises UnavailableError if there is no engine, and TimeoutExpiredError if the request's time is over.
-        Iterating raises CodedError when the engine ends the request with an error, and QueueFullError if there is no room for
-        the answer.
+        Entering the context raises UnavailableError if there is no engine, TimeoutExpiredError if the request's time is over, and
+        QueueFullError or RequestError if there is no room for the logits that it asks for. Iterating raises CodedError when the
+        engine ends the request with an error, and QueueFullError if there is no room for the answer.
         """
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        reserved = 0
 
         def take(output: StepOutput) -> None:
+            nonlocal reserved
+            arrived = min(reserved, logit_bytes(output))
+            reserved -= arrived
+            self.unread.release(arrived)
             outputs.put_nowait(output)
             answer.add(size_of(output))
 
         self.open += 1
         try:
             with self.counting_refusals():
+                reserved = self.unread.reserve(served.request)
                 request = after(served.request, time.monotonic() - ticket.arrived)
                 ticket.number = await self._submit(request, take, trace)
             try:
@@ -144,6 +150,8 @@ class Generations:
                 self._client.cancel(ticket.number)  # does nothing if the request has ended
         finally:
             self.open -= 1
+            self.unread.release(reserved)
+            reserved = 0
 
     def stop(self, request_id: str, owner: str) -> None:
         """End the requests of an owner to which their clients gave this id; an empty id, or owner, matches none."""

@@ -75,6 +75,8 @@ class Parameters:
         W3C trace context of the client, or empty.
     Streaming : bool
         What NVIDIA's clients send beside the input `streaming`, which decides.
+    authorization : str
+        `Bearer KEY`, where clients reach the model without a door of kvseek in between, or empty.
     kvseek_call : str
         The gRPC door's name of the client's call, or empty. Clients cannot send it.
     kvseek_owner : str
@@ -87,6 +89,7 @@ class Parameters:
 
     traceparent: str = ""
     Streaming: bool = False
+    authorization: str = ""
     kvseek_call: str = ""
     kvseek_owner: str = ""
     kvseek_secret: str = ""
@@ -99,6 +102,8 @@ def read_parameters(parameters: str, model: str) -> Parameters:
     Raises RequestError on an unknown parameter or a wrong type, so that nothing that a client asks for is ignored.
     """
     values = json.loads(parameters or "{}")
+    if "Authorization" in values:  # HTTP's header as its client has written it, if Triton forwards it
+        values["authorization"] = values.pop("Authorization")
     kinds = {field.name: type(field.default) for field in dataclasses.fields(Parameters)}
     for name in sorted(values):
         if name not in kinds:

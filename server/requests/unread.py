@@ -4,6 +4,9 @@ A client that asks and does not read costs the memory of its answer, whatever el
 the moment a part of it arrives at the door until that part has been handed to the system or, over gRPC, to the client. When
 there is no room for more, the answer ends that costs most: by its bytes, times the seconds for which its client has left a write
 waiting. So clients that read, and those whose answers are small, are not harmed by those that do not read.
+
+Logits are the largest answers by far. Room for them is reserved before their request is submitted, so that none are computed for
+which there is no room.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from kvseek.core.errors import QueueFullError
-from kvseek.core.request import StepOutput
+from kvseek.core.errors import QueueFullError, RequestError
+from kvseek.core.request import Request, StepOutput
 
 WRITE_SECONDS = 60.0  # time for which a client may leave an answer unread before it counts as gone,
 WRITE_BYTES_PER_SECOND = 1 << 20  # and the rate at which it has to read a large one besides
 PIECE_BYTES = 512  # what an output or a message takes in memory besides its contents
 LEAST_WAIT = 0.01  # seconds for which an answer counts whose client has left nothing waiting
 LOGPROB_BYTES = 120  # what a token's log probability takes
+LOGIT_BYTES = 4
+LARGEST_AT_ONCE = 4  # requests of the largest number of logits for which there is room at a time
+OTHER_UNREAD_BYTES = 64 << 20  # of answers, logits apart
 
 
 class UnreadError(ConnectionError):
@@ -35,15 +41,22 @@ class UnreadAnswers:
         Most bytes that they may have.
     seconds : float
         Time in which a client must read what is written to it; a second more for each WRITE_BYTES_PER_SECOND.
+    max_logits : int
+        Most logits that one request may ask for.
+    vocabulary : int
+        Logits of one token.
 
     Attributes
     ----------
     bytes : int
         Bytes that they have now.
+    reserved : int
+        Bytes of logits that have not arrived yet.
     """
 
-    def __init__(self, limit: int, seconds: float = WRITE_SECONDS) -> None:
-        self.limit, self.seconds, self.bytes = limit, seconds, 0
+    def __init__(self, limit: int, seconds: float = WRITE_SECONDS, max_logits: int = 0, vocabulary: int = 1) -> None:
+        self.limit, self.seconds, self.bytes, self.reserved = limit, seconds, 0, 0
+        self._max_logits, self._vocabulary = max_logits, vocabulary
         self._answers: set[UnreadAnswer] = set()
 
     @contextmanager
@@ -56,6 +69,31 @@ class UnreadAnswers:
         finally:
             answer.close()
             self._answers.discard(answer)
+
+    def reserve(self, request: Request) -> int:
+        """Reserve room for the logits of a request; returns their bytes, which `release` gives back.
+
+        Raises RequestError if the request asks for too many logits, and QueueFullError if there is no room for them now.
+        """
+        logits = request.logits(self._vocabulary)
+        if logits > self._max_logits:
+            raise RequestError(
+                f"{request.logit_fields}: {logits // self._vocabulary:,} tokens × {self._vocabulary:,} logits are asked for: "
+                f"must be <= --max_logits = {self._max_logits:,}; ask for those of fewer tokens, or start the server with a "
+                "larger --max_logits"
+            )
+        held, size = self.bytes + self.reserved, LOGIT_BYTES * logits
+        if size and held + size > self.limit:
+            raise QueueFullError(
+                f"{request.logit_fields}: {held:,} bytes are on their way to clients: must be <= {self.limit:,} with the "
+                f"{size:,} of this request; send it again later"
+            )
+        self.reserved += size
+        return size
+
+    def release(self, size: int) -> None:
+        """Give back reserved bytes that have arrived, or will not."""
+        self.reserved -= size
 
     def make_room(self) -> None:
         """End answers until the rest is within the limit."""
@@ -154,4 +192,9 @@ def size_of(output: StepOutput) -> int:
     """Estimate the bytes of memory that an output takes until it is written."""
     told = output.prompt_logprobs if output.logprobs is None else (*output.prompt_logprobs, output.logprobs)
     numbers = sum(1 + len(each.top) for each in told)
-    return PIECE_BYTES + LOGPROB_BYTES * numbers + len(output.context_logits) + len(output.generation_logits)
+    return PIECE_BYTES + LOGPROB_BYTES * numbers + logit_bytes(output)
+
+
+def logit_bytes(output: StepOutput) -> int:
+    """Count the bytes of an output's logits."""
+    return len(output.context_logits) + len(output.generation_logits)

@@ -28,7 +28,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.keys import Tenant
+from kvseek.server.requests.keys import Keys, Tenant, keys_of
 from kvseek.server.requests.layouts import LAYOUTS
 from kvseek.server.requests.served_request import (
     MAX_ID_CHARACTERS,
@@ -49,6 +49,10 @@ from .stub import require_readable_arrays
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
 OF_DOORS = "kvseek_"  # how parameters begin that the gRPC door sends
+KEY_REFUSAL = (
+    "authorization: has none of the repository's API keys; send Bearer KEY as this parameter of the request, or over gRPC as a "
+    "header that tritonserver is told to forward"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -96,11 +100,13 @@ class TritonDoor:
             tokenizer.encode("")  # reads the files now rather than in the first request
         # Whether clients reach the model without a door of kvseek in between.
         self._for_anyone = not parameters["socket"]
+        self._keys = keys_of(settings) if self._for_anyone else Keys(())
         self._client = _connect(directory, settings, parameters["socket"])
         if parameters["socket"]:
             answer_from_thread(alive_socket(Path(parameters["socket"]).parent, self._name))
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()  # streams that have not been closed
+        self._unread = settings.unread_answers(engine_config)  # what Triton has taken is out of sight
         self._translating, self._max_translating = 0, settings.most_requests(engine_config)
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
         self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
@@ -130,8 +136,12 @@ class TritonDoor:
             raise RequestError(
                 f"{', '.join(own)}: {self._name} has no such inputs, which only doors of kvseek send; leave them out"
             )
-        stream.call, stream.owner = parameters.kvseek_call, parameters.kvseek_owner
-        stream.tenant = Tenant(bytes.fromhex(parameters.kvseek_secret))
+        tenant = self._keys.tenant(parameters.authorization)
+        if tenant is None:
+            raise RequestError(KEY_REFUSAL)
+        if not self._for_anyone:  # the door has asked for a key
+            tenant = Tenant(bytes.fromhex(parameters.kvseek_secret), parameters.kvseek_owner)
+        stream.call, stream.tenant, stream.owner = parameters.kvseek_call, tenant, tenant.owner
         if parameters.kvseek_leave:
             self._leave_call(stream.call)
         elif scalar(tensors, "stop", False):
@@ -194,6 +204,9 @@ class TritonDoor:
     def _submit(self, stream: Stream, part: Part, trace: str) -> None:
         request = after(part.served.request, time.monotonic() - stream.arrived)
         request = replace(request, cache_salt=stream.tenant.salt(request.cache_salt))
+        with self._lock:
+            if stream in self._streams:  # else it has ended, and nothing would give the room back
+                part.reserved = self._unread.reserve(request)
         part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
         if stream.left or stream.stopped or stream.closed or part.ended:  # this happened before the number was known
             self._client.cancel(part.number)
@@ -248,6 +261,9 @@ class TritonDoor:
     def _forget(self, stream: Stream) -> None:
         with self._lock:
             self._streams.discard(stream)
+            for part in stream.parts:
+                self._unread.release(part.reserved)
+                part.reserved = 0
 
     def _open_streams(self) -> list[Stream]:
         with self._lock:

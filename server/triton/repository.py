@@ -18,10 +18,12 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.manifest import verify
 from kvseek.server.errors import ServerError
+from kvseek.server.requests.keys import keys_of
 from kvseek.server.requests.layouts import LAYOUTS
-from kvseek.server.settings import ENGINE_FLAGS, ServeSettings, add_flags, settings_of
+from kvseek.server.settings import ENGINE_FLAGS, KEY_FLAGS, ServeSettings, add_flags, settings_of
 
 CONFIG = "config.pbtxt"
+FLAGS = {**ENGINE_FLAGS, **KEY_FLAGS}
 PARAMETERS = {"model", "engine_dir", "socket", "settings"}  # of each of kvseek's models
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -120,7 +122,7 @@ def make_parser() -> Parser:
         default="true",
         help="false: one response a request, for clients that use ModelInfer; no streams (default: %(default)s)",
     )
-    add_flags(parser, ENGINE_FLAGS)
+    add_flags(parser, FLAGS)
     return parser
 
 
@@ -149,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target: Path = arguments.output
     part = target.with_name(f"{target.name}.part")
     try:
-        settings = settings_of(arguments, ENGINE_FLAGS)
+        settings = settings_of(arguments, FLAGS)
+        keys_of(settings)  # a wrong file is an error here already
         names = _checked_names(arguments.name, arguments.engine_dir)
         for directory in arguments.engine_dir:
             verify(directory)

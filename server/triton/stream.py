@@ -30,11 +30,14 @@ class Part:
         The outputs `batch_index` and `sequence_index`, if the model has them.
     number : int or None
         Number of the part at the engine, once it has been submitted.
+    reserved : int
+        Bytes that are reserved for its logits.
     """
 
     served: ServedRequest
     index: Chunk
     number: int | None = None
+    reserved: int = 0
     ended: bool = False
 
 

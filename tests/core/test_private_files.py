@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvseek.core.private_files import PrivateFileError, open_own_file, open_private_folder, read_key_file
+from kvseek.server.processes import APPEND
 
 OTHER = 4242  # a user that is neither this one nor root
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -67,8 +68,10 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
 
 def test_no_link_is_followed_to_a_file_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(write(tmp_path / "key", 0o600))
-    with pytest.raises(OSError, match="symbolic links"):
-        open_own_file(tmp_path / "link")
+    for flags in (os.O_RDONLY, APPEND):
+        with pytest.raises(PrivateFileError, match="link is a symbolic link; name the file that it leads to"):
+            open_own_file(tmp_path / "link", flags)
+    os.close(open_own_file(Path("/dev/null"), APPEND))
     os.close(open_own_file(tmp_path / "key"))
 
 

@@ -285,7 +285,6 @@ HOSTILE = {
     "many properties": raw({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}),
     "large enum": raw({"enum": [f"value {i}" for i in range(3000)]}),
     "multiple": raw({"type": "integer", "multipleOf": 999_999_937}),
-    "power of two": raw({"type": "integer", "multipleOf": 2**31}),  # which the library's own limits do not stop
     "many unions": raw(
         {
             "anyOf": [
@@ -356,10 +355,9 @@ def test_a_guide_that_ends_its_trial_is_refused_alone(guides: Guides) -> None:
     message = (
         "guided_decoding_guide: cannot be followed: compiling it takes more than 5 s of processor time or 2 GiB of"
     )
-    for _ in range(2):
-        with pytest.raises(RequestError, match=message):
-            guides.matcher(schema({"type": "integer", "multipleOf": 2**31}))
-        guides.matcher(digits)
+    with pytest.raises(RequestError, match=message):
+        guides.matcher(schema({"type": "integer", "multipleOf": 2**31}))
+    guides.matcher(digits)
     process = guides._trial._process
     assert process is not None
     process.kill()

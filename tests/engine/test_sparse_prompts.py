@@ -164,6 +164,7 @@ def test_ranks_choose_for_their_own_heads(directory: Callable[..., Path]) -> Non
     assert answers[0][1] == answers[1][1]
 
 
+@pytest.mark.slow
 def test_a_real_model_answers_from_a_long_prompt(smollm2_gguf: Path, build_engine: BuildEngine, document: str) -> None:
     """As with dense prompts, with half of the budget that would cover the past; what is asked for is far from the question."""
     path = build_engine(smollm2_gguf, "full", "--max_batch_size", "1", "--max_seq_len", "4096", "--no-check")

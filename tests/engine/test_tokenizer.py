@@ -1,5 +1,7 @@
 """Tokenizer and text streaming: with a byte-level tokenizer made here, with needle's and with SmolLM2's."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -269,6 +271,32 @@ def test_whatever_a_template_raises_is_a_refusal_that_names_it(tmp_path, templat
     save_tiny_tokenizer(tmp_path, template)
     with pytest.raises(RequestError, match=r"^messages: cannot be written by the model's chat template \(\w+"):
         Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "When?"}])
+
+
+@pytest.mark.parametrize(
+    "loops",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
+    ],
+)
+def test_a_template_that_computes_for_long_is_ended_and_nothing_else_is(tmp_path, loops):
+    save_tiny_tokenizer(
+        tmp_path, "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + loops + "{% endif %}"
+    )
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "When?"}]) == "When?"
+    with ThreadPoolExecutor(1) as pool:
+        looping = pool.submit(tokenizer.apply_chat_template, [{"role": "user", "content": "loop"}])
+        while not looping.done():
+            assert tokenizer.apply_chat_template([{"role": "user", "content": "When?"}]) == "When?"
+            assert tokenizer.encode("When?")
+            time.sleep(0.05)
+        with pytest.raises(
+            RequestError, match=r"^messages: the model's chat template has not written them within 1 s of"
+        ):
+            looping.result()
+        assert pool.submit(sum, range(10**6)).result(), "the thread goes on"
 
 
 def test_what_a_template_is_given(tmp_path):

@@ -59,7 +59,7 @@ def test_after_a_nan_canaries_have_their_answers(method: str, place: str, load: 
 def test_flipped_bits_fail_by_name_or_give_an_answer(method: str, place: str, load: Load, plain: Plain) -> None:
     """What stays finite is not noticed (docs/robustness.md), but ends no other request and nothing else."""
     engine, chance = load(method), random.Random(1)
-    for bit in (30, 30, 27, 3, 31):
+    for bit in (30, 27, 3):
         outcome = trial(engine, plain, place, bit, chance)
         assert outcome.others == {"right": 1}
 

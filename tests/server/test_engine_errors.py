@@ -299,16 +299,13 @@ def test_a_step_that_fails_ends_its_requests_and_no_later_one(failing: Door) -> 
 def test_an_engine_that_cannot_go_on_ends_its_process_by_name(
     prompt: int, error: str, poisoned: Poisoned, tmp_path: Path
 ) -> None:
-    """All its requests are told why, and the process that is started in its place serves."""
+    """All its requests are told why."""
     where = (poisoned.directory, tmp_path / "engine.sock", ServeSettings(threads=1))
     module = "tests.support.failing_engine"
-    with doors(*where) as door, ThreadPoolExecutor() as pool:
-        with engine_process(*where, module) as process:
-            wait_for(lambda: not asked(door, "generate", (5,)), "the door has found the engine")
-            beside = pool.submit(asked, door, "generate_stream", (5, 6), 3000)
-            told = asked(door, "v1", range(5, 5 + prompt))
-            assert error in told
-            assert error in beside.result(SECONDS)
-            assert process.wait(SECONDS) == STATUS_FAILED
-        with engine_process(*where, module):
-            wait_for(lambda: not asked(door, "generate", (5,)), "the door has found the next engine")
+    with doors(*where) as door, ThreadPoolExecutor() as pool, engine_process(*where, module) as process:
+        wait_for(lambda: not asked(door, "generate", (5,)), "the door has found the engine")
+        beside = pool.submit(asked, door, "generate_stream", (5, 6), 3000)
+        told = asked(door, "v1", range(5, 5 + prompt))
+        assert error in told
+        assert error in beside.result(SECONDS)
+        assert process.wait(SECONDS) == STATUS_FAILED

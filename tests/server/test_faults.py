@@ -1,4 +1,4 @@
-"""Faults of a real server: killed and stopped processes, damaged files, a full disk, no extents left, shutdown."""
+"""Faults of a real server: killed and stopped processes, damaged files, a full disk, shutdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from tests.server.soak.engine import MAX_SEQ_LEN, build_soak_engine
+from tests.server.soak.engine import build_soak_engine
 from tests.server.soak.runner import ENDED
 from tests.support.live_server import LiveServer, live_server, serve_command
 from tests.support.server_streams import TIMEOUT, Stream, tokens
@@ -36,8 +36,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(directory, tmp_path_factory.mktemp("log") / "server.log", "--restarts", "20") as server:
+    """Its log is on a full disk, which is no fault."""
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with live_server(directory, log, "--restarts", "20", "--log", "/dev/full") as server:
         yield server
+        assert server.stop() == 0
 
 
 def running(server: LiveServer, route: str, count: int = LONG) -> Stream:
@@ -90,12 +93,11 @@ def test_a_killed_process_is_started_again_and_its_clients_are_told(
         assert streams[route].count > SHORT, "a stream that does not need the process goes on"
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
-def test_nothing_outlives_the_launcher(directory: Path, tmp_path: Path, stopped: bool) -> None:
+def test_nothing_outlives_the_launcher(directory: Path, tmp_path: Path) -> None:
     """No process, though all are stopped, and after the next start no folder and no shared memory."""
     with live_server(directory, tmp_path / "server.log") as server:
         others = [pid for name, pid in server.process_ids().items() if name != "serve"]
-        for pid in others if stopped else ():
+        for pid in others:
             os.kill(pid, signal.SIGSTOP)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(TIMEOUT)
@@ -145,7 +147,8 @@ def test_a_stopped_engine_is_not_ready_until_it_goes_on(server: LiveServer) -> N
     ready = f"http://{server.http_url}/v2/health/ready"
     pid = server.kill("engine", signal.SIGSTOP)
     try:
-        wait_for(lambda: requests.get(ready, timeout=30).status_code == 503, "not ready")
+        wait_for(lambda: "has not answered for 10 s" in requests.get(ready, timeout=30).text, "not ready")
+        assert requests.get(ready, timeout=30).status_code == 503
         live = requests.get(f"http://{server.http_url}/v2/health/live", timeout=5).status_code
         assert live == 200, "a server that comes back is not to be killed"
     finally:
@@ -179,24 +182,14 @@ def test_an_engine_damaged_while_it_is_served_ends_the_server_after_its_restarts
 ) -> None:
     copy = Path(shutil.copytree(directory, tmp_path / "engine"))
     log = tmp_path / "server.log"
-    with live_server(copy, log, "--restarts", "2") as server:
+    with live_server(copy, log, "--restarts", "1") as server:
         damage(copy)
         check_serves(server)
         server.kill("engine")
         assert server.process.wait(TIMEOUT) == 1
     errors = log.with_suffix(".errors").read_text()
-    assert "after 2 restarts in a row (--restarts)" in errors
+    assert "after 1 restarts in a row (--restarts)" in errors
     assert ".safetensors" in errors, "the end of the log says why"
-
-
-def test_a_full_log_disk_does_not_matter(directory: Path, tmp_path: Path) -> None:
-    with live_server(directory, tmp_path / "server.log", "--log", "/dev/full") as server:
-        check_serves(server)
-        pid = server.kill("engine")
-        server.wait_replaced("engine", pid)
-        server.wait_ready()
-        check_serves(server)
-        assert server.stop() == 0
 
 
 def test_prefixes_outlive_a_killed_engine_and_a_restart(directory: Path, tmp_path: Path) -> None:
@@ -206,25 +199,13 @@ def test_prefixes_outlive_a_killed_engine_and_a_restart(directory: Path, tmp_pat
             expected = tokens(server, "grpc", prompt, SHORT).join().ids
             assert (server.metric("kvseek:prefix_cache_hits_total") > 1024) == (start > 0)
             wait_for(lambda: server.metric("kvseek:prefix_disk_files") == 2, "both extents on disk")
-            pid = server.kill("engine")
-            server.wait_replaced("engine", pid)
-            server.wait_ready()
-            assert tokens(server, "http_stream", prompt, SHORT).join().ids == expected
+            if start == 0:
+                pid = server.kill("engine")
+                server.wait_replaced("engine", pid)
+                server.wait_ready()
+                assert tokens(server, "http_stream", prompt, SHORT).join().ids == expected
             assert server.metric("kvseek:prefix_disk_loaded_tokens_total") == len(prompt) - 1
             assert server.stop() == 0
-
-
-def test_requests_wait_for_extents_and_those_that_can_never_fit_are_refused(tmp_path: Path) -> None:
-    directory = build_soak_engine(tmp_path, "full", extents=2)
-    with live_server(directory, tmp_path / "server.log") as server:
-        prompts = [tuple((7 * i + 3 * j) % 380 for i in range(1400)) for j in range(6)]
-        streams = [tokens(server, ROUTES[j % 2], prompt, 40) for j, prompt in enumerate(prompts)]  # two extents each
-        too_long = tokens(server, "grpc", PROMPT, MAX_SEQ_LEN - len(PROMPT)).join()
-        assert "kv_cache_host_memory_bytes" in too_long.error
-        for stream, prompt in zip(streams, prompts, strict=True):
-            assert stream.join().count == 40, stream.error
-            assert stream.ids == tokens(server, "grpc", prompt, 40).join().ids
-        assert server.metric("kvseek:num_requests_running") == 0
 
 
 def test_sigterm_lets_streams_finish_and_ends_the_others_as_shutdown(directory: Path, tmp_path: Path) -> None:

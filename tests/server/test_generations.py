@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pytest
 
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.server.requests.generations import CodedError, Generations, Ticket
-from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers
+from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, size_of
 from kvseek.server.workers import Workers
 
 UNREAD = UnreadAnswers(1 << 20)
@@ -121,6 +121,32 @@ def test_data_of_clients_that_have_left_is_freed_while_others_hold_the_threads()
         gate.set()
         await slow
         workers.close()
+
+    asyncio.run(run())
+
+
+def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> None:
+    unread = UnreadAnswers(1 << 20, max_logits=100, vocabulary=10)
+
+    async def run() -> None:
+        client, served = Client(), Served()
+        generations = Generations(client, 4, unread)  # type: ignore[arg-type]
+        served.request = Request((1,), 4, SamplingParams(return_generation_logits=True))
+        with unread.answer() as answer:
+            async with generations.generate(served, ticket(), answer) as chunks:
+                assert (unread.reserved, unread.bytes) == (160, 0)
+                client.give(StepOutput(7, token_id=5, generation_logits=bytes(40)))
+                assert (unread.reserved, unread.bytes) == (120, size_of(StepOutput(7)) + 40)
+                await anext(chunks)
+            assert unread.reserved == 0
+            client.give(StepOutput(7, token_id=5, generation_logits=bytes(40)))  # before the engine knows
+            assert unread.reserved == 0
+        served.request = Request((1,), 40, served.request.sampling)
+        with pytest.raises(RequestError, match="--max_logits"), unread.answer() as answer:
+            async with generations.generate(served, ticket(), answer):
+                pass
+        assert len(client.requests) == 1
+        assert client.counted == [ErrorCode.INVALID]
 
     asyncio.run(run())
 

@@ -179,6 +179,12 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
             r"--log = /nonexistent/x.log: cannot be written \(No such file or directory\)",
         ),
         (("--log", "DIR"), r"--log = \S+: cannot be written \(Is a directory\)"),
+        (("--log", "DIR/link"), r"--log = \S+: \S+/link is a symbolic link; name the file that it leads to"),
+        (("--log", "DIR/above/x.log"), r"--log = \S+: \S+/above is a symbolic link; name the folder that it leads to"),
+        (
+            ("--log", "DIR/all/x.log"),
+            r"--log = \S+: \S+/all has the mode 0777, so other users may replace what is in it",
+        ),
         (("--http_port", "7001", "--grpc_port", "7001"), r"--grpc_port = 7001: must be another port than --http_port"),
         (
             ("--openai_port", "7001", "--metrics_port", "7001"),
@@ -203,6 +209,10 @@ def test_what_can_be_checked_is_refused_before_a_process_starts(
     message: str,
 ) -> None:
     monkeypatch.setattr(launch, "Supervisor", None)
+    (tmp_path / "link").symlink_to(tmp_path / "planted.log")
+    (tmp_path / "above").symlink_to(tmp_path)
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all").chmod(0o777)
     flags = tuple(flag.replace("DIR", str(tmp_path)) for flag in flags)
     assert cli.main(["serve", "--engine_dir", str(directory), *PORTS, *flags]) == 1
     assert re.fullmatch(f"error: {message}.*\n", capsys.readouterr().err)

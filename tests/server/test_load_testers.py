@@ -113,11 +113,6 @@ def test_perf_analyzer_asks_the_token_model(server: RunningServer, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--input-data", "zero"), "input bad_words contains dynamic shape, provide shapes"),  # perf_analyzer's own
-        (
-            ("--input-data", "random", *(x for name in ("bad_words", "stop_words") for x in ("--shape", f"{name}:1"))),
-            "contains dynamic shape",
-        ),
         (
             (
                 *("--input-data", "zero", "--shape", "bad_words:1", "--shape", "stop_words:1"),

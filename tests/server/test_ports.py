@@ -152,9 +152,9 @@ def test_a_port_that_the_user_named_is_never_replaced() -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("name", ["metrics"])
+@pytest.mark.slow
 def test_a_server_comes_up_where_tritons_port_is_taken(
-    name: str, random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+    random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "64")
     programs, seen = launch._programs, list[int]()
@@ -168,8 +168,8 @@ def test_a_server_comes_up_where_tritons_port_is_taken(
                 with pytest.raises(OSError, match="in use"):
                     listen(port, socket.SO_REUSEADDR)
             if not seen:
-                others.enter_context(listen(getattr(inner, name), socket.SO_REUSEADDR))
-            seen.append(getattr(inner, name))
+                others.enter_context(listen(inner.metrics, socket.SO_REUSEADDR))
+            seen.append(inner.metrics)
             return programs(scratch, engine, host, ports, held, inner, *rest)
 
         monkeypatch.setattr(launch, "_programs", take)
@@ -181,9 +181,9 @@ def test_a_server_comes_up_where_tritons_port_is_taken(
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("number", [0, 1], ids=["openai", "metrics"])
-def test_replicas_come_up_where_the_routers_port_is_taken(
-    number: int, random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_replicas_come_up_where_the_routers_ports_are_taken(
+    random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "64")
     flags, seen = replicas.flags, list[int]()
@@ -191,14 +191,15 @@ def test_replicas_come_up_where_the_routers_port_is_taken(
     with ExitStack() as others:
 
         def take(workers: Sequence[str], host: str, *ports_and_key: Any) -> tuple[str, ...]:
-            if not seen:
-                others.enter_context(listen(ports_and_key[number], socket.SO_REUSEADDR))
-            seen.append(ports_and_key[number])
+            ports = ports_and_key[:2]  # OpenAI's, and that of its metrics
+            for port in () if seen else ports:
+                others.enter_context(listen(port, socket.SO_REUSEADDR))
+            seen.extend(ports)
             return flags(workers, host, *ports_and_key)
 
         monkeypatch.setattr(replicas, "flags", take)
         with running_replicas(
             directory, 1, openai_port=0, metrics_port=0, settings=ServeSettings(threads=1)
         ) as running:
-            assert len(set(seen)) == 2
+            assert len(set(seen)) == 4
             assert requests.get(f"{running.openai_url}/models", timeout=30).status_code == 200

@@ -425,21 +425,9 @@ def serve(directory: Path) -> list[str]:
     return [*command, *ports, "--threads", "1"]
 
 
-def test_serve_ends_cleanly_on_sigterm(directory: Path) -> None:
-    with subprocess.Popen(serve(directory), stdout=subprocess.PIPE, text=True, cwd="/") as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline().startswith("ready: gRPC 127.0.0.1:")
-        threads = Path(f"/proc/{launcher.pid}/task").iterdir()
-        children = [child for thread in threads for child in (thread / "children").read_text().split()]
-        launcher.terminate()
-        assert launcher.wait(TIMEOUT) == 0
-    assert len(children) == 4, "the engine process, the doors, Triton and the guard"
-    assert not any(os.path.exists(f"/proc/{child}") for child in children)
-
-
-def test_a_container_listens_on_all_addresses_and_logs_to_standard_output(directory: Path) -> None:
+def test_a_container_listens_on_all_addresses_logs_to_standard_output_and_ends_on_sigterm(directory: Path) -> None:
     command = [*serve(directory), "--host", "0.0.0.0", "--log", "-"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as launcher:
         assert launcher.stdout is not None
         lines = []
         for line in launcher.stdout:
@@ -448,9 +436,13 @@ def test_a_container_listens_on_all_addresses_and_logs_to_standard_output(direct
                 break
         port = lines[-1].partition("HTTP 0.0.0.0:")[2].partition(",")[0]
         assert requests.get(f"http://127.0.0.1:{port}/v2/health/ready", timeout=TIMEOUT).status_code == 200
+        threads = Path(f"/proc/{launcher.pid}/task").iterdir()
+        children = [child for thread in threads for child in (thread / "children").read_text().split()]
         launcher.terminate()
         rest = launcher.stdout.read()
         assert launcher.wait(TIMEOUT) == 0
+    assert len(children) == 4, "the engine process, the doors, Triton and the guard"
+    assert not any(os.path.exists(f"/proc/{child}") for child in children)
     assert any("Started GRPCInferenceService" in line for line in lines)
     assert "unloaded" in rest, "the log goes on to the end"
 

@@ -46,6 +46,7 @@ def own_triton(repository: Path, log: Path, temporary: Path) -> Iterator[OwnTrit
 
 def _running(ports: Ports, repository: Path, log: Path, temporary: Path) -> Iterator[OwnTriton]:
     flags = [f"--{kind}-address=127.0.0.1" for kind in ("http", "grpc", "metrics")]
+    flags += [f"--{kind}-header-forward-pattern=[Aa]uthorization" for kind in ("http", "grpc")]
     flags += [f"--{kind}-port={getattr(ports, kind)}" for kind in ("http", "grpc", "metrics")]
     command = [*KVSEEK, "tritonserver", f"--model-repository={repository}", "--exit-timeout-secs=5", *flags]
     with log.open("wb") as file:

@@ -25,7 +25,16 @@ from tests.engine.cache.test_prefix_disk import ORIGIN, SHAPE, DiskMachine, name
 from kvseek.cli import main as cli
 from kvseek.core.errors import ConfigError
 from kvseek.engine.cache import prefix_file, prefix_folder, prefix_store
-from kvseek.engine.cache.prefix_file import FORMAT, HEADER_BYTES, Entry, read_data, read_entry, write_file
+from kvseek.engine.cache.prefix_file import (
+    FORMAT,
+    HEADER_BYTES,
+    DamagedFileError,
+    Entry,
+    ForeignFileError,
+    read_data,
+    read_entry,
+    write_file,
+)
 from kvseek.engine.cache.prefix_folder import BusyFolderError, open_folder
 from kvseek.engine.cache.prefix_store import PrefixStore
 from kvseek.engine.cache.prefix_tree import pack_tokens, root_key
@@ -279,9 +288,9 @@ def test_no_link_that_somebody_has_planted_is_followed(tmp_path: Path) -> None:
         (folder.path / f".{entry.key.hex()}.new").symlink_to(target)
         with pytest.raises(FileExistsError):
             write()
-        with pytest.raises(OSError, match="symbolic links"):
+        with pytest.raises(ForeignFileError, match="is a symbolic link"):
             read_entry(entry.path)
-        with pytest.raises(OSError, match="symbolic links"):
+        with pytest.raises(DamagedFileError, match="is a symbolic link"):
             read_data(entry, data, lambda: None)
         folder.touch([entry.key])
         folder.save_times()

@@ -67,7 +67,7 @@ def check_equal(one: Path, several: Path) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])  # which the next test has
 def test_every_method_has_the_tokens_of_one_rank(
     method: str, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
@@ -76,13 +76,14 @@ def test_every_method_has_the_tokens_of_one_rank(
     check_equal(build_engine(model, method, *flags), build_engine(model, method, *flags, "--tp_size", "2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "heads", "kv_heads", "shape", "ranks", "flags"),
     [
-        ("qwen2", 4, 2, {}, 4, ()),  # biases; two ranks have the same KV head
+        ("qwen2", 4, 1, {}, 2, ()),  # biases; two ranks have the same KV head
         ("qwen3", 6, 3, {"vocab_size": 401}, 3, ()),  # QK-norm; rows of the vocabulary are left over
         ("llama", 4, 4, {"tie_word_embeddings": True}, 2, ("--weight_only_precision", "int8")),
-        ("qwen3", 6, 3, {"vocab_size": 401}, 3, ("--weight_only_precision", "int8", "--quantize_lm_head")),
+        ("qwen3", 4, 2, {"vocab_size": 401}, 2, ("--weight_only_precision", "int8", "--quantize_lm_head")),
         ("llama", 4, 2, {"attention_bias": True, "mlp_bias": True}, 2, ("--kernels", "reference")),
     ],
 )

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -325,18 +324,3 @@ def test_metrics_without_triton(door: Door) -> None:
     assert 'kvseek:up{process="engine"} 1' in lines
     assert 'kvseek:up{process="triton"} 0' in lines
     assert any(line.startswith("kvseek:generation_tokens_total") for line in lines)
-
-
-def test_sigterm_lets_responses_finish_when_the_engine_drains(directory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "engine.sock"
-    with engine_process(directory, path, SETTINGS) as engine, doors(directory, path, SETTINGS) as door:
-        wait_for(lambda: door.post(f"{TOKEN_MODEL}/generate", TOKENS).status_code == 200)
-        with door.post(f"{TEXT_MODEL}/generate_stream", STREAM, stream=True) as response:
-            stream = events(response)
-            next(stream)
-            engine.send_signal(signal.SIGTERM)
-            door.process.send_signal(signal.SIGTERM)
-            *_, last = stream
-        assert last["finish_reason"] == "shutdown"
-        assert engine.wait(SECONDS) == 0
-        assert door.process.wait(5.0) == 0

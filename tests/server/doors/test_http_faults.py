@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import threading
@@ -21,7 +20,7 @@ import msgspec
 import pytest
 import requests
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.door_processes import CLOSED_PORT, Door, doors, engine_process, events, reply
+from tests.support.door_processes import CLOSED_PORT, Door, doors, events, reply
 from tests.support.waiting import SECONDS, wait_for
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -150,17 +149,6 @@ def test_readiness_follows_the_engine_and_triton(directory: Path, tmp_path: Path
         wait_for(lambda: "does not run" in ready(door)[1])
 
 
-@pytest.mark.slow
-def test_an_engine_that_does_not_answer_is_not_ready(directory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "engine.sock"
-    with triton() as (_, target), doors(directory, path, SETTINGS, target) as door:
-        engine = FakeEngine(path)
-        wait_for(lambda: ready(door) == (200, ""))
-        engine.answering = False
-        wait_for(lambda: ready(door) == (503, "not ready: the engine has not answered for 10 s"), seconds=25.0)
-        engine.die()
-
-
 def test_a_triton_that_dies_is_noticed_between_two_questions(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     with contextlib.ExitStack() as stack:
@@ -215,24 +203,6 @@ def test_an_engine_that_goes_away_ends_streams_and_answers_at_once(directory: Pa
             assert time.monotonic() - began < 2.0
         refused = door.post(PATH, TOKENS)
         assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-
-
-def test_a_killed_engine_process_is_a_clear_error_and_the_next_one_serves(directory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "engine.sock"
-    with doors(directory, path, SETTINGS) as door:
-        with engine_process(directory, path, SETTINGS) as engine:
-            wait_for(lambda: door.post(PATH, TOKENS).status_code == 200)
-            endless = STREAM | {"request_output_len": 19_000}
-            with door.post(f"{PATH}_stream", endless, stream=True) as response:
-                stream = events(response)
-                next(stream)
-                os.kill(engine.pid, signal.SIGKILL)
-                began = time.monotonic()
-                *_, error = stream
-                assert "the engine process ended" in error["error"]
-                assert time.monotonic() - began < 2.0
-        with engine_process(directory, path, SETTINGS):
-            wait_for(lambda: door.post(PATH, TOKENS).status_code == 200)
 
 
 def test_an_engine_that_hangs_does_not_keep_the_door_from_ending(directory: Path, tmp_path: Path) -> None:

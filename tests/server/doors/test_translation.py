@@ -145,6 +145,7 @@ def test_logits_are_asked_for_by_tensorrt_llms_names() -> None:
 
 def test_parameters_are_refused_by_name() -> None:
     assert read_parameters("{}", "tensorrt_llm") == read_parameters("", "tensorrt_llm") == Parameters()
+    assert read_parameters('{"Authorization": "Bearer x"}', "tensorrt_llm") == Parameters(authorization="Bearer x")
     assert read_parameters('{"traceparent": "00-ab"}', "tensorrt_llm") == Parameters(traceparent="00-ab")
     with pytest.raises(RequestError, match="traceparent = 5: must be a str"):
         read_parameters('{"traceparent": 5}', "tensorrt_llm")

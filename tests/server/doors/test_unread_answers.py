@@ -20,11 +20,11 @@ from tests.support.waiting import SECONDS, wait_for
 from kvseek.core.errors import QueueFullError
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.server.http_door.listener import HttpServer
-from kvseek.server.requests.unread import UnreadAnswers, UnreadError
-from kvseek.server.settings import OTHER_UNREAD_BYTES, ServeSettings
+from kvseek.server.requests.unread import OTHER_UNREAD_BYTES, UnreadAnswers, UnreadError
+from kvseek.server.settings import ServeSettings
 
 __all__ = ["directory"]  # a fixture
-SETTINGS = ServeSettings(threads=1, max_logits=0)
+SETTINGS = ServeSettings(threads=1, max_logits=4096)  # of which this engine knows nothing
 CLIENTS = 24
 NUMBERS = np.random.default_rng(5).random(800_000, np.float32)
 LOGITS = [StepOutput(1, 7, FinishReason.LENGTH, generation_logits=NUMBERS.tobytes())]

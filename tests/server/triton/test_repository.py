@@ -20,6 +20,7 @@ import requests
 import tritonclient.grpc as grpc
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.door_processes import write_keys
 from tests.support.grpc_inputs import inputs_of
 from tests.support.live_server import command_line
 from tests.support.metrics import running
@@ -41,6 +42,8 @@ pytestmark = pytest.mark.server
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
 TIMEOUT = 120.0
+KEY = "the-key-of-this-test"
+BEARER = f"Bearer {KEY}"
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +72,14 @@ def temporary() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def repository(directory: Path, other: Path, third: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three engines: one of them decoupled, as by default, the others not; the third in the LLM API layout."""
+    """Three engines: one of them decoupled, as by default, the others not; the third in the LLM API layout, with a key."""
     folder = tmp_path_factory.mktemp("repository") / "models"
-    settings = ServeSettings(threads=1, max_queue_size=40)
+    settings = ServeSettings(threads=1, max_queue_size=40, hang_seconds=10.0)
     write_models(folder, directory, settings, name="one", aliases=True)
     write_models(folder, other, settings, name="two", decoupled=False)
-    write_models(folder, third, dataclasses.replace(settings, layout="llmapi"), name="llm", decoupled=False)
+    keys = write_keys(folder.with_name("keys"), KEY)
+    keyed = dataclasses.replace(settings, layout="llmapi", api_key_file=str(keys))
+    write_models(folder, third, keyed, name="llm", decoupled=False)
     return folder
 
 
@@ -132,7 +137,8 @@ def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, thi
     model, answer = "llm_tensorrt_llm", PROMPT + text(third)
     url = f"http://{triton.http_url}/v2/models/{model}/generate"
     body = {"text_input": PROMPT, "sampling_param_max_tokens": 10, "end_id": -1}
-    reply = requests.post(url, json=body, timeout=TIMEOUT).json()
+    keyed = body | {"authorization": BEARER}  # `generate` forwards no headers
+    reply = requests.post(url, json=keyed, timeout=TIMEOUT).json()
     assert reply == {"model_name": model, "model_version": "1", "text_output": answer}
     prompt, count = (
         grpc.InferInput("text_input", [1], "BYTES"),
@@ -141,8 +147,13 @@ def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, thi
     prompt.set_data_from_numpy(np.array([PROMPT], object))
     count.set_data_from_numpy(np.array([10], np.int32))
     with grpc.InferenceServerClient(triton.grpc_url) as client:
-        assert client.infer(model, [prompt, count]).as_numpy("text_output").tolist() == [answer.encode()]
-    reply = requests.post(url, json=body | {"streaming": True}, timeout=TIMEOUT).json()
+        result = client.infer(model, [prompt, count], headers={"authorization": BEARER})
+    assert result.as_numpy("text_output").tolist() == [answer.encode()]
+    for own in ({}, {"authorization": "Bearer another-key-of-tests"}):
+        reply = requests.post(url, json=body | own, timeout=TIMEOUT)
+        assert reply.status_code >= 400
+        assert "authorization: has none of the repository's API keys" in reply.json()["error"]
+    reply = requests.post(url, json=keyed | {"streaming": True}, timeout=TIMEOUT).json()
     assert "streaming = true: must be false, because llm_tensorrt_llm has one response" in reply["error"]
 
 
@@ -235,11 +246,11 @@ def test_the_openai_port_asks_the_same_engine(openai_url: str, directory: Path) 
     assert len(engine_processes(directory)) == 1
 
 
-def test_a_killed_engine_process_is_started_again(triton: OwnTriton, directory: Path) -> None:
-    (killed,) = engine_processes(directory)
-    os.kill(killed, signal.SIGKILL)
+def test_a_hung_engine_process_is_killed_and_started_again(triton: OwnTriton, directory: Path) -> None:
+    (hung,) = engine_processes(directory)
+    os.kill(hung, signal.SIGSTOP)
     wait_for(lambda: generate(triton, "one_ensemble").status_code == 200)
-    assert engine_processes(directory) not in ([killed], [])
+    assert engine_processes(directory) not in ([hung], [])
 
 
 def test_an_engine_process_ends_with_the_last_of_its_users(
