@@ -1,8 +1,8 @@
 """Attention of prompts on a GPU: cuDNN attends to the past of a chunk and to the chunk itself, and a kernel of ours merges both.
 
-On Hopper cuDNN is twice as fast as flash attention 2 without a mask, and with a causal mask over as many keys as queries. With
+On Hopper cuDNN is faster than flash attention 2 without a mask, and with a causal mask over as many keys as queries. With
 more keys than queries its causal mask makes it slow, but all queries of a chunk see all of the past, which needs no mask. What
-fits neither form is flash attention's: the ends of prompts, mostly (docs/measurements.md has the times).
+fits neither form is flash attention's: the ends of prompts, mostly.
 
 cuDNN compiles a plan for each combination of sizes and strides, which PyTorch keeps for good. So the past is cut into blocks
 of 2,048, 4,096, 8,192 … keys, chunks are filled up to such sizes, and the KV heads of a prompt's keys are equally spaced in
