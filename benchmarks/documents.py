@@ -3,8 +3,9 @@
     make tables                                           # or: python -m kvseek.benchmarks.documents
     python -m kvseek.benchmarks.documents --check         # writes nothing; status 1 if a document would change
 
-In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`; tables.py has the names, and what each table
-shows. Below its cells stand its result files, with machine and commit. A new table is a function there and two such lines.
+In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`; tables.py has the names, and what each shows.
+Below its cells stand its result files, with machine and commit; those of the summary stand below the tables that
+it sums up. A new table is a function there and two such lines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from kvseek.benchmarks import plot
 from kvseek.benchmarks.load import chart as load_chart
 from kvseek.benchmarks.step_chart import draw
-from kvseek.benchmarks.tables import FOLDER, ROOT, TABLES, Results, Rows, TableError
+from kvseek.benchmarks.tables import FOLDER, ROOT, SUMMARY, TABLES, Results, Rows, TableError
 from kvseek.core.errors import KvseekError, text_of
 
 DOCUMENTS = ("README.md", "docs/*.md", "plugins/*/README.md", "benchmarks/README.md", "evaluation/README.md")
@@ -43,8 +44,8 @@ PICTURES: Mapping[str, Callable[[Results], str]] = {"docs/decode-step.svg": _ste
 
 def markdown(rows: Rows) -> str:
     """A table as Markdown; the first row has the headings."""
-    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    heading, *lines = (f"| {' | '.join(cells)} |" for cells in rows)
+    return "\n".join([heading, "|" + "---|" * len(rows[0]), *lines])
 
 
 def sources(results: Results, folder: Path) -> str:
@@ -81,8 +82,8 @@ def table(name: str, document: Path, results_folder: Path = FOLDER) -> str:
     if name not in TABLES:
         raise TableError(f"{document}: table: {name}: must be one of {', '.join(TABLES)}")
     results = Results(results_folder)
-    rows = TABLES[name](results)
-    return f"{markdown(rows)}\n\n{sources(results, document.parent)}\n"
+    lines = markdown(TABLES[name](results))
+    return f"{lines}\n" if name == SUMMARY else f"{lines}\n\n{sources(results, document.parent)}\n"
 
 
 def written(text: str, document: Path, results_folder: Path = FOLDER) -> str:

@@ -484,11 +484,9 @@ CODES = {  # what is said of it, and the changes from the defaults under which t
     "of the whole region": "block 1073741824",
     "not centred": "block 0",
     "a scale for each 32 channels": "scale block",
-    "cells of Δ 0.30": "step 0.3",
-    "of 0.335, least squared error of a normal channel": "step 0.335",
+    "cells of Δ 0.335, least squared error of a normal channel": "step 0.335",
     "queries of 16 bits": "query_bits 16",
-    "of 6 bits": "query_bits 6",
-    "of 4 bits": "query_bits 4",
+    "queries of 4 bits": "query_bits 4",
     "one pass of 4 bits over all keys": "first_bits 0",
     "the same, not rotated": "first_bits 0, rotated False",
     "the same, scale without correction, ‖y‖/√P": "first_bits 0, scale none",
@@ -596,8 +594,9 @@ def _with_unit(entry: dict[str, Any]) -> str:
     return f"{time} ms{space}{ratio}"
 
 
+SUMMARY = "summary"
 TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the documents
-    "summary": summary,
+    SUMMARY: summary,
     "one request": one_request,
     "parts of a step": parts,
     "long contexts": long_contexts,
