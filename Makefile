@@ -24,7 +24,7 @@ LOAD_ENGINE := .cache/engines/smollm2-load
 LOAD_RESULT ?= build/load.json
 PERF_ARGS ?=
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results load-tools check check-install lint sizes types links format install model engine clean
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results tables load-tools check check-install lint sizes types links format install model engine clean
 
 demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -63,8 +63,10 @@ perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD
 perf-results: ## make perf, and put its figures where docs/load_testing.md shows them; on a quiet machine
 	$(MAKE) perf LOAD_RESULT=benchmarks/results/load-cpu-smollm2.json
 	rm benchmarks/results/load-cpu-smollm2.svg
-	$(BIN)/python -m kvseek.benchmarks.load.chart benchmarks/results/load-cpu-smollm2.json --output docs/load.svg \
-	    --document docs/load_testing.md
+	$(MAKE) tables
+
+tables: install ## write the tables and pictures of measured figures into the documents, from benchmarks/results
+	$(BIN)/python -m kvseek.benchmarks.documents
 
 load-tools: $(PERF_ANALYZER) $(AIPERF) ## the two load testers, each in a folder of its own: their pins are not kvseek's; 1.3 GB
 

@@ -1,17 +1,11 @@
 """Draw milliseconds per decode step by context, from result files of the GPU benchmark, as an SVG; print them as a table.
 
-    python benchmarks/plot.py
     python benchmarks/plot.py RESULT.json ... --output PICTURE.svg
 
 A panel for each place where the rows of the methods lay, a line for each method, batch 1. The baseline is `full`; the first
 other method of the files is the one whose ratios are written beside its line. Files are results of `kvseek bench --shape`;
 several may hold parts of one picture (other contexts, other methods), but none may hold a point that another one holds.
-Without files it draws those that README.md shows:
-
-    kvseek bench --shape llama-3.1-8b --methods full,pariskv,clusterkv,prkv --offload never \\
-        --contexts 16384,32768,65536,131072,262144,524288 --output benchmarks/results/decode-step-h200-rows-on-device.json
-    kvseek bench --shape llama-3.1-8b --methods full,pariskv,clusterkv,prkv --hot_rows on --offload always \\
-        --contexts 16384,32768,65536,131072,262144,524288 --output benchmarks/results/decode-step-h200-rows-on-host.json
+The README's picture is written by `make tables` (documents.py), which has the names of its files.
 """
 
 from __future__ import annotations
@@ -25,9 +19,6 @@ from typing import Any
 
 from kvseek.benchmarks.step_chart import Chart, Panel, Point, draw
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results"
-DEFAULTS = tuple(RESULTS / f"decode-step-h200-rows-on-{where}.json" for where in ("device", "host"))
 BASELINE = "full"
 PLACES = {  # by the benchmark's --offload: heading and note of a panel
     "never": ("Keys and values in GPU memory", "all methods"),
@@ -45,9 +36,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PlotError(
-            f"{path}: no such file; python benchmarks/plot.py --help shows the command that makes it"
-        ) from None
+        raise PlotError(f"{path}: no such file; kvseek bench --shape NAME --output FILE makes one") from None
     except json.JSONDecodeError as error:
         raise PlotError(f"{path}: not JSON: {error}") from None
     if document.get("benchmark") != "device" or document.get("mode") != "decode":
@@ -107,10 +96,12 @@ def chart(paths: Sequence[Path]) -> Chart:
 def source(paths: Sequence[Path], documents: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """What the figures are and come from, for the lines below the picture."""
     steps = " or ".join(str(count) for count in sorted({document["steps"] for document in documents}))
-    commits = ", ".join(sorted({str(document["machine"]["commit"])[:10] for document in documents}))
+    commits = ", ".join(
+        sorted({str(document.get("code") or document["machine"]["commit"])[:7] for document in documents})
+    )
     return (
         f"Median of {steps} steps of random weights. × is the time over that of {BASELINE} in the same run.",
-        f"From {', '.join(path.name for path in paths)} (kvseek commit {commits}), by benchmarks/plot.py",
+        f"From {', '.join(path.name for path in paths)} (kvseek commit {commits})",
     )
 
 
@@ -135,12 +126,8 @@ def _cell(point: Point) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the picture and print its points; returns 0, or 1 where the result files do not make one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "results", nargs="*", type=Path, default=list(DEFAULTS), help="result files (default: those above)"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "docs/decode-step.svg", help="default: docs/decode-step.svg"
-    )
+    parser.add_argument("results", nargs="+", type=Path, help="result files")
+    parser.add_argument("--output", type=Path, required=True, help="the SVG")
     arguments = parser.parse_args(argv)
     try:
         drawn = chart(arguments.results)

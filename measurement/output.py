@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,20 +18,27 @@ from kvseek.core.errors import KvseekError, text_of
 
 WIDEST = 1000  # columns that no table needs
 MOST_NAME = 24  # columns of a name before it is folded
+NUMBERS = re.compile(r"\[[^][{}\"]*\]")  # a list without lists, objects and texts
 
 
 def write_result(path: Path, document: dict[str, Any]) -> None:
     """Write a result file and its folder; the file is whole or absent, even if the run is ended at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    part.write_text(as_text(document), encoding="utf-8")
     part.replace(path)
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """The text of a result file: JSON with two blanks an indent, and a list of numbers on one line."""
+    indented = json.dumps(document, indent=2)
+    return NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), indented) + "\n"
 
 
 def show(document: dict[str, Any], as_json: bool, print_table: Callable[[dict[str, Any]], None]) -> None:
     """Print a result as JSON, or as `print_table` does."""
     if as_json:
-        print(json.dumps(document, indent=2))
+        print(as_text(document), end="")
     else:
         print_table(document)
 

@@ -1,8 +1,6 @@
-"""Draw a load test's result as an SVG, and put its table into a document.
+"""Draw a load test's result as an SVG.
 
     python -m kvseek.benchmarks.load.chart RESULT.json --output PICTURE.svg
-    python -m kvseek.benchmarks.load.chart benchmarks/results/load-cpu-smollm2.json --output docs/load.svg \\
-        --document docs/load_testing.md
 
 Six panels: throughput, time to first token and time per output token, by concurrency and by the prompt's length; a colour for
 each tool, a full line for the median and a dashed one for the 99th percentile. Axes are logarithmic, those of throughput and
@@ -15,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,12 @@ from xml.etree import ElementTree
 from kvseek.benchmarks.svg import element, picture, put_text, rule, short_number, written
 
 from .cells import LoadTestError
-from .table import captions, table
+from .table import captions
 
 WIDTH, HEIGHT = 1040, 656
 LEFTS, PANEL_WIDTH = (70, 410, 750), 250
 TOPS, PANEL_HEIGHT = (100, 370), 180
 COLOURS = {"perf_analyzer": 1, "aiperf": 2}  # of svg.LIGHT and svg.DARK
-BEGIN, END = "<!-- figures, written by make perf-results -->", "<!-- end of the figures -->"
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ def draw(document: dict[str, Any], file: str) -> str:
                 _axes(root, area, f"{axis.heading} ({_shared(document, axis)})", quantity.heading)
                 for line in drawn:
                     _line(root, area, line)
-    for number, words in enumerate((*captions(document), f"From {file}, by benchmarks/load/chart.py")):
+    for number, words in enumerate((*captions(document), f"From {file}")):
         put_text(root, words, LEFTS[0] - 44, HEIGHT - 44 + 16 * number, "small")
     return written(root)
 
@@ -186,17 +183,6 @@ def _polyline(root: ElementTree.Element, places: Sequence[tuple[float, float]], 
     element(root, "polyline", attributes | ({"stroke-dasharray": dashes} if dashes else {}))
 
 
-def documented(text: str, document: dict[str, Any], shown: str, file: str) -> str:
-    """A document's text with the table and the picture `shown` between its two marks; raises LoadTestError without marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise LoadTestError(f"the document has no lines {BEGIN} and {END}; add them where the figures belong")
-    picture_line = f"![Throughput, time to first token and time per output token, by concurrency and prompt]({shown})"
-    parts = (" ".join(captions(document)), picture_line, table(document), f"Result file: {file.removesuffix('.json')}.")
-    return before + begin + "\n" + "\n\n".join(parts) + "\n" + end + after
-
-
 def read(path: Path) -> dict[str, Any]:
     """A result of the load test; raises LoadTestError for any other file, or none."""
     try:
@@ -210,30 +196,18 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
-def outputs(arguments: argparse.Namespace) -> Iterator[tuple[Path, str]]:
-    """The files to write and their texts."""
-    document = read(arguments.result)
-    yield arguments.output, draw(document, arguments.result.name)
-    if arguments.document is not None:
-        text = arguments.document.read_text(encoding="utf-8")
-        yield arguments.document, documented(text, document, arguments.output.name, arguments.result.name)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the picture, and the document if one is given; returns 0, or 1 where that is not possible."""
+    """Write the picture; returns 0, or 1 where that is not possible."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path, help="what benchmarks/load/main.py wrote")
     parser.add_argument("--output", type=Path, required=True, help="the SVG")
-    parser.add_argument(
-        "--document", type=Path, help="Markdown, in the folder of the SVG, that shows table and picture"
-    )
+    arguments = parser.parse_args(argv)
     try:
-        for path, text in list(outputs(parser.parse_args(argv))):
-            path.write_text(text, encoding="utf-8")
-            print(path)
+        arguments.output.write_text(draw(read(arguments.result), arguments.result.name), encoding="utf-8")
     except (LoadTestError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(arguments.output)
     return 0
 
 

@@ -4,7 +4,7 @@
 
 An engine over random weights of a shape. The document is not read, but left as an ended request leaves it: its rows, and the
 index that a method builds on them, are synthetic. What is timed is what a client waits for: from submitting a question to its
-first token. second_question.py reads a document for real.
+first token.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from kvseek.benchmarks.device.bench import Bench, engine_config
 from kvseek.benchmarks.device.memory_plan import Cell
 from kvseek.benchmarks.device.options import parse
-from kvseek.benchmarks.studies.second_question import ask
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.extents import extents_for
+from kvseek.core.request import Request
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.prefix_tree import pack_tokens
@@ -40,6 +40,18 @@ from kvseek.measurement.variants import Variant
 from kvseek.plugins.contract import LAST_QUERIES
 
 SPARE_EXTENTS = 8  # of the pool, for questions and what they leave
+
+
+def ask(engine: Engine, document: Sequence[int], count: int, generator: torch.Generator) -> tuple[float, int]:
+    """Ask about a document in `count` tokens; returns the seconds to the first token, and the tokens that were reused."""
+    question = torch.randint(engine.config.model.vocab_size, (count,), generator=generator).tolist()
+    started = time.perf_counter()
+    engine.submit(Request((*document, *question), 1))
+    while engine.has_work:
+        outputs = engine.step()
+    seconds, found = time.perf_counter() - started, outputs[-1].statistics
+    assert found is not None, "a request's last output has its statistics"
+    return seconds, found.reused_tokens
 
 
 def make_rows(bench: Bench, config: EngineConfig, context: int, offload: str) -> RowStorage:

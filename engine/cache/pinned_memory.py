@@ -1,8 +1,7 @@
 """Pinned host memory in huge pages: threads touch them first, and the driver then finds memory that is there already.
 
-cuMemHostAlloc provides and clears all memory in one thread, a small page at a time: half a second a GiB, so minutes for the
-rows of a server (docs/measurements.md has both times). It is still how memory is allocated where the driver does not register
-what the process has mapped itself.
+cuMemHostAlloc provides and clears all memory in one thread, a small page at a time, so minutes for the rows of a server. It is
+still how memory is allocated where the driver does not register what the process has mapped itself.
 """
 
 from __future__ import annotations

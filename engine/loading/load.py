@@ -34,7 +34,7 @@ from .part_weights import read_weights
 from .supported import check_supported, needs_cpu_library
 
 GIB = 1 << 30
-PINNED_BYTES_PER_SECOND = GIB  # at least, however memory is pinned (docs/measurements.md)
+PINNED_BYTES_PER_SECOND = GIB  # at least, however memory is pinned
 MakeCache = Callable[[EngineConfig, torch.dtype, torch.device, RowStorage], Cache]
 
 

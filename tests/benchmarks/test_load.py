@@ -1,15 +1,13 @@
-"""The load test's own parts: which cells, what the tools' exports mean, table, picture, and what the documentation shows."""
+"""The load test's own parts: which cells, what the tools' exports mean, table and picture."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from tests.conftest import ROOT
 from tests.support.waiting import is_running, wait_for
 
 from kvseek.benchmarks.load import aiperf, chart, perf_analyzer
@@ -19,8 +17,6 @@ from kvseek.benchmarks.load.table import table
 from kvseek.benchmarks.load.tool import run_tool
 
 SVG = "{http://www.w3.org/2000/svg}"
-RESULT = ROOT / "benchmarks/results/load-cpu-smollm2.json"
-DOCUMENT = ROOT / "docs/load_testing.md"
 
 
 class Words:
@@ -187,31 +183,9 @@ def test_the_picture_shows_every_result_where_it_belongs() -> None:
         assert any(top <= y <= top + chart.PANEL_HEIGHT for top in chart.TOPS)
 
 
-def test_a_document_gets_table_and_picture_and_keeps_the_rest() -> None:
-    text = f"before\n{chart.BEGIN}\nold\n{chart.END}\nafter\n"
-    new = chart.documented(text, made_up(), "load.svg", "made-up.json")
-    assert new.startswith("before\n")
-    assert new.endswith("\nafter\n")
-    assert "old" not in new
-    assert "](load.svg)" in new
-    assert table(made_up()) in new
-    assert chart.documented(new, made_up(), "load.svg", "made-up.json") == new
-    with pytest.raises(LoadTestError, match="the document has no lines"):
-        chart.documented("before", made_up(), "load.svg", "made-up.json")
-
-
 def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing, other = tmp_path / "missing.json", tmp_path / "other.json"
     other.write_text('{"benchmark": "serving"}')
     for path, message in ((missing, "no such file"), (other, "a result of benchmark serving")):
         assert chart.main([str(path), "--output", str(tmp_path / "none.svg")]) == 1
         assert re.search(f"error: {path}: {message}", capsys.readouterr().err)
-
-
-def test_the_documentation_shows_the_committed_result(tmp_path: Path) -> None:
-    """As make perf-results writes it."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    picture = ROOT / "docs/load.svg"
-    document = json.loads(RESULT.read_text(encoding="utf-8"))
-    assert chart.draw(document, RESULT.name) == picture.read_text(encoding="utf-8"), "run make perf-results"
-    assert chart.documented(text, document, picture.name, RESULT.name) == text, "run make perf-results"

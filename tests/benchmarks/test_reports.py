@@ -13,10 +13,10 @@ from kvseek.benchmarks.report import print_report
 
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = (
-    "decode-cpu-8k-int8-one-core-epyc.json",
-    "methods-h200-defaults.json",
-    "throughput-nested-h200.json",
-    "prefill-h200-clusterkv.json",
+    "decode-cpu-8k-int8-two-cores.json",
+    "methods-h200-block-means.json",
+    "throughput-nested-int8-h200.json",
+    "prefill-sparse-h200.json",
     "ranks-h200-1m-auto.json",
 )
 

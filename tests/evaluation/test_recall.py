@@ -14,7 +14,6 @@ from tests.support.random_models import ARCHITECTURES
 from kvseek.core.errors import ConfigError
 from kvseek.evaluation import recall
 from kvseek.evaluation.capture import CapturedLayer, cached_capture, capture, load_model, token_ids
-from kvseek.evaluation.pariskv_estimate import estimate_error
 from kvseek.evaluation.replay import Replay
 from kvseek.measurement.variants import Variant, parse_variants
 from kvseek.plugins.flat.method import exact_top_k
@@ -138,12 +137,6 @@ def test_means_count_dense_layers_whole() -> None:
     assert recall.means([one(0, True, 1.0)])["selecting"] is None
 
 
-def test_the_estimate_is_better_with_alpha() -> None:
-    layer = random_layer()
-    error = estimate_error(layer.keys, layer.queries)
-    assert 0 < error.corrected < error.uncorrected < 0.12
-
-
 def test_command_line_prints_json_and_tables(
     random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,14 +216,6 @@ REAL_TOKENS = 4096
 def real_layers(smollm2_gguf: Path, document: str) -> list[CapturedLayer]:
     model, tokenizer = load_model(smollm2_gguf)
     return capture(model, token_ids(tokenizer, document, REAL_TOKENS), queries=2048 + STEPS)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_the_estimate_on_real_keys(real_layers: list[CapturedLayer]) -> None:
-    errors = [estimate_error(layer.keys, layer.queries[:, -8:]) for layer in real_layers]
-    assert sum(e.corrected for e in errors) / len(errors) <= 0.035
-    assert all(e.corrected < e.uncorrected for e in errors)
 
 
 @pytest.mark.model

@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from kvseek.benchmarks.device.options import parse
 from kvseek.benchmarks.device.random_weights import RandomWeights, quantised
 from kvseek.benchmarks.parts import part_groups
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
-from kvseek.benchmarks.studies import cache_hits
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
@@ -171,26 +169,3 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert decode.main(["--shape", "qwen3-8b", *METHODS, "--output", str(tmp_path / "out.json")]) == 1
     assert "PyTorch sees no CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
-
-
-def test_speed_ups_are_over_the_same_method_without_a_cache() -> None:
-    def entry(method: str, hits: float, median: float) -> dict[str, Any]:
-        return {"method": method, "hit_rate": hits, "layer_seconds": {"median": median}}
-
-    results = [entry("a", 0.6, 10e-6), entry("a", 0.0, 25e-6), entry("b", 0.0, 7e-6)]
-    cache_hits.add_speed_ups(results)
-    assert [one["speed_up"] for one in results] == pytest.approx([2.5, 1, 1])
-
-
-BAD_HITS = {
-    "context": (["--methods", "pariskv", "--context", "100"], "--context = 100: must be between 4096 and"),
-    "steps": (["--methods", "pariskv", "--steps", "241"], "--steps = 241: must be between 1 and 240"),
-    "dense": (["--methods", "full"], "full: unknown key 'top_k'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_HITS)
-def test_bad_settings_of_the_benchmark_of_hits_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags, message = BAD_HITS[case]
-    assert cache_hits.main(flags) == 1
-    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`kvseek bench --device cuda` and the benchmark of rows kept on the device, from command line to table, on a tiny shape.
+"""`kvseek bench --device cuda` and the studies beside it, from command line to table, on a tiny shape.
 
 No test here asserts how long anything takes.
 """
@@ -13,14 +13,7 @@ from typing import Any
 import pytest
 
 from kvseek.benchmarks import decode, shapes
-from kvseek.benchmarks.studies import (
-    cache_hits,
-    cached_prompts,
-    evictions,
-    scattered_rows,
-    selection_times,
-    shared_prefixes,
-)
+from kvseek.benchmarks.studies import cached_prompts, evictions, selection_times
 from kvseek.core.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -132,25 +125,6 @@ def test_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["best_product_rate"] > 0
 
 
-def test_rows_kept_on_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "results" / "hits.json"
-    flags = ["--shape", "tiny", "--context", "4096", "--budget", "60", "--steps", "12", "--output", str(output)]
-    assert cache_hits.main([*flags, "--methods", "pariskv,clusterkv:cache_steps=0"]) == 0
-    document = json.loads(output.read_text(encoding="utf-8"))
-    found = {entry["name"]: entry for entry in document["results"]}
-    names = ["pariskv hot", "pariskv", "clusterkv:cache_steps=0"]
-    assert set(names) <= set(found)
-    assert 0.1 < found["pariskv hot"]["hit_rate"] < 1, "neighbouring steps look for the same topic"
-    assert found["pariskv"]["hit_rate"] == found["clusterkv:cache_steps=0"]["hit_rate"] == 0
-    assert all(len(entry["samples"]) == 12 and min(entry["samples"]) > 0 for entry in found.values())
-    assert found["pariskv"]["speed_up"] == pytest.approx(1)
-    assert document["methods"]["pariskv"]["settings"]["top_k"] == 60
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in (*names, "60 rows", "found on the device")), printed
-    assert cache_hits.main(["--methods", "pariskv", "--shape", "tiny", "--host_memory", "0.0001GiB"]) == 1
-    assert "rows in host memory exceed" in capsys.readouterr().err
-
-
 def test_selections_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "results" / "selections.json"
     flags = ["--shape", "tiny", "--contexts", "4096,5000", "--batches", "1,3", "--layers", "4", "--repeats", "2"]
@@ -168,31 +142,16 @@ def test_selections_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "nested" in capsys.readouterr().out
 
 
-def test_questions_about_kept_documents(tmp_path: Path) -> None:
-    """Documents that were not read but left in the cache: one question at a time, and batches that share them or do not."""
-    files = [tmp_path / "cached.json", tmp_path / "shared.json"]
-    common = ["--shape", "tiny", "--methods", "full,pariskv", "--offload", "always,never", "--context", "5000"]
-    cached = [*common, "--rounds", "1", "--max_batch_size", "4", "--questions", "20", "--output", str(files[0])]
-    assert cached_prompts.main(cached) == 0
-    shared = [*common, "--requests", "2", "--steps", "3", "--turns", "1", "--output", str(files[1])]
-    assert shared_prefixes.main(shared) == 0
-    questions, steps = (json.loads(file.read_text(encoding="utf-8"))["results"] for file in files)
+def test_questions_about_a_kept_document(tmp_path: Path) -> None:
+    """It was not read but left in the cache."""
+    file = tmp_path / "cached.json"
+    flags = ["--shape", "tiny", "--methods", "full,pariskv", "--offload", "always,never", "--context", "5000"]
+    flags += ["--rounds", "1", "--max_batch_size", "4", "--questions", "20", "--output", str(file)]
+    assert cached_prompts.main(flags) == 0
+    questions = json.loads(file.read_text(encoding="utf-8"))["results"]
     forms = [(entry["method"], entry["form"]) for entry in questions if entry["offload"] == "never"]
     assert forms == [("full", "dense"), ("pariskv", "dense"), ("pariskv", "sparse")]
     assert all(entry["questions"]["20"]["seconds"] > 0 for entry in questions)
-    assert [(entry["method"], entry["offload"]) for entry in steps] == [
-        (method, offload) for offload in ("always", "never") for method in ("full", "pariskv")
-    ]
-    assert all(seconds > 0 for entry in steps for seconds in entry["seconds"].values())
-
-
-def test_scattered_rows_of_host_memory(tmp_path: Path) -> None:
-    output = tmp_path / "rows.json"
-    sizes = ["--rows", "50", "--heads", "2", "--layers", "3", "--tokens", "8192", "--head_dim", "64"]
-    assert scattered_rows.main([*sizes, "--output", str(output)]) == 0
-    found = json.loads(output.read_text(encoding="utf-8"))["microseconds"]
-    assert list(found)[:3] == ["again", "others", "others, 4 KiB touched"]
-    assert found["again"] > 0 < found["others"]
 
 
 def test_steps_beside_an_eviction(tmp_path: Path) -> None:
