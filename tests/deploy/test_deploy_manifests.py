@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import re
 import subprocess
 import sys
@@ -209,17 +207,6 @@ def test_the_router_knows_its_flags() -> None:
 
 
 # docs/deploy.md
-
-
-def test_the_sizes_in_the_documentation_are_computed() -> None:
-    text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "docs/deploy.md", "exec"), {})
-    rows = printed.getvalue().splitlines()
-    assert len(rows) == 9
-    assert [line for line in text.splitlines() if re.match(r"\| \d+ × ", line)] == rows
 
 
 def test_commands_in_the_documentation_name_what_exists() -> None:
