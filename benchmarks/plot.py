@@ -1,17 +1,16 @@
-"""Draw milliseconds per decode step by context, from result files of the GPU benchmark, as an SVG; print them as a table.
+"""Draw milliseconds per decode step, from result files of the GPU benchmark, as bars of an SVG; print them as a table.
 
     python benchmarks/plot.py
     python benchmarks/plot.py RESULT.json ... --output PICTURE.svg
 
-A panel for each place where the rows of the methods lay, a line for each method, batch 1. The baseline is `full`; the first
-other method of the files is the one whose ratios are written beside its line. Files are results of `kvseek bench --shape`;
-several may hold parts of one picture (other contexts, other methods), but none may hold a point that another one holds.
-Without files it draws those that README.md shows:
+A group of bars for each context, for each method a bar for each place where its rows lay, batch 1. The baseline is `full`, with
+its rows in GPU memory. Files are results of `kvseek bench --shape`; several may hold parts of one picture (other contexts, other
+methods), but none may hold a bar that another one holds. Without files it draws those that README.md shows:
 
-    kvseek bench --shape llama-3.1-8b --methods full,pariskv,clusterkv,prkv --offload never \\
-        --contexts 16384,32768,65536,131072,262144,524288 --output benchmarks/results/decode-step-h200-rows-on-device.json
-    kvseek bench --shape llama-3.1-8b --methods full,pariskv,clusterkv,prkv --hot_rows on --offload always \\
-        --contexts 16384,32768,65536,131072,262144,524288 --output benchmarks/results/decode-step-h200-rows-on-host.json
+    kvseek bench --shape llama-3.1-8b --methods full,nested,pariskv,prkv,clusterkv,ctkvr --offload never,always \\
+        --contexts 131072 --steps 40 --output benchmarks/results/methods-h200-block-means.json
+    kvseek bench --shape llama-3.1-8b --methods full,nested --offload never,always \\
+        --contexts 524288 --steps 40 --output benchmarks/results/decode-512k-h200-layers-together.json
 """
 
 from __future__ import annotations
@@ -19,25 +18,46 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-from kvseek.benchmarks.step_chart import Chart, Panel, Point, draw
+from kvseek.benchmarks.svg import element, picture, put_text, written
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-DEFAULTS = tuple(RESULTS / f"decode-step-h200-rows-on-{where}.json" for where in ("device", "host"))
+DEFAULTS = tuple(RESULTS / f"{name}.json" for name in ("methods-h200-block-means", "decode-512k-h200-layers-together"))
 BASELINE = "full"
-PLACES = {  # by the benchmark's --offload: heading and note of a panel
-    "never": ("Keys and values in GPU memory", "all methods"),
-    "always": ("Keys and values in host memory", "for comparison, full with its own in GPU memory"),
-    "auto": ("Keys and values in GPU memory where they fit", "the others in host memory"),
-}
+PLACES = {"never": "in GPU memory", "always": "in host memory", "auto": "in GPU memory where they fit"}  # by --offload
+WIDTH, LEFT, LONGEST_BAR = 820, 124, 540
+BAR, METHOD_GAP, GROUP_GAP = 13, 7, 40
 
 
 class PlotError(ValueError):
     """Result files that do not make one picture; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Median milliseconds of a method's decode step with `context` tokens cached, and their ratio to the baseline's."""
+
+    context: int
+    method: str
+    place: str
+    milliseconds: float
+    ratio: float
+
+    @property
+    def caption(self) -> str:
+        """What stands beside the bar."""
+        return f"{self.milliseconds:.1f} ms" + ("" if self.method == BASELINE else f", {self.ratio:.2f} ×")
+
+    @property
+    def words(self) -> str:
+        """All that the bar says."""
+        return f"{self.context:,} tokens, {self.method}, rows {PLACES[self.place]}: {self.milliseconds:.2f} ms"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -56,84 +76,109 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
-def points(document: dict[str, Any]) -> Iterator[tuple[str, Point]]:
-    """Each measurement with batch 1, with the place of the rows (a key of PLACES).
+def bars(paths: Sequence[Path], documents: Sequence[dict[str, Any]]) -> list[Bar]:
+    """Bars by context, then in the files' order of methods; raises PlotError where files do not go together.
 
-    Of a method that was measured with and without hot rows, only the measurement with them: serving has them, too.
+    Of a method that was measured with and without hot rows, only the measurement with them: serving has them, too. `full` is
+    compared with rows in GPU memory wherever those of the others lie, so it has one bar.
     """
-    for phase in document["phases"]:
-        for cell in phase["cells"]:
-            if cell["batch"] == 1:
-                hot = {entry["method"] for entry in cell["results"] if entry["hot_rows"]}
-                for entry in cell["results"]:
-                    if entry["hot_rows"] or entry["method"] not in hot:
-                        milliseconds = entry["step_seconds"]["median"] * 1e3
-                        point = Point(entry["method"], cell["context"], milliseconds, entry["to_baseline"])
-                        yield phase["offload"], point
-
-
-def chart(paths: Sequence[Path]) -> Chart:
-    """One picture of several result files; raises PlotError where they do not go together."""
-    documents = [read(path) for path in paths]
     if len({(document["shape"], document["dtype"], document["gpu"]["name"]) for document in documents}) > 1:
         names = ", ".join(path.name for path in paths)
         raise PlotError(f"{names}: results of several shapes, dtypes or GPUs; draw them one by one")
-    panels: dict[str, dict[str, list[Point]]] = {}
+    found: dict[tuple[int, str, str], Bar] = {}
     for path, document in zip(paths, documents, strict=True):
-        for place, point in points(document):
-            line = panels.setdefault(place, {}).setdefault(point.method, [])
-            if any(other.context == point.context for other in line):
-                raise PlotError(
-                    f"{path}: {point.method} at {point.context:,} tokens, offload {place}, is in another file too; leave one out"
-                )
-            line.append(point)
-    for place, lines in panels.items():
-        if BASELINE not in lines:
-            raise PlotError(f"offload {place}: no result of {BASELINE} with batch 1; name it first in --methods")
-        for line in lines.values():
-            line.sort(key=lambda point: point.context)
-    if not panels:
+        mine: dict[tuple[int, str, str], Bar] = {}
+        for phase in document["phases"]:
+            for cell in (cell for cell in phase["cells"] if cell["batch"] == 1):
+                hot = {entry["method"] for entry in cell["results"] if entry["hot_rows"]}
+                for entry in cell["results"]:
+                    method, place = entry["method"], phase["offload"]
+                    if method == BASELINE:
+                        place = "never"
+                    elif entry["to_baseline"] is None:
+                        raise PlotError(f"{path}: no result of {BASELINE} with batch 1; name it first in --methods")
+                    if entry["hot_rows"] or method not in hot:
+                        milliseconds = entry["step_seconds"]["median"] * 1e3
+                        bar = Bar(cell["context"], method, place, milliseconds, entry["to_baseline"] or 1.0)
+                        mine.setdefault((bar.context, method, place), bar)
+        for key in mine.keys() & found.keys():
+            raise PlotError(f"{path}: {found[key].words} is in another file too; leave one out")
+        found |= mine
+    if not found:
         raise PlotError(f"{', '.join(path.name for path in paths)}: no result with batch 1")
-    first = documents[0]
-    return Chart(
-        title=f"Time per decode step, {first['shape']} shape, {first['dtype']}, one request, one {first['gpu']['name']}",
-        panels=tuple(Panel(*texts, panels[place]) for place, texts in PLACES.items() if place in panels),
-        baseline=BASELINE,
-        source=source(paths, documents),
-        files=tuple(path.name for path in paths),
-    )
+    order = list(dict.fromkeys(bar.method for bar in found.values()))
+    order.sort(key=lambda method: method != BASELINE)
+    places = list(PLACES)
+    return sorted(found.values(), key=lambda bar: (bar.context, order.index(bar.method), places.index(bar.place)))
 
 
-def source(paths: Sequence[Path], documents: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """What the figures are and come from, for the lines below the picture."""
+def draw(paths: Sequence[Path], documents: Sequence[dict[str, Any]]) -> str:
+    """The SVG's text; the same files give the same bytes."""
+    drawn, first = bars(paths, documents), documents[0]
     steps = " or ".join(str(count) for count in sorted({document["steps"] for document in documents}))
-    commits = ", ".join(sorted({str(document["machine"]["commit"])[:10] for document in documents}))
-    return (
+    commits = ", ".join(str(document["machine"]["commit"])[:10] for document in documents)
+    title = f"One decode step, {first['shape']} shape, {first['dtype']}, one request, one {first['gpu']['name']}"
+    words = " ".join(f"{bar.words}." for bar in drawn)
+    names = [path.name for path in paths]
+    groups = len({bar.context for bar in drawn})
+    methods = len({(bar.context, bar.method) for bar in drawn})
+    height = 60 + groups * GROUP_GAP + methods * METHOD_GAP + len(drawn) * BAR + 56
+    root = picture(WIDTH, height, title, words, names)
+    put_text(root, title, 24, 28, "title")
+    places = [place for place in PLACES if any(bar.place == place for bar in drawn)]
+    for number, place in enumerate(places):
+        x = 24 + 220 * number
+        _box(root, number, (x, 44), 12)
+        put_text(root, f"keys and values {PLACES[place]}", x + 18, 55, "label")
+    scale, y, before = LONGEST_BAR / max(bar.milliseconds for bar in drawn), 60.0, Bar(0, "", "", 0, 0)
+    for bar in drawn:
+        if bar.context != before.context:
+            y += GROUP_GAP
+            put_text(root, f"{bar.context:,} tokens", 24, y - 8, "heading")
+        if (bar.context, bar.method) != (before.context, before.method):
+            y += METHOD_GAP if bar.context == before.context else 0
+            put_text(root, bar.method, LEFT - 10, y + BAR - 2, "label", "end")
+        _box(root, places.index(bar.place), (LEFT, y), bar.milliseconds * scale, bar.words)
+        put_text(root, bar.caption, LEFT + bar.milliseconds * scale + 6, y + BAR - 3, "label")
+        y, before = y + BAR, bar
+    put_text(
+        root,
         f"Median of {steps} steps of random weights. × is the time over that of {BASELINE} in the same run.",
-        f"From {', '.join(path.name for path in paths)} (kvseek commit {commits}), by benchmarks/plot.py",
+        24,
+        height - 28,
+        "small",
     )
+    put_text(
+        root, f"From {', '.join(names)} (kvseek commits {commits}), by benchmarks/plot.py", 24, height - 12, "small"
+    )
+    return written(root)
 
 
-def table(drawn: Chart) -> str:
-    """The points as Markdown: a line for each panel and method, milliseconds and in brackets the ratio to the baseline's."""
-    contexts = sorted({point.context for point in drawn.points})
-    lines = [["", *(f"{context:,} tokens" for context in contexts)], ["---"] * (1 + len(contexts))]
-    for panel in drawn.panels:
-        for method, line in panel.lines.items():
-            cells = {point.context: _cell(point) for point in line}
-            lines.append(
-                [f"`{method}` ({panel.heading}; {panel.note})", *(cells.get(context, "") for context in contexts)]
-            )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _box(
+    root: ElementTree.Element, colour: int, corner: tuple[float, float], width: float, words: str | None = None
+) -> None:
+    x, y = corner
+    size = {"width": f"{width:.1f}", "height": f"{BAR - 2}"}
+    box = element(root, "rect", {"class": f"f{colour + 1}", "x": f"{x:g}", "y": f"{y:g}", **size})
+    if words is not None:
+        element(box, "title", text=words)
 
 
-def _cell(point: Point) -> str:
-    compared = point.method != BASELINE and point.ratio is not None
-    return f"{point.milliseconds:.2f}" + (f" ({point.ratio:.2f})" if compared else "")
+def table(drawn: Sequence[Bar]) -> str:
+    """The bars as Markdown: a line for each method and place, milliseconds and in brackets the ratio to the baseline's."""
+    contexts = sorted({bar.context for bar in drawn})
+    lines: dict[tuple[str, str], dict[int, str]] = {}
+    for bar in drawn:
+        ratio = "" if bar.method == BASELINE else f" ({bar.ratio:.2f})"
+        lines.setdefault((bar.method, bar.place), {})[bar.context] = f"{bar.milliseconds:.2f}{ratio}"
+    rows = [["", *(f"{context:,} tokens" for context in contexts)], ["---"] * (1 + len(contexts))]
+    for (method, place), cells in lines.items():
+        rows.append([f"`{method}`, rows {PLACES[place]}", *(cells.get(context, "") for context in contexts)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the picture and print its points; returns 0, or 1 where the result files do not make one."""
+    """Write the picture and print its bars; returns 0, or 1 where the result files do not make one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "results", nargs="*", type=Path, default=list(DEFAULTS), help="result files (default: those above)"
@@ -143,12 +188,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     try:
-        drawn = chart(arguments.results)
-        picture = draw(drawn)
+        documents = [read(path) for path in arguments.results]
+        drawn, text = bars(arguments.results, documents), draw(arguments.results, documents)
     except PlotError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    arguments.output.write_text(picture, encoding="utf-8")
+    arguments.output.write_text(text, encoding="utf-8")
     print(f"{table(drawn)}\n\n{arguments.output}")
     return 0
 
