@@ -148,9 +148,7 @@ def draw(paths: Sequence[Path], documents: Sequence[dict[str, Any]]) -> str:
         height - 28,
         "small",
     )
-    put_text(
-        root, f"From {', '.join(names)} (kvseek commits {commits}), by benchmarks/plot.py", 24, height - 12, "small"
-    )
+    put_text(root, f"From {', '.join(names)} (kvseek commits {commits})", 24, height - 12, "small")
     return written(root)
 
 
