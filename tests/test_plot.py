@@ -45,13 +45,17 @@ def drawn(picture: Path) -> dict[str, float]:
     return {text: width for text, width in texts if text is not None}
 
 
+def files() -> list[Path]:
+    """The result files of the committed picture."""
+    return [
+        ROOT / "benchmarks/results" / name
+        for name in str(ElementTree.parse(PICTURE).findtext(f"{SVG}metadata")).split()
+    ]
+
+
 def test_the_committed_picture_is_what_the_command_draws(tmp_path: Path) -> None:
-    names = str(ElementTree.parse(PICTURE).findtext(f"{SVG}metadata")).split()
-    files = [str(plot.RESULTS / name) for name in names]
-    assert plot.main([*files, "--output", str(tmp_path / "again.svg")]) == 0
-    assert (tmp_path / "again.svg").read_bytes() == PICTURE.read_bytes(), (
-        "run python benchmarks/plot.py, and look at the picture"
-    )
+    assert plot.main([*map(str, files()), "--output", str(tmp_path / "again.svg")]) == 0
+    assert (tmp_path / "again.svg").read_bytes() == PICTURE.read_bytes(), "draw it again, and look at the picture"
 
 
 def test_the_readme_shows_the_picture() -> None:
@@ -68,11 +72,8 @@ def test_the_first_screen_states_what_was_measured() -> None:
     )
     stated = re.search("".join(sentences), words)
     assert stated is not None
-    documents = [plot.read(path) for path in plot.DEFAULTS]
-    steps = {
-        (bar.context, bar.method, bar.place): f"{bar.milliseconds:.1f}" for bar in plot.bars(plot.DEFAULTS, documents)
-    }
-    keys = [("full", "never"), ("nested", "never"), ("nested", "always")]
+    steps = {(bar.context, bar.method, bar.place): f"{bar.milliseconds:.1f}" for bar in plot.chart(files()).bars}
+    keys = [("full", "in GPU memory"), ("nested", "in GPU memory"), ("nested", "in host memory")]
     measured = [steps[context, *key] for context in (131_072, 524_288) for key in keys]
     assert list(stated.groups()) == measured
 
@@ -102,8 +103,12 @@ def test_a_bar_for_each_place_of_the_rows_and_one_for_full(tmp_path: Path) -> No
     path = result_file(tmp_path / "both.json", cells)
     document = json.loads(path.read_text())
     document["phases"].append(document["phases"][0] | {"offload": "always"})
-    bars = plot.bars([path], [document])
-    assert [(bar.method, bar.place) for bar in bars] == [("full", "never"), ("fast", "never"), ("fast", "always")]
+    path.write_text(json.dumps(document))
+    assert [(bar.method, bar.place) for bar in plot.chart([path]).bars] == [
+        ("full", "in GPU memory"),
+        ("fast", "in GPU memory"),
+        ("fast", "in host memory"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -116,15 +121,15 @@ def test_a_bar_for_each_place_of_the_rows_and_one_for_full(tmp_path: Path) -> No
 def test_results_without_a_bar_to_draw(tmp_path: Path, cells: dict[int, Any], batch: int, message: str) -> None:
     path = result_file(tmp_path / "one.json", cells, batch=batch)
     with pytest.raises(plot.PlotError, match=re.escape(message)):
-        plot.bars([path], [plot.read(path)])
+        plot.chart([path])
 
 
 def test_a_bar_that_two_files_hold(tmp_path: Path) -> None:
-    files = [result_file(tmp_path / name, {16384: [entry("full", 10)]}) for name in ("one.json", "two.json")]
+    paths = [result_file(tmp_path / name, {16384: [entry("full", 10)]}) for name in ("one.json", "two.json")]
     with pytest.raises(
         plot.PlotError, match=r"two\.json: 16,384 tokens, full, rows in GPU memory: 10\.00 ms is in another file too"
     ):
-        plot.bars(files, [plot.read(file) for file in files])
+        plot.chart(paths)
 
 
 def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
