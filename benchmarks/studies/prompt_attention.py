@@ -77,7 +77,7 @@ def measure(prompt: Prompt, cases: Sequence[int | None], repeats: int, device: t
     """Time both contestants in chunks behind `cases` tokens, None: in all; first calls have cuDNN compile plans."""
     model = prompt.model
     kernels = method_kernels("full", get_method("full").configure({}), "bfloat16", model.head_dim, model.group_size)
-    ours = PromptAttention(kernels, model, DTYPE)
+    ours = PromptAttention(kernels, model, DTYPE, prompt.chunk)
     if ours.refusal is not None:
         raise ConfigError(
             f"cuDNN refuses {model.num_heads} heads of {model.head_dim}: {ours.refusal}; leave the shape out"

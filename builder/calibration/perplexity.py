@@ -115,7 +115,7 @@ class WindowedText:
         for start, stop in self._slices():
             targets = self.ids[start + 1 : stop + 1].to(self.device)[:, None]
             rows = [states[start:stop] for states in hidden]
-            predicted = [head(own).log_softmax(dim=-1) for head, own in zip(heads, rows, strict=True)]
+            predicted = [head(own, prompt=True).log_softmax(dim=-1) for head, own in zip(heads, rows, strict=True)]
             for number, one in enumerate(predicted):
                 likelihood[number] += one.gather(1, targets).double().sum().cpu()
             first, last = predicted[0], predicted[-1]
@@ -139,10 +139,10 @@ class WindowedText:
         for start, stop in self.spans:
             x, tokens = hidden[start:stop], stop - start
             keys, values = x.new_empty(2, kv_heads, tokens, dim)
-            qkv, rotation = layer.project(self._ops, x, None), rope(0, tokens, tokens)
+            qkv, rotation = layer.project(self._ops, x, None, prompt=True), rope(0, tokens, tokens)
             q = self._ops.rope_prompt(qkv, rotation, keys, values, 0, layer.q_norm, layer.k_norm)
             attended = attention(q.transpose(0, 1), keys, values, dim**-0.5)
-            x += layer.finish(self._ops, x, attended.flatten(1))
+            x += layer.finish(self._ops, x, attended.flatten(1), prompt=True)
             advance(1)
 
     def _slices(self) -> Iterator[tuple[int, int]]:

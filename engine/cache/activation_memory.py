@@ -12,7 +12,7 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.block_sparse import sparse_bytes
 from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.prompt_attention import LSE_NUMBERS, filled_up, most_parts
+from kvseek.engine.model.prompt_attention import LSE_NUMBERS, filled_up, most_parts, window_tokens
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.registry import method_traits
@@ -71,17 +71,21 @@ def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
 def row_tokens(config: EngineConfig, tokens: int) -> int:
     """Return the tokens from a KV head of a prompt's keys or values in a layer to the next.
 
-    The same for all prompts that are longer than a chunk: cuDNN compiles a plan for every distance (prompt_attention.py).
+    The same for all prompts that are longer than a chunk or window: cuDNN compiles a plan for every distance (prompt_attention.py).
     """
-    long = config.device == "cuda" and tokens > config.prefill_chunk_tokens
+    chunk = config.prefill_chunk_tokens
+    long = config.device == "cuda" and tokens > min(chunk, window_tokens(chunk))
     return max(tokens, config.max_input_len) if long else tokens
 
 
 def _part_numbers(config: EngineConfig, tokens: int, chunk: int) -> int:
-    """Count the numbers that a chunk's attention holds in parts: filled up queries, outputs, log-sum-exps."""
-    parts, heads = most_parts(tokens, chunk), config.model.num_heads
-    outputs = (parts + 1) * config.model.head_dim if parts else 0
-    return filled_up(chunk) * heads * (outputs + parts * LSE_NUMBERS)
+    """Count the numbers that a window's attention holds: queries, keys and values that are filled up, outputs, log-sum-exps."""
+    if config.device != "cuda":
+        return 0
+    parts, model = most_parts(tokens), config.model
+    heads = (parts + 2) * model.num_heads + 2 * model.num_kv_heads
+    queries = filled_up(min(chunk, window_tokens(config.prefill_chunk_tokens)))
+    return queries * (heads * model.head_dim + parts * model.num_heads * LSE_NUMBERS)
 
 
 def _prefix_numbers(config: EngineConfig, tokens: int) -> int:
@@ -122,6 +126,7 @@ def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
             return 0  # a prompt is one unit, so nothing is kept between units
         return _plans_prefill(config, tokens, 0) * dtype.itemsize + TOKEN_BYTES * tokens
     numbers = tokens * (model.hidden_size + _row_numbers(keys) + queries)  # a layer's queries, for its index
+    numbers += 2 * keys * (row_tokens(config, tokens) - tokens)
     return numbers * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
 
 

@@ -17,6 +17,7 @@ from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.linear import KernelProducts, Products
+from kvseek.engine.model.prefill import logits_at_once
 from kvseek.engine.model.product_kernels import product_kernels
 from kvseek.engine.model.prompt_attention import PromptAttention
 from kvseek.engine.parallel.device_ranks import DeviceRanks
@@ -104,13 +105,18 @@ def layer_kernels(retrieval: Retrieval, kernels: CudaKernels, ranks: DeviceRanks
 def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> Products:
     """Make what makes the products of a model on a GPU, or of a rank's part of it."""
     few = product_kernels(config, kernels)
-    products = Products(getattr(torch, config.dtype)) if few is None else KernelProducts(few)
+    if few is None:
+        products = Products(getattr(torch, config.dtype))
+    else:
+        chunk = min(config.prefill_chunk_tokens, config.max_input_len)
+        products = KernelProducts(few, chunk, logits_at_once(config.model))
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
 
 
 def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttention:
     """Make the attention of prompts that are read in chunks."""
-    return PromptAttention(kernels, retrieval.config.model, retrieval.cache.window.dtype)
+    config = retrieval.config
+    return PromptAttention(kernels, config.model, retrieval.cache.window.dtype, config.prefill_chunk_tokens)
 
 
 def load_runtime(

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvseek.core.config import KEY_BLOCK
 
 from .attention import CausalAttention
-from .prompt_attention import FEWEST_QUERIES, LSE_NUMBERS, PromptAttention, cudnn_attention, filled_up, flash_attention
+from .prompt_attention import FEWEST_QUERIES, LSE_NUMBERS, PromptAttention, cudnn_attention, flash_attention, power_of_two
 from .repeated_tokens import MOST_PLACES, RepeatedTokens
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def attend_by_flash(queries: Tensor, pieces: Tensor, values: Tensor, scaling: fl
 def attend_by_cudnn(queries: Tensor, pieces: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Attend by cuDNN, PIECES_TOGETHER at a time, and to those left over by flash attention; see Attend.
 
-    cuDNN is asked where PromptAttention asks it: with at least FEWEST_QUERIES queries.
+    cuDNN is asked with at least FEWEST_QUERIES queries, as by PromptAttention.attend_in_blocks.
     """
     together = len(pieces) // PIECES_TOGETHER * PIECES_TOGETHER
     if not together or queries.shape[1] < FEWEST_QUERIES:
@@ -252,7 +252,7 @@ def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: i
     if (
         config.device == "cuda" and dtype is not torch.float32
     ):  # all query blocks at once; queries and outputs are filled up
-        rows = query_blocks * filled_up(min(config.block_sparse.query_block, chunk))
+        rows = query_blocks * power_of_two(min(config.block_sparse.query_block, chunk))
         gathered += 2 * kv_heads * (query_blocks - 1) * budget * dim + heads * (3 * rows + chunk) * dim
         gathered += 3 * LSE_NUMBERS * heads * rows
     # Ranks of blocks: their mass, and its order (topk and sort). By attention: shares of all samples, also in float32.

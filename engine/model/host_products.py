@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
@@ -20,8 +18,7 @@ from .weight_only import INPUTS_MULTIPLE
 # oneDNN lays a weight out for a number of rows. What it makes for 32 rows multiplies 1 to 2,048 rows about as fast as what it
 # makes for each of them, which cannot be said of a weight that was laid out for one row.
 PACKED_FOR_ROWS = 32
-# Most rows that are multiplied faster without converting the weight first.
-FEW_ROWS_OF_BYTES = 32
+# Most rows of a decode step that are multiplied faster without converting the weight first.
 FEW_ROWS_OF_BFLOAT16 = 8
 # For each product and number of rows PyTorch and oneDNN keep what they have made, some hundred kilobytes, by default for the last
 # 1,024. Prompts have any number of rows, so a server would grow by hundreds of megabytes, for what is seldom asked again. Both
@@ -48,25 +45,25 @@ class PackedLinear(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS), bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""
         return _onednn(x, self.weight, self.bias)
 
 
 class WidenedLinear(Linear):
-    """A linear map in bfloat16 on a processor that has no instructions for it: many rows are multiplied in float32."""
+    """A linear map in bfloat16 on a processor that has no instructions for it: prompts and many rows are multiplied in float32."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""
-        if x.shape[0] <= FEW_ROWS_OF_BFLOAT16:
+        if not prompt and x.shape[0] <= FEW_ROWS_OF_BFLOAT16:
             return super().__call__(x)
         return _widened(x, self.weight.float(), self.bias)
 
 
 class ByteLinear(Linear):
-    """A linear map of bfloat16 rows with an int8 weight; the weight is dequantised for more rows than a decode step has.
+    """A linear map of bfloat16 rows with an int8 weight, which decode steps multiply as it is; for prompts it is dequantised.
 
-    Without a library it is dequantised for any number of rows.
+    Without a library it is always dequantised.
 
     Parameters
     ----------
@@ -77,26 +74,23 @@ class ByteLinear(Linear):
         Whether the processor multiplies bfloat16.
     library : CpuLibrary or None
         Compiled kernels.
-
-    Attributes
-    ----------
-    most_rows : int
-        Most rows that are multiplied without dequantising the weight.
+    head : bool
+        The weight is that of the head, which prompts multiply with few rows: it is dequantised for neither.
     """
 
     def __init__(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None, native: bool, library: CpuLibrary | None
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, native: bool, library: CpuLibrary | None, head: bool
     ) -> None:
         super().__init__(weight.contiguous(), bias)
-        self.scale, self._native, self.most_rows = scale, native, FEW_ROWS_OF_BYTES
-        self._few = None if library is None else ByteProduct(library, self.weight, scale, bias)
+        self.scale, self._native, self._head = scale, native, head
+        self._product = None if library is None else ByteProduct(library, self.weight, scale, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""
-        if self._few is not None and x.shape[0] <= self.most_rows:
-            return self._few(x)
+        if self._product is not None and (self._head or not prompt):
+            return self._product(x)
         if self._native:
-            return F.linear(x, self.weight * self.scale[:, None], self.bias)
+            return _onednn(x, self.weight * self.scale[:, None], self.bias)
         return _widened(x, self.weight * self.scale.float()[:, None], self.bias)
 
 
@@ -123,24 +117,24 @@ class HostProducts(Products):
 
         An int8 weight stays as it is if x is bfloat16.
         """
+        return self._make(weight, bias, scale, head=False)
+
+    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
+        """See Products.head."""
+        return self._make(weight, None, scale, head=True)
+
+    def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, head: bool) -> Linear:
         if scale is not None and stays_quantised(self.dtype, weight.dtype, weight.shape[1]):
             narrow = scale.bfloat16()
             if not torch.equal(narrow.float(), scale):
                 raise EngineDirectoryError("the scales of 8-bit weights are of an older kvseek: build the engine again")
-            return ByteLinear(weight, narrow, bias, self._native, self._library)
+            return ByteLinear(weight, narrow, bias, self._native, self._library, head)
         plain = super().linear(weight, bias, scale)
         if self.dtype is torch.float16 or not _has_onednn():  # float16: of a GPU's engine that is calibrated here
             return plain
         if self.dtype is torch.bfloat16 and not self._native:
             return WidenedLinear(plain.weight, bias)
         return PackedLinear(plain.weight, bias)
-
-    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
-        """See Products.head. Logits of prompts come in some dozens of rows, for which a large matrix is not dequantised."""
-        product = self.linear(weight, None, scale)
-        if isinstance(product, ByteLinear):
-            product.most_rows = sys.maxsize
-        return product
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,8 +145,10 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # PyTorch's public operator multiplies float32 with MKL, which is slow on AMD's processors, and takes no packed weight.
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
+    # oneDNN sums a single row in another order than the same row among others, of whose number its sums do not depend.
+    rows = x.shape[0]
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x.expand(2, -1) if rows == 1 else x, weight, bias, "none", [], "")
+    return out[:rows]
 
 
 def _has_onednn() -> bool:

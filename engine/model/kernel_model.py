@@ -86,17 +86,17 @@ class KernelModel(LayerwiseModel[Stream]):
         """See LayerwiseModel."""
         weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_part_ended
         rotation = prompt.rotation_of(start, stop, self.ops.rotation)
-        qkv = weights.project(self.ops, x, None, mark)
+        qkv = weights.project(self.ops, x, None, mark, prompt=True)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         mark("rope")
         out = attend(q)
         mark("attend")
-        self.ops.add(x, weights.finish(self.ops, x, out.flatten(1), mark))
+        self.ops.add(x, weights.finish(self.ops, x, out.flatten(1), mark, prompt=True))
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
         """See LayerwiseModel."""
-        return self.head(prompt.rows(spans))
+        return self.head(prompt.rows(spans), prompt=True)
 
     @torch.inference_mode()
     def run_layers(self, batch: Batch) -> StepResult:

@@ -63,29 +63,33 @@ class Layer:
         self.qkv, self.gate_up = (products.linear(*parts(name)) for name in ("qkv", "gate_up"))
         self.o, self.down = (products.row_parallel(*parts(name)) for name in ROW_PARALLEL)
 
-    def project(self, ops: LayerOperations, x: Tensor, delta: Tensor | None, mark: Mark = _ignore) -> Tensor:
+    def project(
+        self, ops: LayerOperations, x: Tensor, delta: Tensor | None, mark: Mark = _ignore, *, prompt: bool = False
+    ) -> Tensor:
         """Add `delta`, unless it is None, to x [tokens, hidden] in place; normalise and project: [tokens, (H + 2G) * D].
 
-        `mark` is called with the name of each part when that has been launched.
+        `mark` is called with the name of each part when that has been launched. `prompt` is that of Product.
         """
         normed = ops.add_rms_norm(x, delta, self.attention_norm)
         mark("norm")
-        qkv = self.qkv(normed)
+        qkv = self.qkv(normed, prompt=prompt)
         mark("qkv")
         return qkv
 
-    def finish(self, ops: LayerOperations, x: Tensor, attended: Tensor, mark: Mark = _ignore) -> Tensor:
+    def finish(
+        self, ops: LayerOperations, x: Tensor, attended: Tensor, mark: Mark = _ignore, *, prompt: bool = False
+    ) -> Tensor:
         """Project `attended` [tokens, H * D] and add it to x [tokens, hidden] in place; apply the MLP.
 
-        Returns the MLP's output [tokens, hidden], which is still to be added to x. `mark` is called as in `project`.
+        Returns the MLP's output [tokens, hidden], which is still to be added to x. `mark` and `prompt` are those of `project`.
         """
-        projected = self.o(attended)
+        projected = self.o(attended, prompt=prompt)
         mark("o")
         normed = ops.add_rms_norm(x, projected, self.mlp_norm)
         mark("mlp_norm")
-        activated = self.gate_up.gated(normed, ops.silu_mul)
+        activated = self.gate_up.gated(normed, ops.silu_mul, prompt=prompt)
         mark("gate_up")
-        down = self.down(activated)
+        down = self.down(activated, prompt=prompt)
         mark("down")
         return down
 
@@ -161,7 +165,7 @@ class Head:
         name = "embed.weight" if model.tie_word_embeddings and HEAD not in weights else HEAD
         return cls(model, weights["norm.weight"], weights[name], products, weights.get(f"{name}_scale"))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]."""
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]; `prompt` is that of Product."""
         normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)
-        return self.project(normed).float()
+        return self.project(normed, prompt=prompt).float()

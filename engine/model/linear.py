@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,20 @@ from .weight_only import dequantise
 if TYPE_CHECKING:
     from .product_kernels import ProductKernels
 
+# Numbers of rows that RowCounts tries: these, and multiples of ROW_STEP, the rows of a tile of a matrix.
+FEW_ROWS = (16, 32, 64)
+ROW_STEP = 128
 
-Product = Callable[[Tensor], Tensor]
-"""A map from x [rows, inputs] to [rows, outputs], such as a Linear."""
+class Product(Protocol):
+    """A map from x [rows, inputs] to [rows, outputs], such as a Linear."""
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """Multiply x. With `prompt`, what a row gives depends to the bit on neither the number nor the other rows of x.
+
+        So a prompt's rows are the same whether it is read whole, in chunks, in a pack or behind a reused beginning. That holds
+        for numbers of 16 bits; in float32, and with PyTorch's operator alone, last bits may differ.
+        """
+        ...
 
 
 class Linear:
@@ -35,13 +48,13 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x with the weight and add the bias."""
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """Multiply x with the weight and add the bias; see Product."""
         return F.linear(x, self.weight, self.bias)
 
-    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor], *, prompt: bool = False) -> Tensor:
         """Multiply, and take silu(gate) * up of the result [rows, gates and ups], as `silu_mul` computes it."""
-        return silu_mul(self(x))
+        return silu_mul(self(x, prompt=prompt))
 
 
 class Embedding:
@@ -70,9 +83,9 @@ class Embedding:
 class KernelLinear(Linear):
     """A linear map on a GPU, with a weight in the dtype of x or of 8 bits.
 
-    The few rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Many rows, which prompts and
-    large batches have, are multiplied by cuBLAS, for which a weight of 8 bits is first written out in the dtype of x: cuBLAS
-    then multiplies faster than a kernel that converts while it multiplies.
+    The few rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Prompts and large batches
+    are multiplied by cuBLAS, for which a weight of 8 bits is first written out in the dtype of x: cuBLAS then multiplies faster
+    than a kernel that converts while it multiplies.
 
     Parameters
     ----------
@@ -80,39 +93,91 @@ class KernelLinear(Linear):
         In the dtype of x, or int8 or float8_e4m3fn.
     scale : Tensor, float32 [outputs], or None
         Of a weight of 8 bits.
+    counts : RowCounts
+        Numbers of rows with which cuBLAS multiplies prompts.
     """
 
-    def __init__(self, kernels: ProductKernels, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        kernels: ProductKernels,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        counts: RowCounts,
+    ) -> None:
         super().__init__(weight, bias)
-        self.scale, self._kernels, self._few = scale, kernels, kernels.most_rows(weight)
+        self.scale, self._kernels, self._few, self._counts = scale, kernels, kernels.most_rows(weight), counts
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""
-        if x.shape[0] <= self._few:
+        if not prompt and x.shape[0] <= self._few:
             return self._kernels.linear(x, self.weight, self.scale, self.bias)
         weight = self.weight if self.scale is None else self._kernels.dequantise(self.weight, self.scale)
-        return F.linear(x, weight, self.bias)
+        return self._counts.multiply(x, weight, self.bias) if prompt else F.linear(x, weight, self.bias)
 
-    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor], *, prompt: bool = False) -> Tensor:
         """See Linear.gated. The kernel does both."""
-        if x.shape[0] <= self._few:
+        if not prompt and x.shape[0] <= self._few:
             return self._kernels.linear(x, self.weight, self.scale, self.bias, gated=True)
-        return super().gated(x, silu_mul)
+        return super().gated(x, silu_mul, prompt=prompt)
 
 
-class KernelHead(KernelLinear):
+class KernelHead(Linear):
     """The head of 8 bits on a GPU, which is never written out: it is the largest matrix, and mostly multiplied with few rows.
 
-    More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups.
+    More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups. `weight` and `scale` are those
+    of KernelLinear.
     """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """See Linear."""
+    def __init__(self, kernels: ProductKernels, weight: Tensor, scale: Tensor) -> None:
+        super().__init__(weight)
+        self.scale, self._kernels, self._most = scale, kernels, kernels.most_rows(weight)
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """See Linear. The rows of a prompt are all multiplied by the kernel of the most rows."""
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        for start in range(0, x.shape[0], self._few):
-            rows = slice(start, start + self._few)
-            self._kernels.linear(x[rows], self.weight, self.scale, self.bias, out=out[rows])
+        for start in range(0, x.shape[0], self._most):
+            rows = slice(start, start + self._most)
+            kernel_rows = self._most if prompt else None
+            self._kernels.linear(x[rows], self.weight, self.scale, None, out=out[rows], kernel_rows=kernel_rows)
         return out
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of rows with which cuBLAS sums the products of a row and one weight in the same order, and gives the same bits.
+
+    For few rows cuBLAS cuts the sums of some matrices into parts, so a prompt's row would depend on how many are read with it.
+    Which numbers are alike is found by trying: the rest is filled up with rows of zeros, which takes hardly longer.
+
+    Attributes
+    ----------
+    alike : tuple of int
+        Ascending. The last is the most rows that are multiplied at once.
+    """
+
+    alike: tuple[int, ...]
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, most: int) -> RowCounts:
+        """Find the numbers up to `most` for weights of this shape, [outputs, inputs], on a GPU. It takes some milliseconds."""
+        most = -(-most // ROW_STEP) * ROW_STEP
+        generator = torch.Generator(weight.device).manual_seed(0)
+        x = torch.randn(most, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
+        whole = F.linear(x, weight, bias)
+        tried = (*FEW_ROWS, *range(ROW_STEP, most, ROW_STEP))
+        alike = [rows for rows in tried if torch.equal(F.linear(x[:rows], weight, bias), whole[:rows])]
+        return cls((*alike, most))
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as F.linear, with rows of zeros behind those of x where that makes the number of rows one of these."""
+        most = self.alike[-1]
+        if x.shape[0] > most:
+            return torch.cat([self.multiply(part, weight, bias) for part in torch.split(x, most)])
+        rows = self.alike[bisect_left(self.alike, x.shape[0])]
+        if rows > x.shape[0]:
+            return F.linear(F.pad(x, (0, 0, 0, rows - x.shape[0])), weight, bias)[: x.shape[0]]
+        return F.linear(x, weight, bias)
 
 
 class Products:
@@ -145,16 +210,34 @@ class Products:
 
 
 class KernelProducts(Products):
-    """Makes products on a GPU; weights of 8 bits stay so."""
+    """Makes products on a GPU; weights of 8 bits stay so.
 
-    def __init__(self, kernels: ProductKernels) -> None:
+    Parameters
+    ----------
+    chunk : int
+        Most rows of a prompt that a layer multiplies at once.
+    head_rows : int
+        Most rows of prompts that the head multiplies at once.
+    """
+
+    def __init__(self, kernels: ProductKernels, chunk: int, head_rows: int) -> None:
         super().__init__(kernels.dtype)
-        self._kernels = kernels
+        self._kernels, self._chunk, self._head_rows = kernels, chunk, head_rows
+        self._counts: dict[tuple[torch.Size, bool], RowCounts] = {}
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products.linear."""
-        return KernelLinear(self._kernels, weight, scale, bias)
+        return self._make(weight, bias, scale, self._chunk)
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         """See Products.head."""
-        return (KernelLinear if scale is None else KernelHead)(self._kernels, weight, scale, None)
+        if scale is not None:
+            return KernelHead(self._kernels, weight, scale)
+        return self._make(weight, None, None, self._head_rows)
+
+    def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, most: int) -> Linear:
+        key = weight.shape, bias is not None
+        if key not in self._counts:
+            wide = weight if scale is None else self._kernels.dequantise(weight, scale)
+            self._counts[key] = RowCounts.of(wide, bias, most)
+        return KernelLinear(self._kernels, weight, scale, bias, self._counts[key])

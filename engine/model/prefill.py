@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from kvseek.core.config import ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import Ticket, wait_for_stream
 from kvseek.engine.cache.activation_memory import prefill_bytes
@@ -34,6 +35,11 @@ Rows = tuple[Tensor, Tensor]  # keys and values of a layer, [G, n, D]
 NO_TAKERS: Takers = {}
 # Most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room.
 PIECE_LOGITS = 1 << 22
+
+
+def logits_at_once(model: ModelConfig) -> int:
+    """Return the most rows of prompts whose logits are computed at once."""
+    return max(1, PIECE_LOGITS // model.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -244,7 +250,7 @@ class LayerwisePrefill(Prefill):
         asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in takers]
         self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
         self._scored = 0  # of these rows
-        self._units = score_units(asked, max(1, PIECE_LOGITS // model.model.vocab_size))
+        self._units = score_units(asked, logits_at_once(model.model))
 
     @property
     def progress(self) -> float:
@@ -263,7 +269,11 @@ class LayerwisePrefill(Prefill):
             self._rows = self._begin_layer()
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
-        stop = self.tokens if len(self.slots) > 1 else min(start + size, self.tokens)
+        if len(self.slots) == 1:  # chunks end where those of the whole prompt end: on a GPU, with a window (prompt_attention.py)
+            chunk = self._model.config.prefill_chunk_tokens
+            stop = min(start + size, (start // chunk + 1) * chunk, self.tokens)
+        else:
+            stop = self.tokens
         attend = partial(self._attend, start)
         queries = self._model.read_chunk(self._layer, self._prompt, start, stop, *self._rows, attend)
         # An index is given each prompt's last queries. A pack is one chunk, so this chunk has the queries of all its prompts.

@@ -119,10 +119,11 @@ class ProductKernels:
         *,
         gated: bool = False,
         out: Tensor | None = None,
+        kernel_rows: int | None = None,
     ) -> Tensor:
         """Multiply x [rows, inputs] with a weight [outputs, inputs]: (x weightᵀ) scale + bias, [rows, outputs].
 
-        Sums are in float32 and rounded once; they do not depend on the other rows of x.
+        Sums are in float32 and rounded once; they do not depend on the other rows of x, but on the kernel of so many rows.
 
         Parameters
         ----------
@@ -133,6 +134,8 @@ class ProductKernels:
             The result is silu(first half of the outputs) times the second half, [rows, outputs / 2].
         out : Tensor [rows, outputs], optional
             Receives the result, and is returned; None: a new tensor.
+        kernel_rows : int, optional
+            Rows for which the kernel is chosen, at least those of x; None: those of x.
 
         Raises
         ------
@@ -140,7 +143,7 @@ class ProductKernels:
             If there are more than `most_rows` rows, or the kernels cannot read a tensor.
         """
         (rows, inputs), outputs = x.shape, weight.shape[0] // (2 if gated else 1)
-        shape = choose_shape(8 * weight.itemsize, rows, weight.shape[0] / self._kernels.multiprocessors)
+        shape = choose_shape(8 * weight.itemsize, kernel_rows or rows, weight.shape[0] / self._kernels.multiprocessors)
         if out is None:
             out = x.new_empty(rows, outputs)
         elif out.shape != (rows, outputs):

@@ -1,11 +1,15 @@
-"""Attention of prompts on a GPU: cuDNN attends to the past of a chunk and to the chunk itself, and a kernel of ours merges both.
+"""Attention of prompts on a GPU: cuDNN attends to the past of a window and to the window itself, and a kernel of ours merges both.
 
 On Hopper cuDNN is twice as fast as flash attention 2 without a mask, and with a causal mask over as many keys as queries. With
-more keys than queries its causal mask makes it slow, but all queries of a chunk see all of the past, which needs no mask. What
-fits neither form is flash attention's: the ends of prompts, mostly (docs/measurements.md has the times).
+more keys than queries its causal mask makes it slow, but all queries of a window see all of the past, which needs no mask
+(docs/measurements.md has the times).
+
+A prompt's tokens are cut into windows at multiples of 2,048 tokens or more, and what is computed for a query follows from its
+window: the same bits come out whether a prompt is read whole, in chunks, in a pack or behind a reused beginning. Flash attention
+would cut its sums by the number of queries.
 
 cuDNN compiles a plan for each combination of sizes and strides, which PyTorch keeps for good. So the past is cut into blocks
-of 2,048, 4,096, 8,192 … keys, chunks are filled up to such sizes, and the KV heads of a prompt's keys are equally spaced in
+of 2,048, 4,096, 8,192 … keys, queries are filled up to such sizes, and the KV heads of a prompt's keys are equally spaced in
 all long prompts (Retrieval.new_rows): an engine needs a few dozen plans.
 """
 
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import causal_attention_device
@@ -32,9 +37,9 @@ OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attenti
 
 logger = logging.getLogger(__name__)
 
-SHORTEST_BLOCK = 2048  # keys; a past of fewer is left to flash attention
-FEWEST_QUERIES = 512  # a chunk of fewer is left to flash attention: it would not occupy the GPU
-MERGED_PARTS = 16  # as in merge_attention.cu: blocks for 2^15 times SHORTEST_BLOCK tokens, and the chunk
+SHORTEST_BLOCK = 2048  # keys; also the shortest window
+FEWEST_QUERIES = 512  # to which fewer are filled up
+MERGED_PARTS = 16  # as in merge_attention.cu: blocks for 2^15 times SHORTEST_BLOCK tokens, and the window
 THREADS = 256  # as in merge_attention.cu
 PIECE = 8  # numbers that a thread merges
 LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
@@ -60,8 +65,8 @@ class Part:
     ----------
     output : Tensor [H, at least q, D]
         In the engine's dtype; the numbers of a token and head are neighbours.
-    lse : Tensor, float32 [H, at least q], contiguous
-        Natural logarithms of the sums of exponentials.
+    lse : Tensor, float32 [H, at least q]
+        A head's numbers are neighbours. Natural logarithms of the sums of exponentials.
     """
 
     output: Tensor
@@ -75,6 +80,8 @@ class PromptAttention:
     ----------
     dtype : torch.dtype
         Of queries, keys and values.
+    chunk : int
+        Most queries of a call.
 
     Attributes
     ----------
@@ -84,8 +91,9 @@ class PromptAttention:
         Why cuDNN does not attend to the past of chunks; None: it does.
     """
 
-    def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, chunk: int) -> None:
         self._kernels, self._model, self.dtype = kernels, model, dtype
+        self._window = window_tokens(chunk)
         self.refusal = self._refused()
         alone = MEMORY_EFFICIENT if dtype is torch.float32 else FLASH
         self.name = CUDNN_AND_FLASH if self.refusal is None else alone
@@ -96,15 +104,17 @@ class PromptAttention:
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Attend from the last q tokens of a prompt to the whole of it, causally; see causal_attention_device."""
-        q, past = queries.shape[1], keys.shape[1] - queries.shape[1]
-        blocks = past_blocks(past) if q >= FEWEST_QUERIES and self.refusal is None else []
-        if not blocks:
+        if self.refusal is not None:
             return causal_attention_device(queries, keys, values, scaling)
-        padded = fill_up(queries)
-        parts = [attend_block(padded, keys[:, a:b], values[:, a:b], scaling) for a, b in blocks]
-        rest = blocks[-1][1]
-        parts.append(self._attend_chunk(queries, keys[:, rest:], values[:, rest:], scaling))
-        return self.merge(parts, q)
+        heads, q, dim = queries.shape
+        past, out = keys.shape[1] - q, queries.new_empty(q, heads, dim)
+        for base, start, stop in windows(past, past + q, self._window):
+            own, kept = queries[:, start - past : stop - past], slice(start - past, stop - past)
+            filled = fill_up(own)
+            parts = [attend_block(filled, keys[:, a:b], values[:, a:b], scaling) for a, b in past_blocks(base)]
+            parts.append(attend_window(own, keys[:, base:stop], values[:, base:stop], scaling))
+            self.merge(parts, stop - start, out[kept])
+        return out
 
     def attend_in_blocks(
         self, queries: Tensor, size: int, chosen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
@@ -129,24 +139,20 @@ class PromptAttention:
         """
         heads, q, dim = queries.shape
         blocks = in_blocks(queries, size)
-        by_cudnn = self.refusal is None and blocks.shape[2] >= FEWEST_QUERIES
+        by_cudnn = self.refusal is None and blocks.shape[2] >= FEWEST_QUERIES  # fewer would not occupy the GPU
         output, lse = (cudnn_attention if by_cudnn else flash_attention)(blocks, *chosen, scaling)
         # A block is filled up, and all are put one behind the other again: no copy where they are full, but of the log-sum-exps.
         output = output[:, :, :size].transpose(1, 2).reshape(-1, heads, dim).transpose(0, 1)
         lse = lse[:, :, :size].transpose(0, 1).reshape(heads, -1)
-        return self.merge([Part(output, lse), self._attend_chunk(queries, *own, scaling)], q)
+        attend_own = attend_causally if self.refusal else attend_window
+        return self.merge([Part(output, lse), attend_own(queries, *own, scaling)], q, queries.new_empty(q, heads, dim))
 
-    def _attend_chunk(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
-        """Attend causally from queries [H, q, D] to keys and values [G, n, D], the last q of which are the queries' tokens."""
-        q = queries.shape[1]
-        # cuDNN aligns its mask to the top left, and would read what lies behind the keys of a chunk that is filled up.
-        square = q == keys.shape[1] == filled_up(q) and q >= FEWEST_QUERIES and self.refusal is None
-        return (attend_square if square else attend_causally)(queries, keys, values, scaling)
+    def merge(self, parts: list[Part], tokens: int, merged: Tensor) -> Tensor:
+        """Merge attention of the first `tokens` queries to disjoint sets of keys into `merged`.
 
-    def merge(self, parts: list[Part], tokens: int) -> Tensor:
-        """Merge attention of the first `tokens` queries to disjoint sets of keys; returns [tokens, H, D], contiguous."""
-        heads, dim = parts[0].output.shape[0], parts[0].output.shape[2]
-        merged = parts[0].output.new_empty(tokens, heads, dim)
+        `merged` is contiguous [tokens, H, D], and is returned.
+        """
+        heads = merged.shape[1]
         arguments = MergeAttentionArguments(
             merged=merged.data_ptr(), pieces=merged.numel() // PIECE, parts=len(parts), heads=heads
         )
@@ -167,7 +173,8 @@ class PromptAttention:
         keys = torch.zeros(model.num_kv_heads, SHORTEST_BLOCK, model.head_dim, dtype=self.dtype, device=device)
         try:
             attend_block(queries.transpose(0, 1), keys, keys, 1.0)
-            attend_square(queries.transpose(0, 1), keys[:, :FEWEST_QUERIES], keys[:, :FEWEST_QUERIES], 1.0)
+            own = keys[:, :FEWEST_QUERIES]
+            attend_block(queries.transpose(0, 1), own, own, 1.0, causal=True)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -210,32 +217,51 @@ def past_blocks(past: int) -> list[tuple[int, int]]:
     return blocks
 
 
-def most_parts(tokens: int, chunk: int) -> int:
-    """Return the most parts into which attention of a chunk of a prompt of `tokens` tokens is cut; 0 if it never is."""
-    blocks = (max(0, tokens - FEWEST_QUERIES) // SHORTEST_BLOCK).bit_length() if chunk >= FEWEST_QUERIES else 0
-    return blocks + 1 if blocks else 0
+def window_tokens(chunk: int) -> int:
+    """Return the tokens of a window of an engine whose chunks have `chunk` tokens: a power of two."""
+    return max(SHORTEST_BLOCK, 1 << (chunk.bit_length() - 1))
+
+
+def windows(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
+    """Cut tokens start .. stop - 1 at multiples of `size`: for each window its first token, and the first and last + 1 of these."""
+    return [
+        (base, max(base, start), min(base + size, stop)) for base in range(start // size * size, stop, size)
+    ]
+
+
+def most_parts(tokens: int) -> int:
+    """Return the most parts into which attention of a window of a prompt of `tokens` tokens is cut."""
+    return ((tokens - 1) // SHORTEST_BLOCK).bit_length() + 1
 
 
 def filled_up(queries: int) -> int:
-    """Return the power of two to which a chunk of `queries` queries is filled up."""
-    return 1 << (queries - 1).bit_length()
+    """Return the power of two to which a window's `queries` queries are filled up."""
+    return max(FEWEST_QUERIES, power_of_two(queries))
 
 
-def fill_up(queries: Tensor) -> Tensor:
-    """Return queries [H, q, D] with zeros behind them, up to a power of two of queries."""
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def fill_up(queries: Tensor, first: int = 0) -> Tensor:
+    """Return queries [H, q, D] with zeros behind, and before the number `first`, up to as many as `filled_up` says.
+
+    The numbers of a token lie together, as those of queries do.
+    """
     heads, q, dim = queries.shape
-    size = filled_up(q)
+    size = filled_up(first + q)
     if size == q:
         return queries
     padded = queries.new_zeros(size, heads, dim).transpose(0, 1)
-    padded[:, :q] = queries
+    padded[:, first : first + q] = queries
     return padded
 
 
 def in_blocks(queries: Tensor, size: int) -> Tensor:
-    """Cut queries [H, q, D] into blocks of `size`, [b, H, n, D] with n filled up like a chunk; zeros fill up."""
+    """Cut queries [H, q, D] into blocks of `size`, [b, H, n, D] with n a power of two; zeros fill up."""
     heads, q, dim = queries.shape
-    number, width = -(-q // size), filled_up(min(size, q))
+    number, width = -(-q // size), power_of_two(min(size, q))
     tokens = queries.transpose(0, 1)
     if q == number * width:
         return tokens.reshape(number, width, heads, dim).transpose(1, 2)
@@ -254,9 +280,18 @@ def attend_block(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, 
     return Part(output[0], lse[0])
 
 
-def attend_square(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
-    """Attend causally by cuDNN: queries [H, n, D], keys and values [G, n, D] of the same tokens."""
-    return attend_block(queries, keys, values, scaling, causal=True)
+def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+    """Attend causally by cuDNN: queries [H, q, D] are the last of the tokens of keys and values [G, n, D].
+
+    cuDNN aligns its mask to the top left, so zeros stand for the queries before these. Zeros stand for the keys behind, too:
+    no query sees them, but what lies there in memory might be no number.
+    """
+    q, n = queries.shape[1], keys.shape[1]
+    filled = fill_up(queries, n - q)
+    if filled.shape[1] > n:
+        keys, values = (F.pad(part, (0, 0, 0, filled.shape[1] - n)) for part in (keys, values))
+    part = attend_block(filled, keys, values, scaling, causal=True)
+    return Part(part.output[:, n - q :], part.lse[:, n - q :])
 
 
 def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:

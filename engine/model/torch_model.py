@@ -126,15 +126,15 @@ class TorchModel(LayerwiseModel[Stream]):
     ) -> Tensor:
         """See LayerwiseModel."""
         weights, x = self.layers[layer], prompt.residual[start:stop]
-        qkv, rotation = weights.project(self.ops, x, None), prompt.rotation_of(start, stop, self.rope)
+        qkv, rotation = weights.project(self.ops, x, None, prompt=True), prompt.rotation_of(start, stop, self.rope)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         out = attend(q)
-        x += weights.finish(self.ops, x, out.flatten(1))
+        x += weights.finish(self.ops, x, out.flatten(1), prompt=True)
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
         """See LayerwiseModel."""
-        return self.head(prompt.rows(spans))
+        return self.head(prompt.rows(spans), prompt=True)
 
     def run_layers(self, batch: Batch, attend: Attend, asked: slice = slice(None)) -> Tensor:
         """Run a decode step: write each token's rows to the window, and compute logits of the requests `asked`.

@@ -147,13 +147,21 @@ class RankProducts(Products):
     def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
         """See Products. The ranks' outputs have been rounded to the engine's dtype when they are summed."""
         own, ranks = self.linear(weight, bias, scale), self._ranks
-        return lambda x: ranks.sum(own(x))
+
+        def product(x: Tensor, *, prompt: bool = False) -> Tensor:
+            return ranks.sum(own(x, prompt=prompt))
+
+        return product
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         """See Products."""
         self._tell()
         own, ranks, vocab_size = self._products.head(weight, scale), self._ranks, self._vocab_size
-        return lambda x: ranks.gather(own(x))[:, :vocab_size].contiguous()
+
+        def product(x: Tensor, *, prompt: bool = False) -> Tensor:
+            return ranks.gather(own(x, prompt=prompt))[:, :vocab_size].contiguous()
+
+        return product
 
     def embedding(self, weight: Tensor) -> Embedding:
         """See Products."""

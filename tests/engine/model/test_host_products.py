@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -14,17 +15,16 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.engine.model.host_products import (
     FEW_ROWS_OF_BFLOAT16,
-    FEW_ROWS_OF_BYTES,
     ByteLinear,
     HostProducts,
     PackedLinear,
     WidenedLinear,
 )
-from kvseek.engine.model.linear import Linear, Products
+from kvseek.engine.model.linear import Linear, Product, Products
 from kvseek.engine.model.native_products import ByteProduct
 from kvseek.engine.model.weight_only import dequantise, quantise
 
-ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, FEW_ROWS_OF_BYTES, FEW_ROWS_OF_BYTES + 1, 150)
+ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, 31, 32, 33, 150)
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((96, 64), (33, 112), (7, 40), (1, 16))
 
@@ -40,9 +40,9 @@ def skip_what_onednn_cannot_pack(dtype: torch.dtype, native: bool) -> None:
         )
 
 
-def check(linear: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check(linear: Product, x: Tensor, weight: Tensor, bias: Tensor | None, prompt: bool = False) -> None:
     """Compare with float64: sums may be rounded as float32 is, and the result once or, with a bias, twice."""
-    found = linear(x)
+    found = linear(x, prompt=prompt)
     assert (found.dtype, found.shape) == (x.dtype, (x.shape[0], weight.shape[0]))
     exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if bias is not None:
@@ -79,11 +79,30 @@ def test_weights_of_8_bits(
         linear = HostProducts(dtype, library, native).linear(stored, bias, scale)
         kept = dtype is torch.bfloat16 and precision == "int8" and inputs % 16 == 0
         assert isinstance(linear, ByteLinear) == kept
-        for rows in ROWS:
-            # Few rows are multiplied before the scale rounds anything; many with the dequantised weight, which is rounded.
-            exact = kept and (rows <= FEW_ROWS_OF_BYTES or not native)
+        for rows, prompt in product(ROWS, (False, True)):
+            # Steps multiply before the scale rounds anything; prompts with the dequantised weight, which is rounded.
+            exact = kept and not (prompt and native)
             weight = stored.double() * scale.double()[:, None] if exact else dequantise(stored, scale, dtype)
-            check(linear, random(rows, inputs, dtype=dtype), weight, bias)
+            check(linear, random(rows, inputs, dtype=dtype), weight, bias, prompt)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("precision", [None, "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompts_row_depends_on_no_other_row(
+    library: CpuLibrary, dtype: torch.dtype, precision: str | None, native: bool
+) -> None:
+    """Whether the prompt is read whole, in chunks or behind a reused beginning: of one row up to more than a step ever has."""
+    skip_what_onednn_cannot_pack(dtype, native)
+    for outputs, inputs in ((576, 1536), (300, 2048), (33, 112)):
+        weight = random(outputs, inputs, seed=1)
+        bias, products = random(outputs, dtype=dtype, seed=2), HostProducts(dtype, library, native)
+        stored, scale = (weight.to(dtype), None) if precision is None else quantise(weight, precision)
+        for linear in (products.linear(stored, bias, scale), products.head(stored, scale)):
+            x = random(700, inputs, dtype=dtype)
+            whole = linear(x, prompt=True)
+            for rows in (*ROWS, 64, 65, 511):
+                assert torch.equal(linear(x[-rows:], prompt=True), whole[-rows:]), rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,7 +142,7 @@ def test_few_rows_of_bytes_at_every_level(library: CpuLibrary, level: int, with_
         stored, scale = quantise(random(outputs, inputs, seed=1), "int8")
         bias = random(outputs, dtype=torch.bfloat16, seed=2) if with_bias else None
         linear = HostProducts(torch.bfloat16, library).linear(stored, bias, scale)
-        for rows in (1, 2, 3, 4, 5, FEW_ROWS_OF_BYTES):
+        for rows in (1, 2, 3, 4, 5, 32):
             x = random(rows, inputs, dtype=torch.bfloat16)
             check(linear, x, stored.double() * scale.double()[:, None], bias)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.engine.model import product_kernels
 from kvseek.engine.model.graphs import BUCKETS
-from kvseek.engine.model.linear import KernelHead
+from kvseek.engine.model.linear import KernelHead, RowCounts
 from kvseek.engine.model.product_kernels import SHAPES, ProductKernels, Shape
 from kvseek.engine.model.weight_only import dequantise, quantise
 
@@ -43,8 +43,11 @@ class Launches:
     def most_rows(self, weight: Tensor) -> int:
         return max(SHAPES[8 * weight.itemsize])
 
-    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: None, *, out: Tensor) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, scale: Tensor, bias: None, *, out: Tensor, kernel_rows: int | None
+    ) -> Tensor:
         assert x.shape[0] <= self.most_rows(weight)
+        assert kernel_rows in (None, self.most_rows(weight))
         assert out.is_contiguous()
         self.rows.append(x.shape[0])
         return out.copy_(x @ dequantise(weight, scale, x.dtype).T)
@@ -56,6 +59,23 @@ def test_a_head_of_8_bits_multiplies_rows_in_groups() -> None:
     x = torch.randn(150, 32, generator=generator)
     for rows, groups in ((1, [1]), (64, [64]), (65, [64, 1]), (150, [64, 64, 22])):
         launches = Launches()
-        found = KernelHead(cast("ProductKernels", launches), weight, scale, None)(x[:rows])
+        found = KernelHead(cast("ProductKernels", launches), weight, scale)(x[:rows], prompt=rows == 65)
         torch.testing.assert_close(found, x[:rows] @ dequantise(weight, scale, torch.float32).T)
         assert launches.rows == groups
+
+
+def test_rows_of_a_prompt_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the next number of rows that is summed in the same order; more than the largest are multiplied in parts."""
+    weight, bias, x = torch.randn(7, 16), torch.randn(7), torch.randn(300, 16)
+    linear, rows = torch.nn.functional.linear, list[int]()
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows.append(x.shape[0])
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr("kvseek.engine.model.linear.F.linear", counted)
+    counts = RowCounts((32, 128))
+    for given, filled in ((1, [32]), (32, [32]), (33, [128]), (128, [128]), (300, [128, 128, 128])):
+        rows.clear()
+        torch.testing.assert_close(counts.multiply(x[:given], weight, bias), linear(x[:given], weight, bias))
+        assert rows == filled

@@ -19,7 +19,6 @@ from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.layer_kernels import LayerKernels
 from kvseek.engine.model.prompt_attention import (
     CUDNN_AND_FLASH,
-    FEWEST_QUERIES,
     FLASH,
     MEMORY_EFFICIENT,
     MERGED_PARTS,
@@ -31,6 +30,8 @@ from kvseek.engine.model.prompt_attention import (
     in_blocks,
     most_parts,
     past_blocks,
+    window_tokens,
+    windows,
 )
 
 MODEL = ModelConfig("llama", 16, 64, 64, 1, 4, 2, 32, 1e-5, 1e4, 1 << 20)
@@ -51,24 +52,37 @@ def test_blocks_are_the_past_but_for_its_end(past: int) -> None:
 
 @given(LENGTHS, st.integers(1, 1 << 14))
 def test_no_chunk_has_more_parts_than_the_work_space_counts(past: int, queries: int) -> None:
-    parts = len(past_blocks(past)) + 1 if past >= SHORTEST_BLOCK and queries >= FEWEST_QUERIES else 0
-    for chunk in (queries, 2 * queries):
-        assert parts <= most_parts(past + queries, chunk) <= MERGED_PARTS
+    size = window_tokens(queries)
+    for base, _, stop in windows(past, past + queries, size):
+        assert len(past_blocks(base)) + 1 <= most_parts(stop) <= most_parts(past + queries) <= MERGED_PARTS
+
+
+@given(LENGTHS, st.integers(1, 1 << 14), st.integers(1, 1 << 14))
+def test_a_querys_window_does_not_depend_on_the_chunk(past: int, queries: int, chunk: int) -> None:
+    size, stop = window_tokens(chunk), past
+    for base, start, end in windows(past, past + queries, size):
+        assert (start, base) == (stop, start // size * size)
+        assert start < end <= base + size
+        assert sum(b - a for a, b in past_blocks(base)) == base, "the past is blocks to its end"
+        stop = end
+    assert stop == past + queries
 
 
 def test_plans_are_few() -> None:
     """Whatever the prompts: sizes of blocks, and the chunk itself, times sizes of chunks."""
     blocks = {stop - start for past in range(1 << 17) for start, stop in past_blocks(past)}
-    chunks = {filled_up(queries) for queries in range(FEWEST_QUERIES, 2049)}
+    chunks = {filled_up(queries) for queries in range(1, 2049)}
     assert (len(blocks) + 1) * len(chunks) == 7 * 3
 
 
-def test_a_chunk_is_filled_up_behind_its_queries() -> None:
+@pytest.mark.parametrize("first", [0, 50])
+def test_a_chunk_is_filled_up_around_its_queries(first: int) -> None:
     queries = torch.randn(700, 4, 32).transpose(0, 1)
-    filled = fill_up(queries)
+    filled, stop = fill_up(queries, first), first + 700
     assert filled.shape == (4, 1024, 32)
-    assert torch.equal(filled[:, :700], queries)
-    assert not filled[:, 700:].any()
+    assert torch.equal(filled[:, first:stop], queries)
+    assert not filled[:, :first].any()
+    assert not filled[:, stop:].any()
     assert filled.transpose(0, 1).is_contiguous(), "as whole chunks are"
     assert fill_up(filled) is filled
 
@@ -98,13 +112,13 @@ def test_queries_are_cut_into_blocks_that_are_filled_up(queries: int, size: int,
 def test_without_cudnn_flash_attention_reads_prompts_by_name(caplog: pytest.LogCaptureFixture) -> None:
     kernels: Any = SimpleNamespace(device=torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
-        attention = PromptAttention(kernels, MODEL, torch.bfloat16)
+        attention = PromptAttention(kernels, MODEL, torch.bfloat16, 2048)
     assert attention.name == FLASH
     assert "prompts are read by flash attention: cuDNN's attention refuses them: Could not run" in caplog.text
     queries, keys = torch.randn(4, 600, 32).bfloat16(), torch.randn(2, 3000, 32).bfloat16()
     expected = causal_attention_device(queries, keys, keys, 0.2)
     assert torch.equal(attention(queries, keys, keys, 0.2), expected)
-    assert PromptAttention(kernels, MODEL, torch.float32).name == MEMORY_EFFICIENT
+    assert PromptAttention(kernels, MODEL, torch.float32, 2048).name == MEMORY_EFFICIENT
 
 
 def test_what_an_engine_directory_says() -> None:

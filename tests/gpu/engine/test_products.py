@@ -21,7 +21,7 @@ from kvseek.builder.calibration.report import Calibration
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.linear import KernelHead, KernelLinear
+from kvseek.engine.model.linear import KernelHead, KernelLinear, KernelProducts
 from kvseek.engine.model.product_kernels import ALIGNMENT, SHAPES, ProductKernels, choose_shape
 from kvseek.engine.model.weight_only import NONE, PRECISIONS, dequantise, quantise
 from kvseek.measurement.gpu_kernels import load_kernels
@@ -141,7 +141,7 @@ def test_a_head_multiplies_any_number_of_rows(precision: str, products: MakeProd
     """In groups beyond what a kernel has room for, of an odd vocabulary, without a matrix of 16 bits beside it."""
     kernels, outputs, inputs = products(precision, "bfloat16"), 50_001, 512
     case = Case(precision, "bfloat16", device, outputs, inputs)
-    head = KernelHead(kernels, case.weight, case.scale, None)
+    head = KernelHead(kernels, case.weight, case.scale)
     x = torch.cat([case.x(MAX_ROWS)] * 3)
     for rows in (1, MAX_ROWS, MAX_ROWS + 1, 3 * MAX_ROWS):
         torch.cuda.reset_peak_memory_stats(device)
@@ -153,6 +153,22 @@ def test_a_head_multiplies_any_number_of_rows(precision: str, products: MakeProd
             group = found[start : start + MAX_ROWS]
             assert torch.equal(group, kernels.linear(x[: len(group)], case.weight, case.scale, None))
     case.check(found[-MAX_ROWS:], MAX_ROWS, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", WEIGHTS)
+def test_a_prompts_row_depends_on_no_other_row(
+    precision: str, dtype: str, products: MakeProducts, device: torch.device
+) -> None:
+    """The narrow matrices are those whose sums cuBLAS cuts into parts, if it multiplies few rows."""
+    for outputs, inputs in ((4096, 14336), (1024, 3072), (256, 8192), (6144, 1024)):
+        case = Case(precision, dtype, device, outputs, inputs)
+        made = KernelProducts(products(precision, dtype), 2048, MAX_ROWS)
+        x = torch.randn(2048, inputs, dtype=case.dtype, device=device)
+        for product in (made.linear(case.weight, case.bias, case.scale), made.head(case.weight, case.scale)):
+            whole = product(x, prompt=True)
+            for rows in (*ROWS, 100, 129, 300, 400, 511, 700, 1100, 2047):
+                assert torch.equal(product(x[-rows:], prompt=True), whole[-rows:]), (outputs, inputs, rows)
 
 
 def every_code(precision: str, inputs: int) -> Tensor:
@@ -273,8 +289,7 @@ def test_engines_compute_with_dequantised_weights(
             assert isinstance(product, KernelLinear)
             assert product.weight.dtype is PRECISIONS[precision][0], "8 bits a weight on the GPU, too"
     head, embedding = kernel_model(decoder).head.project, kernel_model(decoder).embed.weight
-    assert isinstance(head, KernelLinear)
-    assert isinstance(head, KernelHead) == quantize_head
+    assert isinstance(head, KernelHead if quantize_head else KernelLinear)
     assert head.weight.dtype is (torch.int8 if quantize_head else number)
     assert embedding.dtype is number
     found, attended = run_all(decoder)

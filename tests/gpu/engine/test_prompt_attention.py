@@ -6,6 +6,7 @@ In float32 a log-sum-exp of 300 is known to 3e-5 only, so the reference of a mer
 from __future__ import annotations
 
 from functools import reduce
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ KV_HEADS, MOST = 2, 9000
 
 def make(kernels: MakeKernels, dtype: str, dim: int, group: int) -> PromptAttention:
     model = ModelConfig("llama", 16, 64, 64, 1, KV_HEADS * group, KV_HEADS, dim, 1e-5, 1e4, MOST)
-    return PromptAttention(kernels(dtype, dim, group), model, getattr(torch, dtype))
+    return PromptAttention(kernels(dtype, dim, group), model, getattr(torch, dtype), 2048)
 
 
 def check(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -67,8 +68,7 @@ def test_parts_are_merged(
         lse = torch.randn(heads, 512, device=device) * 4 + 300
         output[:, tokens:], lse[:, tokens:] = torch.nan, torch.nan
         made.append(Part(output, lse))
-    found = attention.merge(made, tokens)
-    assert found.is_contiguous()
+    found = attention.merge(made, tokens, torch.empty(tokens, heads, dim, dtype=attention.dtype, device=device))
     whole = [(part.output[:, :tokens].double(), part.lse[:, :tokens].double()) for part in made]
     expected, _ = reduce(lambda a, b: merge(*a, *b), whole)
     check(found, expected.transpose(0, 1), MERGED[dtype])
@@ -90,6 +90,26 @@ def test_it_is_causal_attention(
     keys, values = rows(dtype, device, past + q, dim, scale=2.0), rows(dtype, device, past + q, dim)
     found = attention(queries, keys, values, dim**-0.5)
     check(found, definition(queries.double(), keys.double(), values.double()), ATTENDED[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group"), [("bfloat16", 128, 4), ("bfloat16", 64, 3), ("float16", 128, 1), ("bfloat16", 96, 2)]
+)
+def test_a_query_gives_the_same_bits_whatever_the_chunks(
+    dtype: str, dim: int, group: int, kernels: MakeKernels, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    attention, n = make(kernels, dtype, dim, group), 8500
+    queries = torch.randn(n, KV_HEADS * group, dim, device=device).to(attention.dtype).transpose(0, 1)
+    keys, values = rows(dtype, device, n, dim, scale=2.0), rows(dtype, device, n, dim)
+
+    def read(borders: tuple[int, ...]) -> Tensor:
+        chunks = [(queries[:, a:b], keys[:, :b], values[:, :b]) for a, b in pairwise(borders)]
+        return torch.cat([attention(*chunk, dim**-0.5) for chunk in chunks])
+
+    whole = read((0, 2048, 4096, 6144, 8192, n))
+    for borders in ((0, n), (0, 1, 700, 2049, 2112, 5000, 8191, 8192, n), (0, 8448, n - 1, n)):
+        assert torch.equal(read(borders), whole), borders
 
 
 def test_float32_is_left_to_pytorch_by_name(kernels: MakeKernels, device: torch.device) -> None:

@@ -1,0 +1,81 @@
+"""With numbers of 16 bits an answer's logits are the same, to the bit, however its prompt was read.
+
+Read whole, in chunks of other sizes, in a pack with others, or behind a beginning that an earlier request left.
+tests/gpu/engine/test_equal_bits.py asks the same of a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+from tests.conftest import BuildEngine, RandomModel
+from tests.plugins.cases import CASES, method_flags
+from tests.support.prefill import run_to_end
+
+from kvseek.core.config_file import read_config
+from kvseek.core.request import Request, SamplingParams
+from kvseek.engine.engine import Engine
+from kvseek.engine.loading.load import load_decoder
+from kvseek.plugins.registry import METHODS
+
+WINDOW = ("--cache.sink", "4", "--cache.local", "64", "--cache.update", "64", "--cache.full_threshold", "32")
+LIMITS = ("--max_batch_size", "8", "--max_seq_len", "4096", "--prefill_chunk_tokens", "2048")
+# cuBLAS cuts the sums of a matrix that has few outputs and many inputs, if it multiplies few rows.
+SHAPE = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+KEPT = 1300  # tokens of a document
+RESTS = (1, 17, 200, 900)  # tokens behind it
+STEPS = 12
+PARAMS = SamplingParams(return_generation_logits=True)
+
+
+def numbers(count: int, seed: int) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(3, 380) for _ in range(count))
+
+
+def ask(engine: Engine, *prompts: tuple[int, ...], steps: int = STEPS) -> list[list[bytes]]:
+    """The logits of each answer's tokens, of requests that are submitted together."""
+    ids = [engine.submit(Request(prompt, steps, PARAMS)) for prompt in prompts]
+    outputs = run_to_end(engine)
+    assert not any(output.error for output in outputs)
+    return [[one.generation_logits for one in outputs if one.request_id == own and one.generation_logits] for own in ids]
+
+
+def reloaded(directory: Path, engine: Engine, *, chunk: int) -> Engine:
+    """An engine of the same directory that keeps nothing and reads prompts in other chunks."""
+    config = read_config(directory)
+    cache = dataclasses.replace(config.cache, reuse=False)
+    config = dataclasses.replace(config, cache=cache, prefill_chunk_tokens=chunk)
+    return Engine(config, load_decoder(directory, config), engine.tokenizer)
+
+
+def check_equal_bits(directory: Path) -> None:
+    """See the module's first lines."""
+    engine = Engine.load(directory)
+    whole = reloaded(directory, engine, chunk=4096)
+    chunks = reloaded(directory, engine, chunk=333)
+    document = numbers(KEPT, 1)
+    ask(engine, document, steps=1)
+    for rest in RESTS:
+        prompt = document + numbers(rest, rest)
+        (expected,) = ask(whole, prompt)
+        assert len(expected) == STEPS
+        assert ask(chunks, prompt) == [expected], f"in chunks, {rest} tokens behind the document"
+        assert ask(engine, prompt) == [expected], f"behind the document, {rest} tokens"
+        assert ask(engine, prompt) == [expected], "of which all but the last are kept"
+    short = [numbers(size, size) for size in (3, 40, 90)]
+    alone = [ask(whole, prompt, steps=1)[0] for prompt in short]
+    assert ask(engine, *short, steps=1) == alone, "in a pack"
+
+
+@pytest.mark.parametrize(("method", "precision"), [("full", "none"), *((method, "int8") for method in METHODS)])
+def test_logits_do_not_depend_on_how_the_prompt_was_read(
+    method: str, precision: str, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64, **SHAPE)
+    numbers_of_16_bits = ("--dtype", "bfloat16", "--weight_only_precision", precision)
+    flags = (*WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse), *numbers_of_16_bits)
+    check_equal_bits(build_engine(model, method, *flags))
