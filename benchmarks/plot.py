@@ -1,11 +1,10 @@
-"""Draw milliseconds per decode step by context, from result files of the GPU benchmark, as an SVG; print them as a table.
+"""Draw milliseconds per decode step, from result files of the GPU benchmark, as bars of an SVG; print them as a table.
 
     python benchmarks/plot.py RESULT.json ... --output PICTURE.svg
 
-A panel for each place where the rows of the methods lay, a line for each method, batch 1. The baseline is `full`; the first
-other method of the files is the one whose ratios are written beside its line. Files are results of `kvseek bench --shape`;
-several may hold parts of one picture (other contexts, other methods), but none may hold a point that another one holds.
-The README's picture is written by `make tables` (documents.py), which has the names of its files.
+A group of bars for each context, in it for each method a bar for each place where its rows lay, batch 1. The baseline is `full`,
+with its rows in GPU memory. Files are results of `kvseek bench --shape`; several may hold parts of one picture (other contexts,
+other methods), but none may hold a bar that another one holds.
 """
 
 from __future__ import annotations
@@ -13,18 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvseek.benchmarks.step_chart import Chart, Panel, Point, draw
+from kvseek.benchmarks.step_chart import Bar, Chart, draw
 
 BASELINE = "full"
-PLACES = {  # by the benchmark's --offload: heading and note of a panel
-    "never": ("Keys and values in GPU memory", "all methods"),
-    "always": ("Keys and values in host memory", "for comparison, full with its own in GPU memory"),
-    "auto": ("Keys and values in GPU memory where they fit", "the others in host memory"),
-}
+PLACES = {"never": "in GPU memory", "always": "in host memory", "auto": "in GPU memory where they fit"}  # by --offload
 
 
 class PlotError(ValueError):
@@ -45,20 +40,28 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
-def points(document: dict[str, Any]) -> Iterator[tuple[str, Point]]:
-    """Each measurement with batch 1, with the place of the rows (a key of PLACES).
+def bars(path: Path, document: dict[str, Any]) -> dict[tuple[int, str, str], Bar]:
+    """Bars of one file, by context, method and place.
 
-    Of a method that was measured with and without hot rows, only the measurement with them: serving has them, too.
+    Of a method that was measured with and without hot rows, only the measurement with them: serving has them, too. `full` has
+    its rows in GPU memory wherever those of the others lie, so it has one bar.
     """
+    found: dict[tuple[int, str, str], Bar] = {}
     for phase in document["phases"]:
-        for cell in phase["cells"]:
-            if cell["batch"] == 1:
-                hot = {entry["method"] for entry in cell["results"] if entry["hot_rows"]}
-                for entry in cell["results"]:
-                    if entry["hot_rows"] or entry["method"] not in hot:
-                        milliseconds = entry["step_seconds"]["median"] * 1e3
-                        point = Point(entry["method"], cell["context"], milliseconds, entry["to_baseline"])
-                        yield phase["offload"], point
+        for cell in (cell for cell in phase["cells"] if cell["batch"] == 1):
+            hot = {entry["method"] for entry in cell["results"] if entry["hot_rows"]}
+            for entry in cell["results"]:
+                context, method, offload = cell["context"], entry["method"], phase["offload"]
+                if method in hot and not entry["hot_rows"]:
+                    continue
+                baseline = method == BASELINE
+                if not baseline and entry["to_baseline"] is None:
+                    raise PlotError(f"{path}: no result of {BASELINE} with batch 1; name it first in --methods")
+                place = PLACES["never" if baseline else offload]
+                ratio = None if baseline else entry["to_baseline"]
+                bar = Bar(context, method, place, entry["step_seconds"]["median"] * 1e3, ratio)
+                found.setdefault((context, method, place), bar)
+    return found
 
 
 def chart(paths: Sequence[Path]) -> Chart:
@@ -67,27 +70,20 @@ def chart(paths: Sequence[Path]) -> Chart:
     if len({(document["shape"], document["dtype"], document["gpu"]["name"]) for document in documents}) > 1:
         names = ", ".join(path.name for path in paths)
         raise PlotError(f"{names}: results of several shapes, dtypes or GPUs; draw them one by one")
-    panels: dict[str, dict[str, list[Point]]] = {}
+    found: dict[tuple[int, str, str], Bar] = {}
     for path, document in zip(paths, documents, strict=True):
-        for place, point in points(document):
-            line = panels.setdefault(place, {}).setdefault(point.method, [])
-            if any(other.context == point.context for other in line):
-                raise PlotError(
-                    f"{path}: {point.method} at {point.context:,} tokens, offload {place}, is in another file too; leave one out"
-                )
-            line.append(point)
-    for place, lines in panels.items():
-        if BASELINE not in lines:
-            raise PlotError(f"offload {place}: no result of {BASELINE} with batch 1; name it first in --methods")
-        for line in lines.values():
-            line.sort(key=lambda point: point.context)
-    if not panels:
+        own = bars(path, document)
+        for key in sorted(own.keys() & found.keys()):
+            raise PlotError(f"{path}: {own[key].words} is in another file too; leave one out")
+        found |= own
+    if not found:
         raise PlotError(f"{', '.join(path.name for path in paths)}: no result with batch 1")
+    methods, places = list(dict.fromkeys([BASELINE, *(bar.method for bar in found.values())])), list(PLACES.values())
+    order = sorted(found.values(), key=lambda bar: (bar.context, methods.index(bar.method), places.index(bar.place)))
     first = documents[0]
     return Chart(
-        title=f"Time per decode step, {first['shape']} shape, {first['dtype']}, one request, one {first['gpu']['name']}",
-        panels=tuple(Panel(*texts, panels[place]) for place, texts in PLACES.items() if place in panels),
-        baseline=BASELINE,
+        title=f"One decode step, {first['shape']} shape, {first['dtype']}, one request, one {first['gpu']['name']}",
+        bars=tuple(order),
         source=source(paths, documents),
         files=tuple(path.name for path in paths),
     )
@@ -106,36 +102,30 @@ def source(paths: Sequence[Path], documents: Sequence[dict[str, Any]]) -> tuple[
 
 
 def table(drawn: Chart) -> str:
-    """The points as Markdown: a line for each panel and method, milliseconds and in brackets the ratio to the baseline's."""
-    contexts = sorted({point.context for point in drawn.points})
+    """The bars as Markdown: a line for each method and place, milliseconds and in brackets the ratio to the baseline's."""
+    contexts = sorted({bar.context for bar in drawn.bars})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for bar in drawn.bars:
+        ratio = "" if bar.ratio is None else f" ({bar.ratio:.2f})"
+        cells.setdefault((bar.method, bar.place), {})[bar.context] = f"{bar.milliseconds:.2f}{ratio}"
     lines = [["", *(f"{context:,} tokens" for context in contexts)], ["---"] * (1 + len(contexts))]
-    for panel in drawn.panels:
-        for method, line in panel.lines.items():
-            cells = {point.context: _cell(point) for point in line}
-            lines.append(
-                [f"`{method}` ({panel.heading}; {panel.note})", *(cells.get(context, "") for context in contexts)]
-            )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _cell(point: Point) -> str:
-    compared = point.method != BASELINE and point.ratio is not None
-    return f"{point.milliseconds:.2f}" + (f" ({point.ratio:.2f})" if compared else "")
+    for (method, place), line in cells.items():
+        lines.append([f"`{method}`, rows {place}", *(line.get(context, "") for context in contexts)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the picture and print its points; returns 0, or 1 where the result files do not make one."""
+    """Write the picture and print its bars; returns 0, or 1 where the result files do not make one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, help="result files")
     parser.add_argument("--output", type=Path, required=True, help="the SVG")
     arguments = parser.parse_args(argv)
     try:
         drawn = chart(arguments.results)
-        picture = draw(drawn)
     except PlotError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    arguments.output.write_text(picture, encoding="utf-8")
+    arguments.output.write_text(draw(drawn), encoding="utf-8")
     print(f"{table(drawn)}\n\n{arguments.output}")
     return 0
 

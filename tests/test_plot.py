@@ -1,8 +1,7 @@
-"""The picture of step times by context: it holds what the results hold."""
+"""The picture of the README: it holds what the results hold, and is what its command draws."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from tests.conftest import ROOT
 
 from kvseek.benchmarks import plot
-from kvseek.benchmarks.step_chart import spread
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURE = ROOT / "docs/decode-step.svg"
@@ -40,78 +38,98 @@ def result_file(path: Path, cells: dict[int, list[dict[str, Any]]], offload: str
     return path
 
 
-def markers(picture: Path) -> dict[str, tuple[float, float]]:
-    """Place of each marker, by what it says."""
-    circles = ElementTree.parse(picture).iter(f"{SVG}circle")
-    return {
-        str(circle.findtext(f"{SVG}title")): (float(circle.attrib["cx"]), float(circle.attrib["cy"]))
-        for circle in circles
-    }
+def drawn(picture: Path) -> dict[str, float]:
+    """Length of each bar, by what it says."""
+    boxes = ElementTree.parse(picture).iter(f"{SVG}rect")
+    texts = ((box.findtext(f"{SVG}title"), float(box.attrib["width"])) for box in boxes)
+    return {text: width for text, width in texts if text is not None}
+
+
+def files() -> list[Path]:
+    """The result files of the committed picture."""
+    return [
+        ROOT / "benchmarks/results" / name
+        for name in str(ElementTree.parse(PICTURE).findtext(f"{SVG}metadata")).split()
+    ]
+
+
+def test_the_committed_picture_is_what_the_command_draws(tmp_path: Path) -> None:
+    assert plot.main([*map(str, files()), "--output", str(tmp_path / "again.svg")]) == 0
+    assert (tmp_path / "again.svg").read_bytes() == PICTURE.read_bytes(), "draw it again, and look at the picture"
 
 
 def test_the_readme_shows_the_picture() -> None:
     assert f"({PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_markers_lie_where_the_results_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_screen_states_what_was_measured() -> None:
+    """Steps of full and nested, as the picture has them; eight requests of full and pariskv, and layers in host memory."""
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    sentences = (
+        r"at 131,072 tokens takes (?P<full>\S+) ms with dense attention and (?P<device>\S+) ms with the method `nested`, ",
+        r"(?P<host>\S+) ms with all rows in host memory; at 524,288 tokens (?P<full_long>\S+), (?P<device_long>\S+) and ",
+        r"(?P<host_long>\S+) ms\.",
+    )
+    stated = re.search("".join(sentences), words)
+    assert stated is not None
+    steps = {(bar.context, bar.method, bar.place): f"{bar.milliseconds:.1f}" for bar in plot.chart(files()).bars}
+    keys = [("full", "in GPU memory"), ("nested", "in GPU memory"), ("nested", "in host memory")]
+    measured = [steps[context, *key] for context in (131_072, 524_288) for key in keys]
+    assert list(stated.groups()) == measured
+
+
+def test_bars_are_as_long_as_the_results_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = {
         16384: [entry("full", 10), entry("fast", 5, 0.5), entry("fast", 4, 0.4, hot=True)],
         32768: [entry("full", 20), entry("fast", 6, 0.3)],
-        65536: [entry("full", 40)],
     }
     file, picture = result_file(tmp_path / "one.json", cells), tmp_path / "one.svg"
     assert plot.main([str(file), "--output", str(picture)]) == 0
     assert capsys.readouterr().out.splitlines()[2:4] == [
-        "| `full` (Keys and values in GPU memory; all methods) | 10.00 | 20.00 | 40.00 |",
-        "| `fast` (Keys and values in GPU memory; all methods) | 4.00 (0.40) | 6.00 (0.30) |  |",
+        "| `full`, rows in GPU memory | 10.00 | 20.00 |",
+        "| `fast`, rows in GPU memory | 4.00 (0.40) | 6.00 (0.30) |",
     ]
-    found = markers(picture)
-    assert set(found) == {
-        "full, 16,384 tokens: 10.000 ms, 1.000 × full",
-        "full, 32,768 tokens: 20.000 ms, 1.000 × full",
-        "full, 65,536 tokens: 40.000 ms, 1.000 × full",
-        "fast, 16,384 tokens: 4.000 ms, 0.400 × full",
-        "fast, 32,768 tokens: 6.000 ms, 0.300 × full",
+    found = drawn(picture)
+    assert {words: round(width / max(found.values()), 3) for words, width in found.items()} == {
+        "16,384 tokens, full, rows in GPU memory: 10.00 ms": 0.5,
+        "16,384 tokens, fast, rows in GPU memory: 4.00 ms": 0.2,
+        "32,768 tokens, full, rows in GPU memory: 20.00 ms": 1.0,
+        "32,768 tokens, fast, rows in GPU memory: 6.00 ms": 0.3,
     }
-    (x1, y1), (x2, y2), (x3, y3) = (found[text] for text in sorted(found) if text.startswith("full"))
-    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.11)  # contexts that double lie equally far apart
-    assert (y1 - y3) == pytest.approx(1.5 * (y2 - y3), abs=0.31)  # milliseconds are linear
 
 
-def test_panels_by_the_place_of_the_rows(tmp_path: Path) -> None:
-    device = result_file(tmp_path / "device.json", {16384: [entry("full", 10), entry("fast", 5, 0.5)]})
-    host = result_file(tmp_path / "host.json", {16384: [entry("full", 10), entry("fast", 7, 0.7)]}, "always")
-    picture = plot.chart([host, device])
-    assert [panel.heading for panel in picture.panels] == [
-        "Keys and values in GPU memory",
-        "Keys and values in host memory",
+def test_a_bar_for_each_place_of_the_rows_and_one_for_full(tmp_path: Path) -> None:
+    cells = {16384: [entry("full", 10), entry("fast", 5, 0.5)]}
+    path = result_file(tmp_path / "both.json", cells)
+    document = json.loads(path.read_text())
+    document["phases"].append(document["phases"][0] | {"offload": "always"})
+    path.write_text(json.dumps(document))
+    assert [(bar.method, bar.place) for bar in plot.chart([path]).bars] == [
+        ("full", "in GPU memory"),
+        ("fast", "in GPU memory"),
+        ("fast", "in host memory"),
     ]
-    assert [panel.lines["fast"][0].milliseconds for panel in picture.panels] == [5, 7]
-    assert picture.files == ("host.json", "device.json")
 
 
 @pytest.mark.parametrize(
     ("cells", "batch", "message"),
     [
         ({16384: [entry("full", 10)]}, 4, "no result with batch 1"),
-        (
-            {16384: [entry("fast", 5, None)]},
-            1,
-            "offload never: no result of full with batch 1; name it first in --methods",
-        ),
+        ({16384: [entry("fast", 5, None)]}, 1, "no result of full with batch 1; name it first in --methods"),
     ],
 )
-def test_results_without_a_line_to_draw(tmp_path: Path, cells: dict[int, Any], batch: int, message: str) -> None:
+def test_results_without_a_bar_to_draw(tmp_path: Path, cells: dict[int, Any], batch: int, message: str) -> None:
+    path = result_file(tmp_path / "one.json", cells, batch=batch)
     with pytest.raises(plot.PlotError, match=re.escape(message)):
-        plot.chart([result_file(tmp_path / "one.json", cells, batch=batch)])
+        plot.chart([path])
 
 
-def test_a_point_that_two_files_hold(tmp_path: Path) -> None:
-    files = [result_file(tmp_path / name, {16384: [entry("full", 10)]}) for name in ("one.json", "two.json")]
+def test_a_bar_that_two_files_hold(tmp_path: Path) -> None:
+    paths = [result_file(tmp_path / name, {16384: [entry("full", 10)]}) for name in ("one.json", "two.json")]
     with pytest.raises(
-        plot.PlotError, match=r"two\.json: full at 16,384 tokens, offload never, is in another file too"
+        plot.PlotError, match=r"two\.json: 16,384 tokens, full, rows in GPU memory: 10\.00 ms is in another file too"
     ):
-        plot.chart(files)
+        plot.chart(paths)
 
 
 def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,12 +139,3 @@ def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture
         assert plot.main([str(path), "--output", str(tmp_path / "none.svg")]) == 1
         assert f"error: {path}: {message}" in capsys.readouterr().err
     assert not (tmp_path / "none.svg").exists()
-
-
-def test_labels_stay_apart_and_in_order() -> None:
-    assert spread([10, 100, 50], 17) == [10, 100, 50]
-    assert spread([50, 50, 50], 10) == [40, 50, 60]
-    heights = spread([100, 102, 104, 119, 300], 17)
-    assert heights == sorted(heights)
-    assert all(low + 17 <= high + 1e-9 for low, high in itertools.pairwise(heights))
-    assert heights[-1] == 300
