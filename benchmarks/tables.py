@@ -272,23 +272,6 @@ def ctkvr_lists(results: Results) -> Rows:
     return rows
 
 
-def dialogues(results: Results) -> Rows:
-    short, long = results("needle-dialogues-8-rounds"), results("needle-dialogues-64-rounds")
-    columns = ((short, 32 * K, 8), (long, 32 * K, 64), (short, 130_048, 8))
-    headings = []
-    for document, length, rounds in columns:
-        count = one(document["cells"], engine="full", length=length)["contexts"]
-        headings.append(f"{length:,} tokens, {rounds} rounds, {count} dialogues")
-    rows: list[Row] = [("", *headings)]
-    for method in METHODS:
-        cells = []
-        for document, length, _ in columns:
-            ways = (method, f"{method}:cache.reuse=false")
-            cells.append("; ".join(_percent(one(document["cells"], engine=way, length=length)) for way in ways))
-        rows.append((f"`{method}`: reused; fresh", *cells))
-    return rows
-
-
 def sparse_answers(results: Results) -> Rows:
     cells = results("needle-sparse-h100")["cells"]
     rows: list[Row] = [("tokens", "", *TASKS.values())]
@@ -324,15 +307,6 @@ def cached_prompts(results: Results) -> Rows:
             found = {entry["form"]: f"{entry['questions']['100']['seconds']:.2f}" for entry in entries}
             left = f"{one(entries, form='dense')['left']:.3f}"
             rows.append((f"`{method}`", where, found["dense"], found.get("sparse", ""), left))
-    return rows
-
-
-def shared_prefixes(results: Results) -> Rows:
-    rows: list[Row] = [("method", "rows", "shared", "one each", "ratio")]
-    for entry in results("shared-prefixes-h200")["results"]:
-        where = "in host memory" if entry["offload"] == "always" else "in GPU memory"
-        times = (milliseconds(entry["seconds"][name]) for name in ("shared", "unshared"))
-        rows.append((f"`{entry['method']}`", where, *times, f"{entry['ratio']:.2f}"))
     return rows
 
 
@@ -410,16 +384,6 @@ def ranks_72b(results: Results) -> Rows:
         ("GPU memory that tensors took at most, a GPU", f"{memory['most_tensors'] / GIB:.2f} GiB"),
         ("GPU memory in use, with CUDA's own, a GPU", f"{memory['in_use'] / GIB:.2f} GiB"),
     ]
-
-
-def two_ranks_answers(results: Results) -> Rows:
-    cells = results("needle-32k-two-ranks")["cells"]
-    tasks = [task for task in TASKS if any(cell["task"] == task for cell in cells)]
-    rows: list[Row] = [("", *(TASKS[task] for task in tasks))]
-    for engine in ("full", "nested", "pariskv"):
-        for name in (engine, f"{engine}:tp_size=2"):
-            rows.append((f"`{name}`", *(_counted(one(cells, engine=name, task=task)) for task in tasks)))
-    return rows
 
 
 def cpu_steps(name: str) -> Callable[[Results], Rows]:
@@ -609,17 +573,14 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "needle at 32K": needle("needle-gpu-32k-layers-together"),
     "needle at 127K": needle("needle-h100-128k-layers-together"),
     "lists of ctkvr": ctkvr_lists,
-    "dialogues": dialogues,
     "answers with sparse prompts": sparse_answers,
     "settings of sparse prompts": sparse_settings,
     "further questions": cached_prompts,
-    "shared documents": shared_prefixes,
     "prefixes on disk": prefixes_on_disk,
     "steps of two ranks": ranks_steps,
     "prompts of two ranks": ranks_prompts,
     "long contexts of two ranks": ranks_long,
     "72B on two ranks": ranks_72b,
-    "answers of two ranks": two_ranks_answers,
     "steps on two CPU cores": cpu_steps("decode-cpu-8k-int8-two-cores"),
     "steps of clusterkv on a CPU core": cpu_steps("decode-cpu-8k-int8-clusterkv"),
     "server": server,
