@@ -100,6 +100,8 @@ def _judge(error: Any) -> str:
     code, details = error.code(), str(error.details())
     if details == UNPARSABLE:
         return "unparsable"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and details.startswith("timeout = "):
+        return "timed out"  # by the limit that the input itself asks for
     if code in OUR_FAULT or EXCEPTION.search(details):
         raise FaultError(f"{code}: {details[:500]}")
     if code is grpc.StatusCode.UNAVAILABLE and "queue" not in details:
