@@ -80,4 +80,9 @@ def test_logits_do_not_depend_on_how_the_prompt_was_read(
     model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64, **SHAPE)
     numbers_of_16_bits = ("--dtype", "bfloat16", "--weight_only_precision", precision)
     flags = (*WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse), *numbers_of_16_bits)
-    check_equal_bits(build_engine(model, method, *flags))
+    directory = build_engine(model, method, *flags)
+    check_equal_bits(directory)
+    engine = Engine.load(directory)
+    prompts = [numbers(size, size) for size in (700, 40, 900)]
+    alone = [ask(engine, prompt)[0] for prompt in prompts]
+    assert ask(engine, *prompts) == alone, "steps on the CPU do not depend on the batch"
