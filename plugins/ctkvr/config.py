@@ -14,6 +14,20 @@ DEFAULT_RECENT = 8192  # our choice: so long a generation is ranked key by key, 
 EXECUTIONS = ("cpu", "uva", "codes")
 ROTATION_SEED = 0  # of the codes: any number will do (plugins/codes/rotation.py)
 
+# What the paper sets: section 4.1; of its two numbers of rows the one that its appendix C.2 calls the default (rho = 2560). It
+# gives no sizes of the window.
+PAPER = {
+    "centroids": 2048,
+    "centroid_divisor": 16,
+    "recall_factor": 2.5,
+    "top_k": 1024,
+    "probes": 4,
+    "centred": False,
+    "keep_prompt": False,
+    "execution": "cpu",  # section 3.2
+    "update": True,  # section 3.1.3
+}
+
 
 @dataclass(frozen=True)
 class Config:

@@ -11,6 +11,19 @@ PAGE_SCORES = ("box", "codes")
 SHARE_RULES = ("fixed", "auto")
 UPDATE_SCOPES = ("all", "selected")
 
+# What the paper sets: section 5.1; the score is that of its section 4.1, and 1024 the budget of sections 5.1 and 5.2.
+PAPER = {
+    "top_k": 1024,
+    "static_share": 0.25,
+    "page": 32,
+    "page_score": "box",
+    "box_radius": 1.0,
+    "window_queries": 64,
+    "update_interval": 128,
+    "update_scope": "all",  # algorithm 1
+    "cache.local": 64,
+}
+
 
 @dataclass(frozen=True)
 class Config:

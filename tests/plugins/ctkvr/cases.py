@@ -6,6 +6,17 @@ from tests.plugins.cases import MethodCases, NeedleCase
 from tests.plugins.ctkvr.settings import BY_KEYS
 
 CASES = MethodCases(
+    paper={
+        "centroids": 2048,
+        "centroid_divisor": 16,
+        "recall_factor": 2.5,
+        "top_k": 1024,
+        "probes": 4,
+        "centred": False,
+        "keep_prompt": False,
+        "execution": "cpu",
+        "update": True,
+    },
     sparse={"top_k": 12, "centroids": 16, "probes": 8},
     index={"top_k": 64, "centroids": 64},
     options=(BY_KEYS,),
