@@ -126,7 +126,7 @@ class HostPart:
         if status:
             raise KernelError(
                 f"cuLaunchHostFunc returned {status}: host cores could not be launched from the stream; set execution to "
-                "'uva' to do without"
+                "'codes' to do without"
             )
 
     def _describe(self, batch: int) -> HostStep:

@@ -32,10 +32,10 @@ AUTOMATIC = -1
 LEVEL_NAMES = {0: "baseline", 3: "AVX2", 4: "AVX-512", 5: "AVX-512 BF16", 6: "AMX"}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PINS = {"none": 0, "workers": 1, "all": 2}
-DEFECT = "kvseek is at fault, or a request was dropped while its step ran: report it; execution 'uva' does without"
+DEFECT = "kvseek is at fault, or a request was dropped while its step ran: report it; execution 'codes' does without"
 ERRORS = {
     1: f"a size that host kernels do not support: head_dim must be a multiple of {LIMITS.head_dim_step} up to "
-    f"{LIMITS.max_head_dim}, at most {LIMITS.max_group_size} query heads may share a KV head; set execution to 'uva'",
+    f"{LIMITS.max_head_dim}, at most {LIMITS.max_group_size} query heads may share a KV head; set execution to 'codes'",
     2: "the instruction level that was asked for is not on this processor; ask for -1, the fastest that is",
     3: f"a number of recalled places that is negative or beyond the capacity; {DEFECT}",
     4: f"a slot that the extent table does not hold; {DEFECT}",
@@ -115,7 +115,7 @@ class HostPool:
             reason = os.strerror(arguments.error)
             raise KernelError(
                 f"host threads = {threads}, pin = {pin!r}: must be from 1 to {MOST_THREADS}, and what the system allows "
-                f"({reason}); lower it or set pin to 'none'; of an engine, set execution to 'uva' to do without"
+                f"({reason}); lower it or set pin to 'none'; of an engine, set execution to 'codes' to do without"
             )
         self.pointer: int = arguments.pool
 
@@ -306,5 +306,5 @@ def check_supported(context: IndexContext) -> None:
         fault = f"dtype = {context.dtype}: must be float32, bfloat16 or float16"
     if fault:
         on_cpu = context.device.type == "cpu"
-        remedy = "build the engine with --kernels reference" if on_cpu else "set execution to 'uva'"
+        remedy = "build the engine with --kernels reference" if on_cpu else "set execution to 'codes'"
         raise KernelError(f"CTkvr on host cores: {fault}; {remedy}")

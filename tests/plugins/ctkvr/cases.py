@@ -22,9 +22,9 @@ CASES = MethodCases(
     options=(BY_KEYS,),
     on_gpu={
         f"ctkvr-{execution}": {"top_k": 64, "execution": execution, "centroids": 64}
-        for execution in ("cpu", "uva", "codes")
+        for execution in ("cpu", "codes")
     },
-    counted=({"centroids": 64, "top_k": 32, "update": False}, BY_KEYS, {"execution": "uva"}),
+    counted=({"centroids": 64, "top_k": 32, "update": False}, BY_KEYS),
     losses={"top_k": 32, "probes": 1, "recall_factor": 1.25, "recent": 32},
     losses_kept={"recent": 1024},
     recall=0.99,

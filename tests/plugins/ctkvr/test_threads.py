@@ -64,7 +64,7 @@ def test_an_empty_batch_is_no_error(library: CpuLibrary, pooled: bool) -> None:
 
 def test_what_cannot_be_names_the_remedy(library: CpuLibrary) -> None:
     message = (
-        "host threads = 1025, pin = 'none': must be from 1 to 1024, .*Invalid argument.*'none'.*execution to 'uva'"
+        "host threads = 1025, pin = 'none': must be from 1 to 1024, .*Invalid argument.*'none'.*execution to 'codes'"
     )
     with pytest.raises(KernelError, match=message):
         HostPool(library, 1025, "none")
