@@ -50,7 +50,9 @@ class EngineOptions:
     tensorrt: dict[str, Any] = field(default_factory=dict)
     block_sparse: dict[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
-    preset: str | None = None  # of the method (plugins/registry.py): gives way to fields that were given; None: the defaults
+    preset: str | None = (
+        None  # of the method (plugins/registry.py): gives way to fields that were given; None: the defaults
+    )
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
         """Complete the options for a model; raises ConfigError on a value out of range.

@@ -97,7 +97,9 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
     """A method with its settings that are not the defaults, or with its paper's, in the form of the benchmarks' --methods."""
     method = get_method(config.method)
     settings = dataclasses.asdict(method.configure(config.method_config))
-    preset = PAPER if method.paper and settings == dataclasses.asdict(method.configure(method.preset(PAPER)[0])) else None
+    preset = (
+        PAPER if method.paper and settings == dataclasses.asdict(method.configure(method.preset(PAPER)[0])) else None
+    )
     fields, own_cache = method.preset(preset)
     defaults = dataclasses.asdict(method.configure(fields))
     changed = {name: value for name, value in settings.items() if value != defaults[name]}

@@ -24,8 +24,8 @@ BLOCK_SPARSE_PREFIX = "block_sparse."
 PRECISION, QUANTIZE_HEAD, PREFILL_ATTENTION = "weight_only_precision", "quantize_lm_head", "prefill_attention"
 CHUNK, CHUNK_TOKENS = "prefill_chunk_tokens", EngineConfig.prefill_chunk_tokens
 FORM = (
-    f"NAME, NAME:field=value,field=value or NAME:{PAPER},field=value, which begins with the settings of the method's paper; fields "
-    f"of the cache are cache.NAME, of the engine {PRECISION}, {QUANTIZE_HEAD}, {PREFILL_ATTENTION}, block_sparse.NAME and {CHUNK}"
+    f"NAME, NAME:field=value,field=value or NAME:{PAPER},field=value, which begins with the settings of its paper; fields of "
+    f"the cache are cache.NAME, of the engine {PRECISION}, {QUANTIZE_HEAD}, {PREFILL_ATTENTION}, block_sparse.NAME and {CHUNK}"
 )
 
 

@@ -65,7 +65,9 @@ class Method:
                 f"preset = {name!r}: method {self.name} has none of that name; leave it out: {PAPER!r} is one of "
                 f"{', '.join(having)}"
             )
-        cache = {key.removeprefix(CACHE_PREFIX): value for key, value in self.paper.items() if key.startswith(CACHE_PREFIX)}
+        cache = {
+            key.removeprefix(CACHE_PREFIX): value for key, value in self.paper.items() if key.startswith(CACHE_PREFIX)
+        }
         return {key: value for key, value in self.paper.items() if not key.startswith(CACHE_PREFIX)}, cache
 
     def configure(self, values: dict[str, Any]) -> Any:

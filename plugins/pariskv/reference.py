@@ -16,7 +16,7 @@ from kvseek.plugins.batch import Batch
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.shared.group import best_positions, softmax_mean
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, split_blocks
 from .config import Config
@@ -46,6 +46,7 @@ class ReferenceIndex(Index):
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
         self.config: Config = context.config
+        self._of_mean = self.config.group_reduce == "mean"
         books = {name: book.to(context.device) for name, book in context.codebooks.items()}
         self.levels, self.thresholds, self.signs = books["levels"], books["thresholds"], books["signs"]
         self.padded_dim = self.signs.shape[0]
@@ -75,11 +76,8 @@ class ReferenceIndex(Index):
         negative = blocks < 0
         level = torch.bucketize(magnitude, self.thresholds)
         nibbles = (level + 8 * negative).to(torch.uint8)
-        weight = radius[..., 0]
-        if self.config.alpha_correction:  # α = <v, u>; v and u have the same signs, so magnitudes suffice
-            alpha = block_sum(self.levels[level] * magnitude)
-            weight = torch.where(weight > 0, weight / alpha, 0.0)
-        weight = weight.clamp(max=torch.finfo(torch.float16).max)
+        weight, alpha = radius[..., 0], block_sum(self.levels[level] * magnitude)  # v and u of α have the same signs
+        weight = torch.where(weight > 0, weight / alpha, 0.0).clamp(max=torch.finfo(torch.float16).max)
         return pack_bits(negative), pack_nibbles(nibbles.flatten(-2)), weight.half()
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
@@ -136,12 +134,13 @@ class ReferenceIndex(Index):
         codes = take_rows(extents.read(self.codes, slot, n), candidates)
         weights = take_rows(extents.read(self.weights, slot, n), candidates)
         estimates = estimate_scores(lanes, codes, weights, self.levels)
-        values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
+        values = estimates[:, 0] if self._of_mean else softmax_mean(estimates, self.context.scaling)
         return candidates.gather(1, best_positions(values, top_k))
 
     def lanes(self, queries: Tensor) -> Tensor:
         """Rotate the queries that vote and rank on their own: [G, g, D] to float32 [G, lanes, P]."""
-        return rotate(query_lanes(queries, self.config.group_reduce), self.signs)
+        queries = queries.float()
+        return rotate(queries.mean(dim=1, keepdim=True) if self._of_mean else queries, self.signs)
 
     def candidates(self, lanes: Tensor, slot: int, n: int) -> Tensor:
         """Choose the places with the most votes of n, to be reranked: lanes [G, lanes, P] to int64 [G, c], ascending."""

@@ -84,7 +84,10 @@ def preset_numbers(config: EngineConfig, method: str) -> dict[str, object]:
 @pytest.mark.parametrize("method", WITH_PAPER)
 def test_a_papers_settings(model: Path, method: str, build_engine: BuildEngine) -> None:
     options = {"model": model, "method": method, "output_dir": model, "preset": "paper"}
-    assert preset_numbers(build_options(options).engine_config(open_checkpoint(model).config), method) == CASES[method].paper
+    assert (
+        preset_numbers(build_options(options).engine_config(open_checkpoint(model).config), method)
+        == CASES[method].paper
+    )
     fewer = {"cache.local": 64, "cache.update": 32, "cache.full_threshold": 128, f"{method}.top_k": 64}
     flags = [word for name, value in fewer.items() for word in (f"--{name}", str(value))]
     directory = build_engine(model, method, "--preset", "paper", *flags)

@@ -21,8 +21,7 @@ CASES = MethodCases(
     index={"top_k": 64, "centroids": 64},
     options=(BY_KEYS,),
     on_gpu={
-        f"ctkvr-{execution}": {"top_k": 64, "execution": execution, "centroids": 64}
-        for execution in ("cpu", "codes")
+        f"ctkvr-{execution}": {"top_k": 64, "execution": execution, "centroids": 64} for execution in ("cpu", "codes")
     },
     counted=({"centroids": 64, "top_k": 32, "update": False}, BY_KEYS),
     losses={"top_k": 32, "probes": 1, "recall_factor": 1.25, "recent": 32},

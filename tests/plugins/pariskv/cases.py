@@ -8,7 +8,6 @@ CASES = MethodCases(
     paper={
         "top_k": 100,
         "group_reduce": "mean",
-        "alpha_correction": True,
         "schedule_steps": ((5_000, 0.5, 0.5), (10_000, 0.3, 0.25), (30_000, 0.25, 0.2), (None, 0.2, 0.1)),
         "cache.sink": 64,
         "cache.local": 256,
