@@ -74,7 +74,7 @@ class EngineOptions:
             model=model,
             method=self.method,
             method_config=dataclasses.asdict(settings),
-            cache=from_dict(CacheConfig, method.traits(settings).cache_defaults | cache | self.cache, "cache"),
+            cache=from_dict(CacheConfig, {**method.traits(settings).cache_defaults, **cache, **self.cache}, "cache"),
             dtype=self.dtype,
             device=self.device,
             kernels=self.kernels,
