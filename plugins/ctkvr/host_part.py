@@ -30,7 +30,6 @@ from .native import (
     check_supported,
     describe_step,
     host_function,
-    host_levels,
     raise_error,
 )
 from .reference import ReferenceIndex
@@ -61,7 +60,6 @@ class HostBuffers:
     def __init__(self, index: ReferenceIndex, most: int) -> None:
         context = index.context
         assert context.library is not None, "Traits.cpu_library_on_gpu asks for it"
-        host_levels(context.library)  # tries the processor's instructions before a graph is captured
         heads, kv_heads, dim = context.num_heads, context.num_kv_heads, context.head_dim
 
         def pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
