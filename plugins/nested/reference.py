@@ -14,7 +14,7 @@ from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, softmax_mean
+from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
 
 from .config import Config
 
@@ -50,22 +50,11 @@ class ReferenceIndex(Index):
         return Effort(min(self.config.top_k, length), (self.config.candidate_count(length),))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Select the top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
-
-        Rows ascend; -1 fills up when the region holds fewer than top_k.
-        """
-        kv_heads = self.context.num_kv_heads
-        rows = torch.full((batch.size, kv_heads, self.config.top_k), -1, dtype=torch.int32, device=queries.device)
-        for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
-            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
-            places = self._places(grouped, slot, length)
-            rows[request, :, : places.shape[1]] = places.int()
-        return Selection(rows)
+        """See Index.select. The rows are the top k, ascending (select_each)."""
+        return select_each(queries, batch, self.context.num_kv_heads, self.config.top_k, self._places)
 
     def _places(self, queries: Tensor, slot: int, n: int) -> Tensor:
-        # queries [G, g, D] to ascending places int64 [G, min(top_k, n)]
-        if n <= self.config.top_k:
-            return torch.arange(n, device=queries.device).expand(queries.shape[0], -1)
+        # queries [G, g, D] to ascending places int64 [G, top_k]
         lanes = self.lanes(queries)
         candidates = self.candidates(lanes, slot, n)
         estimates = estimate_at(self.codes.read(slot, n), candidates, lanes)

@@ -6,7 +6,28 @@ instead would lose the heads whose scores cancel (PRKV paper).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.selection import Selection
+
+
+def select_each(queries: Tensor, batch: Batch, kv_heads: int, top_k: int, choose: Callable[..., Tensor]) -> Selection:
+    """Select top_k rows for each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+
+    A region of at most top_k rows is selected whole, and -1 fills up. Of a longer one `choose(queries [G, g, D], slot, length)`
+    gives the places [G, top_k], ascending.
+    """
+    rows = torch.full((batch.size, kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
+    for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
+        if length <= top_k:
+            rows[request, :, :length] = torch.arange(length, dtype=torch.int32, device=queries.device)
+        else:
+            rows[request] = choose(queries[request].reshape(kv_heads, -1, queries.shape[-1]), slot, length)
+    return Selection(rows)
 
 
 def softmax_mean(scores: Tensor, scaling: float) -> Tensor:
