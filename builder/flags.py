@@ -15,7 +15,7 @@ from kvseek.builder.field_texts import field_texts
 from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, TensorRtConfig
 from kvseek.core.sizes import memory_size, optional_size
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.registry import METHODS, PAPER, get_method
 
 LIMITS = {
     "max_batch_size": "most requests that are decoded together",
@@ -62,7 +62,9 @@ class FlagParser(Parser):
         note = f"; other defaults: {', '.join(own)}" if own else ""
         self._add_fields("cache", CacheConfig, "cache", f"four-region cache, sizes in tokens{note}")
         for method in METHODS:
-            self._add_fields(method, get_method(method).config_class, f"--method {method}", "")
+            numbers = json.dumps(get_method(method).paper)[1:-1].replace('"', "")
+            about = f"--preset {PAPER}: {numbers}" if numbers else ""
+            self._add_fields(method, get_method(method).config_class, f"--method {method}", about)
         about = "plans of TensorRT instead of weights; needs --device cuda, and the module to build with"
         self._add_fields("tensorrt", TensorRtConfig, "--runtime tensorrt", about)
         about = "prompts that attend to chosen blocks (docs/sparse_prompts.md), sizes in tokens"
@@ -84,6 +86,9 @@ class FlagParser(Parser):
             help="engine directory to write, laid out like trtllm-build's; an old engine stays to the end; not with --plan",
         )
         add("--method", choices=list(METHODS), help="what runs inside the attention operator")
+        having = ", ".join(name for name in METHODS if get_method(name).paper)
+        about = f"the settings of the method's paper instead of the defaults ({having}); further flags override it"
+        add("--preset", choices=[PAPER], help=about)
         for name, summary in CHOICE_SUMMARIES.items():
             add(f"--{name}", choices=CHOICES[name], help=summary)
         head = "with --weight_only_precision int8: the output head has int8 weights, too, in a tied model a copy of the embedding"

@@ -50,6 +50,9 @@ class EngineOptions:
     tensorrt: dict[str, Any] = field(default_factory=dict)
     block_sparse: dict[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
+    preset: str | None = (
+        None  # of the method (plugins/registry.py): gives way to fields that were given; None: the defaults
+    )
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
         """Complete the options for a model; raises ConfigError on a value out of range.
@@ -57,7 +60,8 @@ class EngineOptions:
         Method fields are stored with their defaults, so that an engine keeps them when a later version changes one.
         """
         method = get_method(self.method)
-        settings = method.configure(self.method_config)
+        fields, cache = method.preset(self.preset)
+        settings = method.configure(fields | self.method_config)
         reach = min(model.max_position_embeddings, model.sliding_window or MOST_POSITIONS)
         if self.runtime == "tensorrt":
             reach = min(reach, model.short_reach)
@@ -70,7 +74,7 @@ class EngineOptions:
             model=model,
             method=self.method,
             method_config=dataclasses.asdict(settings),
-            cache=from_dict(CacheConfig, {**method.traits(settings).cache_defaults, **self.cache}, "cache"),
+            cache=from_dict(CacheConfig, {**method.traits(settings).cache_defaults, **cache, **self.cache}, "cache"),
             dtype=self.dtype,
             device=self.device,
             kernels=self.kernels,
@@ -117,6 +121,7 @@ class BuildOptions(EngineOptions):
         """Settings that decide the engine's contents, beside the model, as JSON values."""
         names = (
             "method",
+            "preset",
             *ENGINE_FIELDS,
             "cuda_archs",
             "limits",
@@ -228,6 +233,7 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
         "model",
         "output_dir",
         "method",
+        "preset",
         "tokenizer",
         *ENGINE_FIELDS,
         *LIMITS,
@@ -343,6 +349,7 @@ def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
         "tokenizer": values.get("tokenizer"),
         **{name: values.get(name, default) for name, default in defaults.items()},
         "limits": {name: values[name] for name in LIMITS if name in values},
+        "preset": values.get("preset"),
         "cache": _below(values, "cache"),
         "method_config": _below(values, values["method"]),
         "tensorrt": _below(values, "tensorrt"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-FORMAT_VERSION = 2  # the format of engine directories
+FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
 CHECK_CONFIG = "check what the checkpoint states of the model, in config.json or a GGUF file's metadata"
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds

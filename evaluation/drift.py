@@ -31,7 +31,7 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.sampling import Sampler
 from kvseek.evaluation.needle import check_vocabulary
 from kvseek.evaluation.needle_tasks.tasks import make_dialogues
-from kvseek.evaluation.selection_quality import Quality, compare_fresh, group_reduction, measure
+from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
 from kvseek.evaluation.selection_tap import SelectionTap
 from kvseek.measurement.machine import describe, resident_bytes
 from kvseek.measurement.output import run_command
@@ -138,18 +138,18 @@ def in_turns(texts: Sequence[Sequence[int]], span: int) -> list[int]:
     return [token for start in starts for text in texts for token in text[start : start + span]]
 
 
-def selection_settings(engine: Engine) -> tuple[int, str]:
-    """Rows kept and group reduction of the engine's method; raises ConfigError for one that keeps no number of rows."""
+def rows_kept(engine: Engine) -> int:
+    """Rows that the engine's method keeps; raises ConfigError for one that keeps no number of rows."""
     settings = get_method(engine.config.method).configure(engine.config.method_config)
     if not any(field.name == "top_k" for field in dataclasses.fields(settings)):
         raise ConfigError(f"--engine_dir: method {engine.config.method!r}: must have a field top_k; use another engine")
-    return settings.top_k, group_reduction(settings)
+    return int(settings.top_k)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generate and measure; the JSON-able report."""
     engine = Engine.load(arguments.engine_dir, arguments.threads)
-    top_k, group_reduce = selection_settings(engine)
+    top_k = rows_kept(engine)
     dense = method_traits(engine.config).device_layers
     layers = chosen_layers(arguments.layers, engine.config.model.num_layers, dense)
     tap = SelectionTap.into(engine, layers)
@@ -163,7 +163,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for output in engine.step():
             step += counts(output)
             if counts(output) and step % arguments.every == 0 and output.attended_tokens < output.cached_tokens:
-                quality = {layer: measure(tap.last(layer), top_k, group_reduce) for layer in layers}
+                quality = {layer: measure(tap.last(layer), top_k) for layer in layers}
                 samples.append(take_sample(engine, tap, step, output, quality))
                 if len(samples) == 1 or step + arguments.every > arguments.steps:
                     fresh += fresh_comparisons(engine, tap, step, layers)
@@ -205,11 +205,11 @@ def counts(output: StepOutput) -> bool:
 
 def fresh_comparisons(engine: Engine, tap: SelectionTap, step: int, layers: Sequence[int]) -> list[dict[str, Any]]:
     """The last step's selections against those of fresh indexes, one JSON-able comparison a layer."""
-    top_k, group_reduce = selection_settings(engine)
+    top_k = rows_kept(engine)
     found = []
     for layer in layers:
         index, method = engine.decoder.retrieval.indexes[layer], engine.config.method
-        compared = compare_fresh(tap.last(layer), index, method, top_k, group_reduce)
+        compared = compare_fresh(tap.last(layer), index, method, top_k)
         found.append({"step": step, "layer": layer, **dataclasses.asdict(compared)})
     return found
 

@@ -31,7 +31,7 @@ from kvseek.evaluation.needle_tasks.tasks import ROUNDS, TASKS, Dialogue, make_d
 from kvseek.measurement.machine import describe, describe_gpu
 from kvseek.measurement.output import run_command, write_result
 from kvseek.measurement.variants import CHUNK, DENSE, PRECISION, PREFILL_ATTENTION, QUANTIZE_HEAD
-from kvseek.plugins.registry import get_method
+from kvseek.plugins.registry import PAPER, get_method
 
 EXTRA_TOKENS = 8  # an answer may be so much longer than the right one
 
@@ -94,9 +94,14 @@ def engine_names(directories: Sequence[Path], configs: Sequence[EngineConfig]) -
 
 
 def described(config: EngineConfig, *, with_cache: bool = False) -> str:
-    """A method with its settings that are not the defaults, in the form of the benchmarks' --methods."""
+    """A method with its settings that are not the defaults, or with its paper's, in the form of the benchmarks' --methods."""
     method = get_method(config.method)
-    settings, defaults = (dataclasses.asdict(method.configure(values)) for values in (config.method_config, {}))
+    settings = dataclasses.asdict(method.configure(config.method_config))
+    preset = (
+        PAPER if method.paper and settings == dataclasses.asdict(method.configure(method.preset(PAPER)[0])) else None
+    )
+    fields, own_cache = method.preset(preset)
+    defaults = dataclasses.asdict(method.configure(fields))
     changed = {name: value for name, value in settings.items() if value != defaults[name]}
     changed |= unusual(config, PRECISION, QUANTIZE_HEAD, "tp_size", PREFILL_ATTENTION)
     if config.prefill_attention != DENSE:
@@ -104,11 +109,12 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
         changed |= {f"block_sparse.{name}": value for name, value in own.items() if value != usual[name]}
     changed |= unusual(config, CHUNK)
     if with_cache:
-        usual = dataclasses.asdict(CacheConfig(**method.traits().cache_defaults))
+        usual = dataclasses.asdict(CacheConfig(**{**method.traits().cache_defaults, **own_cache}))
         cache = dataclasses.asdict(config.cache)
         changed |= {f"cache.{name}": value for name, value in cache.items() if value != usual[name]}
-    words = (f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in changed.items())
-    return f"{config.method}:{','.join(words)}" if changed else config.method
+    words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in changed.items()]
+    words = [preset, *words] if preset else words
+    return f"{config.method}:{','.join(words)}" if words else config.method
 
 
 def unusual(config: EngineConfig, *names: str) -> dict[str, Any]:

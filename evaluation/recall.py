@@ -41,7 +41,6 @@ from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import METHODS, get_method
 
 CAPTURES = Path(".cache/captures")
-EXACT_REDUCTION = "softmax_mean"  # how the heads of a group agree on the exact top rows (plugins/shared/group.py)
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def measure_layer(
         query = queries[:, step].contiguous()
         tokens = replay.step(query)
         grouped = query.view(tokens.shape[0], -1, query.shape[1])
-        exact = exact_top_k(grouped, replay.region, variant.settings.top_k, EXACT_REDUCTION, replay.scaling)
+        exact = exact_top_k(grouped, replay.region, variant.settings.top_k, replay.scaling)
         chosen.append(tokens.sum(dim=1).float().mean())
         best = torch.zeros_like(tokens).scatter_(1, exact, True)
         found.append(torch.stack([*masses(replay, query, step, tokens, best), (tokens & best).sum() / best.sum()]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,43 +35,32 @@ class FreshQuality:
     same_rows: float  # of the selected rows, those that the fresh index selects too
 
 
-def group_reduction(settings: Any) -> str:
-    """How the heads of a group agree by a method's settings; softmax_mean where a method does not let them choose."""
-    return str(getattr(settings, "group_reduce", "softmax_mean"))
-
-
-def recall_of(tapped: TappedSelection, top_k: int, group_reduce: str) -> float:
-    """Share of the exact top k that was selected, mean over the KV heads.
-
-    Parameters
-    ----------
-    group_reduce : str
-        How the heads of a group agree on a score (plugins/shared/group.py); that of the method.
-    """
-    exact = exact_top_k(_grouped(tapped), tapped.keys, top_k, group_reduce, tapped.scaling)
+def recall_of(tapped: TappedSelection, top_k: int) -> float:
+    """Share of the exact top k that was selected, mean over the KV heads."""
+    exact = exact_top_k(_grouped(tapped), tapped.keys, top_k, tapped.scaling)
     return membership(tapped.rows, tapped.keys.shape[1]).gather(1, exact).float().mean().item()
 
 
-def measure(tapped: TappedSelection, top_k: int, group_reduce: str) -> Quality:
-    """Set a selection against the exact top k, by the method's group reduction; attention is averaged over the heads."""
+def measure(tapped: TappedSelection, top_k: int) -> Quality:
+    """Set a selection against the exact top k; attention is averaged over the heads."""
     grouped = _grouped(tapped)
-    exact = exact_top_k(grouped, tapped.keys, top_k, group_reduce, tapped.scaling)
+    exact = exact_top_k(grouped, tapped.keys, top_k, tapped.scaling)
     weights = (grouped.float() @ tapped.keys.float().transpose(1, 2) * tapped.scaling).softmax(dim=-1).mean(dim=1)
     selected = weights * membership(tapped.rows, weights.shape[1])
     return Quality(
-        recall=recall_of(tapped, top_k, group_reduce),
+        recall=recall_of(tapped, top_k),
         mass=selected.sum(dim=1).mean().item(),
         exact_mass=weights.gather(1, exact).sum(dim=1).mean().item(),
     )
 
 
-def compare_fresh(tapped: TappedSelection, index: Index, method: str, top_k: int, group_reduce: str) -> FreshQuality:
+def compare_fresh(tapped: TappedSelection, index: Index, method: str, top_k: int) -> FreshQuality:
     """Set a selection of `index`, of method `method`, against that of a fresh index for the same queries."""
     fresh = dataclasses.replace(tapped, rows=fresh_rows(tapped, index, method))
     ours, theirs = (membership(each.rows, tapped.keys.shape[1]) for each in (tapped, fresh))
     return FreshQuality(
-        recall=recall_of(tapped, top_k, group_reduce),
-        fresh_recall=recall_of(fresh, top_k, group_reduce),
+        recall=recall_of(tapped, top_k),
+        fresh_recall=recall_of(fresh, top_k),
         same_rows=((ours & theirs).sum() / ours.sum()).item(),
     )
 

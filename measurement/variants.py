@@ -1,6 +1,6 @@
 """Variants of methods for measurements: a registered name, with other values for fields of the method or of the cache.
 
-For example BASELINE,NAME,NAME:field=value,field=value,OTHER:cache.local=256 names four.
+For example BASELINE,NAME,NAME:field=value,field=value,OTHER:cache.local=256,OTHER:paper names five.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 from kvseek.core.sizes import optional_size
 from kvseek.engine.model.weight_only import NONE
-from kvseek.plugins.registry import Method, get_method
+from kvseek.plugins.registry import CACHE_PREFIX, PAPER, Method, get_method
 
 DENSE = "dense"
-CACHE_PREFIX = "cache."
 BLOCK_SPARSE_PREFIX = "block_sparse."
 # The engine's fields that a variant may set.
 PRECISION, QUANTIZE_HEAD, PREFILL_ATTENTION = "weight_only_precision", "quantize_lm_head", "prefill_attention"
 CHUNK, CHUNK_TOKENS = "prefill_chunk_tokens", EngineConfig.prefill_chunk_tokens
 FORM = (
-    f"NAME or NAME:field=value,field=value; fields of the cache are cache.NAME, of the engine {PRECISION}, "
-    f"{QUANTIZE_HEAD}, {PREFILL_ATTENTION}, block_sparse.NAME and {CHUNK}"
+    f"NAME, NAME:field=value,field=value or NAME:{PAPER},field=value, which begins with the settings of its paper; fields of "
+    f"the cache are cache.NAME, of the engine {PRECISION}, {QUANTIZE_HEAD}, {PREFILL_ATTENTION}, block_sparse.NAME and {CHUNK}"
 )
 
 
@@ -138,10 +137,11 @@ def parse_variants(text: str) -> list[Variant]:
 
 def _parse(label: str) -> Variant:
     method, colon, listed = label.partition(":")
-    own: dict[str, Any] = {}
-    cache: dict[str, Any] = {}
+    assignments = listed.split(",") if colon else []
+    preset = assignments.pop(0) if assignments[:1] == [PAPER] else None
+    own, cache = get_method(method).preset(preset)
     block_sparse: dict[str, Any] = {}
-    for assignment in listed.split(",") if colon else ():
+    for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not name or not equals:
             raise ConfigError(f"--methods = {label!r}: must be {FORM}")

@@ -1,7 +1,8 @@
 """The methods: each folder of plugins/ that has a method.py. Nothing outside a method's folder names it.
 
 A method has three members: `Config` in config.py, a frozen dataclass of its fields, and in method.py
-`traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). costs.py and stages.py of its folder are for
+`traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). A method of a paper has `PAPER` in config.py,
+too: what the paper sets, by field; fields of the cache are `cache.NAME`. costs.py and stages.py of its folder are for
 measurements alone (measurement/offers.py); the engine does not look at them.
 """
 
@@ -27,6 +28,8 @@ def _scan() -> dict[str, str]:
 
 
 METHODS: dict[str, str] = _scan()
+CACHE_PREFIX = "cache."  # of the cache's fields among those of a preset
+PAPER = "paper"  # the one preset: the method's settings in its paper
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,32 @@ class Method:
     def config_class(self) -> type[Any]:
         """The frozen dataclass of the method's own fields."""
         return cast("type[Any]", importlib.import_module(f"{self.package}.config").Config)
+
+    @property
+    def paper(self) -> dict[str, Any]:
+        """What the method's paper sets, as its flags are called without the method's name; empty for a method of no paper."""
+        return dict(getattr(importlib.import_module(f"{self.package}.config"), "PAPER", {}))
+
+    def preset(self, name: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the fields of the method and those of the cache that a preset sets; none of them for None, the defaults.
+
+        Raises
+        ------
+        ConfigError
+            If the method has no preset of that name.
+        """
+        if name is None:
+            return {}, {}
+        if name != PAPER or not self.paper:
+            having = [method for method in METHODS if get_method(method).paper]
+            raise ConfigError(
+                f"preset = {name!r}: method {self.name} has none of that name; leave it out: {PAPER!r} is one of "
+                f"{', '.join(having)}"
+            )
+        cache = {
+            key.removeprefix(CACHE_PREFIX): value for key, value in self.paper.items() if key.startswith(CACHE_PREFIX)
+        }
+        return {key: value for key, value in self.paper.items() if not key.startswith(CACHE_PREFIX)}, cache
 
     def configure(self, values: dict[str, Any]) -> Any:
         """Check `values` against the config class; raises ConfigError on unknown keys and bad values."""

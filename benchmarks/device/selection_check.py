@@ -37,10 +37,10 @@ def check_selection(contestant: DeviceContestant, filler: Filler) -> dict[str, A
     -------
     dict
         ``overlap``: share of a step's rows that the step before selected too. ``recall``: share of the top rows by exact
-        score (of the same number, heads of a group agreed upon as the method does) that were selected. ``mass``: share
+        score (of the same number, plugins/shared/group.py) that were selected. ``mass``: share
         of the retrieval region's softmax mass on the selected rows; ``best_mass``: on the top rows.
     """
-    from kvseek.evaluation.selection_quality import group_reduction, measure
+    from kvseek.evaluation.selection_quality import measure
     from kvseek.evaluation.selection_tap import TappedSelection
 
     indexes = contestant.decoder.retrieval.indexes
@@ -64,7 +64,7 @@ def check_selection(contestant: DeviceContestant, filler: Filler) -> dict[str, A
         keys = head_keys(contestant.cache, layer, head).to(queries.device)[None].float()
         for query, chosen in zip(grouped[:, head], rows[:, head : head + 1], strict=True):
             tapped = TappedSelection(query, chosen, keys, context.scaling)
-            found.append(measure(tapped, top_k, group_reduction(context.config)))
+            found.append(measure(tapped, top_k))
     return {
         "queries": QUERIES,
         "overlap": shared_rows(rows[:-1], rows[1:]),

@@ -22,7 +22,7 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     if they were clustered like a prompt's, which holds for the defaults.
     """
     listed, clusters = min(config.rows_of_clusters, length), config.prompt_clusters(length)
-    lanes = 1 if config.group_reduce == "mean" else model.group_size
+    lanes = model.group_size
     taken = -(-listed * clusters // length) if length else 0
     numbers = 3 if config.spread_weight else 2  # both kernels read the sizes
     code_bytes = padded_dim(model.head_dim) * config.rerank_bits / 8 + SCALE_BYTES + 2 * NUMBER * lanes + ENTRY_BYTES

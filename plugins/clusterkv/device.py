@@ -23,7 +23,6 @@ from kvseek.plugins.codes.device import MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
 from .kmeans import ClusterArrays, DeviceKMeans
@@ -87,7 +86,7 @@ class CudaIndex(Index):
         self.config: Config = context.config
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
-        lanes = 1 if self.config.group_reduce == "mean" else context.group_size
+        lanes = context.group_size
         shared = context.shared
         if "clusterkv" not in shared:
             shared["clusterkv"], shared["clusterkv_side"] = Workspace(context, lanes), SideStream(context.device)
@@ -180,7 +179,7 @@ class CudaIndex(Index):
         )
 
     def _arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> SelectArguments:
-        work, mean = self.workspace, self.config.group_reduce == "mean"
+        work = self.workspace
         return SelectArguments(
             **pointers(self.reference, "clusters", "centroids", "sizes", "starts", "places", "spreads"),
             **pointers(work, "scores", "statistics"),
@@ -191,7 +190,7 @@ class CudaIndex(Index):
             max_extents=batch.table.shape[1],
             units=work.units,
             top_k=self._listed,
-            scale=1.0 if mean else self.context.scaling * math.log2(math.e),
+            scale=self.context.scaling * math.log2(math.e),
             spread_weight=self.config.spread_weight,
         )
 
@@ -212,8 +211,6 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     require(fits, "head_dim", head_dim, limit, "set rerank_bits to 0, or build with --device cpu")
     return {
         "CLUSTERKV_CLUSTERS_PER_EXTENT": config.clusters_per_extent,
-        "CLUSTERKV_LANES": 1 if config.group_reduce == "mean" else group_size,
-        "CLUSTERKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
         "CLUSTERKV_SPREAD": int(config.spread_weight > 0),
         "CLUSTERKV_RERANK_BITS": config.rerank_bits,
     }

@@ -14,7 +14,6 @@ from kvseek.plugins.codes.key_codes import STEPS
 from kvseek.plugins.codes.native import LIMITS, NativeCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from kvseek.plugins.shared.native_selection import NativeSelection, require_native
 
 from .reference import ReferenceIndex
@@ -28,7 +27,7 @@ class ClusterkvSelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("clusters", "centroids", "sizes", "starts", "spreads", "places")),
         *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "signs")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("listed", "clusters_per_extent", "block", "reduction", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("listed", "clusters_per_extent", "block", "bfloat16", "threads")),
         *((name, c_double) for name in ("scaling", "step", "spread_weight")),
     )
 
@@ -61,7 +60,6 @@ class NativeIndex(ReferenceIndex):
             top_k=config.top_k,
             listed=config.rows_of_clusters,
             clusters_per_extent=config.clusters_per_extent,
-            reduction=GROUP_REDUCTIONS.index(config.group_reduce),
             scaling=context.scaling,
             spread_weight=config.spread_weight,
         )

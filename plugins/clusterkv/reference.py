@@ -21,7 +21,7 @@ from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.shared.group import best_positions, softmax_mean
 
 from .clustering import cluster_keys
 from .config import Config
@@ -253,20 +253,20 @@ class ReferenceIndex(Index):
 
     def _values(self, queries: Tensor, slot: int) -> Tensor:
         """Compute what clusters are ranked by: queries [G, g, D] to [G, clusters]."""
-        lanes = query_lanes(queries, self.config.group_reduce)
+        lanes = queries.float()
         scores = lanes @ self.read_clusters(self.centroids, slot).float().transpose(1, 2)
         if weight := self.config.spread_weight:
             scores = (
                 scores + weight * lanes.norm(dim=-1, keepdim=True) * self.read_clusters(self.spreads, slot)[:, None]
             )
         scores = scores.masked_fill(self.read_clusters(self.sizes, slot)[:, None] == 0, -torch.inf)
-        return reduce_scores(scores, self.config.group_reduce, self.context.scaling)
+        return softmax_mean(scores, self.context.scaling)
 
     def _rerank(self, codes: CodeStore, queries: Tensor, places: Tensor, slot: int, length: int) -> Tensor:
         """Choose the best top_k of places int64 [G, c] by their codes' estimates; they keep their order, by which ties are cut"""
-        lanes = round_lanes(rotate(query_lanes(queries, self.config.group_reduce), codes.signs))
+        lanes = round_lanes(rotate(queries.float(), codes.signs))
         estimates = estimate_at(codes.read(slot, length), places, lanes)
-        values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
+        values = softmax_mean(estimates, self.context.scaling)
         return places.gather(1, best_positions(values, self.config.top_k))
 
     def candidates(self, queries: Tensor, slot: int, length: int) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvseek.plugins.contract import Index
 from kvseek.plugins.measurements.stages import Stage, Stages, by_place, everything, require_index, stored_keys
-from kvseek.plugins.shared.group import query_lanes, reduce_scores
+from kvseek.plugins.shared.group import softmax_mean
 
 from .reference import ReferenceIndex
 
@@ -26,8 +26,8 @@ def stages(index: Index, query: Tensor, slot: int) -> Stages:
         kept = listed = everything(clusterkv, slot)
     else:
         queries = query.view(kv_heads, -1, query.shape[-1])
-        best = best_scores(clusterkv, query_lanes(queries, config.group_reduce), slot)
-        values = reduce_scores(best, config.group_reduce, clusterkv.context.scaling)
+        best = best_scores(clusterkv, queries.float(), slot)
+        values = softmax_mean(best, clusterkv.context.scaling)
         kept = by_place(clusterkv.rows_of_best(values, slot, n, config.rows_of_clusters), n)
         listed = by_place(clusterkv.candidates(queries, slot, n), n)
     clusters = Stage("clusters", kept, ideal=True)

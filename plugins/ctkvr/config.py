@@ -11,8 +11,22 @@ from kvseek.plugins.codes.key_codes import BITS
 
 MOST_CENTROIDS = 2048  # prompt queries that an index is given to build (LAST_QUERIES of plugins/contract.py)
 DEFAULT_RECENT = 8192  # our choice: so long a generation is ranked key by key, as lists would lose some of its tokens
-EXECUTIONS = ("cpu", "uva", "codes")
+EXECUTIONS = ("cpu", "codes")
 ROTATION_SEED = 0  # of the codes: any number will do (plugins/codes/rotation.py)
+
+# What the paper sets: section 4.1; of its two numbers of rows the one that its appendix C.2 calls the default (rho = 2560). It
+# gives no sizes of the window.
+PAPER = {
+    "centroids": 2048,
+    "centroid_divisor": 16,
+    "recall_factor": 2.5,
+    "top_k": 1024,
+    "probes": 4,
+    "centred": False,
+    "keep_prompt": False,
+    "execution": "cpu",  # section 3.2
+    "update": True,  # section 3.1.3
+}
 
 
 @dataclass(frozen=True)
@@ -43,9 +57,8 @@ class Config:
         and top_k. The paper is silent: our choice (README).
     execution : str
         How recalled places are ranked, and where: by "codes", estimates from nested key codes in the compute device's memory, so
-        that only the selected rows are read over PCIe (our choice); or by their keys: with rows in host memory on host cores,
-        which attend to them too ("cpu", section 3.2), or by the GPU through reads over PCIe ("uva"). Without a GPU, and for rows
-        on the device, "cpu" and "uva" mean the same.
+        that only the selected rows are read over PCIe (our choice); or by their keys ("cpu", section 3.2): with rows in host
+        memory on host cores, which attend to them too, with rows on the device by the GPU.
     update : bool
         Dynamic centroid update (section 3.1.3): each step's query and its best rho places replace the oldest centroid.
     """

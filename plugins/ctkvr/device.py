@@ -189,7 +189,7 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
         return {}
     limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM} with execution = 'codes' on the GPU"
     fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
-    require(fits, "head_dim", head_dim, limit, "set execution to 'uva', or build with --device cpu")
+    require(fits, "head_dim", head_dim, limit, "set execution to 'cpu', or build with --device cpu")
     return {"CTKVR_CODE_BITS": config.bits}
 
 

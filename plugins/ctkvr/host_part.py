@@ -30,7 +30,6 @@ from .native import (
     check_supported,
     describe_step,
     host_function,
-    host_levels,
     raise_error,
 )
 from .reference import ReferenceIndex
@@ -61,7 +60,6 @@ class HostBuffers:
     def __init__(self, index: ReferenceIndex, most: int) -> None:
         context = index.context
         assert context.library is not None, "Traits.cpu_library_on_gpu asks for it"
-        host_levels(context.library)  # tries the processor's instructions before a graph is captured
         heads, kv_heads, dim = context.num_heads, context.num_kv_heads, context.head_dim
 
         def pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -126,7 +124,7 @@ class HostPart:
         if status:
             raise KernelError(
                 f"cuLaunchHostFunc returned {status}: host cores could not be launched from the stream; set execution to "
-                "'uva' to do without"
+                "'codes' to do without"
             )
 
     def _describe(self, batch: int) -> HostStep:

@@ -28,19 +28,16 @@ from .reference import ReferenceIndex
 # MAX_HOST_DIM, MAX_HOST_GROUP and HOST_DIM_STEP of host_step.h
 LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16, head_dim_step=32)
 MOST_THREADS = 1024  # most threads of a pool (host_pool.h)
-AUTOMATIC = -1
-LEVEL_NAMES = {0: "baseline", 3: "AVX2", 4: "AVX-512", 5: "AVX-512 BF16", 6: "AMX"}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PINS = {"none": 0, "workers": 1, "all": 2}
-DEFECT = "kvseek is at fault, or a request was dropped while its step ran: report it; execution 'uva' does without"
+DEFECT = "kvseek is at fault, or a request was dropped while its step ran: report it; execution 'codes' does without"
 ERRORS = {
     1: f"a size that host kernels do not support: head_dim must be a multiple of {LIMITS.head_dim_step} up to "
-    f"{LIMITS.max_head_dim}, at most {LIMITS.max_group_size} query heads may share a KV head; set execution to 'uva'",
-    2: "the instruction level that was asked for is not on this processor; ask for -1, the fastest that is",
-    3: f"a number of recalled places that is negative or beyond the capacity; {DEFECT}",
-    4: f"a slot that the extent table does not hold; {DEFECT}",
-    5: f"a recalled place outside of its slot's extents; {DEFECT}",
-    6: "no memory for intermediate results; lower the batch size or the recall (probes, recall_factor, recent)",
+    f"{LIMITS.max_head_dim}, at most {LIMITS.max_group_size} query heads may share a KV head; set execution to 'codes'",
+    2: f"a number of recalled places that is negative or beyond the capacity; {DEFECT}",
+    3: f"a slot that the extent table does not hold; {DEFECT}",
+    4: f"a recalled place outside of its slot's extents; {DEFECT}",
+    5: "no memory for intermediate results; lower the batch size or the recall (probes, recall_factor, recent)",
 }
 
 
@@ -55,7 +52,7 @@ class HostStep(ctypes.Structure):
         *((name, c_int32) for name in ("batch", "heads", "kv_heads", "head_dim", "capacity", "top_k", "rho")),
         *(
             (name, c_int32)
-            for name in ("table_slots", "max_extents", "dtype", "level", "threads", "bits", "padded_dim", "block")
+            for name in ("table_slots", "max_extents", "dtype", "threads", "bits", "padded_dim", "block")
         ),
         *((name, c_float) for name in ("scaling", "code_step")),
     )
@@ -115,7 +112,7 @@ class HostPool:
             reason = os.strerror(arguments.error)
             raise KernelError(
                 f"host threads = {threads}, pin = {pin!r}: must be from 1 to {MOST_THREADS}, and what the system allows "
-                f"({reason}); lower it or set pin to 'none'; of an engine, set execution to 'uva' to do without"
+                f"({reason}); lower it or set pin to 'none'; of an engine, set execution to 'codes' to do without"
             )
         self.pointer: int = arguments.pool
 
@@ -149,17 +146,6 @@ def host_function(library: CpuLibrary) -> int:
     address = ctypes.cast(host_step(library), c_void_p).value
     assert address is not None, "a symbol that was found has an address"
     return address
-
-
-def host_levels(library: CpuLibrary) -> tuple[int, int]:
-    """Find the best instruction level of this processor, and the level that AUTOMATIC stands for (LEVEL_NAMES).
-
-    Tries AMX, once per process, because some processors advertise it although it does not work. Call this, or run a step,
-    before the first graph is captured.
-    """
-    levels = (c_int32 * 2)()
-    library.function("kvseek_ctkvr_host_level", c_void_p)(ctypes.byref(levels))
-    return levels[0], levels[1]
 
 
 def raise_error(code: int) -> None:
@@ -293,7 +279,6 @@ def describe_step(index: ReferenceIndex, rows: LayerRows, batch: int, **fields: 
         table_slots=table.shape[0],
         max_extents=table.shape[1],
         dtype=TYPES[context.dtype],
-        level=AUTOMATIC,
         scaling=context.scaling,
         **fields,
     )
@@ -306,5 +291,5 @@ def check_supported(context: IndexContext) -> None:
         fault = f"dtype = {context.dtype}: must be float32, bfloat16 or float16"
     if fault:
         on_cpu = context.device.type == "cpu"
-        remedy = "build the engine with --kernels reference" if on_cpu else "set execution to 'uva'"
+        remedy = "build the engine with --kernels reference" if on_cpu else "set execution to 'codes'"
         raise KernelError(f"CTkvr on host cores: {fault}; {remedy}")

@@ -20,6 +20,7 @@ from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.group import select_each
 
 from .build import attention_values, build_lists, largest, log_weights
 from .centroids import cosines, make_centroids, prompt_means
@@ -135,18 +136,16 @@ class ReferenceIndex(Index):
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """Select the best rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
 
-        Rows ascend; -1 fills up when the region holds fewer than top_k. Regions of at most top_k tokens are selected
-        whole, and queries over such a region become no centroids.
+        Rows ascend; queries over a region that is selected whole become no centroids.
         """
-        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
-        rows = torch.full((batch.size, kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
-        for request, (slot, n) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
-            if n <= top_k:
-                rows[request, :, :n] = torch.arange(n, dtype=torch.int32, device=queries.device)
-                continue
-            rows[request], best = self.rerank(queries[request], slot, self.recall(queries[request], slot))
-            self.remember(slot, queries[request], best)
-        return Selection(rows)
+
+        def choose(grouped: Tensor, slot: int, _: int) -> Tensor:
+            query = grouped.flatten(0, 1)
+            rows, best = self.rerank(query, slot, self.recall(query, slot))
+            self.remember(slot, query, best)
+            return rows
+
+        return select_each(queries, batch, self.context.num_kv_heads, self.config.top_k, choose)
 
     def probe(self, query: Tensor, slot: int) -> Tensor:
         """Choose the centroids whose lists a query [H, D] recalls: int64 [G, at most probes], none twice.

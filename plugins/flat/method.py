@@ -9,7 +9,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
 
 from .config import Config
 
@@ -44,27 +44,22 @@ class FlatIndex(Index):
         return Effort(min(self.config.top_k, length))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Select the top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
+        """See Index.select. The rows are the top k, ascending (select_each)."""
 
-        Rows ascend; -1 fills up when the region holds fewer than top_k.
-        """
-        kv_heads, top_k = self.context.num_kv_heads, self.config.top_k
-        rows = torch.full((batch.size, kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
-        for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
+        def choose(grouped: Tensor, slot: int, length: int) -> Tensor:
             keys = self.context.extents.read(self.keys, slot, length)
-            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
-            places = exact_top_k(grouped, keys, top_k, self.config.group_reduce, self.context.scaling)
-            rows[request, :, : places.shape[1]] = places.int()
-        return Selection(rows)
+            return exact_top_k(grouped, keys, self.config.top_k, self.context.scaling)
+
+        return select_each(queries, batch, self.context.num_kv_heads, self.config.top_k, choose)
 
 
-def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, group_reduce: str, scaling: float) -> Tensor:
+def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, scaling: float) -> Tensor:
     """Find the best keys by exact scores: queries [G, g, D], keys [G, n, D] to indexes int64 [G, min(top_k, n)].
 
     The indexes ascend; of equal scores at the cut the lowest indexes are kept.
     """
-    scores = query_lanes(queries, group_reduce) @ keys.float().transpose(1, 2)
-    return best_positions(reduce_scores(scores, group_reduce, scaling), top_k)
+    scores = queries.float() @ keys.float().transpose(1, 2)
+    return best_positions(softmax_mean(scores, scaling), top_k)
 
 
 def traits(config: Config) -> Traits:

@@ -9,18 +9,18 @@ from kvseek.plugins.codes.store import mean_bytes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
+from .reference import FIRST_BITS
 
 SCALE_BYTES = 2  # of a key, a float16
 KERNELS = 2  # scan, choose
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
-    """Compute the costs: scale, mean and `first_bits` bits a channel of every key, all bits of the candidates, top_k rows."""
+    """Compute the costs: scale, mean and 2 bits a channel of every key, all bits of the candidates, top_k rows."""
     dim = padded_dim(model.head_dim)
-    candidates = config.candidate_count(length) if config.first_bits < BITS else 0
     return SelectionCosts(
         rows=min(length, config.top_k),
-        index_bytes=length * (dim * config.first_bits / 8 + SCALE_BYTES + mean_bytes(dim)),
-        rerank_bytes=candidates * (dim * BITS / 8 + SCALE_BYTES),
+        index_bytes=length * (dim * FIRST_BITS / 8 + SCALE_BYTES + mean_bytes(dim)),
+        rerank_bytes=config.candidate_count(length) * (dim * BITS / 8 + SCALE_BYTES),
         kernels=KERNELS,
     )

@@ -15,9 +15,7 @@ from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import require_fit, require_numbered_rows, require_room
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
-from .config import Config
 from .reference import ReferenceIndex
 
 BINS = 4096  # of a histogram of scores
@@ -60,7 +58,7 @@ class Workspace:
     scores : Tensor, int16 [scratch extents, G, 1024]
     """
 
-    def __init__(self, context: IndexContext, lanes: int, candidates: int, multiprocessors: int) -> None:
+    def __init__(self, context: IndexContext, candidates: int, multiprocessors: int) -> None:
         self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
         self.most = most_requests(context.extents.slots)
         self.capacity = max(candidates, min(2 * candidates, HELD_CANDIDATES))
@@ -74,10 +72,10 @@ class Workspace:
         self.scores = new((context.scratch_extents, self._kv_heads, EXTENT_TOKENS), torch.int16)
         self._of_lists = {
             "places": new((lists, self.capacity), torch.int32),
-            "estimates": new((lists, self.capacity, lanes), torch.float32),
+            "estimates": new((lists, self.capacity, context.group_size), torch.float32),
             "keys": new((lists, self.capacity), torch.int32),
             "counts": new((lists,), torch.int32),
-            "normalisers": new((lists, lanes, 2), torch.float32),
+            "normalisers": new((lists, context.group_size, 2), torch.float32),
         }
         self._of_tasks = {  # each selection leaves zeros behind, for tasks of any batch size
             "totals": torch.zeros((tasks, BINS), dtype=torch.int32, device=context.device),
@@ -119,10 +117,9 @@ class CudaIndex(ReferenceIndex):
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
         require_numbered_rows("nested codes on the GPU", context)
-        lanes = 1 if self.config.group_reduce == "mean" else context.group_size
         if "nested" not in context.shared:
             candidates = self.config.candidates * self.config.top_k
-            context.shared["nested"] = Workspace(context, lanes, candidates, self._kernels.multiprocessors)
+            context.shared["nested"] = Workspace(context, candidates, self._kernels.multiprocessors)
         self.workspace: Workspace = context.shared["nested"]
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
@@ -155,14 +152,9 @@ class CudaIndex(ReferenceIndex):
         return Selection(rows)
 
 
-def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
-    """Return the macros that layout.cuh expects; raises ConfigError on a head size that the kernels do not support."""
+def cuda_macros(head_dim: int, group_size: int) -> dict[str, int]:
+    """Return no macros: kernels need none of their own. Raises ConfigError on a head size that they do not support."""
     limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM}"
     fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
     require(fits, "head_dim", head_dim, f"{limit} for nested codes on the GPU", "build with --device cpu")
-    remedy = "2 is the default and the faster one, or build with --device cpu"
-    require(config.first_bits == 2, "first_bits", config.first_bits, "2 on the GPU", remedy)
-    return {
-        "NESTED_LANES": 1 if config.group_reduce == "mean" else group_size,
-        "NESTED_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
-    }
+    return {}

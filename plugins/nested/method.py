@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from kvseek.plugins.codes.native import LIMITS
@@ -24,9 +22,7 @@ def traits(config: Config) -> Traits:
     def codebooks(head_dim: int) -> dict[str, Tensor]:
         return {"signs": rotation_signs(config.rotation_seed, padded_dim(head_dim))}
 
-    return Traits(
-        cpu_limits=LIMITS, prefix_reuse="entries", codebooks=codebooks, cuda_macros=partial(cuda_macros, config)
-    )
+    return Traits(cpu_limits=LIMITS, prefix_reuse="entries", codebooks=codebooks, cuda_macros=cuda_macros)
 
 
 def create(context: IndexContext) -> Index:

@@ -12,7 +12,6 @@ from kvseek.plugins.codes.key_codes import BITS, STEPS
 from kvseek.plugins.codes.native import NativeCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from kvseek.plugins.shared.native_selection import NativeSelection
 
 from .reference import ReferenceIndex
@@ -25,7 +24,7 @@ class NestedSelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("queries", "rows", "requests")),
         *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "table", "signs")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("block", "first_bits", "reduction", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("block", "bfloat16", "threads")),
         *((name, c_double) for name in ("scaling", "step")),
     )
 
@@ -46,8 +45,6 @@ class NativeIndex(ReferenceIndex):
             **self.codes.arguments,
             group=context.group_size,
             top_k=self.config.top_k,
-            first_bits=self.config.first_bits,
-            reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
             scaling=context.scaling,
             step=STEPS[BITS],
         )

@@ -14,9 +14,11 @@ from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
 
 from .config import Config
+
+FIRST_BITS = 2  # of a code's 4: what the scan reads of every key
 
 
 class ReferenceIndex(Index):
@@ -48,36 +50,23 @@ class ReferenceIndex(Index):
         return Effort(min(self.config.top_k, length), (self.config.candidate_count(length),))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Select the top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
-
-        Rows ascend; -1 fills up when the region holds fewer than top_k.
-        """
-        kv_heads = self.context.num_kv_heads
-        rows = torch.full((batch.size, kv_heads, self.config.top_k), -1, dtype=torch.int32, device=queries.device)
-        for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
-            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
-            places = self._places(grouped, slot, length)
-            rows[request, :, : places.shape[1]] = places.int()
-        return Selection(rows)
+        """See Index.select. The rows are the top k, ascending (select_each)."""
+        return select_each(queries, batch, self.context.num_kv_heads, self.config.top_k, self._places)
 
     def _places(self, queries: Tensor, slot: int, n: int) -> Tensor:
-        # queries [G, g, D] to ascending places int64 [G, min(top_k, n)]
-        if n <= self.config.top_k:
-            return torch.arange(n, device=queries.device).expand(queries.shape[0], -1)
+        # queries [G, g, D] to ascending places int64 [G, top_k]
         lanes = self.lanes(queries)
         candidates = self.candidates(lanes, slot, n)
         estimates = estimate_at(self.codes.read(slot, n), candidates, lanes)
-        values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
+        values = softmax_mean(estimates, self.context.scaling)
         return candidates.gather(1, best_positions(values, self.config.top_k))
 
     def lanes(self, queries: Tensor) -> QueryLanes:
-        """Rotate and round the queries that rank on their own: [G, g, D] to [G, lanes, P]."""
-        return round_lanes(rotate(query_lanes(queries, self.config.group_reduce), self.codes.signs))
+        """Rotate and round queries: [G, g, D] to [G, g, P]."""
+        return round_lanes(rotate(queries.float(), self.codes.signs))
 
     def candidates(self, lanes: QueryLanes, slot: int, n: int) -> Tensor:
-        """Choose the places among which 4 bits choose: int64 [G, c], ascending; all of n with first_bits 4."""
-        if self.config.first_bits == 4:
-            return torch.arange(n, device=lanes.steps.device).expand(lanes.steps.shape[0], -1)
+        """Choose the places among which 4 bits choose: int64 [G, c], ascending."""
         return best_positions(self.scores(lanes, slot, n), self.config.candidate_count(n))
 
     def scores(self, lanes: QueryLanes, slot: int, n: int) -> Tensor:
@@ -89,4 +78,4 @@ class ReferenceIndex(Index):
         """
         codes, lanes = self.codes.read(slot, n), lanes.of_length_one()
         first = mean_products(codes.at(torch.zeros_like(codes.scales[:, :1], dtype=torch.int64)), lanes) * lanes.steps
-        return (estimate_all(codes, lanes, self.config.first_bits) - first).amax(dim=1)
+        return (estimate_all(codes, lanes, FIRST_BITS) - first).amax(dim=1)

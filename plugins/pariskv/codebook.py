@@ -31,7 +31,7 @@ def build_codebooks(config: Config, head_dim: int) -> dict[str, Tensor]:
     dict
         "levels" [8] and "thresholds" [7], magnitudes of a direction's coordinate; "signs" [padded head size], ±1.
     """
-    levels, thresholds = lloyd_max(config.block_size, LEVELS)
+    levels, thresholds = lloyd_max(BLOCK, LEVELS)
     return {
         "levels": torch.from_numpy(levels).float(),
         "thresholds": torch.from_numpy(thresholds).float(),

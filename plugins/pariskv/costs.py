@@ -6,6 +6,7 @@ from kvseek.core.config import ModelConfig
 from kvseek.plugins.codes.rotation import padded_dim
 from kvseek.plugins.measurements.costs import SelectionCosts
 
+from .codebook import BLOCK
 from .config import Config
 
 WEIGHT_BYTES = 2  # bytes of a block's weight, a float16
@@ -15,7 +16,7 @@ KERNELS = 4  # vote, scan, rerank, top
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
     """Compute the costs: an id byte of each block of every key, codes and weights of the candidates, and top_k rows."""
     dim = padded_dim(model.head_dim)
-    blocks = dim // config.block_size
+    blocks = dim // BLOCK
     candidates = config.candidates(length)
     return SelectionCosts(
         rows=min(length, config.top_k),

@@ -16,7 +16,6 @@ from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex
@@ -37,7 +36,7 @@ class EncodeArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("keys", "ids", "codes", "weights", "counts", "table")),
         *((name, c_void_p) for name in ("signs", "levels", "thresholds")),
         *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "first", "alpha")),
+        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
     )
 
 
@@ -131,7 +130,7 @@ class CudaIndex(Index):
         self._kernels = context.cuda
         dim = self.reference.padded_dim
         require_numbered_rows("ParisKV on the GPU", context)
-        self._lanes = 1 if self.config.group_reduce == "mean" else context.group_size
+        self._lanes = self.config.lanes(context.group_size)
         if "pariskv" not in context.shared:
             context.shared["pariskv"] = Workspace(context, self._lanes, dim, self._kernels.multiprocessors)
         self.workspace: Workspace = context.shared["pariskv"]
@@ -210,7 +209,6 @@ class CudaIndex(Index):
             kv_heads=self.context.num_kv_heads,
             tokens=tokens,
             first=start,
-            alpha=self.config.alpha_correction,
         )
 
     def _select_arguments(
@@ -243,6 +241,6 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
     require(fits, "head_dim", head_dim, f"{limit} for ParisKV on the GPU", "build with --device cpu")
     return {
-        "PARISKV_LANES": 1 if config.group_reduce == "mean" else group_size,
-        "PARISKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
+        "PARISKV_LANES": config.lanes(group_size),
+        "PARISKV_MEAN": int(config.group_reduce == "mean"),
     }

@@ -14,7 +14,6 @@ from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import IndexContext, ShapeLimits
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import require_fit
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from kvseek.plugins.shared.native_selection import NativeSelection, require_native
 
 from .reference import ReferenceIndex
@@ -30,7 +29,7 @@ class EncodeArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("keys", "ids", "codes", "weights")),
         *((name, c_void_p) for name in ("extents", "signs", "levels", "thresholds")),
         *((name, c_int64) for name in ("kv_heads", "tokens", "dim", "padded_dim")),
-        *((name, c_int64) for name in ("first", "alpha", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("first", "bfloat16", "threads")),
     )
 
 
@@ -41,7 +40,7 @@ class SelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("queries", "rows", "requests")),
         *((name, c_void_p) for name in ("ids", "codes", "weights", "counts", "table", "signs", "levels")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("reduction", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("mean", "bfloat16", "threads")),
         ("scaling", c_double),
     )
 
@@ -81,7 +80,7 @@ class NativeIndex(ReferenceIndex):
             counts=pointer(self.counts),
             group=context.group_size,
             top_k=self.config.top_k,
-            reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
+            mean=self.config.group_reduce == "mean",
             scaling=context.scaling,
         )
         self._selection = NativeSelection(select, arguments, context)
@@ -97,7 +96,6 @@ class NativeIndex(ReferenceIndex):
             thresholds=pointer(self.thresholds),
             tokens=keys.shape[1],
             first=start,
-            alpha=self.config.alpha_correction,
             threads=torch.get_num_threads(),
         )
         self._encode(ctypes.byref(arguments))

@@ -16,7 +16,7 @@ from kvseek.plugins.batch import Batch
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, split_blocks
 from .config import Config
@@ -46,6 +46,7 @@ class ReferenceIndex(Index):
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
         self.config: Config = context.config
+        self._of_mean = self.config.group_reduce == "mean"
         books = {name: book.to(context.device) for name, book in context.codebooks.items()}
         self.levels, self.thresholds, self.signs = books["levels"], books["thresholds"], books["signs"]
         self.padded_dim = self.signs.shape[0]
@@ -75,11 +76,8 @@ class ReferenceIndex(Index):
         negative = blocks < 0
         level = torch.bucketize(magnitude, self.thresholds)
         nibbles = (level + 8 * negative).to(torch.uint8)
-        weight = radius[..., 0]
-        if self.config.alpha_correction:  # α = <v, u>; v and u have the same signs, so magnitudes suffice
-            alpha = block_sum(self.levels[level] * magnitude)
-            weight = torch.where(weight > 0, weight / alpha, 0.0)
-        weight = weight.clamp(max=torch.finfo(torch.float16).max)
+        weight, alpha = radius[..., 0], block_sum(self.levels[level] * magnitude)  # v and u of α have the same signs
+        weight = torch.where(weight > 0, weight / alpha, 0.0).clamp(max=torch.finfo(torch.float16).max)
         return pack_bits(negative), pack_nibbles(nibbles.flatten(-2)), weight.half()
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
@@ -114,34 +112,24 @@ class ReferenceIndex(Index):
         return Effort(min(self.config.top_k, length), numbers)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Select the top k rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
-
-        Rows ascend; -1 fills up when the region holds fewer than top_k.
-        """
-        kv_heads = self.context.num_kv_heads
-        rows = torch.full((batch.size, kv_heads, self.config.top_k), -1, dtype=torch.int32, device=queries.device)
-        for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
-            grouped = queries[request].reshape(kv_heads, -1, queries.shape[-1])
-            places = self._places(grouped, slot, length)
-            rows[request, :, : places.shape[1]] = places.int()
-        return Selection(rows)
+        """See Index.select. The rows are the top k, ascending (select_each)."""
+        return select_each(queries, batch, self.context.num_kv_heads, self.config.top_k, self._places)
 
     def _places(self, queries: Tensor, slot: int, n: int) -> Tensor:
-        # queries [G, g, D] to ascending places int64 [G, min(top_k, n)]
-        extents, top_k = self.context.extents, self.config.top_k
-        if n <= top_k:
-            return torch.arange(n, device=queries.device).expand(queries.shape[0], -1)
+        # queries [G, g, D] to ascending places int64 [G, top_k]
+        extents = self.context.extents
         lanes = self.lanes(queries)
         candidates = self.candidates(lanes, slot, n)
         codes = take_rows(extents.read(self.codes, slot, n), candidates)
         weights = take_rows(extents.read(self.weights, slot, n), candidates)
         estimates = estimate_scores(lanes, codes, weights, self.levels)
-        values = reduce_scores(estimates, self.config.group_reduce, self.context.scaling)
-        return candidates.gather(1, best_positions(values, top_k))
+        values = estimates[:, 0] if self._of_mean else softmax_mean(estimates, self.context.scaling)
+        return candidates.gather(1, best_positions(values, self.config.top_k))
 
     def lanes(self, queries: Tensor) -> Tensor:
         """Rotate the queries that vote and rank on their own: [G, g, D] to float32 [G, lanes, P]."""
-        return rotate(query_lanes(queries, self.config.group_reduce), self.signs)
+        queries = queries.float()
+        return rotate(queries.mean(dim=1, keepdim=True) if self._of_mean else queries, self.signs)
 
     def candidates(self, lanes: Tensor, slot: int, n: int) -> Tensor:
         """Choose the places with the most votes of n, to be reranked: lanes [G, lanes, P] to int64 [G, c], ascending."""

@@ -5,11 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvseek.core.config import EXTENT_TOKENS, require
-from kvseek.plugins.shared.group import require_group_reduce
 
 PAGE_SCORES = ("box", "codes")
 SHARE_RULES = ("fixed", "auto")
 UPDATE_SCOPES = ("all", "selected")
+
+# What the paper sets: section 5.1; the score is that of its section 4.1, and 1024 the budget of sections 5.1 and 5.2.
+PAPER = {
+    "top_k": 1024,
+    "static_share": 0.25,
+    "page": 32,
+    "page_score": "box",
+    "box_radius": 1.0,
+    "window_queries": 64,
+    "update_interval": 128,
+    "update_scope": "all",  # algorithm 1
+    "cache.local": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,6 @@ class Config:
         last update.
     update_pages : int
         With "selected", at most so many pages of a KV head.
-    group_reduce : str
-        "mean", "max" or "softmax_mean": how the query heads of a KV head agree on pages (plugins/shared/group.py).
     cache_steps : int
         Number of each request's last steps whose selected rows a GPU keeps on the device, if the row pool is not there.
     """
@@ -63,7 +73,6 @@ class Config:
     update_interval: int = 128
     update_scope: str = "selected"
     update_pages: int = 2048
-    group_reduce: str = "softmax_mean"
     cache_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -88,7 +97,6 @@ class Config:
         fits = self.update_scope in UPDATE_SCOPES
         require(fits, "update_scope", self.update_scope, f"one of {UPDATE_SCOPES}", '"selected" is the default')
         require(self.update_pages >= 1, "update_pages", self.update_pages, ">= 1", "2048 is the default")
-        require_group_reduce(self.group_reduce)
         require(0 <= self.cache_steps <= 8, "cache_steps", self.cache_steps, "between 0 and 8", "1 is the default")
 
     @property

@@ -17,7 +17,6 @@ from kvseek.plugins.codes.device import MIN_DIM
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_room
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 from .config import Config
 from .device_boxes import CudaBoxes
@@ -88,7 +87,7 @@ class CudaIndex(Index):
         self.reference.observe = partial(observe, context.cuda)
         self._threads = select_threads(context.head_dim)
         if "prkv" not in context.shared:
-            lanes = 1 if self.config.group_reduce == "mean" else context.group_size
+            lanes = context.group_size
             context.shared["prkv"] = Workspace(
                 context, lanes, self.reference.pages_of_extent, self._kernels.multiprocessors
             )
@@ -185,7 +184,7 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     macros = {
         "PRKV_PAGE": config.page,
         "PRKV_PAGES": pages,
-        "PRKV_REDUCTION": GROUP_REDUCTIONS.index(config.group_reduce),
+        "PRKV_REDUCTION": 2,  # layout.cuh: the mean of softmax weights
     }
     if config.page_score == "codes":
         remedy = 'build with page_score = "box", or with --device cpu'

@@ -14,7 +14,6 @@ from kvseek.plugins.codes.key_codes import STEPS
 from kvseek.plugins.codes.native import NativeCodeStore
 from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 from kvseek.plugins.shared.native_selection import NativeSelection
 
 from .native_observe import observe
@@ -30,7 +29,7 @@ class PrkvSelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("high", "scales", "means", "mean_steps", "table", "signs")),
         *((name, c_void_p) for name in ("static_rows", "picked", "recent", "received")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("page", "window_queries", "block", "reduction", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("page", "window_queries", "block", "bfloat16", "threads")),
         *((name, c_double) for name in ("scaling", "step")),
     )
 
@@ -65,7 +64,6 @@ class NativeIndex(ReferenceIndex):
             top_k=self.config.top_k,
             page=self.config.page,
             window_queries=self.config.window_queries,
-            reduction=GROUP_REDUCTIONS.index(self.config.group_reduce),
             scaling=context.scaling,
             step=STEPS[CODE_BITS],
         )

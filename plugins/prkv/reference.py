@@ -17,7 +17,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, reduce_scores
+from kvseek.plugins.shared.group import best_positions, softmax_mean
 
 from .config import Config
 from .static import automatic_count, candidates, largest, observation_scores, pair_exchange, static_first
@@ -210,7 +210,7 @@ class ReferenceIndex(Index):
         config = self.config
         static = int(self.static_rows[slot]) // config.page
         scores = self.summaries.scores(queries, slot, length, static)
-        values = reduce_scores(scores, config.group_reduce, self.context.scaling)
+        values = softmax_mean(scores, self.context.scaling)
         chosen = best_positions(values, config.top_k // config.page - static) + static
         extents = self.context.extents.table[slot].to(chosen.device)[chosen // self.pages_of_extent].long()
         heads = torch.arange(chosen.shape[0], device=chosen.device)[:, None]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvseek.plugins.contract import Index
 from kvseek.plugins.measurements.stages import Stage, Stages, by_place, require_index, stored_keys
-from kvseek.plugins.shared.group import best_positions, query_lanes, reduce_scores
+from kvseek.plugins.shared.group import best_positions, softmax_mean
 
 from .reference import ReferenceIndex
 from .summaries import rows_of_pages
@@ -24,11 +24,11 @@ def stages(index: Index, query: Tensor, slot: int) -> Stages:
     """
     prkv = require_index(index, ReferenceIndex)
     config, n = prkv.config, prkv.context.lengths[slot]
-    lanes = query_lanes(query.view(prkv.context.num_kv_heads, -1, query.shape[-1]), config.group_reduce)
+    lanes = query.view(prkv.context.num_kv_heads, -1, query.shape[-1]).float()
     scores = lanes @ stored_keys(prkv, slot).transpose(1, 2)
     static = int(prkv.static_rows[slot]) // config.page
     best = rows_of_pages(scores, config.page).amax(dim=-1)[..., static:]
-    values = reduce_scores(best, config.group_reduce, prkv.context.scaling)
+    values = softmax_mean(best, prkv.context.scaling)
     pages = best_positions(values, config.top_k // config.page - static) + static
     places = pages[..., None] * config.page + torch.arange(config.page, device=pages.device)
     kept = by_place(places.flatten(1).masked_fill(places.flatten(1) >= n, -1), n)

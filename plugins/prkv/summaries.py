@@ -13,7 +13,6 @@ from kvseek.plugins.codes.key_codes import encode, estimate_all, round_lanes
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.shared.group import query_lanes
 
 from .config import Config
 
@@ -113,7 +112,7 @@ class Boxes(Summaries):
     def scores(self, queries: Tensor, slot: int, length: int, first: int) -> Tensor:
         """See Summaries.scores."""
         boxes = read_pages(self.context, self.boxes, slot, -(-length // self.config.page))[:, first:]
-        return box_scores(box_lanes(queries, self.config.group_reduce), boxes, self.config.box_radius)
+        return box_scores(queries, boxes, self.config.box_radius)
 
     def _enclose(self, slot: int, start: int, keys: Tensor) -> None:
         """Write the boxes of the pages that keys [G, u, D] fill, from place `start` on, where a page begins."""
@@ -169,7 +168,7 @@ class Codes(Summaries):
 
     def scores(self, queries: Tensor, slot: int, length: int, first: int) -> Tensor:
         """See Summaries.scores. A page scores log Σ exp(scaling · estimate) / scaling, the sum over its rows."""
-        lanes = round_lanes(rotate(query_lanes(queries, self.config.group_reduce), self.store.signs))
+        lanes = round_lanes(rotate(queries.float(), self.store.signs))
         estimates = estimate_all(self.store.read(slot, length), lanes)
         exponents = rows_of_pages(estimates * self.context.scaling, self.config.page)
         return exponents.logsumexp(dim=-1)[..., first:] / self.context.scaling
@@ -208,9 +207,3 @@ def box_scores(lanes: Tensor, boxes: Tensor, radius: float = 1.0) -> Tensor:
     near, far = (lanes * torch.tensor(factor / 2, dtype=lanes.dtype) for factor in (1 + radius, 1 - radius))
     on_largest = torch.maximum(near, far).float() @ boxes[:, :, 1].transpose(1, 2)
     return on_largest + torch.minimum(near, far).float() @ boxes[:, :, 0].transpose(1, 2)
-
-
-def box_lanes(queries: Tensor, group_reduce: str) -> Tensor:
-    """Make the queries that score boxes on their own: [G, g, D] to [G, lanes, D], unchanged or averaged in float32."""
-    lanes = query_lanes(queries, group_reduce)
-    return lanes if group_reduce == "mean" else lanes.to(queries.dtype)

@@ -1,41 +1,41 @@
 """Retrieval for the query heads that share a KV head: makes one ranking of keys from several queries.
 
-``mean`` averages the queries before retrieval (the ParisKV release). ``max`` and ``softmax_mean`` score each query head
-by itself, take the softmax of its scaled scores, and reduce the softmax weights over the group, because averaging queries
-loses the heads whose scores cancel (PRKV paper).
+Each query head scores by itself; its scores become softmax weights, which are averaged over the group. Averaging the queries
+instead would lose the heads whose scores cancel (PRKV paper).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
-from kvseek.core.config import require
-
-GROUP_REDUCTIONS = ("mean", "max", "softmax_mean")
-
-
-def require_group_reduce(value: str) -> None:
-    """Raise ConfigError unless `value`, of the field group_reduce, names a group reduction."""
-    require(
-        value in GROUP_REDUCTIONS, "group_reduce", value, f"one of {GROUP_REDUCTIONS}", "softmax_mean is the default"
-    )
+from kvseek.plugins.batch import Batch
+from kvseek.plugins.selection import Selection
 
 
-def query_lanes(queries: Tensor, group_reduce: str) -> Tensor:
-    """Make the queries that retrieval scores on their own: [G, g, D] to float32 [G, lanes, D]; 1 lane with "mean", else g."""
-    queries = queries.float()
-    return queries.mean(dim=1, keepdim=True) if group_reduce == "mean" else queries
+def select_each(queries: Tensor, batch: Batch, kv_heads: int, top_k: int, choose: Callable[..., Tensor]) -> Selection:
+    """Select top_k rows for each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
 
-
-def reduce_scores(scores: Tensor, group_reduce: str, scaling: float) -> Tensor:
-    """Reduce scores of `query_lanes` to one value a key: [G, lanes, n] (q·k, unscaled) to [G, n]; higher is better.
-
-    The softmax of each lane runs over the n keys given, after multiplication by `scaling`.
+    A region of at most top_k rows is selected whole, and -1 fills up. Of a longer one `choose(queries [G, g, D], slot, length)`
+    gives the places [G, top_k], ascending.
     """
-    if group_reduce == "mean":
-        return scores[:, 0]
-    weights = (scores * scaling).softmax(dim=-1)
-    return weights.amax(dim=1) if group_reduce == "max" else weights.mean(dim=1)
+    rows = torch.full((batch.size, kv_heads, top_k), -1, dtype=torch.int32, device=queries.device)
+    for request, (slot, length) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
+        if length <= top_k:
+            rows[request, :, :length] = torch.arange(length, dtype=torch.int32, device=queries.device)
+        else:
+            rows[request] = choose(queries[request].reshape(kv_heads, -1, queries.shape[-1]), slot, length)
+    return Selection(rows)
+
+
+def softmax_mean(scores: Tensor, scaling: float) -> Tensor:
+    """Reduce the scores of a group's queries to one value a key: [G, queries, n] (q·k, unscaled) to [G, n]; higher is better.
+
+    The softmax of each query runs over the n keys given, after multiplication by `scaling`.
+    """
+    return (scores * scaling).softmax(dim=-1).mean(dim=1)
 
 
 def best_positions(values: Tensor, count: int) -> Tensor:

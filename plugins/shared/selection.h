@@ -1,7 +1,7 @@
 // What selections on the CPU share that choose rows of a region: the heads that need one, their memory, and the choice
 // among candidates that have estimates.
 //
-// `Arguments` are a selection's: requests, rows, table, batch, kv_heads, max_extents, top_k, reduction, scaling. `Task`
+// `Arguments` are a selection's: requests, rows, table, batch, kv_heads, max_extents, top_k, scaling. `Task`
 // is what a selection keeps of a (request, KV head): request, head, length, candidate_count, stride, extents, places,
 // estimates, ranks.
 #pragma once
@@ -49,22 +49,23 @@ void lay_out_tasks(Task* tasks, int64_t count, Scratch& memory, const LayOut& la
     for (int64_t i = 0; i < count; i++) lay_out(tasks[i], arena);
 }
 
-// Ranks of `count` keys or clusters by their scores [lanes, stride], or by the heads' softmax weights, which take the
-// scores' place.
+// Ranks of `count` keys or clusters by the sums of the heads' softmax weights, which take the place of their scores
+// [lanes, stride].
 template <class Arguments>
 void rank_scores(const Arguments& a, float* scores, int lanes, int64_t stride, int64_t count, int32_t* ranks) {
-    if (a.reduction != 0) {
-        for (int lane = 0; lane < lanes; lane++) softmax(scores + lane * stride, count, static_cast<float>(a.scaling));
-        fold(scores, lanes, stride, count, a.reduction == 1);
-    }
+    for (int lane = 0; lane < lanes; lane++) softmax(scores + lane * stride, count, static_cast<float>(a.scaling));
+    fold(scores, lanes, stride, count);
     rank_values(scores, count, ranks);
 }
 
-// Write the top k of a task's candidates by their estimates.
+// Write the top k of a task's candidates: by their softmax weights, or, of one query, by the estimates themselves.
 template <class Arguments, class Task>
-void choose_rows(const Arguments& a, const Task& task, int lanes) {
+void choose_rows(const Arguments& a, const Task& task, int lanes, bool by_estimates = false) {
     int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
-    rank_scores(a, task.estimates, lanes, task.stride, task.candidate_count, task.ranks);
+    if (by_estimates)
+        rank_values(task.estimates, task.candidate_count, task.ranks);
+    else
+        rank_scores(a, task.estimates, lanes, task.stride, task.candidate_count, task.ranks);
     take_largest(task.ranks, task.places, task.candidate_count, a.top_k, rows);
 }
 

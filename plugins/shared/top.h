@@ -26,14 +26,11 @@ inline void softmax(float* scores, int64_t count, float scaling) {
     for (int64_t i = 0; i < count; i += LANES) store(scores + i, load(scores + i) * share);
 }
 
-// Fold lanes [lanes, stride] into the first: the largest, or the sum (which ranks as the mean does).
-inline void fold(float* scores, int lanes, int64_t stride, int64_t count, bool largest) {
+// Sum lanes [lanes, stride] up into the first; sums rank as means do.
+inline void fold(float* scores, int lanes, int64_t stride, int64_t count) {
     for (int lane = 1; lane < lanes; lane++) {
         const float* other = scores + lane * stride;
-        for (int64_t i = 0; i < count; i += LANES) {
-            const Vec a = load(scores + i), b = load(other + i);
-            store(scores + i, largest ? maximum(a, b) : a + b);
-        }
+        for (int64_t i = 0; i < count; i += LANES) store(scores + i, load(scores + i) + load(other + i));
     }
 }
 

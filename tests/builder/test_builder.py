@@ -278,10 +278,10 @@ BAD_USAGE = [
     (("--pariskv.top_k", "5"), "flags of --method full: none"),
     (
         ("--method", "pariskv", "--pariskv.bogus", "5"),
-        "arguments: --pariskv.bogus 5; there are --pariskv.alpha_correction,",
+        "arguments: --pariskv.bogus 5; there are --pariskv.group_reduce,",
     ),
     (("--cache.sink", "many"), "argument --cache.sink: invalid int value: 'many'"),
-    (("--method", "pariskv", "--pariskv.alpha_correction", "1"), "invalid boolean value: '1'"),
+    (("--method", "ctkvr", "--ctkvr.update", "1"), "invalid boolean value: '1'"),
     (("--method", "pariskv", "--pariskv.schedule_steps", "[1"), "invalid json_value value: '[1'"),
     (("--max_seq", "100"), "unrecognized arguments: --max_seq 100"),
     (("--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
@@ -358,12 +358,11 @@ def test_bad_values(
 
 def test_structured_flags(model: Path, tmp_path: Path) -> None:
     steps = [{"below_tokens": 500, "rho": 0.5, "beta": 0.25}, {"below_tokens": None, "rho": 0.2, "beta": 0.1}]
-    flags = ("--pariskv.schedule_steps", json.dumps(steps), "--pariskv.alpha_correction", "false")
+    flags = ("--pariskv.schedule_steps", json.dumps(steps))
     memory = ("--cache.kv_cache_host_memory_bytes", "100000000")
     assert run(model, tmp_path / "engine", "--method", "pariskv", *flags, *memory) == 0
     config = read_config(tmp_path / "engine")
     assert config.method_config["schedule_steps"] == steps
-    assert config.method_config["alpha_correction"] is False
     assert config.cache.kv_cache_host_memory_bytes == 100_000_000
 
 

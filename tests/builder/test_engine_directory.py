@@ -44,7 +44,7 @@ def test_inspection_does_not_read_weights(engine: Path, capsys: pytest.CaptureFi
     status, text = printed(capsys, "--inspect", engine)
     assert status == 0
     lines = [line.split() for line in text.splitlines()]
-    assert f"pariskv engine of [llama], built by kvseek {version('kvseek')}, format 2" in text
+    assert f"pariskv engine of [llama], built by kvseek {version('kvseek')}, format {FORMAT_VERSION}" in text
     assert ["top_k", "20", "not", "the", "default"] in lines
     assert ["sink", "8", "not", "the", "default"] in lines
     assert ["rotation_seed", "0"] in lines

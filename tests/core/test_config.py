@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvseek.core.config import CONFIG_FILE, CacheConfig, EngineConfig, ModelConfig, RopeScaling
+from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION, CacheConfig, EngineConfig, ModelConfig, RopeScaling
 from kvseek.core.config_file import PRETRAINED, read_config, write_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.fields import from_dict
@@ -65,7 +65,7 @@ def test_each_field_lies_in_its_object(tmp_path: Path) -> None:
     write_config(EngineConfig(MODEL, "pariskv", {"top_k": 7}, cache, dtype="bfloat16", max_batch_size=9), tmp_path)
     document = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert list(document) == ["format_version", "version", *OBJECTS]
-    assert (document["format_version"], document["version"]) == (2, version("kvseek"))
+    assert (document["format_version"], document["version"]) == (FORMAT_VERSION, version("kvseek"))
     pretrained, built = (document[name] for name in OBJECTS)
     assert pretrained == json.loads(json.dumps(dataclasses.asdict(MODEL))) | {"dtype": "bfloat16"}
     assert set(built) == names_of(EngineConfig) - {"model", "dtype"}

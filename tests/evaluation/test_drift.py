@@ -157,8 +157,8 @@ def test_recall_counts_rows_of_the_exact_top() -> None:
     queries = torch.zeros(4, dim)
     queries[:, 0] = 1
     rows = torch.tensor([[45, 46, 47, 48, 49], [0, 1, 2, -1, -1]], dtype=torch.int32)
-    assert recall_of(TappedSelection(queries, rows, keys, 1.0), 5, "mean") == pytest.approx((1.0 + 0.6) / 2)
-    assert recall_of(TappedSelection(queries, rows - rows - 1, keys, 1.0), 5, "mean") == 0
+    assert recall_of(TappedSelection(queries, rows, keys, 1.0), 5) == pytest.approx((1.0 + 0.6) / 2)
+    assert recall_of(TappedSelection(queries, rows - rows - 1, keys, 1.0), 5) == 0
 
 
 def test_attention_on_the_selected_rows() -> None:
@@ -170,7 +170,7 @@ def test_attention_on_the_selected_rows() -> None:
     both = TappedSelection(queries, torch.tensor([[4, 5, 6]], dtype=torch.int32), keys, 1.0)
     one = TappedSelection(queries, torch.tensor([[-1, 5, 0]], dtype=torch.int32), keys, 1.0)
     for tapped, recall, mass in ((both, 1.0, 1.0), (one, 1 / 3, 1 / 4)):
-        quality = measure(tapped, 3, "softmax_mean")
+        quality = measure(tapped, 3)
         assert (quality.recall, quality.mass, quality.exact_mass) == pytest.approx((recall, mass, 1.0), abs=1e-4)
 
 
@@ -182,7 +182,7 @@ def test_a_fresh_index_shows_what_the_running_one_lost() -> None:
     context = IndexContext(0, 1, 1, 4, 1.0, settings, {}, ExtentTable(1, 1, 1), [3], torch.float32, cpu, library=None)
     keys = torch.eye(4)[None, [0, 1, 2, 3]] * torch.tensor([3.0, 2.0, 1.0, 0.0])[:, None]
     tapped = TappedSelection(torch.ones(1, 4), torch.tensor([[0, 2]], dtype=torch.int32), keys, 1.0)
-    compared = compare_fresh(tapped, method.create(context), "flat", 2, "softmax_mean")
+    compared = compare_fresh(tapped, method.create(context), "flat", 2)
     assert (compared.recall, compared.fresh_recall, compared.same_rows) == (0.5, 1.0, 0.5)
 
 

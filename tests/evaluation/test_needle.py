@@ -22,6 +22,7 @@ from kvseek.evaluation.needle_results import Cell, compared, print_table
 from kvseek.evaluation.needle_tasks import vocabulary
 from kvseek.evaluation.needle_tasks.facts import Score
 from kvseek.evaluation.needle_tasks.tasks import Dialogue
+from kvseek.plugins.registry import get_method
 
 LIMITS = ("--max_seq_len", "300", "--max_batch_size", "2")
 LENGTH = 4096
@@ -158,6 +159,11 @@ def test_engines_of_one_method_are_told_apart(needle_folder: Path, build_engine:
     chunks = replace(sparse, prefill_chunk_tokens=4096)
     assert needle.engine_names(directories[:1], [chunks]) == [f"{named},prefill_chunk_tokens=4096"]
     assert needle.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
+    method = get_method("prkv")
+    paper = replace(configs[0], method_config=method.preset("paper")[0])
+    assert needle.engine_names(directories[:1], [paper]) == ["prkv:paper"]
+    more = replace(paper, weight_only_precision="int8")
+    assert needle.engine_names(directories[:1], [more]) == ["prkv:paper,weight_only_precision=int8"]
     cached = replace(configs[0], cache=replace(configs[0].cache, local=128))
     names = ["prkv:top_k=128,cache.full_threshold=256", "prkv:top_k=128,cache.local=128,cache.full_threshold=256"]
     assert needle.engine_names(directories, [configs[0], cached]) == names

@@ -109,7 +109,7 @@ def test_exact_selection_is_the_exact_top_rows() -> None:
     layer = random_layer()
     replay = Replay(layer, 0, STEPS, Variant("flat", "flat", {"top_k": 30}))
     query = layer.queries[:, -1].contiguous()
-    exact = exact_top_k(query.view(2, 3, 64), replay.region, 30, recall.EXACT_REDUCTION, 0.125)
+    exact = exact_top_k(query.view(2, 3, 64), replay.region, 30, 0.125)
     chosen = replay.step(query)
     assert [row.nonzero()[:, 0].tolist() for row in chosen] == exact.tolist()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kvseek.core.config import BlockSparseConfig, EngineConfig
@@ -39,6 +41,16 @@ def test_sizes_have_units() -> None:
     assert variant.flags()[-2:] == ["--cache.kv_cache_host_memory_bytes", str(2 << 30)]
 
 
+def test_a_variant_may_begin_with_the_settings_of_its_paper() -> None:
+    usual, paper, fewer = parse_variants("clusterkv,clusterkv:paper,clusterkv:paper,top_k=256,cache.sink=8")
+    assert (usual.settings.tokens_per_cluster, paper.settings.tokens_per_cluster) == (40, 80)
+    assert (paper.settings.top_k, paper.cache.sink) == (1024, 16)
+    assert dataclasses.replace(paper.settings, top_k=256) == fewer.settings
+    assert fewer.cache == dataclasses.replace(paper.cache, sink=8)
+    (words,) = (variant.flags() for variant in parse_variants("pariskv:paper"))
+    assert words[words.index("--cache.update") + 1] == "512"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -59,6 +71,8 @@ def test_sizes_have_units() -> None:
             "full:cache.reuse_host_bytes=2Gb1",
             "--methods: cache.reuse_host_bytes = '2Gb1': must be a number > 0 and a unit",
         ),
+        ("nested:paper", "preset = 'paper': method nested has none of that name"),
+        ("pariskv:top_k=1,paper", "method = 'paper': unknown"),
         ("full:weight_only_precision=int4", r"--methods: weight_only_precision = 'int4': must be one of"),
     ],
 )

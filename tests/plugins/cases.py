@@ -39,6 +39,7 @@ class MethodCases:
     losses_kept: fields that have a stage keep everything, beside top_k.
     recall: least share of the softmax mass of exact top-k, on real keys, at 1,024 of 8,192 tokens; None: not measured.
     needle: see NeedleCase; None: not measured.
+    paper: what `--preset paper` makes of the method's fields and of the cache's; none for a method of no paper.
     """
 
     sparse: Settings
@@ -51,6 +52,7 @@ class MethodCases:
     losses_kept: Settings = field(default_factory=dict)
     recall: float | None = None
     needle: NeedleCase | None = None
+    paper: Settings = field(default_factory=dict)
 
     @property
     def dense(self) -> bool:
@@ -72,5 +74,6 @@ def _cases(method: str) -> MethodCases:
 
 
 CASES: dict[str, MethodCases] = {method: _cases(method) for method in METHODS}
+WITH_PAPER = [method for method, cases in CASES.items() if cases.paper]
 SELECTING = [method for method, cases in CASES.items() if not cases.dense]
 ON_GPU = [method for method, cases in CASES.items() if cases.on_gpu]

@@ -128,8 +128,8 @@ def make_index(config: Config, head_dim: int, group: int, keys: Tensor) -> Refer
     return index
 
 
-def make_flat(top_k: int, group_reduce: str, keys: Tensor, group: int) -> FlatIndex:
-    config = flat_config.Config(top_k=top_k, group_reduce=group_reduce)
+def make_flat(top_k: int, keys: Tensor, group: int) -> FlatIndex:
+    config = flat_config.Config(top_k=top_k)
     index = FlatIndex(make_context(config, keys.shape[2], group, [keys.shape[1]]))
     index.build(0, keys, torch.empty(0))
     return index

@@ -8,10 +8,16 @@ import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.model.test_logits import engine_logits
-from tests.plugins.cases import CASES, SELECTING, method_flags
+from tests.plugins.cases import CASES, SELECTING, WITH_PAPER, method_flags
 
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.options import build_options
+from kvseek.core.config import EngineConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
+from kvseek.plugins.registry import METHODS
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 PROMPT = torch.arange(230).mul(13).remainder(101).tolist()
@@ -66,3 +72,42 @@ def test_bfloat16_runs_close_to_float32(model: Path, method: str, build_engine: 
     narrow = build_engine(model, method, *everything, "--dtype", "bfloat16")
     found = engine_logits(Engine.load(narrow), PROMPT, [1, 2, 3])
     assert (found - exact).norm() <= 0.03 * exact.norm()
+
+
+def preset_numbers(config: EngineConfig, method: str) -> dict[str, object]:
+    """The fields of an engine that its method's case says of the paper."""
+    stored = config.method_config | {f"cache.{name}": value for name, value in vars(config.cache).items()}
+    steps = [tuple(step.values()) for step in stored.get("schedule_steps", ())]
+    return {name: tuple(steps) if name == "schedule_steps" else stored[name] for name in CASES[method].paper}
+
+
+@pytest.mark.parametrize("method", WITH_PAPER)
+def test_a_papers_settings(model: Path, method: str, build_engine: BuildEngine) -> None:
+    options = {"model": model, "method": method, "output_dir": model, "preset": "paper"}
+    assert (
+        preset_numbers(build_options(options).engine_config(open_checkpoint(model).config), method)
+        == CASES[method].paper
+    )
+    fewer = {"cache.local": 64, "cache.update": 32, "cache.full_threshold": 128, f"{method}.top_k": 64}
+    flags = [word for name, value in fewer.items() for word in (f"--{name}", str(value))]
+    directory = build_engine(model, method, "--preset", "paper", *flags)
+    config = read_config(directory)
+    given = {name.removeprefix(f"{method}."): value for name, value in fewer.items()}
+    assert preset_numbers(config, method) == {
+        name: given.get(name, value) for name, value in CASES[method].paper.items()
+    }, "a flag overrides the preset"
+    engine = Engine.load(directory)
+    engine.submit(Request(tuple(PROMPT * 2), 8))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert sum(output.token_id is not None for output in outputs) == 8
+    assert not any(output.error for output in outputs)
+    assert outputs[-1].attended_tokens < outputs[-1].cached_tokens
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(WITH_PAPER)))
+def test_a_method_of_no_paper_has_no_preset(model: Path, method: str) -> None:
+    options = build_options({"model": model, "method": method, "output_dir": model, "preset": "paper"})
+    with pytest.raises(ConfigError, match=f"preset = 'paper': method {method} has none of that name; leave it out"):
+        options.engine_config(open_checkpoint(model).config)

@@ -28,9 +28,8 @@ struct ClusterkvSelectArguments {
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
     int64_t listed;  // rows that the best clusters are taken for
     int64_t clusters_per_extent;
-    int64_t block;      // neighbouring places that share a mean
-    int64_t reduction;  // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
-    int64_t bfloat16;   // queries and centroids are bfloat16, else float32
+    int64_t block;     // neighbouring places that share a mean
+    int64_t bfloat16;  // queries and centroids are bfloat16, else float32
     int64_t threads;
     double scaling;
     double step;  // width of a code's cell
@@ -86,13 +85,10 @@ template <class T>
 void widen_queries(const Job& job, const Task& task) {
     const ClusterkvSelectArguments& a = job.a;
     const T* queries = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
-    const int64_t summed = a.reduction == 0 ? a.group : 1;
-    for (int lane = 0; lane < job.lanes; lane++, queries += summed * a.dim) {
+    for (int lane = 0; lane < job.lanes; lane++, queries += a.dim) {
         float square = 0.0f;
         for (int64_t d = 0; d < a.dim; d++) {
-            float value = 0.0f;
-            for (int64_t q = 0; q < summed; q++) value += to_float(queries[q * a.dim + d]);
-            value /= static_cast<float>(summed);
+            const float value = to_float(queries[d]);
             task.wide[lane * a.dim + d] = value, square += value * value;
         }
         task.bonuses[lane] = static_cast<float>(a.spread_weight) * __builtin_sqrtf(square);
@@ -182,7 +178,7 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
 
 void select(const ClusterkvSelectArguments& a) {
     static thread_local Scratch task_memory, work_memory;
-    Job job = {a, nullptr, 0, a.reduction == 0 ? 1 : static_cast<int>(a.group)};
+    Job job = {a, nullptr, 0, static_cast<int>(a.group)};
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     job.task_count = describe_tasks(
         a, job.tasks, [&](const Request& request) { return request.length < a.listed ? request.length : a.listed; });

@@ -91,17 +91,13 @@ __device__ __forceinline__ void merge_statistics(const SelectArguments& a, const
     if (threadIdx.x % 32 == 0) memory.largest[lane] = all, memory.factor[lane] = 1.0f / sum;
 }
 
-// A cluster's value for all heads of the group; softmax_mean leaves the division by their number out.
+// A cluster's value: the sum of its softmax weights over the heads of the group.
 __device__ __forceinline__ float reduce_lanes(const float* scores, const ChooseMemory& memory) {
     float value = 0.0f;
-    if constexpr (REDUCTION == MEAN) {
-        value = scores[0];
-    } else {
 #pragma unroll
-        for (int lane = 0; lane < QUERY_LANES; ++lane) {
-            const float weight = memory.factor[lane] * power_of_two(scores[lane] - memory.largest[lane]);
-            value = REDUCTION == MAX ? fmaxf(value, weight) : value + weight;
-        }
+    for (int lane = 0; lane < QUERY_LANES; ++lane) {
+        const float weight = memory.factor[lane] * power_of_two(scores[lane] - memory.largest[lane]);
+        value = value + weight;
     }
     return value;
 }

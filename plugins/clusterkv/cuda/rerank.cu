@@ -15,7 +15,7 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
 constexpr int HELD = 4096;      // candidates whose keys lie in shared memory; those of more are computed when needed
 constexpr int DIGIT_BITS = 11;  // of nth_largest
-using Ranking = codes::Ranking<CLUSTERKV_RERANK_BITS, QUERY_LANES, REDUCTION, THREADS>;
+using Ranking = codes::Ranking<CLUSTERKV_RERANK_BITS, QUERY_LANES, THREADS>;
 
 // Mirrored field by field in rerank.py. A "task" is a request and a KV head: request * kv_heads + head.
 struct RerankArguments {
@@ -80,12 +80,10 @@ __device__ __forceinline__ bool is_last_block(const RerankArguments& a, const Ta
 // Write the best top_k of a task's candidates, and -1 where there are fewer.
 __device__ __forceinline__ void rank(const RerankArguments& a, const Task& task, Memory& memory, const int* candidates,
                                      const float* estimates, int count) {
-    if (REDUCTION != MEAN) {
-        const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * QUERY_LANES;
-        for (int lane = threadIdx.x / WARP; lane < QUERY_LANES; lane += WARPS)
-            Ranking::normalise(parts, a.blocks, lane, memory.normaliser[lane]);
-        __syncthreads();
-    }
+    const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * QUERY_LANES;
+    for (int lane = threadIdx.x / WARP; lane < QUERY_LANES; lane += WARPS)
+        Ranking::normalise(parts, a.blocks, lane, memory.normaliser[lane]);
+    __syncthreads();
     const Keys keys{memory, estimates, a.exponent, count <= HELD};
     if (keys.held)
         for (int i = threadIdx.x; i < count; i += THREADS) memory.keys[i] = keys.compute(i);

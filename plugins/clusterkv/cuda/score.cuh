@@ -74,25 +74,14 @@ struct UnitRows {
 struct TaskQueries {
     float own[HELD_QUERIES][8];
 
-    // Eight coordinates of a lane from `offset` on; the mean of the heads adds them in order.
+    // Eight coordinates of a lane from `offset` on.
     __device__ __forceinline__ static void read(const SelectArguments& a, const SelectTask& task, int lane, int offset,
                                                 float* to) {
         const Number* group = a.queries + static_cast<long long>(task.number) * GROUP_HEADS * KEY_DIM + offset;
         Eight<Number> numbers;
-        if constexpr (REDUCTION != MEAN) {
-            numbers.load(group + lane * KEY_DIM);
+        numbers.load(group + lane * KEY_DIM);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) to[i] = numbers[i];
-        } else {
-#pragma unroll
-            for (int head = 0; head < GROUP_HEADS; ++head) {
-                numbers.load(group + head * KEY_DIM);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) to[i] = head ? to[i] + numbers[i] : numbers[i];
-            }
-#pragma unroll
-            for (int i = 0; i < 8; ++i) to[i] /= GROUP_HEADS;
-        }
+        for (int i = 0; i < 8; ++i) to[i] = numbers[i];
     }
 
     __device__ __forceinline__ void load(const SelectArguments& a, const SelectTask& task, ScoreMemory& memory) {

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
         score_unit(a, rows, queries, memory, weights);
         __syncthreads();
         store_scores(a, task.first_unit(a) + unit, memory);
-        if constexpr (REDUCTION != MEAN) store_statistics(a, task.first_unit(a) + unit, memory);
+        store_statistics(a, task.first_unit(a) + unit, memory);
         __syncthreads();  // before the scores are replaced
         rows = next;
         unit = following;
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::CHOOSE_THREADS)
     await_earlier_kernels();
     allow_later_kernels();
     if (task.idle()) return;
-    if constexpr (REDUCTION != MEAN) merge_statistics(a, task, clusters, memory);
+    merge_statistics(a, task, clusters, memory);
     __syncthreads();
     value_clusters(a, task, clusters, arrays, memory);
     const Cut cut = find_cut(a, clusters, arrays, memory);

@@ -12,15 +12,11 @@ namespace kvseek {
 namespace clusterkv {
 
 constexpr int EXTENT_CLUSTERS =
-    CLUSTERKV_CLUSTERS_PER_EXTENT;              // clusters that an extent has room for (Config.clusters_per_extent)
-constexpr int QUERY_LANES = CLUSTERKV_LANES;    // queries that are scored: their mean, or all heads of the group
-constexpr int REDUCTION = CLUSTERKV_REDUCTION;  // plugins/shared/group.py
-enum { MEAN = 0, MAX = 1, SOFTMAX_MEAN = 2 };   // as it lists them
-constexpr bool SPREAD = CLUSTERKV_SPREAD;       // whether spreads of clusters count
+    CLUSTERKV_CLUSTERS_PER_EXTENT;         // clusters that an extent has room for (Config.clusters_per_extent)
+constexpr bool SPREAD = CLUSTERKV_SPREAD;  // whether spreads of clusters count
 constexpr int GROUP_HEADS = KVSEEK_GROUP;
+constexpr int QUERY_LANES = GROUP_HEADS;  // queries, each of which scores on its own
 constexpr int KEY_DIM = KVSEEK_HEAD_DIM;
-static_assert(QUERY_LANES == (REDUCTION == MEAN ? 1 : GROUP_HEADS),
-              "the mean query is the only lane, or each head is one");
 static_assert(GROUP_HEADS <= 16, "at most 16 query heads share a KV head");
 static_assert(KEY_DIM % 32 == 0 && KEY_DIM <= 256, "head_dim must be a multiple of 32 up to 256");
 
@@ -41,7 +37,7 @@ struct SelectArguments {
     int* rows;                // [batch, kv_heads, top_k] places, -1 at the end
     int kv_heads, max_extents, units;
     int top_k;
-    float scale;  // softmax scale times log2(e); 1 for REDUCTION == MEAN
+    float scale;  // softmax scale times log2(e)
     // Last, so that kernels of clusters without spreads are the same whether these fields exist or not.
     float spread_weight;
     const float* spreads;  // [extents, kv_heads, EXTENT_CLUSTERS]; not read unless SPREAD

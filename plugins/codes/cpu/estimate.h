@@ -69,19 +69,14 @@ inline Means means_of(const Arguments& a) {
     return {a.means, a.mean_steps, a.block, static_cast<int>(a.padded_dim)};
 }
 
-// Rotate and round the queries [group, dim] of a KV head that rank on their own: each, or their mean as one.
+// Rotate and round the queries [group, dim] of a KV head.
 template <class T>
-void round_lanes(const T* queries, int64_t group, int64_t dim, bool mean, const float* signs, int size,
-                 RoundedQuery* lanes) {
-    const int64_t summed = mean ? group : 1;
-    for (int64_t first = 0; first < group; first += summed, lanes++) {
+void round_lanes(const T* queries, int64_t group, int64_t dim, const float* signs, int size, RoundedQuery* lanes) {
+    for (int64_t q = 0; q < group; q++) {
         float x[MAX_PADDED_DIM] = {};
-        for (int64_t q = 0; q < summed; q++, queries += dim)
-            for (int64_t d = 0; d < dim; d++) x[d] += to_float(queries[d]);
-        if (summed > 1)
-            for (int64_t d = 0; d < dim; d++) x[d] /= static_cast<float>(summed);
+        for (int64_t d = 0; d < dim; d++) x[d] = to_float(queries[q * dim + d]);
         rotate(x, signs, size);
-        round_query(x, size, lanes);
+        round_query(x, size, lanes + q);
     }
 }
 
@@ -89,12 +84,11 @@ void round_lanes(const T* queries, int64_t group, int64_t dim, bool mean, const 
 template <class Arguments>
 void round_queries(const Arguments& a, int64_t request, int64_t head, RoundedQuery* lanes) {
     const int64_t first = (request * a.kv_heads + head) * a.group * a.dim;
-    const bool mean = a.reduction == 0;
     const int size = static_cast<int>(a.padded_dim);
     if (a.bfloat16)
-        round_lanes(static_cast<const Bfloat16*>(a.queries) + first, a.group, a.dim, mean, a.signs, size, lanes);
+        round_lanes(static_cast<const Bfloat16*>(a.queries) + first, a.group, a.dim, a.signs, size, lanes);
     else
-        round_lanes(static_cast<const float*>(a.queries) + first, a.group, a.dim, mean, a.signs, size, lanes);
+        round_lanes(static_cast<const float*>(a.queries) + first, a.group, a.dim, a.signs, size, lanes);
 }
 
 // What plane_sums does, for any row: ROW, or `row` if ROW is 0.

@@ -1,6 +1,6 @@
 // Rank keys at given rows by estimates of q·k from nested key codes. The blocks of a task share its candidates: each
 // estimates its own, and the last one to finish ranks all of them by the softmax weights of each query over all
-// candidates, reduced over the queries (plugins/shared/group.py), or by the estimates if one mean query ranks.
+// candidates, averaged over the queries (plugins/shared/group.py).
 #pragma once
 
 #include "estimate.cuh"
@@ -14,8 +14,8 @@ __device__ __forceinline__ float2 merge(float2 one, float2 other) {
     return make_float2(both, one.y * power_of_two(one.x - both) + other.y * power_of_two(other.x - both));
 }
 
-// For blocks of THREADS threads. LANES queries rank on their own.
-template <int BITS, int LANES, int REDUCTION, int THREADS>
+// For blocks of THREADS threads and LANES queries.
+template <int BITS, int LANES, int THREADS>
 struct Ranking {
     static constexpr int WARPS = THREADS / WARP;
     static constexpr int LANES_EACH = (LANES + MEMBERS - 1) / MEMBERS;  // lanes whose estimates a member writes
@@ -46,11 +46,9 @@ struct Ranking {
                 if (member != lane % MEMBERS || i >= count) continue;
                 const float found = estimate_of<BITS>(sums[lane], scale, products[lane], queries, lane);
                 estimates[static_cast<size_t>(i) * LANES + lane] = found;
-                if (REDUCTION != MEAN)
-                    own[lane / MEMBERS] = merge(own[lane / MEMBERS], make_float2(found * exponent, 1.0f));
+                own[lane / MEMBERS] = merge(own[lane / MEMBERS], make_float2(found * exponent, 1.0f));
             }
         }
-        if (REDUCTION == MEAN) return;
 #pragma unroll
         for (int i = 0; i < LANES_EACH; i++) {
 #pragma unroll
@@ -84,16 +82,14 @@ struct Ranking {
         if (thread == 0) logarithm = own.x + log2f(own.y);
     }
 
-    // What a candidate is ranked by, larger is better: its estimate, or the mean or the largest of its softmax weights.
+    // What a candidate is ranked by, larger is better: the sum of its softmax weights.
     __device__ __forceinline__ static unsigned key_of(const float* estimates, const float (&normaliser)[LANES],
                                                       float exponent) {
-        if constexpr (REDUCTION == MEAN) return ordered_bits(__ldcg(estimates));
         float value = 0.0f, own[LANES];
         load(estimates, own);
 #pragma unroll
         for (int lane = 0; lane < LANES; lane++) {
-            const float weight = power_of_two(own[lane] * exponent - normaliser[lane]);
-            value = REDUCTION == MAX ? fmaxf(value, weight) : value + weight;
+            value += power_of_two(own[lane] * exponent - normaliser[lane]);
         }
         return ordered_bits(value);
     }

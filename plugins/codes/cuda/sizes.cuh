@@ -20,7 +20,6 @@ __host__ __device__ constexpr int padded(int size) {
 constexpr int DIM = padded(HEAD_DIM);  // of a rotated vector
 constexpr int EACH = DIM / WARP;       // coordinates that a lane of a warp holds of a vector: EACH * lane ...
 
-enum { MEAN = 0, MAX = 1, SOFTMAX_MEAN = 2 };  // reductions over a group, as plugins/shared/group.py lists them
 constexpr float LOG2_E = 1.4426950408889634f;
 
 }  // namespace codes

@@ -36,7 +36,7 @@ void estimate_unit(Job& job, const Task& task, int unit) {
     const int first = unit * SCORE_UNIT, left = task.count - first, count = left < SCORE_UNIT ? left : SCORE_UNIT;
     const int row = a.padded_dim / FIELDS;
     find_codes(job, task, first, count, rows);
-    round_lanes(queries_of<T>(job, task), job.group, a.head_dim, false, a.signs, a.padded_dim, queries);
+    round_lanes(queries_of<T>(job, task), job.group, a.head_dim, a.signs, a.padded_dim, queries);
     gather_rows(a.high, row, rows, count, high);
     if (a.bits == 4) gather_rows(a.low, row, rows, count, low);
     plane_sums({high, a.bits == 4 ? low : nullptr, 0}, row, count, queries, job.group, sums, SCORE_UNIT);

@@ -49,16 +49,10 @@ void multiply_unit(const Job& job, const Task& task, const KeyRun<T>& run) {
 #if KVSEEK_LEVEL == 4
 template <>
 void multiply_unit<Bfloat16>(const Job& job, const Task& task, const KeyRun<Bfloat16>& run) {
+    if (kvseek_processor_extends(KVSEEK_BF16)) return multiply_keys_by_dots(queries_of<Bfloat16>(job, task), run);
     alignas(64) float wide[MAX_HOST_GROUP * MAX_HOST_DIM];
-    switch (job.level) {
-        case AMX:
-            return multiply_keys_by_tiles(queries_of<Bfloat16>(job, task), run);
-        case AVX512_BF16:
-            return multiply_keys_by_dots(queries_of<Bfloat16>(job, task), run);
-        default:
-            widen_queries<Bfloat16>(job, task, wide);
-            return multiply_keys<Bfloat16>(wide, run);
-    }
+    widen_queries<Bfloat16>(job, task, wide);
+    multiply_keys<Bfloat16>(wide, run);
 }
 #endif
 

@@ -1,9 +1,9 @@
 // CTkvr on host cores: rerank of the recalled keys of a batch, exact or by codes, and attention over the best rows
 // (CTkvr paper, section 3.2), one call a layer. The call has the signature of a CUDA host function, so that a graph can
 // hold it.
+#include "../../shared/kernel.h"
 #include "host_attend.h"
 #include "host_codes.h"
-#include "host_level.h"
 #include "host_pool.h"
 #include "host_rank.h"
 
@@ -96,9 +96,9 @@ void clear(const HostStep& a, int64_t first, int64_t end) {
     for (int64_t i = pair; a.best != nullptr && i < pair + pairs; i++) a.best_count[i] = 0;
 }
 
-void run_step(const HostStep& a, int level) {
+void run_step(const HostStep& a) {
     static thread_local Memory task_memory, work_memory;
-    Job job(a, level);
+    Job job(a);
     for (int64_t request = 0; request < a.batch; request++) {
         bool all = true;
         for (int64_t head = 0; head < a.kv_heads; head++) all &= a.recalled_count[request * a.kv_heads + head] > 0;
@@ -120,8 +120,6 @@ void run_step(const HostStep& a, int level) {
     clear(a, 0, a.batch);
     *a.error = job.error;
 }
-
-#if KVSEEK_LEVEL == 0
 
 // Codes rank keys for a selection alone: as weights of an attention, estimates would not do.
 bool codes_hold(const HostStep& a) {
@@ -150,47 +148,15 @@ int check(const HostStep& a) {
     return NO_ERROR;
 }
 
-// The level to run at; negative if the one that is asked for is not here.
-int choose_level(int32_t wanted) {
-    const int best = kvseek_ctkvr_best_level();
-    if (wanted == AUTOMATIC) return best < AVX512_BF16 ? best : AVX512_BF16;
-    const bool exists = wanted == BASELINE || (wanted >= AVX2 && wanted <= AMX);
-    return exists && wanted <= best ? wanted : -1;
+// Sizes that are wrong leave the results unwritten; every other error leaves them cleared.
+void step(const HostStep& a) {
+    const int error = check(a);
+    if (error == NO_ERROR) return run_step(a);
+    if (error != BAD_SHAPE) clear(a, 0, a.batch);
+    *a.error = error;
 }
-
-#endif
 
 }  // namespace
 }  // namespace kvseek
 
-#if KVSEEK_LEVEL == 4
-KVSEEK_HIDDEN void kvseek_ctkvr_host_step_v4(const kvseek::HostStep* step, int level) {
-    kvseek::run_step(*step, level);
-}
-#elif KVSEEK_LEVEL == 3
-KVSEEK_HIDDEN void kvseek_ctkvr_host_step_v3(const kvseek::HostStep* step, int level) {
-    kvseek::run_step(*step, level);
-}
-#else
-
-KVSEEK_HIDDEN void kvseek_ctkvr_host_step_v4(const kvseek::HostStep* step, int level);
-KVSEEK_HIDDEN void kvseek_ctkvr_host_step_v3(const kvseek::HostStep* step, int level);
-
-// step: HostStep*. Sizes that are wrong leave the results unwritten; every other error leaves them cleared.
-KVSEEK_PUBLIC void kvseek_ctkvr_host_step(void* step) {
-    using namespace kvseek;
-    const HostStep& a = *static_cast<const HostStep*>(step);
-    const int error = check(a), level = choose_level(a.level);
-    if (error != NO_ERROR || level < 0) {
-        if (error != BAD_SHAPE) clear(a, 0, a.batch);
-        *a.error = error != NO_ERROR ? error : BAD_LEVEL;
-        return;
-    }
-#if defined(__x86_64__)
-    if (level >= AVX512) return kvseek_ctkvr_host_step_v4(&a, level);
-    if (level == AVX2) return kvseek_ctkvr_host_step_v3(&a, level);
-#endif
-    run_step(a, level);
-}
-
-#endif
+KVSEEK_KERNEL(kvseek_ctkvr_host_step, kvseek::HostStep, kvseek::step)

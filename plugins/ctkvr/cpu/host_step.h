@@ -31,7 +31,6 @@ struct HostStep {
     int32_t capacity, top_k, rho;
     int32_t table_slots, max_extents;
     int32_t dtype;    // of queries and rows: HostType
-    int32_t level;    // HostLevel; AUTOMATIC: the fastest that is here
     int32_t threads;  // without a pool
     int32_t bits;     // of a code that keys are ranked by: 2 or 4, and `out` is null; 0: by themselves, without codes
     int32_t padded_dim;
@@ -42,17 +41,13 @@ struct HostStep {
 
 enum HostType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-// Instructions. The last two differ from AVX512 for bfloat16 alone.
-enum HostLevel : int32_t { AUTOMATIC = -1, BASELINE = 0, AVX2 = 3, AVX512 = 4, AVX512_BF16 = 5, AMX = 6 };
-
 enum HostError : int32_t {
     NO_ERROR = 0,
     BAD_SHAPE = 1,  // a size that the kernels do not support
-    BAD_LEVEL = 2,  // a level that this processor does not run
-    BAD_COUNT = 3,  // a recalled_count beyond the capacity
-    BAD_SLOT = 4,   // a slot that the table does not hold
-    BAD_PLACE = 5,  // a place outside of the slot's extents
-    NO_MEMORY = 6,  // for intermediate results
+    BAD_COUNT = 2,  // a recalled_count beyond the capacity
+    BAD_SLOT = 3,   // a slot that the table does not hold
+    BAD_PLACE = 4,  // a place outside of the slot's extents
+    NO_MEMORY = 5,  // for intermediate results
 };
 
 constexpr int32_t MAX_HOST_GROUP = 16;

@@ -42,16 +42,15 @@ struct Task {
 
 struct Job {
     const HostStep& a;
-    int level, group;
+    int group;
     Task* tasks;
     int task_count, unit_count;
     int* unit_tasks;  // [unit_count]
     Counter taken;
     int error;
 
-    explicit Job(const HostStep& step, int chosen_level)
+    explicit Job(const HostStep& step)
         : a(step),
-          level(chosen_level),
           group(step.heads / step.kv_heads),
           tasks(nullptr),
           task_count(0),

@@ -20,10 +20,8 @@ struct NestedSelectArguments {
     const int32_t* table;     // [slots, max_extents]
     const float* signs;       // [padded_dim]
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
-    int64_t block;       // neighbouring places that share a mean
-    int64_t first_bits;  // 2: candidates first; 4: all keys are ranked by all bits
-    int64_t reduction;   // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
-    int64_t bfloat16;    // queries are bfloat16, else float32
+    int64_t block;     // neighbouring places that share a mean
+    int64_t bfloat16;  // queries are bfloat16, else float32
     int64_t threads;
     double scaling;
     double step;  // width of a code's cell
@@ -55,12 +53,8 @@ struct Job {
     int lanes, row;  // row: bytes of a plane's row
 };
 
-bool scans_twice(const Job& job) {
-    return job.a.first_bits < ALL_BITS;
-}
-
 void lay_out(const Job& job, Task& task, Arena& arena) {
-    const int64_t scanned = scans_twice(job) ? rounded_up(task.length) : 0;
+    const int64_t scanned = rounded_up(task.length);
     task.queries = arena.take<RoundedQuery>(job.lanes);
     task.scores = arena.take<float>(scanned);
     task.lists = {arena.take<int32_t>(scanned), arena.take<int32_t>(scanned)};
@@ -103,27 +97,25 @@ void scan(const Job& job, const Task& task, int64_t extent) {
     const int64_t first = extent * INDEX_EXTENT, left = task.length - first;
     const int64_t row = row_of(task.extents, a.kv_heads, task.head, first);
     const int count = static_cast<int>(left < INDEX_EXTENT ? left : INDEX_EXTENT);
-    const bool twice = scans_twice(job);
-    const Planes planes = {a.high + row * job.row, twice ? nullptr : a.low + row * job.row, AHEAD};
+    const Planes planes = {a.high + row * job.row, nullptr, AHEAD};
     for (int key = 0; key < count; key += 32) __builtin_prefetch(a.scales + row + key);
     plane_sums(planes, job.row, count, task.queries, job.lanes, sums, INDEX_EXTENT);
-    if (twice) return score_extent(job, task, row, count, sums, task.scores + first);
-    estimate_keys(a, task, job.lanes, row, a.scales + row, count, sums, INDEX_EXTENT, task.estimates + first);
+    score_extent(job, task, row, count, sums, task.scores + first);
 }
 
-void collect(const Job& job, const Task& task) {
-    if (scans_twice(job) && task.candidate_count < task.length)
+void collect(const Task& task) {
+    if (task.candidate_count < task.length)
         return take_candidates(task.scores, task.length, task.candidate_count, task.lists, task.places);
     for (int64_t i = 0; i < task.length; i++) task.places[i] = static_cast<int32_t>(i);
 }
 
 // Parts into which a phase of a task may be cut.
-int64_t parts_of(const Job& job, const Task& task, int phase) {
+int64_t parts_of(const Task& task, int phase) {
     switch (phase) {
         case SCAN:
             return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
         case ESTIMATE:
-            return scans_twice(job) ? candidate_units(task) : 1;
+            return candidate_units(task);
         default:
             return 1;
     }
@@ -136,9 +128,9 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
         case SCAN:
             return scan(job, task, part);
         case COLLECT:
-            return collect(job, task);
+            return collect(task);
         case ESTIMATE:
-            return scans_twice(job) ? estimate_candidates(job.a, task, job.lanes, part) : void();
+            return estimate_candidates(job.a, task, job.lanes, part);
         default:
             return choose_rows(job.a, task, job.lanes);
     }
@@ -146,17 +138,16 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
 
 void select(const NestedSelectArguments& a) {
     static thread_local Scratch task_memory, work_memory;
-    Job job = {a, nullptr, 0, a.reduction == 0 ? 1 : static_cast<int>(a.group),
-               static_cast<int>(a.padded_dim / FIELDS)};
+    Job job = {a, nullptr, 0, static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.numbers[0]; });
     if (job.task_count == 0) return;
     lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
     int64_t most = 0;
-    for (int64_t i = 0; i < job.task_count; i++) most += parts_of(job, job.tasks[i], SCAN);
+    for (int64_t i = 0; i < job.task_count; i++) most += parts_of(job.tasks[i], SCAN);
     run_phases<PHASES>(
         job.tasks, job.task_count, static_cast<int>(a.threads < most ? a.threads : most),
-        [&](const Task& task, int phase) { return parts_of(job, task, phase); },
+        [](const Task& task, int phase) { return parts_of(task, phase); },
         [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
 }
 

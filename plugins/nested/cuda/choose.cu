@@ -15,20 +15,15 @@ constexpr int CHOOSE_REGISTERS = 64;
 constexpr int CHOOSE_WARPS = CHOOSE_THREADS / WARP;
 constexpr int LISTED = 1600;  // candidates that are ranked in shared memory (HELD_CANDIDATES of device.py)
 constexpr int LISTED_EACH = (LISTED + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
-struct Bin {
-    __device__ __forceinline__ static int of(unsigned key) {
-        return REDUCTION == MEAN ? largest::FirstBits::of(key) : largest::WeightBits::of(key);
-    }
-};
-constexpr int BORDER_KEYS = REDUCTION == MEAN ? 1024 : 256;
-using Top = largest::Largest<CHOOSE_THREADS, LISTED_EACH, Bin, BORDER_KEYS>;
+constexpr int BORDER_KEYS = 256;
+using Top = largest::Largest<CHOOSE_THREADS, LISTED_EACH, largest::WeightBits, BORDER_KEYS>;
 static_assert(BINS == largest::BINS, "the totals of the scan are searched as a histogram of the ranking");
 
 constexpr int AT_ONCE = 8;                 // scores that a thread reads at a time
 constexpr int UNIT_KEYS = AT_ONCE * WARP;  // keys that a warp judges at a time
 constexpr int GROUP_UNITS = 3;             // units whose scores a warp holds
 constexpr int MOST_BLOCKS = 16;            // of a task
-using Ranking = codes::Ranking<4, LANES, REDUCTION, CHOOSE_THREADS>;
+using Ranking = codes::Ranking<4, LANES, CHOOSE_THREADS>;
 
 // Keys above the border, and keys in its bin.
 struct Counts {
@@ -225,11 +220,9 @@ __device__ __forceinline__ void gather_blocks(const SelectArguments& a, const Ta
         const int sum = sum_up_to_here(own, thread);
         if (thread <= MOST_BLOCKS) memory.before[thread] = sum - own;
     }
-    if (REDUCTION != MEAN) {
-        const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * LANES;
-        for (int lane = CHOOSE_WARPS - 1 - warp; lane < LANES; lane += CHOOSE_WARPS)
-            Ranking::normalise(parts, a.blocks, lane, memory.normaliser[lane]);
-    }
+    const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * LANES;
+    for (int lane = CHOOSE_WARPS - 1 - warp; lane < LANES; lane += CHOOSE_WARPS)
+        Ranking::normalise(parts, a.blocks, lane, memory.normaliser[lane]);
     __syncthreads();
 }
 

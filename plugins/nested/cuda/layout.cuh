@@ -7,10 +7,8 @@ namespace kvseek {
 namespace nested {
 
 using codes::DIM, codes::EACH, codes::GROUP, codes::HEAD_DIM, codes::FIELD, codes::FIELDS;
-constexpr int LANES = NESTED_LANES;  // queries that rank on their own: one, or all heads of the group
-constexpr int REDUCTION = NESTED_REDUCTION;
-using codes::MEAN, codes::MAX, codes::SOFTMAX_MEAN, codes::LOG2_E;
-static_assert(LANES == (REDUCTION == MEAN ? 1 : GROUP), "the mean query is the only lane; otherwise each head is one");
+constexpr int LANES = GROUP;  // queries, each of which ranks on its own
+using codes::LOG2_E;
 static_assert(GROUP <= 16, "at most 16 query heads share a KV head");
 
 }  // namespace nested

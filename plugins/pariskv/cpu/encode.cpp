@@ -21,7 +21,6 @@ struct EncodeArguments {
     const float* thresholds;  // [7]
     int64_t kv_heads, tokens, dim, padded_dim;
     int64_t first;     // place of the first key
-    int64_t alpha;     // divide weights by the cosine between direction and code
     int64_t bfloat16;  // keys are bfloat16, else float32
     int64_t threads;
 };
@@ -69,7 +68,7 @@ Block encode_block(const EncodeArguments& a, const Keys* x) {
         block.id |= negative & (1 << j);
         block.code |= (level | (negative & LEVELS)) << (4 * j);
     }
-    block.weight = a.alpha ? (radius > 0.0f ? radius / alpha : Vec{}) : radius;
+    block.weight = radius > 0.0f ? radius / alpha : Vec{};
     block.weight = block.weight > LARGEST_HALF ? splat(LARGEST_HALF) : block.weight;
     return block;
 }

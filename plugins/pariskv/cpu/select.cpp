@@ -22,8 +22,8 @@ struct SelectArguments {
     const float* signs;       // [padded_dim]
     const float* levels;      // [8]
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
-    int64_t reduction;  // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
-    int64_t bfloat16;   // queries are bfloat16, else float32
+    int64_t mean;      // the mean of the queries ranks, or else the mean of their softmax weights
+    int64_t bfloat16;  // queries are bfloat16, else float32
     int64_t threads;
     double scaling;
 };
@@ -73,10 +73,10 @@ void load_lanes(const Job& job, const Task& task) {
     const T* queries = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
     std::memset(task.lanes, 0, sizeof(float) * job.lanes * a.padded_dim);
     for (int64_t q = 0; q < a.group; q++) {
-        float* lane = task.lanes + (a.reduction == 0 ? 0 : q * a.padded_dim);
+        float* lane = task.lanes + (a.mean ? 0 : q * a.padded_dim);
         for (int64_t d = 0; d < a.dim; d++) lane[d] += to_float(queries[q * a.dim + d]);
     }
-    if (a.reduction == 0)
+    if (a.mean)
         for (int64_t d = 0; d < a.dim; d++) task.lanes[d] /= static_cast<float>(a.group);
 }
 
@@ -203,7 +203,7 @@ void run_part(const Job& job, const Task& task, const Levels& levels, int phase,
         case RERANK:
             return rerank(job, task, levels, part);
         default:
-            return choose_rows(job.a, task, job.lanes);
+            return choose_rows(job.a, task, job.lanes, job.a.mean);
     }
 }
 
@@ -211,7 +211,7 @@ void select(const SelectArguments& a) {
     static thread_local Scratch task_memory, work_memory;
     Job job = {a, nullptr, 0, a.padded_dim / BLOCK, 1, 1};
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
-    job.lanes = a.reduction == 0 ? 1 : static_cast<int>(a.group);
+    job.lanes = a.mean ? 1 : static_cast<int>(a.group);
     job.packs = (job.lanes + PACK - 1) / PACK;
     job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.numbers[1]; });
     if (job.task_count == 0) return;

@@ -19,7 +19,6 @@ struct EncodeArguments {
     long long token_stride;
     int kv_heads, tokens;
     int first;  // place of the first key
-    int alpha;  // divide weights by the cosine between direction and code
 };
 
 constexpr float LARGEST_HALF = 65504.0f;
@@ -65,8 +64,7 @@ __device__ __forceinline__ void encode_key(const EncodeArguments& a, int head, i
     const float cosine = block_sum(products);
 #pragma unroll
     for (int mask = 1; mask < BLOCK_THREADS; mask *= 2) id |= __shfl_xor_sync(EVERYONE, id, mask);
-    float weight = radius;
-    if (a.alpha) weight = radius > 0.0f ? __fdiv_rn(radius, cosine) : 0.0f;
+    const float weight = radius > 0.0f ? __fdiv_rn(radius, cosine) : 0.0f;
     const long long row = extent_row(a.table, a.kv_heads, head, a.first + token);
     unsigned char* codes = a.codes + row * CODE_BYTES + lane * (EACH / 2);
     if constexpr (EACH == 2) *codes = static_cast<unsigned char>(code);

@@ -8,9 +8,8 @@ namespace pariskv {
 
 using codes::DIM, codes::EACH, codes::GROUP, codes::HEAD_DIM, codes::load_vector, codes::rotate;
 constexpr int LANES = PARISKV_LANES;  // queries that vote: one, or all heads of the group
-constexpr int REDUCTION = PARISKV_REDUCTION;
-enum { MEAN = 0, MAX = 1, SOFTMAX_MEAN = 2 };  // as plugins/shared/group.py lists them
-static_assert(LANES == (REDUCTION == MEAN ? 1 : GROUP), "the mean query is the only lane; otherwise each head is one");
+constexpr bool MEAN = PARISKV_MEAN;   // whether estimates of the mean query rank keys, or the heads' softmax weights
+static_assert(LANES == (MEAN ? 1 : GROUP), "the mean query is the only lane; otherwise each head is one");
 static_assert(GROUP <= 16, "at most 16 query heads share a KV head");
 
 constexpr int BLOCK = 8;             // coordinates that share a centroid id

@@ -155,7 +155,7 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
                 if (valid[i]) estimates[8 * i * LANES + 4 * c] = value;
                 exponents[i] = valid[i] ? value * scale : -INFINITE;
             }
-            if (REDUCTION != MEAN) own[c].add(exponents[0], exponents[1]);
+            if (!MEAN) own[c].add(exponents[0], exponents[1]);
         }
     }
 }
@@ -227,5 +227,5 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
         __syncthreads();
         estimate(a, task, memory.pairs, columns, collector.taken(before), collector.taken(after), own);
     }
-    if (REDUCTION != MEAN) store_normalisers(a, task, memory, own);
+    if (!MEAN) store_normalisers(a, task, memory, own);
 }

@@ -60,15 +60,14 @@ __device__ __forceinline__ void load_estimates(const float* from, float (&estima
     }
 }
 
-// What a candidate is ranked by: its estimate, or the mean or the largest of its softmax weights.
+// What a candidate is ranked by: its estimate, or the sum of its softmax weights.
 __device__ __forceinline__ unsigned rank_key(const SelectArguments& a, const Memory& memory,
                                              const float (&estimates)[LANES]) {
-    if constexpr (REDUCTION == MEAN) return ordered_bits(estimates[0]);
+    if constexpr (MEAN) return ordered_bits(estimates[0]);
     float value = 0.0f;
 #pragma unroll
     for (int lane = 0; lane < LANES; lane++) {
-        const float weight = power_of_two(estimates[lane] * (a.scaling * LOG2_E) - memory.normaliser[lane]);
-        value = REDUCTION == MAX ? fmaxf(value, weight) : value + weight;
+        value += power_of_two(estimates[lane] * (a.scaling * LOG2_E) - memory.normaliser[lane]);
     }
     return ordered_bits(value);
 }
@@ -127,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     const int active = (count + share - 1) / share;  // blocks with work: at least one, as a task has candidates
     if (blockIdx.x >= active) return;
     const int first = blockIdx.x * share, here = min(share, count - first);
-    if (REDUCTION != MEAN) normalise(a, memory);
+    if (!MEAN) normalise(a, memory);
     int* rows = a.rows + static_cast<long long>(task.number) * top_k;
     if (blockIdx.x == 0)
         for (int i = min(count, top_k) + threadIdx.x; i < top_k; i += TOP_THREADS) rows[i] = -1;

@@ -111,8 +111,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     await_earlier_kernels();
     if (task.idle()) return;
     float x[EACH], scores[HELD];
-    codes::load_query<REDUCTION == MEAN>(a.queries + static_cast<long long>(blockIdx.y) * GROUP * HEAD_DIM, query,
-                                         a.signs, x);
+    codes::load_query<MEAN>(a.queries + static_cast<long long>(blockIdx.y) * GROUP * HEAD_DIM, query, a.signs, x);
     if (block == 0) store_columns(a, task.number, query, x);
     centroid_scores(x, block, scores);
     unsigned long long keys[HELD];

@@ -25,9 +25,8 @@ struct PrkvSelectArguments {
     int64_t* received;           // [slots] queries that `recent` has received, counted up
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
     int64_t page, window_queries;
-    int64_t block;      // neighbouring places that share a mean
-    int64_t reduction;  // 0: mean of the queries; 1: largest, 2: mean of the softmaxes
-    int64_t bfloat16;   // queries are bfloat16, else float32
+    int64_t block;     // neighbouring places that share a mean
+    int64_t bfloat16;  // queries are bfloat16, else float32
     int64_t threads;
     double scaling;
     double step;  // width of a code's cell
@@ -125,10 +124,8 @@ void finish(const Job& job, const Task& task) {
     const int64_t entries = a.top_k / a.page, pages_of_extent = INDEX_EXTENT / a.page;
     const int64_t left = entries - task.static_pages, wanted = left < task.pages ? left : task.pages;
     int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * entries;
-    if (a.reduction != 0) {
-        for (int lane = 0; lane < job.lanes; lane++) softmax(task.scores + lane * task.stride, task.pages, 1.0f);
-        fold(task.scores, job.lanes, task.stride, task.pages, a.reduction == 1);
-    }
+    for (int lane = 0; lane < job.lanes; lane++) softmax(task.scores + lane * task.stride, task.pages, 1.0f);
+    fold(task.scores, job.lanes, task.stride, task.pages);
     if (wanted > 0) take_candidates(task.scores, task.pages, wanted, task.lists, task.places);
     for (int64_t i = 0; i < task.static_pages; i++) rows[i] = static_cast<int32_t>(i);
     for (int64_t i = 0; i < left; i++) {
@@ -169,7 +166,7 @@ void note_queries(const PrkvSelectArguments& a) {
 
 void select(const PrkvSelectArguments& a) {
     static thread_local Scratch task_memory, work_memory;
-    const Job job = {a, a.reduction == 0 ? 1 : static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
+    const Job job = {a, static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
     const int64_t count = a.batch * a.kv_heads;
     Task* tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * count));
     int64_t parts = 0;

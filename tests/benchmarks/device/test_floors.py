@@ -142,23 +142,23 @@ def test_a_baseline_of_several_rounds() -> None:
 
 
 def test_variants() -> None:
-    full, plain, other, paged = parse_variants("full,ctkvr,ctkvr:execution=uva,top_k=1024,prkv:cache.local=128")
+    full, plain, other, paged = parse_variants("full,ctkvr,ctkvr:execution=cpu,top_k=1024,prkv:cache.local=128")
     assert [v.label for v in (full, plain, other, paged)] == [
         "full",
         "ctkvr",
-        "ctkvr:execution=uva,top_k=1024",
+        "ctkvr:execution=cpu,top_k=1024",
         "prkv:cache.local=128",
     ]
-    assert other.fields == {"execution": "uva", "top_k": 1024}
-    assert other.flags() == ["--method", "ctkvr", "--ctkvr.execution", "uva", "--ctkvr.top_k", "1024"]
-    assert (other.settings.execution, plain.settings.execution) == ("uva", "codes")
+    assert other.fields == {"execution": "cpu", "top_k": 1024}
+    assert other.flags() == ["--method", "ctkvr", "--ctkvr.execution", "cpu", "--ctkvr.top_k", "1024"]
+    assert (other.settings.execution, plain.settings.execution) == ("cpu", "codes")
     assert (paged.cache.local, paged.cache.sink) == (128, CacheConfig().sink)
     assert full.laid_out_as(paged.cache).cache == paged.cache
     for text, message in (
         ("full,full", "must name each once"),
         ("ctkvr:speed=7", "unknown key 'speed'"),
         ("ctkvr:cache.speed=7", "unknown key 'speed'"),
-        ("ctkvr:execution", "must be NAME or NAME:field=value"),
+        ("ctkvr:execution", "must be NAME, NAME:field=value"),
         ("nothing", "choose one of"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -33,10 +33,15 @@ def make_cache(shape: tuple[str, int, int], lengths: Sequence[int], host_rows: b
 
 
 def make_index(
-    shape: tuple[str, int, int], config: Config, cache: RandomCache, library: CpuLibrary | None = None
+    shape: tuple[str, int, int],
+    config: Config,
+    cache: RandomCache,
+    library: CpuLibrary | None = None,
+    rows: Tensor | None = None,
 ) -> CudaIndex:
-    """An index over a cache's rows, whose work space and arrays start poisoned."""
+    """An index over a cache's rows, or a copy of them, whose work space and arrays start poisoned."""
     dtype, dim, group = shape
+    rows = cache.rows if rows is None else rows
     context = context_of(
         config,
         dim,
@@ -48,7 +53,7 @@ def make_index(
         codebooks=get_method("ctkvr").traits(config).codebooks(dim),
         library=library,
         cuda=method_kernels("ctkvr", config, dtype, dim, group),
-        rows=LayerRows(cache.rows, cache.rows.data_ptr(), cache.pool.stride(0)),
+        rows=LayerRows(rows, rows.data_ptr(), rows.stride(0)),
     )
     index = CudaIndex(context)
     for array in (

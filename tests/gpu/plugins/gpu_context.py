@@ -16,15 +16,15 @@ from kvseek.plugins.registry import get_method
 
 PLACE = torch.device("cuda")  # of the indexes that are tested; the CPU where kernels are emulated
 
-# dtype, head_dim, group size, group_reduce
+# dtype, head_dim, group size
 SHAPES = [
-    ("bfloat16", 128, 4, "softmax_mean"),
-    ("float16", 64, 3, "softmax_mean"),
-    ("float32", 96, 1, "max"),
-    ("bfloat16", 256, 8, "max"),
-    ("float32", 128, 16, "softmax_mean"),
-    ("float16", 128, 7, "mean"),
-    ("bfloat16", 64, 2, "mean"),
+    ("bfloat16", 128, 4),
+    ("float16", 64, 3),
+    ("float32", 96, 1),
+    ("bfloat16", 256, 8),
+    ("float32", 128, 16),
+    ("float16", 128, 7),
+    ("bfloat16", 64, 2),
 ]
 
 

@@ -22,18 +22,18 @@ from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes
 from kvseek.plugins.selection import Selection
 
-# dtype, head_dim, group size, group_reduce, page
+# dtype, head_dim, group size, page
 SHAPES = [
-    ("bfloat16", 128, 4, "softmax_mean", 16),
-    ("bfloat16", 128, 4, "softmax_mean", 32),
-    ("float16", 64, 3, "softmax_mean", 16),
-    ("float32", 96, 1, "max", 32),
-    ("bfloat16", 256, 8, "max", 8),
-    ("float32", 128, 16, "softmax_mean", 128),
-    ("bfloat16", 128, 16, "softmax_mean", 128),
-    ("float16", 128, 7, "mean", 64),
-    ("bfloat16", 64, 2, "mean", 32),
-    ("float32", 32, 5, "mean", 8),
+    ("bfloat16", 128, 4, 16),
+    ("bfloat16", 128, 4, 32),
+    ("float16", 64, 3, 16),
+    ("float32", 96, 1, 32),
+    ("bfloat16", 256, 8, 8),
+    ("float32", 128, 16, 128),
+    ("bfloat16", 128, 16, 128),
+    ("float16", 128, 7, 64),
+    ("bfloat16", 64, 2, 32),
+    ("float32", 32, 5, 8),
 ]
 
 

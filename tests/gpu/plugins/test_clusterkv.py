@@ -26,21 +26,19 @@ from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
 from kvseek.plugins.codes.key_codes import estimate_at, round_lanes
 from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS, query_lanes, reduce_scores
+from kvseek.plugins.shared.group import softmax_mean
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [*gpu_context.SHAPES, ("float16", 32, 16, "softmax_mean")]
+SHAPES = [*gpu_context.SHAPES, ("float16", 32, 16)]
 
 
 def device_values(expected: ReferenceIndex, found: CudaIndex, slot: int) -> tuple[Tensor, Tensor]:
     """Scores that the first kernel left, float32 [G, lanes, C], and the values of the clusters that they give, [G, C]."""
     count = expected.counts[slot]
     scores = found.workspace.scores[slot].flatten(1, 2)[:, :count].transpose(1, 2).cpu()
-    if expected.config.group_reduce == "mean":
-        return scores, scores[:, 0]
     weights = (scores.double() * torch.log(torch.tensor(2.0, dtype=torch.float64))).softmax(dim=-1)
-    return scores, weights.amax(dim=1) if expected.config.group_reduce == "max" else weights.mean(dim=1)
+    return scores, weights.mean(dim=1)
 
 
 def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
@@ -49,13 +47,13 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
     Rows [G, entries] are those of the selection, or with codes the candidates that it chose from.
     """
     config, n, wanted = expected.config, expected.context.lengths[slot], rows.shape[1]
-    lanes = query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce)
+    lanes = queries.view(KV_HEADS, -1, queries.shape[-1]).float()
     sizes, starts = (expected.read_clusters(array, slot) for array in (expected.sizes, expected.starts))
     exact = lanes @ expected.read_clusters(expected.centroids, slot).float().transpose(1, 2)
     if weight := config.spread_weight:
         spreads = expected.read_clusters(expected.spreads, slot)
         exact = exact + weight * lanes.norm(dim=-1, keepdim=True) * spreads[:, None]
-    scale = 1.0 if config.group_reduce == "mean" else expected.context.scaling * 1.4426950408889634
+    scale = expected.context.scaling * 1.4426950408889634
     scores, values = device_values(expected, found, slot)
     held = (sizes > 0)[:, None].expand_as(exact)
     torch.testing.assert_close(scores[held], (exact * scale)[held], rtol=1e-4, atol=1e-4)
@@ -84,10 +82,10 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
 
 
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
-def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
+def test_selection(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, tokens_per_cluster=40, iterations=3, **CENTROIDS)
+    config = Config(top_k=300, tokens_per_cluster=40, iterations=3, **CENTROIDS)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     slots = list(reversed(range(len(lengths))))
@@ -98,10 +96,10 @@ def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[
 
 
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), SHAPES)
-def test_spreads_count(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
+def test_spreads_count(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, iterations=3, spread_weight=3.0, rerank_bits=0)
+    config = Config(top_k=300, iterations=3, spread_weight=3.0, rerank_bits=0)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     selection = select_rows(found, queries.cuda(), list(range(len(lengths))))
@@ -123,12 +121,12 @@ def check_reranked(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, 
     assert not found.reranker.finished.any(), "zeros between selections"
     count, kept = min(n, candidates.shape[1]), min(n, config.top_k)
     listed = candidates[:, :count].long()
-    lanes = query_lanes(queries.view(KV_HEADS, -1, queries.shape[-1]), config.group_reduce)
+    lanes = queries.view(KV_HEADS, -1, queries.shape[-1]).float()
     rounded = round_lanes(rotate(lanes, expected.codes.signs))
     estimates = estimate_at(expected.codes.read(slot, n), listed, rounded)
     left = found.reranker.estimates[tasks, :count].cpu().transpose(1, 2)
     torch.testing.assert_close(left, estimates, rtol=1e-4, atol=1e-4 * float(estimates.abs().max()))
-    values = reduce_scores(estimates, config.group_reduce, expected.context.scaling)
+    values = softmax_mean(estimates, expected.context.scaling)
     assert (rows[:, kept:] == -1).all()
     for head in range(KV_HEADS):
         entry_of = torch.full((n,), -1, dtype=torch.long)
@@ -142,14 +140,11 @@ def check_reranked(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, 
             assert values[head][~chosen].max() <= values[head][chosen].min() + slack, "no better one was left"
 
 
-@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
-def test_codes_choose_among_the_rows_of_clusters(
-    dtype: str, dim: int, group: int, reduce: str, lengths: list[int], bits: int
-) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "group"), gpu_context.SHAPES)
+def test_codes_choose_among_the_rows_of_clusters(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(group_reduce=reduce, top_k=300, iterations=3, candidates=4, rerank_bits=bits)
+    config = Config(top_k=300, iterations=3, candidates=4)
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     rows = select_rows(found, queries.cuda(), list(range(len(lengths)))).rows.cpu()
@@ -157,10 +152,9 @@ def test_codes_choose_among_the_rows_of_clusters(
         check_reranked(expected, found, queries[slot], slot, rows[slot])
 
 
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
+def test_more_candidates_than_shared_memory_holds() -> None:
     torch.manual_seed(5)
-    config = Config(group_reduce=reduce, top_k=1500, iterations=1, candidates=4)
+    config = Config(top_k=1500, iterations=1, candidates=4)
     assert config.rows_of_clusters > 4096
     expected, found = make_pair(config, "bfloat16", 128, 4, [33_000])
     queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
@@ -185,10 +179,9 @@ def test_equal_keys_are_taken_in_order() -> None:
     assert torch.equal(rows, found.reranker.candidates[:KV_HEADS, :100])
 
 
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
+def test_an_infinite_or_huge_query_hurts_no_other_request() -> None:
     torch.manual_seed(6)
-    config = Config(group_reduce=reduce, top_k=300, iterations=1)
+    config = Config(top_k=300, iterations=1)
     _, index = make_pair(config, "bfloat16", 128, 4, [9000] * 4)
     queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
@@ -228,7 +221,7 @@ def test_prompts_are_encoded_beside_their_clustering() -> None:
 
 def test_rows_are_the_references_where_scores_are_far_apart() -> None:
     torch.manual_seed(1)
-    config = Config(group_reduce="max", top_k=1000, **CENTROIDS)
+    config = Config(top_k=1000, **CENTROIDS)
     expected, found = make_pair(config, "float32", 128, 4, [20_000, 4000])
     queries = torch.randn(2, KV_HEADS * 4, 128)
     rows = select_rows(found, queries.cuda(), [0, 1]).rows
@@ -248,10 +241,9 @@ def test_tiny_clusters_take_as_many_as_the_budget_needs(per_cluster: int, top_k:
         check_request(expected, found, queries[slot], slot, rows[slot])
 
 
-@pytest.mark.parametrize("reduce", ["mean", "softmax_mean"])
-def test_equal_scores_are_cut_by_number(reduce: str) -> None:
+def test_equal_scores_are_cut_by_number() -> None:
     """All centroids are the same, more than one block compares at once: the digits of their numbers decide."""
-    config = Config(tokens_per_cluster=8, top_k=777, group_reduce=reduce, **CENTROIDS)
+    config = Config(tokens_per_cluster=8, top_k=777, **CENTROIDS)
     expected, found = make_pair(config, "bfloat16", 64, 2, [16_000])
     expected.centroids.fill_(0.5)
     copy_clusters(found, expected)

@@ -20,7 +20,7 @@ from kvseek.plugins.nested import device
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import HELD_CANDIDATES, CudaIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS, reduce_scores
+from kvseek.plugins.shared.group import softmax_mean
 
 pytestmark = pytest.mark.gpu
 
@@ -48,10 +48,10 @@ def make_reference(config: Config, dtype: str, dim: int, group: int, keys: Seque
     return index
 
 
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
-def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, reduce: str) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "group"), gpu_context.SHAPES)
+def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int) -> None:
     torch.manual_seed(dim + group)
-    config = Config(group_reduce=reduce)
+    config = Config()
     keys = gpu_context.keys_of_slots([6, 1023, 1030, 5000], dim, dtype)
     expected, found = make_reference(config, dtype, dim, group, keys), make_index(config, dtype, dim, group, keys)
     for slot, part in enumerate(keys):
@@ -74,10 +74,10 @@ def test_zero_and_huge_keys() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [70_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce"), gpu_context.SHAPES)
-def test_selection(dtype: str, dim: int, group: int, reduce: str, lengths: list[int]) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "group"), gpu_context.SHAPES)
+def test_selection(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    index = make_index(Config(group_reduce=reduce), dtype, dim, group, gpu_context.keys_of_slots(lengths, dim, dtype))
+    index = make_index(Config(), dtype, dim, group, gpu_context.keys_of_slots(lengths, dim, dtype))
     queries = (3 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(getattr(torch, dtype)).cuda()
     slots = list(reversed(range(len(lengths))))
     selection = select_rows(index, queries, slots)
@@ -112,11 +112,8 @@ def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, ro
         is_listed = torch.zeros(n, dtype=torch.bool, device=rows.device).index_fill_(0, listed, True)
         worst, best_left = scores[head][is_listed].min(), scores[head][~is_listed].amax() if len(listed) < n else None
         assert best_left is None or best_left <= worst + BIN * worst.abs() + 1e-6
-        values = reduce_scores(
-            estimate_at(codes, listed.expand(KV_HEADS, -1), lanes)[head : head + 1],
-            config.group_reduce,
-            index.context.scaling,
-        )[0]
+        estimates = estimate_at(codes, listed.expand(KV_HEADS, -1), lanes)[head : head + 1]
+        values = softmax_mean(estimates, index.context.scaling)[0]
         own = rows[head, :kept].long()
         entries = torch.searchsorted(listed, own)
         assert torch.equal(listed[entries], own), "rows are candidates"
@@ -172,10 +169,9 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     assert torch.equal(rows[:2], select_rows(index, queries[[0, 1]], [1, 2]).rows)
 
 
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_more_candidates_than_shared_memory_holds(reduce: str) -> None:
+def test_more_candidates_than_shared_memory_holds() -> None:
     torch.manual_seed(5)
-    config = Config(group_reduce=reduce, top_k=300)
+    config = Config(top_k=300)
     assert config.top_k * config.candidates > HELD_CANDIDATES
     index = make_index(config, "bfloat16", 128, 4, gpu_context.keys_of_slots([100_000], 128, "bfloat16"))
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
@@ -193,13 +189,10 @@ def test_equal_keys_are_taken_in_order(top_k: int) -> None:
     assert torch.equal(rows, torch.arange(top_k, dtype=torch.int32).expand(KV_HEADS, -1))
 
 
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_an_infinite_or_huge_query_hurts_no_other_request(reduce: str) -> None:
+def test_an_infinite_or_huge_query_hurts_no_other_request() -> None:
     """Its softmax weights are NaN, or far above 1: keys of such weights must not lie outside of the histogram."""
     torch.manual_seed(6)
-    index = make_index(
-        Config(group_reduce=reduce), "bfloat16", 128, 4, gpu_context.keys_of_slots([9000] * 4, 128, "bfloat16")
-    )
+    index = make_index(Config(), "bfloat16", 128, 4, gpu_context.keys_of_slots([9000] * 4, 128, "bfloat16"))
     queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
     queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")

@@ -26,8 +26,8 @@ from kvseek.plugins.prkv.config import PAGE_SCORES, Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.observe import observe
 from kvseek.plugins.prkv.static import observation_scores
-from kvseek.plugins.prkv.summaries import Codes, box_lanes, box_scores
-from kvseek.plugins.shared.group import reduce_scores
+from kvseek.plugins.prkv.summaries import Codes, box_scores
+from kvseek.plugins.shared.group import softmax_mean
 
 pytestmark = pytest.mark.gpu
 # Codes are of 64 channels or more.
@@ -38,12 +38,12 @@ SCORED_SHAPES = [
 
 
 @pytest.mark.parametrize("rule", ["fixed", "auto"])
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page", "page_score"), SCORED_SHAPES)
+@pytest.mark.parametrize(("dtype", "dim", "group", "page", "page_score"), SCORED_SHAPES)
 def test_prompts_are_arranged_as_by_the_reference(
-    dtype: str, dim: int, group: int, reduce: str, page: int, page_score: str, rule: str
+    dtype: str, dim: int, group: int, page: int, page_score: str, rule: str
 ) -> None:
     torch.manual_seed(dim + group)
-    config = Config(top_k=512, page=page, page_score=page_score, group_reduce=reduce, share_rule=rule)
+    config = Config(top_k=512, page=page, page_score=page_score, share_rule=rule)
     expected, found = make_pair(config, dtype, dim, group, [1, 1023, 1025, 5000])
     for slot, n in enumerate([1, 1023, 1025, 5000]):
         want, have = expected.arrays.static_rows[slot].item(), found.arrays.static_rows[slot].item()
@@ -69,12 +69,12 @@ def test_prompts_are_arranged_as_by_the_reference(
 @pytest.mark.parametrize(
     ("lengths", "radius"), [([600, 513], 1.0), ([5000, 1024, 1025], 0.4), ([70_000, 3], 0.5)], ids=str
 )
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page", "page_score"), SCORED_SHAPES)
+@pytest.mark.parametrize(("dtype", "dim", "group", "page", "page_score"), SCORED_SHAPES)
 def test_selection(
-    dtype: str, dim: int, group: int, reduce: str, page: int, page_score: str, lengths: list[int], radius: float
+    dtype: str, dim: int, group: int, page: int, page_score: str, lengths: list[int], radius: float
 ) -> None:
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=512, page=page, page_score=page_score, group_reduce=reduce, box_radius=radius)
+    config = Config(top_k=512, page=page, page_score=page_score, box_radius=radius)
     found = World(config, dtype, dim, group, lengths)
     for slot, n in enumerate(lengths):
         found.prompt(slot, random_rows(n, dim, found.dtype), torch.randn(KV_HEADS * group, 100, dim).to(found.dtype))
@@ -106,7 +106,7 @@ def page_scores(world: World, queries: Tensor, slot: int) -> Tensor:
     n, config = world.context.lengths[slot], world.config
     if isinstance(world.arrays.summaries, Codes):  # codes are the GPU's: their own test compares them
         return world.arrays.summaries.scores(queries.to(world.device), slot, n, 0).cpu()
-    return box_scores(box_lanes(queries, config.group_reduce), boxes_of(world, slot, n), config.box_radius)
+    return box_scores(queries, boxes_of(world, slot, n), config.box_radius)
 
 
 def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> None:
@@ -115,7 +115,7 @@ def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> Non
     static, page = int(world.arrays.static_rows[slot].item()), config.page
     assert torch.equal(rows[:, :static], torch.arange(static, dtype=torch.int32).expand(KV_HEADS, -1))
     scores = page_scores(world, queries.view(KV_HEADS, -1, world.dim), slot)[..., static // page :]
-    values = reduce_scores(scores, config.group_reduce, world.context.scaling)
+    values = softmax_mean(scores, world.context.scaling)
     wanted = min(values.shape[1], (config.top_k - static) // page)
     for head in range(KV_HEADS):
         chosen = rows[head, static:].view(-1, page)
@@ -262,10 +262,10 @@ def test_good_pages_that_one_thread_ranks() -> None:
     check_request(world, queries[0], 0, world.select(queries.cuda(), [0]).rows[0].cpu())
 
 
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES)
-def test_observation_scores(dtype: str, dim: int, group: int, reduce: str, page: int) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "group", "page"), SHAPES)
+def test_observation_scores(dtype: str, dim: int, group: int, page: int) -> None:
     torch.manual_seed(dim)
-    kernels = method_kernels("prkv", Config(top_k=512, page=page, group_reduce=reduce, **BOXES), dtype, dim, group)
+    kernels = method_kernels("prkv", Config(top_k=512, page=page, **BOXES), dtype, dim, group)
     numbers = getattr(torch, dtype)
     for n, window in ((1, 3), (203, 20), (10_000, 64)):
         keys = torch.randn(KV_HEADS, n, 2, dim).to(numbers)[:, :, 0]

@@ -43,9 +43,9 @@ def copy_summaries(source: World, target: World) -> None:
 @pytest.mark.parametrize("page_score", PAGE_SCORES)
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("scope", ["all", "selected"])
-@pytest.mark.parametrize(("dtype", "dim", "group", "reduce", "page"), SHAPES[:5])
+@pytest.mark.parametrize(("dtype", "dim", "group", "page"), SHAPES[:5])
 def test_an_update_is_that_of_the_reference(
-    dtype: str, dim: int, group: int, reduce: str, page: int, scope: str, on_host: bool, page_score: str
+    dtype: str, dim: int, group: int, page: int, scope: str, on_host: bool, page_score: str
 ) -> None:
     """Same queries, same pages counted: then the same static set, but for near ties."""
     torch.manual_seed(dim)
@@ -54,7 +54,6 @@ def test_an_update_is_that_of_the_reference(
         static_share=0.25,
         page=page,
         page_score=page_score,
-        group_reduce=reduce,
         update_scope=scope,
         update_pages=20,
         window_queries=8,

@@ -34,7 +34,7 @@ from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
 from kvseek.plugins.codes.key_codes import estimate_all, round_lanes
 from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS, reduce_scores
+from kvseek.plugins.shared.group import softmax_mean
 
 DIM, GROUP = 16, 2
 NO_QUERIES = torch.empty(0)
@@ -61,18 +61,17 @@ def members(index: ReferenceIndex, slot: int, head: int) -> list[list[int]]:
 def expected_candidates(index: ReferenceIndex, keys: Tensor, query: Tensor, head: int) -> list[int]:
     """Places of the best clusters of slot 0 for queries [g, D] of a KV head, by the definition of their score."""
     config, clusters = index.config, members(index, 0, head)
-    lanes = query.mean(dim=0, keepdim=True) if config.group_reduce == "mean" else query
-    scores = torch.full((len(lanes), len(clusters)), -math.inf)
+    scores = torch.full((len(query), len(clusters)), -math.inf)
     for number, places in enumerate(clusters):
         if not places:
             continue
         own = keys[head, places]
         centroid = own.mean(dim=0)
         sigma = sum(float((key - centroid).square().sum()) for key in own) / len(own)
-        for lane, q in enumerate(lanes):
+        for lane, q in enumerate(query):
             bonus = config.spread_weight * float(q.norm()) * math.sqrt(sigma) / math.sqrt(DIM)
             scores[lane, number] = float(q @ centroid) + bonus
-    values = reduce_scores(scores[None], config.group_reduce, index.context.scaling)[0]
+    values = softmax_mean(scores[None], index.context.scaling)[0]
     taken: dict[int, list[int]] = {}
     room = config.rows_of_clusters
     for number in values.argsort(descending=True, stable=True).tolist():
@@ -86,21 +85,17 @@ def expected_rows(index: ReferenceIndex, keys: Tensor, query: Tensor, head: int)
     candidates, config = expected_candidates(index, keys, query, head), index.config
     if index.codes is None:
         return candidates
-    lanes = query.mean(dim=0, keepdim=True) if config.group_reduce == "mean" else query
     codes = index.codes.read(0, keys.shape[1])
-    rounded = round_lanes(rotate(lanes[None].expand(KV_HEADS, -1, -1), index.codes.signs))
+    rounded = round_lanes(rotate(query[None].expand(KV_HEADS, -1, -1), index.codes.signs))
     estimates = estimate_all(codes, rounded)[head][:, candidates]
-    values = reduce_scores(estimates[None], config.group_reduce, index.context.scaling)[0].tolist()
+    values = softmax_mean(estimates[None], index.context.scaling)[0].tolist()
     best = sorted(range(len(candidates)), key=lambda i: (-values[i], i))[: config.top_k]
     return [candidates[i] for i in sorted(best)]
 
 
-@pytest.mark.parametrize("bits", [0, 2, 4])
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_rows_follow_the_definition(reduce: str, bits: int) -> None:
-    config = Config(
-        top_k=30, tokens_per_cluster=12, group_reduce=reduce, spread_weight=1.5, rerank_bits=bits, candidates=4
-    )
+@pytest.mark.parametrize("bits", [0, 2])
+def test_rows_follow_the_definition(bits: int) -> None:
+    config = Config(top_k=30, tokens_per_cluster=12, spread_weight=1.5, rerank_bits=bits, candidates=4)
     keys, query = random_keys(500, DIM, bits), random_queries(1, GROUP * KV_HEADS, DIM, 7) / 4
     index = built(config, keys)
     rows = select_rows(index, query, [0]).rows[0]
@@ -183,9 +178,8 @@ def test_equal_keys_are_taken_in_the_order_of_the_list() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_a_query_that_is_no_number_hurts_no_other_request(reduce: str, value: float) -> None:
-    config = Config(top_k=30, tokens_per_cluster=12, group_reduce=reduce, candidates=4)
+def test_a_query_that_is_no_number_hurts_no_other_request(value: float) -> None:
+    config = Config(top_k=30, tokens_per_cluster=12, candidates=4)
     index = built(config, random_keys(300, DIM, 1), random_keys(300, DIM, 2))
     queries = random_queries(2, GROUP * KV_HEADS, DIM)
     want = select_rows(index, queries, [0, 1]).rows[1]
@@ -203,7 +197,7 @@ def test_a_query_that_is_no_number_hurts_no_other_request(reduce: str, value: fl
         ({"spread_weight": -1.0}, r"spread_weight = -1\.0: must be finite and >= 0"),
         ({"spread_weight": math.inf}, "spread_weight = inf: must be finite and >= 0"),
         ({"spread_weight": math.nan}, "spread_weight = nan: must be finite and >= 0"),
-        ({"rerank_bits": 3}, "rerank_bits = 3: must be 0, 2 or 4; 0 takes clusters whole"),
+        ({"rerank_bits": 4}, "rerank_bits = 4: must be 0 or 2; 0 takes clusters whole"),
         ({"candidates": 0}, "candidates = 0: must be >= 1"),
         (
             {"top_k": 10_000},
@@ -277,5 +271,5 @@ def test_candidates_are_no_more_than_the_longest_region_and_shared_memory() -> N
 
 def test_heads_that_codes_do_not_support_are_refused_on_the_gpu() -> None:
     assert cuda_macros(Config(**CENTROIDS), 32, 2)["CLUSTERKV_RERANK_BITS"] == 0
-    with pytest.raises(ConfigError, match="head_dim = 32: must be at least 64 for rerank_bits = 4 on the GPU"):
-        cuda_macros(Config(rerank_bits=4), 32, 2)
+    with pytest.raises(ConfigError, match="head_dim = 32: must be at least 64 for rerank_bits = 2 on the GPU"):
+        cuda_macros(Config(), 32, 2)

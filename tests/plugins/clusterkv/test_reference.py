@@ -21,7 +21,6 @@ from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.costs import costs
 from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 DIM = 16
 NO_QUERIES = torch.empty(0)
@@ -150,12 +149,10 @@ def test_clusters_are_taken_until_the_budget_is_filled(
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    n=st.integers(1, 400), top_k=st.integers(1, 450), seed=st.integers(0, 99), reduce=st.sampled_from(GROUP_REDUCTIONS)
-)
-def test_any_region(n: int, top_k: int, seed: int, reduce: str) -> None:
+@given(n=st.integers(1, 400), top_k=st.integers(1, 450), seed=st.integers(0, 99))
+def test_any_region(n: int, top_k: int, seed: int) -> None:
     keys = random_keys(n, DIM, seed)
-    index = built(whole(top_k=top_k, tokens_per_cluster=11, group_reduce=reduce), keys)
+    index = built(whole(top_k=top_k, tokens_per_cluster=11), keys)
     check_invariants(index, 0, keys)
     selection = select_rows(index, random_queries(1, 2 * KV_HEADS, DIM, seed), [0])
     kept = min(n, top_k)
@@ -266,7 +263,6 @@ def test_default_sizes() -> None:
         ("iterations", 0),
         ("seed", -1),
         ("dense_layers", -1),
-        ("group_reduce", "sum"),
         ("cache_steps", -1),
         ("cache_steps", 9),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.plugins.codes.key_codes import STEPS, KeyCodes, encode, estimate_all, mean_integers, round_lanes
 from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
-from kvseek.plugins.ctkvr.native import AUTOMATIC, TYPES, HostStep, host_step
+from kvseek.plugins.ctkvr.native import TYPES, HostStep, host_step
 from kvseek.plugins.shared.arguments import pointers
 
 EXTENT = 1024
@@ -87,7 +87,7 @@ class Case:
         self.best_count = torch.full((batch, kv_heads), -2, dtype=torch.int32)
         self.error = ctypes.c_int32(0)
 
-    def step(self, pool: int = 0, level: int = AUTOMATIC, threads: int = 1) -> HostStep:
+    def step(self, pool: int = 0, threads: int = 1) -> HostStep:
         """Arguments of the step, for threads of a pool or of the OpenMP runtime."""
         codes = {
             "bits": self.bits,
@@ -113,14 +113,13 @@ class Case:
             table_slots=self.table.shape[0],
             max_extents=self.table.shape[1],
             dtype=TYPES[self.dtype],
-            level=level,
             threads=threads,
             scaling=self.scaling,
         )
 
-    def run(self, library: CpuLibrary, pool: int = 0, level: int = AUTOMATIC, threads: int = 1) -> int:
+    def run(self, library: CpuLibrary, pool: int = 0, threads: int = 1) -> int:
         """Run the step once; its error code."""
-        step = self.step(pool, level, threads)
+        step = self.step(pool, threads)
         self.error.value = 0
         host_step(library)(ctypes.byref(step))
         return self.error.value

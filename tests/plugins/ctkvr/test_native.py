@@ -13,24 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.plugins.ctkvr.host_steps import Case, check_results
-from tests.support.instruction_levels import limited
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.ctkvr.native import ERRORS, LEVEL_NAMES, HostPool, host_levels, host_step, raise_error
+from kvseek.plugins.ctkvr.native import ERRORS, HostPool, host_step, raise_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = 2e-5  # products of 16-bit numbers are exact in float32, so the type makes no difference
-
-
-@pytest.fixture(params=list(LEVEL_NAMES), ids=LEVEL_NAMES.values())
-def level(request: pytest.FixtureRequest, library: CpuLibrary) -> int:
-    """Each instruction level; where this processor lacks it, the step must say so and the test ends."""
-    if request.param > host_levels(library)[0]:
-        case = Case([[5]], 1, 64, torch.bfloat16, 2, 3)
-        assert case.run(library, level=request.param) == 2
-        pytest.skip(f"this processor does not run {LEVEL_NAMES[request.param]}")
-    return request.param
 
 
 @pytest.fixture
@@ -45,7 +34,7 @@ def test_every_level_does_what_float64_says(
     library: CpuLibrary, level: int, dtype: torch.dtype, dim: int, group: int
 ) -> None:
     case = Case([[300, 1111], [0, 0], [1, 17], [40, 39]], group, dim, dtype, top_k=40, rho=100, seed=dim + group)
-    assert case.run(library, level=level) == 0
+    assert case.run(library) == 0
     check_results(case, TOLERANCE)
 
 
@@ -56,10 +45,10 @@ def test_every_level_ranks_by_codes(
 ) -> None:
     counts = [[300, 1111], [0, 0], [1, 17], [40, 39]]
     case = Case(counts, group, dim, DTYPES[dtype], top_k=40, rho=100, seed=dim + group, bits=bits)
-    assert case.run(library, level=level) == 0
+    assert case.run(library) == 0
     check_results(case, TOLERANCE)
     case.recalled[0, 1, 700] = 3 * 1024  # beyond the slot's extents
-    assert case.run(library, level=level) == 5
+    assert case.run(library) == 4
 
 
 def test_codes_give_no_attention(library: CpuLibrary) -> None:
@@ -106,7 +95,7 @@ def test_ties_go_to_the_lowest_place(library: CpuLibrary, level: int) -> None:
     case = Case([[900]], 4, 128, torch.bfloat16, top_k=50, rho=120)
     places = case.recalled[0, 0].tolist()
     case.rows[:, :, :, 0] = 0.5  # all keys alike
-    assert case.run(library, level=level) == 0
+    assert case.run(library) == 0
     assert sorted(case.selected[0, 0].tolist()) == sorted(places)[:50]
     assert sorted(case.best[0, 0].tolist()) == sorted(places)[:120]
     check_results(case, TOLERANCE)
@@ -118,7 +107,7 @@ def test_ties_between_better_and_worse_keys(library: CpuLibrary, level: int) -> 
     loud = torch.tensor([2.0] * 70 + [1.0] * 400 + [0.0] * 130)[torch.randperm(600)]
     case.queries[:] = 1.0
     case.rows[case.table[0, places // 1024].long(), 0, places % 1024, 0] = loud[:, None].expand(-1, 64)
-    assert case.run(library, level=level) == 0
+    assert case.run(library) == 0
     best, middle, worst = (sorted(places[loud == value].tolist()) for value in (2.0, 1.0, 0.0))
     assert sorted(case.selected[0, 0].tolist()) == sorted(best + middle[:30])
     assert sorted(case.best[0, 0].tolist()) == sorted(best + middle + worst[:30])
@@ -130,7 +119,7 @@ def test_an_outlier_does_not_blur_the_ranking(library: CpuLibrary, level: int, o
     place = int(case.recalled[0, 0, 5])
     case.rows[int(case.table[0, place // 1024]), 0, place % 1024, 0] = 0.0
     case.rows[int(case.table[0, place // 1024]), 0, place % 1024, 0, 3] = outlier * float(case.queries[0, 0, 3].sign())
-    assert case.run(library, level=level) == 0
+    assert case.run(library) == 0
     check_results(case, 1e-4 if outlier < 0 else 1e-2)  # float32 scores of 1e3 differ by 1e-4
 
 
@@ -139,7 +128,7 @@ def test_a_poisoned_key_shows(library: CpuLibrary, level: int, poison: float) ->
     case = Case([[300]], 2, 64, torch.bfloat16, top_k=300, rho=300)
     place = int(case.recalled[0, 0, 9])
     case.rows[int(case.table[0, place // 1024]), 0, place % 1024, 0] = poison
-    assert case.run(library, level=level) == 0
+    assert case.run(library) == 0
     assert case.out.isnan().all()
 
 
@@ -302,31 +291,18 @@ def test_errors_are_codes_and_results_are_cleared(library: CpuLibrary, pool: Hos
     failed(1, heads=3)
     failed(1, dtype=3)
     failed(1, lse=None)
-    failed(2, level=7)
-    failed(2, level=2)
-    failed(3, count=31)
-    failed(3, count=-1)
-    failed(4, slot=2)
-    failed(4, slot=-1)
-    failed(5, place=-1)
-    failed(5, place=4096)  # beyond the table
-    failed(5, place=3072)  # in the table, but no extent there
+    failed(2, count=31)
+    failed(2, count=-1)
+    failed(3, slot=2)
+    failed(3, slot=-1)
+    failed(4, place=-1)
+    failed(4, place=4096)  # beyond the table
+    failed(4, place=3072)  # in the table, but no extent there
     raise_error(0)
-    assert set(ERRORS) == set(range(1, 7))
+    assert set(ERRORS) == set(range(1, 6))
 
 
 @pytest.mark.parametrize(("threads", "pin"), [(0, "none"), (1025, "workers"), (2, "some")])
 def test_pools_that_cannot_be(library: CpuLibrary, threads: int, pin: str) -> None:
     with pytest.raises(KernelError, match=r"(host threads|pin) = .*: must be "):
         HostPool(library, threads, pin)
-
-
-def test_levels(library: CpuLibrary) -> None:
-    best, automatic = host_levels(library)
-    assert best in LEVEL_NAMES
-    assert automatic <= best
-    assert (best >= 4) == torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    for most in (0, 3):
-        with limited(library, most):
-            assert host_levels(library) == (min(most, best), min(most, best))
-    assert host_levels(library) == (best, automatic)

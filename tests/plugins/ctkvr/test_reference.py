@@ -250,7 +250,7 @@ def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None
 
 def test_the_method_without_compiled_kernels() -> None:
     assert isinstance(create(make_context(SMALL, DIM, GROUP, [10])), ReferenceIndex)
-    for execution in ("cpu", "uva", "codes"):
+    for execution in ("cpu", "codes"):
         assert traits(Config(execution=execution)).cpu_library_on_gpu == (execution == "cpu")
     assert traits(Config(**BY_KEYS)).codebooks(96) == {}
     assert traits(Config()).codebooks(96)["signs"].shape == (128,)

@@ -8,7 +8,7 @@ CASES = MethodCases(
     sparse={"top_k": 12},
     index={"top_k": 64},
     on_gpu={"nested": {"top_k": 40}},
-    counted=({"group_reduce": "mean", "top_k": 33},),
+    counted=({"top_k": 33},),
     losses={"top_k": 4, "candidates": 2},
     recall=0.99,
     needle=NeedleCase(margin=2.0, tasks="all", most_attended=0.2),  # 2 of 100: one wrong answer of multi_turn's 8

@@ -12,7 +12,7 @@ from kvseek.plugins.nested.config import Config
 
 
 def test_goes_through_json_values() -> None:
-    config = Config(top_k=64, group_reduce="max", first_bits=4, candidates=3, rotation_seed=9)
+    config = Config(top_k=64, candidates=3, rotation_seed=9)
     assert from_dict(Config, dataclasses.asdict(config), "nested") == config
 
 
@@ -20,8 +20,6 @@ def test_goes_through_json_values() -> None:
     ("fields", "message"),
     [
         ({"top_k": 0}, "top_k = 0: must be >= 1"),
-        ({"group_reduce": "median"}, "group_reduce = 'median': must be one of"),
-        ({"first_bits": 3}, "first_bits = 3: must be 2 or 4"),
         ({"candidates": 0}, "candidates = 0: must be >= 1"),
         ({"rotation_seed": -1}, "rotation_seed = -1: must be in"),
     ],
@@ -32,6 +30,5 @@ def test_errors_name_field_value_and_limit(fields: dict[str, object], message: s
     assert message in str(error.value)
 
 
-def test_candidates_are_so_many_a_row_or_all_with_4_bits() -> None:
+def test_candidates_are_so_many_a_row() -> None:
     assert [Config().candidate_count(n) for n in (0, 350, 800, 100_000)] == [0, 350, 800, 800]
-    assert Config(first_bits=4).candidate_count(100_000) == 100_000

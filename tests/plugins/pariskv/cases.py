@@ -5,6 +5,15 @@ from __future__ import annotations
 from tests.plugins.cases import MethodCases, NeedleCase
 
 CASES = MethodCases(
+    paper={
+        "top_k": 100,
+        "group_reduce": "mean",
+        "schedule_steps": ((5_000, 0.5, 0.5), (10_000, 0.3, 0.25), (30_000, 0.25, 0.2), (None, 0.2, 0.1)),
+        "cache.sink": 64,
+        "cache.local": 256,
+        "cache.update": 512,
+        "cache.full_threshold": 2048,
+    },
     sparse={"top_k": 12},
     index={"top_k": 64},
     on_gpu={"pariskv": {"top_k": 40}},

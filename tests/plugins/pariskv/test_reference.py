@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.pariskv import codebook
-from kvseek.plugins.pariskv.config import Config, ScheduleStep
+from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
 from kvseek.plugins.pariskv.reference import ReferenceIndex
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 
 def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]:
@@ -42,11 +41,8 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
     candidates = sorted(sorted(range(n), key=lambda i: (-best[i], i))[:count])
     vectors = codebook.dequantise(codes, index.levels) * weights.float().repeat_interleave(8, dim=-1)
     scores_of = lanes @ vectors[candidates].T
-    if config.group_reduce == "mean":
-        values = scores_of[0]
-    else:
-        softmax = (scores_of * index.context.scaling).softmax(dim=-1)
-        values = softmax.max(dim=0).values if config.group_reduce == "max" else softmax.mean(dim=0)
+    weights = (scores_of * index.context.scaling).softmax(dim=-1)
+    values = scores_of[0] if config.group_reduce == "mean" else weights.mean(dim=0)
     kept = sorted(range(count), key=lambda i: (-float(values[i]), i))[: config.top_k]
     return sorted(candidates[i] for i in kept)
 
@@ -79,11 +75,10 @@ class TestSelect:
         index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))
         assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
 
-    @pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
-    def test_finds_most_of_the_exact_top_k(self, group_reduce: str) -> None:
+    def test_finds_most_of_the_exact_top_k(self) -> None:
         keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
-        found = select_rows(make_index(Config(group_reduce=group_reduce), 64, 2, keys), queries, [0] * 4).rows
-        exact = select_rows(make_flat(100, group_reduce, keys, 2), queries, [0] * 4).rows
+        found = select_rows(make_index(Config(), 64, 2, keys), queries, [0] * 4).rows
+        exact = select_rows(make_flat(100, keys, 2), queries, [0] * 4).rows
         shared = [
             len(set(a) & set(b))
             for a, b in zip(found.flatten(0, 1).tolist(), exact.flatten(0, 1).tolist(), strict=True)

@@ -6,6 +6,17 @@ from tests.plugins.cases import MethodCases, NeedleCase
 from tests.plugins.prkv.settings import BOXES
 
 CASES = MethodCases(
+    paper={
+        "top_k": 1024,
+        "static_share": 0.25,
+        "page": 32,
+        "page_score": "box",
+        "box_radius": 1.0,
+        "window_queries": 64,
+        "update_interval": 128,
+        "update_scope": "all",
+        "cache.local": 64,
+    },
     sparse={"top_k": 32, "page": 8, "window_queries": 8, "update_interval": 16},
     index={"top_k": 64, "page": 8},
     everything={"top_k": 8192, "page": 16},  # on a GPU at most 512 pages

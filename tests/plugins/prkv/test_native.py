@@ -30,7 +30,7 @@ from kvseek.plugins.prkv.native import NativeIndex
 from kvseek.plugins.prkv.native_observe import observe
 from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.prkv.static import observation_scores
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS, reduce_scores
+from kvseek.plugins.shared.group import softmax_mean
 
 SMALL = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8)
 
@@ -62,7 +62,7 @@ def page_values(index: ReferenceIndex, queries: Tensor, slot: int) -> Tensor:
     first = int(index.static_rows[slot]) // index.config.page
     grouped = queries.unflatten(0, (KV_HEADS, -1))
     scores = index.summaries.scores(grouped, slot, index.context.lengths[slot], first)
-    return reduce_scores(scores, index.config.group_reduce, index.context.scaling)
+    return softmax_mean(scores, index.context.scaling)
 
 
 def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, slots: Sequence[int]) -> None:
@@ -101,24 +101,17 @@ SHAPES = [
 PAGES = (8, 16, 128)
 
 
-def queries_for(config: Config, batch: int, group: int, dim: int, dtype: torch.dtype) -> Tensor:
-    if config.group_reduce == "mean":  # sums of queries are rounded differently, whatever they rank
-        return torch.randn(batch, KV_HEADS, 1, dim).expand(-1, -1, group, -1).reshape(batch, -1, dim).to(dtype)
-    return torch.randn(batch, KV_HEADS * group, dim).to(dtype)
-
-
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
 @pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES)
 def test_selection_equals_the_reference(
-    library: CpuLibrary, dim: int, group: int, dtype: torch.dtype, group_reduce: str, page: int
+    library: CpuLibrary, dim: int, group: int, dtype: torch.dtype, page: int
 ) -> None:
     torch.manual_seed(group)
-    config = replace(SMALL, top_k=256, page=page, static_share=0.5, group_reduce=group_reduce)
+    config = replace(SMALL, top_k=256, page=page, static_share=0.5)
     keys = keys_of_slots([1500, 1, 3000 if dim < 256 else 700, 100], dim, dtype)
     expected, found = make_pair(library, config, group, dim, keys)
     for _ in range(6):  # more than `recent` has room for
-        check_choice(expected, found, queries_for(config, 4, group, dim, dtype), [2, 0, 3, 1])
+        check_choice(expected, found, torch.randn(4, KV_HEADS * group, dim).to(dtype), [2, 0, 3, 1])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -145,7 +138,7 @@ def test_any_length_and_static_set(
     library: CpuLibrary, n: int, pages: int, page: int, share: float, group: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    config = replace(SMALL, top_k=pages * page, page=page, static_share=share, group_reduce="max")
+    config = replace(SMALL, top_k=pages * page, page=page, static_share=share)
     expected, found = make_pair(library, config, group, 64, keys_of_slots([n], 64))
     check_choice(expected, found, torch.randn(1, KV_HEADS * group, 64), [0])
 
@@ -160,19 +153,16 @@ def test_a_static_set_beyond_an_extent(library: CpuLibrary, share: float) -> Non
         check_choice(expected, found, torch.randn(1, KV_HEADS * 3, 64), [0])
 
 
-@pytest.mark.parametrize("group_reduce", GROUP_REDUCTIONS)
-def test_pages_far_below_the_best_keep_their_order(library: CpuLibrary, level: int, group_reduce: str) -> None:
+def test_pages_far_below_the_best_keep_their_order(library: CpuLibrary, level: int) -> None:
     """Weights of most pages are too small for a float if the largest exponent of an extent is taken out of all of them."""
     torch.manual_seed(0)
-    config = replace(SMALL, top_k=512, static_share=0.0, group_reduce=group_reduce)
+    config = replace(SMALL, top_k=512, static_share=0.0)
     keys = 60 * keys_of_slots([2000], 64)[0]
     expected, found = make_pair(library, config, 1, 64, [keys])
     queries = torch.randn(1, KV_HEADS, 64)
     scores = expected.summaries.scores(queries[0][:, None], 0, 2000, 0) * expected.context.scaling
     assert float(scores.amax() - scores.median()) > 200
     check_choice(expected, found, queries, [0])
-    if group_reduce == "mean":  # ranked by the scores themselves
-        assert torch.equal(select_rows(found, queries, [0]).rows, select_rows(expected, queries, [0]).rows)
 
 
 def test_requests_of_one_slot_count_the_same_pages(library: CpuLibrary) -> None:

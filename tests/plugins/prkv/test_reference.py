@@ -30,7 +30,6 @@ from kvseek.plugins.prkv.static import (
     static_first,
 )
 from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
 
 GROUP, DIM = 3, 32
 SIGNS = {"signs": rotation_signs(0, padded_dim(DIM))}
@@ -202,9 +201,8 @@ def test_the_automatic_share_is_the_overlap_of_first_and_last_query() -> None:
 
 
 @SCORES
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_the_page_of_a_loud_key_is_selected(reduce: str, page_score: str) -> None:
-    config = replace(SMALL, top_k=32, group_reduce=reduce, page_score=page_score)
+def test_the_page_of_a_loud_key_is_selected(page_score: str) -> None:
+    config = replace(SMALL, top_k=32, page_score=page_score)
     case = Case(config, [1000])
     keys, queries = 0.1 * random_keys(1000, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
     direction = queries.view(KV_HEADS, GROUP, DIM).mean(dim=1)
@@ -319,7 +317,6 @@ def test_updates_of_layers_take_turns() -> None:
         ({"update_scope": "none"}, "update_scope = 'none'"),
         ({"update_pages": 0}, "update_pages = 0"),
         ({"cache_steps": 9}, "cache_steps = 9: must be between 0 and 8"),
-        ({"group_reduce": "sum"}, "group_reduce = 'sum'"),
     ],
 )
 def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
