@@ -6,7 +6,7 @@ from tests.plugins.cases import MethodCases, NeedleCase
 from tests.plugins.prkv.settings import BOXES
 
 CASES = MethodCases(
-    sparse={"top_k": 32, "page": 8, "window_queries": 8, "update_interval": 16},
+    sparse={"top_k": 32, "page": 8, "window_queries": 8, "update_interval": 16, "update_queries": 8},
     index={"top_k": 64, "page": 8},
     everything={"top_k": 8192, "page": 16},  # on a GPU at most 512 pages
     options=(BOXES,),

@@ -12,8 +12,7 @@ from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, rando
 from kvseek.plugins.codes.key_codes import round_lanes
 from kvseek.plugins.codes.rotation import rotate, rotation_signs
 from kvseek.plugins.prkv.config import Config
-from kvseek.plugins.prkv.summaries import Codes, box_lanes, box_scores
-from kvseek.plugins.shared.group import GROUP_REDUCTIONS
+from kvseek.plugins.prkv.summaries import Codes, box_scores
 
 GROUP, DIM = 3, 32
 
@@ -38,41 +37,41 @@ def test_a_page_scores_by_centre_and_radius(radius: float) -> None:
     torch.testing.assert_close(box_scores(queries, boxes, radius), want)
 
 
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_what_a_query_counts_has_its_dtype(reduce: str) -> None:
-    """What a query counts is rounded to its own 16 bits, an average's is not."""
+def test_what_a_query_counts_has_its_dtype() -> None:
+    """What a query counts is rounded to its own 16 bits."""
     queries = random_queries(KV_HEADS * GROUP, 1, DIM)[:, 0].view(KV_HEADS, GROUP, DIM).bfloat16()
-    lanes, boxes = box_lanes(queries, reduce), random_keys(6, DIM).view(KV_HEADS, 3, 2, DIM).sort(dim=2).values
-    assert lanes.dtype is (torch.float32 if reduce == "mean" else torch.bfloat16)
-    rough, fine = box_scores(lanes, boxes, 0.5), box_scores(lanes.float(), boxes, 0.5)
-    assert torch.equal(rough, fine) == (reduce == "mean")
-    torch.testing.assert_close(rough, fine, rtol=0, atol=0.05 if reduce != "mean" else 0.0)
+    boxes = random_keys(6, DIM).view(KV_HEADS, 3, 2, DIM).sort(dim=2).values
+    rough, fine = box_scores(queries, boxes, 0.5), box_scores(queries.float(), boxes, 0.5)
+    assert not torch.equal(rough, fine)
+    torch.testing.assert_close(rough, fine, rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
-def test_a_page_scores_by_codes_what_its_rows_weigh(reduce: str) -> None:
-    """Row by row: what codes estimate of q·k, and what the rows of a page weigh together. The last has three."""
+def test_a_page_scores_by_codes_what_its_rows_weigh() -> None:
+    """Row by row: what codes estimate of q·k, and what the rows of a page weigh together. The last has three, of which one is
+    static, and a static page weighs nothing.
+    """
     page, n = 16, 16 * 5 + 3
-    config = Config(top_k=64, page=page, page_score="codes", group_reduce=reduce)
+    config = Config(top_k=64, page=page, page_score="codes")
     context = replace(make_context(config, DIM, GROUP, [n]), codebooks={"signs": rotation_signs(0, DIM)})
     codes, keys = Codes(context), random_keys(n, DIM)
     codes.store.scales.fill_(torch.nan)
-    codes.build(0, keys)
+    static = torch.tensor([[*range(16, 32), 81]]).expand(KV_HEADS, -1)
+    codes.build(0, keys, static)
     queries = random_queries(KV_HEADS, GROUP, DIM)
-    scores = codes.scores(queries, 0, n, 2)
-    assert scores.shape == (KV_HEADS, 1 if reduce == "mean" else GROUP, 4)
+    scores = codes.scores(queries, 0, static, n)
+    assert scores.shape == (KV_HEADS, GROUP, 6)
+    assert (scores[..., 1] == -torch.inf).all()
     for head in range(KV_HEADS):
         mean = rotate(keys[head].mean(dim=0), codes.store.signs)
-        lanes = queries[head].mean(dim=0, keepdim=True) if reduce == "mean" else queries[head]
-        for lane, query in enumerate(round_lanes(rotate(lanes, codes.store.signs)).integers):
-            step = float(rotate(lanes[lane], codes.store.signs).abs().max() / 127)
-            for number in range(2, 6):
+        for lane, query in enumerate(round_lanes(rotate(queries[head], codes.store.signs)).integers):
+            step = float(rotate(queries[head, lane], codes.store.signs).abs().max() / 127)
+            for number in (0, 2, 3, 4, 5):
                 weight = 0.0
                 for place in range(number * page, min(n, number * page + page)):
+                    if place == 81:
+                        continue
                     rotated = rotate(keys[head, place], codes.store.signs) - mean
                     cells = (rotated * DIM**0.5 / rotated.norm()).floor().clamp(-2, 1) + 0.5
                     scale = float((rotated.square().sum() / (cells * rotated).sum()).half())
                     weight += math.exp(step * float((scale * cells + mean) @ query) * context.scaling)
-                assert float(scores[head, lane, number - 2]) == pytest.approx(
-                    math.log(weight) / context.scaling, abs=1e-3
-                )
+                assert float(scores[head, lane, number]) == pytest.approx(math.log(weight) / context.scaling, abs=1e-3)
