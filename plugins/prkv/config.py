@@ -82,16 +82,3 @@ class Config:
     def most_static(self) -> int:
         """Number of static rows of a KV head, as soon as a region has so many."""
         return int(self.top_k * self.static_share) // self.page * self.page
-
-    @property
-    def few_pages(self) -> int:
-        """Most pages that a step of a long region selects: half as many again as would fit if none of their rows were static."""
-        return min(self.top_k, (self.top_k - self.most_static) * 3 // 2) // self.page
-
-    def most_pages(self, length: int) -> int:
-        """Return how many pages of a region of `length` rows a step selects at most.
-
-        Of a page only the rows that are not static count. In a short region many rows of a page may be static, and a step may
-        need as many pages as `top_k` rows are on.
-        """
-        return self.top_k // self.page if length <= 4 * self.top_k else self.few_pages

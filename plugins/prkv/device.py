@@ -46,7 +46,7 @@ def select_fields(summaries: Sequence[str], numbers: Sequence[tuple[str, type]])
     return (
         *((name, c_void_p) for name in ("queries", "requests", "table", *summaries, "statics", "static_rows")),
         *((name, c_void_p) for name in ("scores", "normalisers", "finished", "picked", "recent", "rows")),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "recent_queries", "most_static", "few_pages")),
+        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "recent_queries", "most_static")),
         ("scaling", c_float),
         *numbers,
     )
@@ -279,7 +279,6 @@ class CudaIndex(Index):
             top_k=config.top_k,
             recent_queries=config.update_queries,
             most_static=config.most_static,
-            few_pages=config.few_pages,
             scaling=self.context.scaling,
         )
 

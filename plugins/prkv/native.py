@@ -32,7 +32,7 @@ class PrkvSelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("high", "scales", "means", "mean_steps", "table", "signs")),
         *((name, c_void_p) for name in ("statics", "static_rows", "picked", "recent", "received")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("page", "recent_queries", "most_static", "few_pages", "block", "reduction", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("page", "recent_queries", "most_static", "block", "reduction", "bfloat16", "threads")),
         *((name, c_double) for name in ("scaling", "step")),
     )
 
@@ -70,7 +70,6 @@ class NativeIndex(ReferenceIndex):
             recent_queries=self.config.update_queries,
             most_static=self.config.most_static,
             reduction=GROUP_REDUCTIONS.index(GROUP_REDUCE),
-            few_pages=self.config.few_pages,
             scaling=context.scaling,
             step=STEPS[CODE_BITS],
         )

@@ -129,8 +129,8 @@ class ReferenceIndex(Index):
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """Select static rows and those of the best pages: queries [batch, H, D] to rows int32 [batch, G, top_k].
 
-        Pages are ranked, ties by their numbers. Of at most `most_pages`, the best are taken whose rows, without the static ones,
-        fit into what the static rows leave of `top_k`. Static rows come first, both parts ascend, and -1 fills up.
+        Pages are ranked, ties by their numbers, and taken until the rows of the next one that are not static do not fit into what
+        is left of `top_k`: no more than `top_k / page`. Static rows come first, both parts ascend, and -1 fills up.
         """
         rows = [
             self._rows(queries[request], slot, length)
@@ -145,17 +145,17 @@ class ReferenceIndex(Index):
         # queries [H, D] to rows int32 [G, top_k]; counts the pages taken
         static = self.static_of(slot)
         values, tokens = self.page_values(queries, slot, length), self.summaries.tokens(static, length)
-        taken = self.best_pages(values, tokens, length)
+        taken = self.best_pages(values, tokens, static.shape[1])
         self._count(taken, slot, self.summaries.first_page(static.shape[1]))
         rows = torch.cat((static, tokens.masked_fill(~taken[..., None], -1).flatten(1)), dim=1)
         rows = F.pad(rows, (0, max(0, self.config.top_k - rows.shape[1])), value=-1)
         return rows.gather(1, (rows < 0).int().argsort(dim=1, stable=True))[:, : self.config.top_k].int()
 
-    def best_pages(self, values: Tensor, tokens: Tensor, length: int) -> Tensor:
-        """Mark the pages that are taken: values [G, pages] and the pages' tokens (Summaries.tokens) to bool [G, pages]."""
+    def best_pages(self, values: Tensor, tokens: Tensor, static: int) -> Tensor:
+        """Mark the pages that are taken: values [G, pages] and the pages' tokens (Summaries.tokens), beside `static` rows, to bool [G, pages]."""
         free = (tokens >= 0).sum(dim=-1)
-        ranked = values.argsort(dim=1, descending=True, stable=True)[:, : self.config.most_pages(length)]
-        fits = free.gather(1, ranked).cumsum(dim=1) <= self.config.top_k - (length - free.sum(dim=1, keepdim=True))
+        ranked = values.argsort(dim=1, descending=True, stable=True)
+        fits = free.gather(1, ranked).cumsum(dim=1) <= self.config.top_k - static
         return torch.zeros_like(free, dtype=torch.bool).scatter_(1, ranked, fits) & (free > 0)
 
     def page_values(self, queries: Tensor, slot: int, length: int) -> Tensor:

@@ -30,6 +30,6 @@ def stages(index: Index, query: Tensor, slot: int) -> Stages:
     heads = torch.arange(tokens.shape[0], device=tokens.device)[:, None, None]
     of_pages = scores.transpose(1, 2)[heads, tokens.clamp(min=0)].masked_fill((tokens < 0)[..., None], -torch.inf)
     values = reduce_scores(of_pages.amax(dim=2).transpose(1, 2), GROUP_REDUCE, prkv.context.scaling)
-    taken = prkv.best_pages(values, tokens, n)
+    taken = prkv.best_pages(values, tokens, static.shape[1])
     places = torch.cat((static, tokens.masked_fill(~taken[..., None], -1).flatten(1)), dim=1)
     return Stages((Stage("pages", by_place(places, n), ideal=True),), last=RANKS[prkv.config.page_score])

@@ -28,7 +28,6 @@ struct PrkvSelectArguments {
     int64_t* received;           // [slots] queries that `recent` has received, counted up
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
     int64_t page, recent_queries, most_static;
-    int64_t few_pages;  // pages of a long region that a step selects at most (Config.most_pages)
     int64_t block;      // neighbouring places that share a mean
     int64_t reduction;  // 2: the mean of the softmaxes of the query heads, as round_queries knows it
     int64_t bfloat16;   // queries are bfloat16, else float32
@@ -48,7 +47,7 @@ enum Phase { PREPARE, SCAN, FINISH, PHASES };
 struct Task {
     Progress<PHASES> progress;
     int64_t request, head, length;
-    int64_t pages, most_pages;  // most_pages: that may be selected
+    int64_t pages, most_pages;  // most_pages: so many are enough, whichever rows are static
     int64_t stride;             // of the scores of a query, with room for whole vectors
     const int32_t* extents;
     const int32_t *first_static, *last_static;  // static rows, the second behind the last one
@@ -79,7 +78,7 @@ Task describe(const PrkvSelectArguments& a, int64_t number) {
     task.first_static = a.statics + (request.slot * a.kv_heads + task.head) * a.most_static;
     task.last_static = task.first_static + a.static_rows[request.slot];
     task.pages = (task.length + a.page - 1) / a.page, task.stride = rounded_up(task.pages);
-    task.most_pages = std::min(task.length <= 4 * a.top_k ? a.top_k / a.page : a.few_pages, task.pages);
+    task.most_pages = std::min(a.top_k / a.page, task.pages);
     return task;
 }
 

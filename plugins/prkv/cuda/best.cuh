@@ -14,7 +14,7 @@ namespace prkv {
 constexpr int GROUPS = PAGES <= 32 ? 128 : THREADS;  // of threads: the more, the fewer keys reach the limit
 constexpr int TEAM = THREADS / GROUPS;               // threads of a group, and threads that rank a maximum
 constexpr int AT_ONCE = LANES <= 4 ? 8 : (32 + LANES - 1) / LANES;  // pages whose scores a thread loads at a time
-constexpr int NOT_TAKEN = 0x7fffffff;                              // beyond all pages
+constexpr int NOT_TAKEN = 0x7fffffff;                               // beyond all pages
 constexpr int CANDIDATES = 1024;                                    // keys that may reach the limit; PAGES at least
 
 struct BestMemory {
@@ -161,19 +161,9 @@ __device__ __forceinline__ int collect(const Ranking& ranking, SortKey best, Sor
     return memory.candidate_count;
 }
 
-// Of the `wanted` best pages those that are taken: the best ones whose rows that are not static are at most `room`.
-// Ascending, into memory.pages and memory.rows; returns how many there are.
-__device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& task, int wanted, int room,
-                                          BestMemory& memory) {
-    if (wanted < 1) return 0;  // all rows are static
-    const int first = task.first_page(a);
-    const Ranking ranking{a, task, memory.normaliser, first, task.pages(), first & ~31};
-    Scores scores[AT_ONCE];  // asked for together with the normalisers
-    ranking.load(scores, ranking.base + threadIdx.x);
-    add_normalisers(a, task, memory);
-    const SortKey best = ranking.largest_own(scores);
-    memory.maxima[threadIdx.x] = best;
-    __syncthreads();
+// The `wanted` best pages into memory.found, the best one first, and their rows that are not static into memory.free;
+// returns how many there are. `best` is the largest key of this thread.
+__device__ __forceinline__ int rank_pages(const Ranking& ranking, SortKey best, int wanted, BestMemory& memory) {
     SortKey limit = ranking.count() > wanted ? limit_of(best, wanted, memory) : 0;
     int reached = collect(ranking, best, limit, memory);
     if (reached > CANDIDATES) {  // pages that one thread ranks resemble each other
@@ -186,19 +176,42 @@ __device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& 
         if (larger < wanted) memory.found[larger] = sort_key_index(memory.candidates[i]);
     }
     __syncthreads();
-    const int found = min(reached, wanted), i = threadIdx.x;
-    if (i < found) {
+    const int found = min(reached, wanted);
+    if (threadIdx.x < found) {
         int free = 0;
 #pragma unroll 8
-        for (int row = 0; row < PAGE; ++row) free += task.token(a, memory.found[i] * PAGE + row) >= 0;
-        memory.free[i] = free;
+        for (int row = 0; row < PAGE; ++row)
+            free += ranking.task.token(ranking.a, memory.found[threadIdx.x] * PAGE + row) >= 0;
+        memory.free[threadIdx.x] = free;
     }
     __syncthreads();
-    if (i < found) {
-        int rows = 0;
-        for (int better = 0; better <= i; ++better) rows += memory.free[better];
-        memory.taken[i] = rows <= room && memory.free[i] > 0 ? memory.found[i] : NOT_TAKEN;
+    return found;
+}
+
+// The pages that are taken: the best ones whose rows that are not static are at most `room`. Ascending, into
+// memory.pages and memory.rows; returns how many there are.
+__device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& task, int room, BestMemory& memory) {
+    if (room < 1) return 0;  // all rows are static
+    const int first = task.first_page(a), most = a.top_k / PAGE, i = threadIdx.x;
+    const Ranking ranking{a, task, memory.normaliser, first, task.pages(), first & ~31};
+    Scores scores[AT_ONCE];  // asked for together with the normalisers
+    ranking.load(scores, ranking.base + threadIdx.x);
+    add_normalisers(a, task, memory);
+    const SortKey best = ranking.largest_own(scores);
+    memory.maxima[threadIdx.x] = best;
+    __syncthreads();
+    int found, upto, wanted = min(most, room / PAGE * 4 / 3 + 1);  // enough, unless many of their rows are static
+    for (;; wanted = most) {
+        found = rank_pages(ranking, best, wanted, memory);
+        int all = 0;
+        upto = 0;  // rows of the pages up to this thread's
+        for (int other = 0; other < found; ++other) {
+            all += memory.free[other];
+            upto += other <= i ? memory.free[other] : 0;
+        }
+        if (all > room || found < wanted || wanted == most) break;  // the same for all threads
     }
+    if (i < found) memory.taken[i] = upto <= room && memory.free[i] > 0 ? memory.found[i] : NOT_TAKEN;
     __syncthreads();
     int taken = 0, before = 0;
     for (int other = 0; other < found; ++other) {

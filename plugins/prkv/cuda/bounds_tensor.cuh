@@ -38,7 +38,7 @@ struct Factors {
 class Bounds {
     static constexpr int STEPS = DIM / 32;
     static constexpr int COLUMN_TILES = (LANES + 7) / 8;  // columns of the product are query heads
-    uint4 boxes[2][STEPS][2];  // [smallest, largest][step][page g or g + 8]
+    uint4 boxes[2][STEPS][2];                             // [smallest, largest][step][page g or g + 8]
     uint4 queries[COLUMN_TILES][STEPS];
     Factors factors;
     PowerSum sums[COLUMN_TILES][2];  // of columns 8 i + 2 t and 8 i + 2 t + 1
@@ -88,8 +88,8 @@ class Bounds {
                 const uint4 q = queries[i][s];
                 multiply(bound, boxes[0][s], factors.on_smallest(q.x), factors.on_smallest(q.y),
                          factors.on_smallest(q.z), factors.on_smallest(q.w));
-                multiply(bound, boxes[1][s], factors.on_largest(q.x), factors.on_largest(q.y),
-                         factors.on_largest(q.z), factors.on_largest(q.w));
+                multiply(bound, boxes[1][s], factors.on_largest(q.x), factors.on_largest(q.y), factors.on_largest(q.z),
+                         factors.on_largest(q.w));
             }
 #pragma unroll
             for (int j = 0; j < (TILE == 8 ? 2 : 4); ++j) {

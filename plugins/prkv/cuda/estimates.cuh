@@ -1,8 +1,8 @@
 // Scores of pages (Codes.scores in summaries.py) by codes of 2 bits of their rows, on tensor cores, by one warp.
 //
 // A page's score for a lane is log2 of the sum of 2^x over its rows, x being the row's estimate of q·k times the
-// softmax scale and log2 e: what the page would weigh in the softmax over all rows. Static rows weigh nothing. The numbers are the same for any
-// dtype of rows. The same interface as bounds_tensor.cuh.
+// softmax scale and log2 e: what the page would weigh in the softmax over all rows. Static rows weigh nothing. The
+// numbers are the same for any dtype of rows. The same interface as bounds_tensor.cuh.
 #pragma once
 
 #include "plugins/codes/cuda/products.cuh"

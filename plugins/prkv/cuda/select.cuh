@@ -30,7 +30,6 @@ struct SelectArguments {
     Number* recent;          // [slots, recent_queries, kv_heads * GROUP, HEAD_DIM] last queries
     int* rows;               // [batch, kv_heads, top_k] result
     int kv_heads, max_extents, top_k, recent_queries, most_static;
-    int few_pages;  // pages of a long region that a step selects at most (Config.most_pages)
     float scaling;  // softmax scale
 #ifdef PRKV_CODES
     int block_bits;
@@ -53,10 +52,6 @@ struct Task : TaskOf<SelectArguments> {
     __device__ __forceinline__ int static_rows(const SelectArguments& a) const { return a.static_rows[request.slot]; }
     __device__ __forceinline__ const int* statics(const SelectArguments& a) const {
         return a.statics + (static_cast<long long>(request.slot) * a.kv_heads + head) * a.most_static;
-    }
-    // Pages that may be selected at most.
-    __device__ __forceinline__ int most_pages(const SelectArguments& a) const {
-        return request.length <= 4 * a.top_k ? a.top_k / PAGE : a.few_pages;
     }
 #ifdef PRKV_CODES
     // The first page, and the token at a place of a page, or -1 for none that counts. Places are tokens, of which the

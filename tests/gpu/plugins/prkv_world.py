@@ -274,7 +274,7 @@ def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> Non
         assert torch.equal(chosen[: len(want)], want), "pages are whole, and ascend"
         assert (chosen[len(want) :] == -1).all()
         others = ~taken & (free[head] > 0)
-        if not others.any() or int(taken.sum()) == config.most_pages(n):
+        if not others.any():
             continue
         # Scores are sums of products that cancel: their rounding is that of the largest terms.
         tolerance = 1e-4 * float(values[head].abs().max())
