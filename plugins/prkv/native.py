@@ -32,7 +32,10 @@ class PrkvSelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("high", "scales", "means", "mean_steps", "table", "signs")),
         *((name, c_void_p) for name in ("statics", "static_rows", "picked", "recent", "received")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("page", "recent_queries", "most_static", "block", "reduction", "bfloat16", "threads")),
+        *(
+            (name, c_int64)
+            for name in ("page", "recent_queries", "most_static", "block", "reduction", "bfloat16", "threads")
+        ),
         *((name, c_double) for name in ("scaling", "step")),
     )
 

@@ -152,7 +152,15 @@ class ReferenceIndex(Index):
         return rows.gather(1, (rows < 0).int().argsort(dim=1, stable=True))[:, : self.config.top_k].int()
 
     def best_pages(self, values: Tensor, tokens: Tensor, static: int) -> Tensor:
-        """Mark the pages that are taken: values [G, pages] and the pages' tokens (Summaries.tokens), beside `static` rows, to bool [G, pages]."""
+        """Mark the pages that are taken beside `static` rows: bool [G, pages].
+
+        Parameters
+        ----------
+        values : Tensor [G, pages]
+            What ranks the pages.
+        tokens : Tensor, int64 [G, pages, page]
+            Their tokens, of Summaries.tokens.
+        """
         free = (tokens >= 0).sum(dim=-1)
         ranked = values.argsort(dim=1, descending=True, stable=True)
         fits = free.gather(1, ranked).cumsum(dim=1) <= self.config.top_k - static

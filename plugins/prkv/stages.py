@@ -19,8 +19,8 @@ def stages(index: Index, query: Tensor, slot: int) -> Stages:
     """Find the stages of a query [H, D].
 
     `pages` keeps the static rows, and the rows of the best pages if each page is ranked by its best key; `boxes`, or `codes`,
-    ranks pages. In the stage `pages`, a page's score for a lane is the largest score of its keys that are not static; these scores
-    are reduced as `select` reduces those of boxes or codes.
+    ranks pages. In the stage `pages`, a page's score for a query head is the largest score of its keys that are not static; these
+    scores are reduced as `select` reduces those of boxes or codes.
     """
     prkv = require_index(index, ReferenceIndex)
     n, static = prkv.context.lengths[slot], prkv.static_of(slot)

@@ -107,5 +107,5 @@ def candidates(static: Tensor, picked: Tensor, page: int, most: int) -> tuple[Te
 
 
 def choose(values: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Take the `count` tokens, of int64 [G, m], whose values [G, m] are largest, ties by position: int64 [G, count], ascending."""
+    """Take the `count` tokens, of int64 [G, m], whose values [G, m] are largest (ties: the first ones): ascending."""
     return tokens.gather(1, marked_first(largest(values, count))[:, :count]).sort(dim=1).values

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.codes.key_codes import encode, estimate_all, round_lanes
+from kvseek.plugins.codes.key_codes import estimate_all, round_lanes
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import IndexContext

@@ -70,7 +70,9 @@ def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, 
             taken = [{row // config.page for row in rows} for rows in (ours, theirs)]
             differing = [float(values[head, page]) for page in taken[0] ^ taken[1]]
             scale = max(differing, default=0.0)
-            assert scale - min(differing, default=0.0) <= 1e-5 * scale + 1e-6 * float(values[head].nan_to_num().abs().max())
+            assert scale - min(differing, default=0.0) <= 1e-5 * scale + 1e-6 * float(
+                values[head].nan_to_num().abs().max()
+            )
             if not differing:
                 assert ours == theirs
             for page in taken[0]:

@@ -61,7 +61,9 @@ class Case:
 
     def picked(self, slot: int) -> Tensor:
         """How often each page was selected: int32 [G, pages]."""
-        return read_pages(self.context, self.index.picked, slot, -(-self.context.lengths[slot] // self.index.config.page))
+        return read_pages(
+            self.context, self.index.picked, slot, -(-self.context.lengths[slot] // self.index.config.page)
+        )
 
     def check_summaries(self, slot: int) -> None:
         """Boxes enclose the keys of their pages exactly; codes are those of the rows."""
