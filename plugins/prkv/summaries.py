@@ -120,7 +120,9 @@ class Boxes(Summaries):
     def prepare(self, keys: Tensor, static: Tensor) -> Tensor | None:
         """See Summaries.prepare. Takes the keys [G, n, D] of all whole pages to the boxes of these: [G, n / page, 2, D]."""
         order = static_first(static, keys.shape[1])
-        pages = keys.gather(1, order[..., None].expand_as(keys)).unflatten(1, (-1, self.config.page))
+        pages = keys.gather(1, order[..., None].expand_as(keys)).view(
+            keys.shape[0], -1, self.config.page, keys.shape[2]
+        )
         return torch.stack((pages.amin(dim=2), pages.amax(dim=2)), dim=2)
 
     def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:
@@ -128,7 +130,7 @@ class Boxes(Summaries):
         assert prepared is not None, "boxes follow the static set"
         extents, size = self.context.extents.device_table[slot].long(), self.pages_of_extent
         whole, left = divmod(prepared.shape[1], size)
-        by_extent = prepared[:, : whole * size].unflatten(1, (whole, size)).transpose(0, 1)
+        by_extent = prepared[:, : whole * size].reshape(len(prepared), whole, *self.boxes.shape[2:]).transpose(0, 1)
         self.boxes.index_copy_(0, extents[:whole], by_extent)
         if left:
             self.boxes[int(self.context.extents.table[slot, whole]), :, :left] = prepared[:, whole * size :]
@@ -217,7 +219,8 @@ class Codes(Summaries):
 
 def by_page(rows: Tensor, page: int, fill: float) -> Tensor:
     """Cut what belongs to rows into pages: [..., n] to [..., pages, page], the last one filled up."""
-    return F.pad(rows, (0, -rows.shape[-1] % page), value=fill).unflatten(-1, (-1, page))
+    padded = F.pad(rows, (0, -rows.shape[-1] % page), value=fill)
+    return padded.view(*rows.shape[:-1], -1, page)
 
 
 def read_pages(context: IndexContext, array: Tensor, slot: int, pages: int) -> Tensor:

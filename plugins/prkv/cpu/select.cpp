@@ -47,8 +47,8 @@ enum Phase { PREPARE, SCAN, FINISH, PHASES };
 struct Task {
     Progress<PHASES> progress;
     int64_t request, head, length;
-    int64_t pages, most_pages;  // most_pages: so many are enough, whichever rows are static
-    int64_t stride;             // of the scores of a query, with room for whole vectors
+    int64_t pages;
+    int64_t stride;  // of the scores of a query, with room for whole vectors
     const int32_t* extents;
     const int32_t *first_static, *last_static;  // static rows, the second behind the last one
     RoundedQuery* queries;                      // [group]
@@ -56,9 +56,7 @@ struct Task {
     CandidateLists lists;
     int32_t* places;  // [pages] selected pages, ascending
     int32_t* free;    // [pages] rows that are not static
-    int32_t* ranked;  // [most_pages] numbers in `places`, the best page first
-
-    int64_t statics() const { return last_static - first_static; }
+    int64_t* ranked;  // [pages] the best page first: its rank, the largest one least, before its number
 };
 
 struct Job {
@@ -78,7 +76,6 @@ Task describe(const PrkvSelectArguments& a, int64_t number) {
     task.first_static = a.statics + (request.slot * a.kv_heads + task.head) * a.most_static;
     task.last_static = task.first_static + a.static_rows[request.slot];
     task.pages = (task.length + a.page - 1) / a.page, task.stride = rounded_up(task.pages);
-    task.most_pages = std::min(a.top_k / a.page, task.pages);
     return task;
 }
 
@@ -88,7 +85,7 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.lists = {arena.take<int32_t>(task.stride), arena.take<int32_t>(task.stride)};
     task.places = arena.take<int32_t>(task.stride);
     task.free = arena.take<int32_t>(task.stride);
-    task.ranked = arena.take<int32_t>(task.most_pages);
+    task.ranked = arena.take<int64_t>(task.stride);
 }
 
 int64_t extents_of(const Task& task) {
@@ -132,47 +129,62 @@ void count_free(const PrkvSelectArguments& a, const Task& task) {
     for (const int32_t* one = task.first_static; one < task.last_static; one++) task.free[*one / a.page]--;
 }
 
-// Write the rows of a page that are not static; returns their number.
-int64_t write_page(const PrkvSelectArguments& a, const Task& task, int64_t page, int32_t* rows) {
-    const int64_t first = page * a.page, end = std::min(task.length, first + a.page);
-    const int32_t* next = std::lower_bound(task.first_static, task.last_static, first);
-    int64_t count = 0;
-    for (int64_t row = first; row < end; row++) {
-        if (next < task.last_static && *next == row)
-            next++;
-        else
-            rows[count++] = static_cast<int32_t>(row);
+// The pages that are taken, into task.places, ascending: the best ones, until the rows of the next one that are not
+// static do not fit into `room`. Returns how many they are.
+int64_t take_pages(const PrkvSelectArguments& a, const Task& task, int64_t room) {
+    const int64_t most = std::min(a.top_k / a.page, task.pages);
+    const auto key = [&](int64_t i) {  // the better the page, the smaller; ties: the first one
+        const int64_t rank = rank_of(splat(task.scores[task.places[i]]))[0];
+        return -rank * (INT64_C(1) << 32) + task.places[i];
+    };
+    int64_t count = std::min(most, room / a.page * 4 / 3 + 1);  // enough, unless many of their rows are static
+    for (; room > 0; count = most) {
+        take_candidates(task.scores, task.pages, count, task.lists, task.places);
+        for (int64_t i = 0; i < count; i++) task.ranked[i] = key(i);
+        std::sort(task.ranked, task.ranked + count);
+        int64_t fitting = 0;
+        for (int64_t left = room; fitting < count; fitting++) {
+            left -= task.free[task.ranked[fitting] & INT32_MAX];
+            if (left < 0) break;
+        }
+        if (fitting == count && count < most) continue;
+        int64_t taken = 0;
+        for (int64_t i = 0; i < count && fitting > 0; i++)
+            if (key(i) <= task.ranked[fitting - 1]) task.places[taken++] = task.places[i];
+        return taken;
     }
-    return count;
+    return 0;
 }
 
-// Choose the best pages whose rows have room, and count them; the static rows come first.
+// Choose the pages, and count them; the static rows come first, then those of pages that are not static.
 void finish(const Job& job, const Task& task) {
     const PrkvSelectArguments& a = job.a;
     const int64_t pages_of_extent = INDEX_EXTENT / a.page;
     int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
-    int64_t written = task.statics(), room = a.top_k - written;
-    std::copy(task.first_static, task.last_static, rows);
+    int32_t* const end = rows + a.top_k;
+    rows = std::copy(task.first_static, task.last_static, rows);
     for (int lane = 0; lane < a.group; lane++) softmax(task.scores + lane * task.stride, task.pages, 1.0f);
     fold(task.scores, static_cast<int>(a.group), task.stride, task.pages, false);
-    if (task.most_pages > 0) take_candidates(task.scores, task.pages, task.most_pages, task.lists, task.places);
     count_free(a, task);
-    for (int64_t i = 0; i < task.most_pages; i++) task.ranked[i] = static_cast<int32_t>(i);
-    const auto value = [&](int32_t i) { return rank_of(splat(task.scores[task.places[i]]))[0]; };
-    std::stable_sort(task.ranked, task.ranked + task.most_pages,
-                     [&](int32_t one, int32_t other) { return value(one) > value(other); });
-    int64_t taken = 0;
-    for (; taken < task.most_pages && task.free[task.places[task.ranked[taken]]] <= room; taken++)
-        room -= task.free[task.places[task.ranked[taken]]];
-    std::sort(task.ranked, task.ranked + taken);
+    const int64_t taken = take_pages(a, task, end - rows);
+    const int32_t* next = task.first_static;
     for (int64_t i = 0; i < taken; i++) {
-        const int64_t page = task.places[task.ranked[i]], extent = task.extents[page / pages_of_extent];
+        const int32_t page = task.places[i];
         if (task.free[page] == 0) continue;
-        written += write_page(a, task, page, rows + written);
+        const int32_t first = page * static_cast<int32_t>(a.page);
+        const int32_t last = static_cast<int32_t>(std::min(task.length, first + a.page));
+        next = std::lower_bound(next, task.last_static, first);
+        for (int32_t row = first; row < last; row++) {
+            if (next < task.last_static && *next == row)
+                next++;
+            else
+                *rows++ = row;
+        }
+        const int64_t extent = task.extents[page / pages_of_extent];
         int32_t* times = a.picked + (extent * a.kv_heads + task.head) * pages_of_extent + page % pages_of_extent;
         __atomic_fetch_add(times, 1, __ATOMIC_RELAXED);  // requests of a slot count the same pages
     }
-    std::fill(rows + written, rows + a.top_k, -1);
+    std::fill(rows, end, -1);
 }
 
 int64_t parts_of(const Task& task, int phase) {
