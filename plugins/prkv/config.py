@@ -52,7 +52,7 @@ class Config:
     page_score: str = "codes"
     box_radius: float = 0.25
     window_queries: int = 64
-    update_interval: int = 64
+    update_interval: int = 80
     update_queries: int = 32
     update_pages: int = 2048
     cache_steps: int = 1

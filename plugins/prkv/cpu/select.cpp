@@ -92,18 +92,14 @@ int64_t extents_of(const Task& task) {
     return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
 }
 
-// Score the pages of an extent: static rows weigh nothing.
-void scan(const Job& job, const Task& task, int64_t extent) {
-    const PrkvSelectArguments& a = job.a;
-    alignas(64) int32_t sums[MAX_QUERIES * INDEX_EXTENT];
-    alignas(64) float exponents[INDEX_EXTENT], offsets[INDEX_EXTENT];
-    const int64_t first = extent * INDEX_EXTENT, end = std::min(task.length, first + INDEX_EXTENT);
+// Score the pages of an extent from the sums [group, INDEX_EXTENT] of its `count` keys: static rows weigh nothing. A
+// function of its own, because the compiler takes the products apart if it finds both in one.
+__attribute__((noinline)) void score_extent(const PrkvSelectArguments& a, const Task& task, int64_t first, int count,
+                                            const int32_t* sums) {
+    alignas(64) float exponents[INDEX_EXTENT], offsets[INDEX_EXTENT], scores[INDEX_EXTENT];
     const int64_t row = row_of(task.extents, a.kv_heads, task.head, first);
-    const int count = static_cast<int>(end - first), group = static_cast<int>(a.group);
     const int32_t* statics = std::lower_bound(task.first_static, task.last_static, first);
-    for (int key = 0; key < count; key += 32) __builtin_prefetch(a.scales + row + key);
-    plane_sums({a.high + row * job.row, nullptr, AHEAD}, job.row, count, task.queries, group, sums, INDEX_EXTENT);
-    for (int lane = 0; lane < group; lane++) {
+    for (int lane = 0; lane < a.group; lane++) {
         const RoundedQuery& query = task.queries[lane];
         const float worth = query.step * static_cast<float>(a.step / 2), scaling = static_cast<float>(a.scaling);
         means_of(a).products(row, count, query, query.step, offsets);
@@ -114,19 +110,30 @@ void scan(const Job& job, const Task& task, int64_t extent) {
             store(exponents + key, estimates * scaling);
         }
         for (int key = count; key % LANES != 0; key++) exponents[key] = -INFINITE;
-        for (const int32_t* one = statics; one < task.last_static && *one < end; one++)
+        for (const int32_t* one = statics; one < task.last_static && *one < first + count; one++)
             exponents[*one - first] = -INFINITE;
-        alignas(64) float scores[INDEX_EXTENT];
         const int64_t pages = score_pages(exponents, count, a.page, scores);
         std::memcpy(task.scores + lane * task.stride + first / a.page, scores, pages * sizeof(float));
     }
+}
+
+void scan(const Job& job, const Task& task, int64_t extent) {
+    const PrkvSelectArguments& a = job.a;
+    alignas(64) int32_t sums[MAX_QUERIES * INDEX_EXTENT];
+    const int64_t first = extent * INDEX_EXTENT, row = row_of(task.extents, a.kv_heads, task.head, first);
+    const int count = static_cast<int>(std::min(task.length - first, static_cast<int64_t>(INDEX_EXTENT)));
+    const int group = static_cast<int>(a.group);
+    for (int key = 0; key < count; key += 32) __builtin_prefetch(a.scales + row + key);
+    plane_sums({a.high + row * job.row, nullptr, AHEAD}, job.row, count, task.queries, group, sums, INDEX_EXTENT);
+    score_extent(a, task, first, count, sums);
 }
 
 // Count the rows of each page that are not static.
 void count_free(const PrkvSelectArguments& a, const Task& task) {
     for (int64_t i = 0; i < task.pages; i++) task.free[i] = static_cast<int32_t>(a.page);
     task.free[task.pages - 1] -= static_cast<int32_t>(task.pages * a.page - task.length);
-    for (const int32_t* one = task.first_static; one < task.last_static; one++) task.free[*one / a.page]--;
+    const int shift = __builtin_ctzll(a.page);  // a division takes much longer
+    for (const int32_t* one = task.first_static; one < task.last_static; one++) task.free[*one >> shift]--;
 }
 
 // The pages that are taken, into task.places, ascending: the best ones, until the rows of the next one that are not
@@ -141,7 +148,10 @@ int64_t take_pages(const PrkvSelectArguments& a, const Task& task, int64_t room)
     for (; room > 0; count = most) {
         take_candidates(task.scores, task.pages, count, task.lists, task.places);
         for (int64_t i = 0; i < count; i++) task.ranked[i] = key(i);
-        std::sort(task.ranked, task.ranked + count);
+        // So many fit whatever is static: their order does not matter.
+        const int64_t certain = std::min(count - 1, room / a.page);
+        std::nth_element(task.ranked, task.ranked + certain, task.ranked + count);
+        std::sort(task.ranked + certain, task.ranked + count);
         int64_t fitting = 0;
         for (int64_t left = room; fitting < count; fitting++) {
             left -= task.free[task.ranked[fitting] & INT32_MAX];
@@ -149,8 +159,9 @@ int64_t take_pages(const PrkvSelectArguments& a, const Task& task, int64_t room)
         }
         if (fitting == count && count < most) continue;
         int64_t taken = 0;
-        for (int64_t i = 0; i < count && fitting > 0; i++)
-            if (key(i) <= task.ranked[fitting - 1]) task.places[taken++] = task.places[i];
+        const int64_t first_left = fitting < count ? task.ranked[fitting] : INT64_MAX;
+        for (int64_t i = 0; i < count; i++)
+            if (key(i) < first_left) task.places[taken++] = task.places[i];
         return taken;
     }
     return 0;
@@ -159,7 +170,7 @@ int64_t take_pages(const PrkvSelectArguments& a, const Task& task, int64_t room)
 // Choose the pages, and count them; the static rows come first, then those of pages that are not static.
 void finish(const Job& job, const Task& task) {
     const PrkvSelectArguments& a = job.a;
-    const int64_t pages_of_extent = INDEX_EXTENT / a.page;
+    const int32_t pages_of_extent = static_cast<int32_t>(INDEX_EXTENT / a.page);
     int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
     int32_t* const end = rows + a.top_k;
     rows = std::copy(task.first_static, task.last_static, rows);

@@ -314,16 +314,10 @@ class CopiesMachine(CacheMachine):
     form = "copies"
 
 
-class MovingMachine(CacheMachine):
-    """The same with rows that change places."""
-
-    form = "moved"
-
-
-for machine in (CacheMachine, RowsMachine, CopiesMachine, MovingMachine):
+for machine in (CacheMachine, RowsMachine, CopiesMachine):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestPrefixCache, TestSharedRows = CacheMachine.TestCase, RowsMachine.TestCase
-TestCopiedRows, TestMovedRows = CopiesMachine.TestCase, MovingMachine.TestCase
+TestCopiedRows = CopiesMachine.TestCase
 
 
 def test_the_rows_of_a_window_that_fill_an_extent_are_indexed() -> None:

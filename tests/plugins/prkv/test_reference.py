@@ -255,9 +255,9 @@ def test_updates_of_layers_take_turns() -> None:
     for layer in (0, 1, 31, 79):
         due = [step for step in range(1, 600) if update_is_due(config, layer, step)]
         assert due[0] >= 32
-        assert all(b - a == 64 for a, b in itertools.pairwise(due))
-    assert update_is_due(config, 0, 128)
-    assert not update_is_due(config, 1, 128)
+        assert all(b - a == 80 for a, b in itertools.pairwise(due))
+    assert update_is_due(config, 0, 80)
+    assert not update_is_due(config, 1, 80)
 
 
 @pytest.mark.parametrize(
