@@ -113,7 +113,7 @@ class Retrieval:
         built = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
         if built.ticket is not None:
             self._builds.add(slot, built.ticket)
-        self.cache.write_prompt(layer, slot, keys, values, built.order)
+        self.cache.write_prompt(layer, slot, keys, values)
 
     def _adopt(self, layer: int, slot: int, keys: Tensor) -> None:
         """Begin the index of a layer with the entries that the slot shares, and the keys [G, n, D] of the places behind them."""

@@ -117,8 +117,6 @@ class Replay:
         keys, index = self.region, self.index
         tokens = torch.arange(self.length).expand(keys.shape[0], -1)
         built = index.build(0, keys.contiguous(), queries.contiguous())
-        if built.order is not None:
-            keys, tokens = keys.gather(1, built.order[..., None].expand_as(keys)), built.order
         rows = torch.zeros(keys.shape[0], self.length, 2, keys.shape[2])
         rows[:, :, 0], rows[:, :, 1, 0] = keys, tokens.float()
         index.context.extents.write(self.pool, 0, 0, rows)

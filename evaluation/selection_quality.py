@@ -80,21 +80,14 @@ def fresh_rows(tapped: TappedSelection, index: Index, method: str) -> Tensor:
     fresh = get_method(method).create(
         dataclasses.replace(index.context, extents=extents, lengths=[n], rows=rows, shared={})
     )
-    keys = tapped.keys
-    built = fresh.build(0, keys, tapped.queries[:, None])
-    if built.order is not None:
-        keys = keys.gather(1, built.order[..., None].expand_as(keys))
-    extents.write(pool[:, :, :, 0], 0, 0, keys)
+    built = fresh.build(0, tapped.keys, tapped.queries[:, None])
+    extents.write(pool[:, :, :, 0], 0, 0, tapped.keys)
     if built.ticket is not None:
         built.ticket.wait()
     batch = batch_of(fresh)
     selection = fresh.select(tapped.queries[None], batch)
     assert selection is not None, "an index selects whenever another of the same method and layer does"
-    places = single_rows(selection, batch)[0]
-    if built.order is None:
-        return places
-    tokens = built.order.gather(1, places.clamp(min=0).long()).int()  # its places, as places of `tapped.keys`
-    return torch.where(places < 0, places, tokens)
+    return single_rows(selection, batch)[0]
 
 
 def _grouped(tapped: TappedSelection) -> Tensor:

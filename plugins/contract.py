@@ -87,7 +87,7 @@ class IndexContext:
     # which is the most that it can need.
     rows: LayerRows | None = None
     # For each row of the pool, int16 [extents, G, 1024], the frame to which it was copied last, where the engine keeps copies on
-    # a GPU (plugins/attention/hot_rows.py); else None. An index that lets rows change places writes NO_FRAME for these rows.
+    # a GPU (plugins/attention/hot_rows.py); else None.
     frames: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
     shares_extents: bool = False  # whether slots may have extents in common, and a batch several requests of a slot
@@ -111,19 +111,15 @@ class IndexContext:
 
 @dataclass(frozen=True)
 class Built:
-    """Result of `Index.build`: the order of the rows, and the work that is left for the engine to wait for.
+    """Result of `Index.build`.
 
     Attributes
     ----------
-    order : Tensor, int64 [G, n], or None
-        Per KV head, the retrieval token of each *place*: a permutation in which the engine writes the prompt's rows to the
-        pool. None: token order. Tokens that leave the window later always come last.
     ticket : Ticket or None
         Work that still runs on a side stream. The engine waits for it before the first decode step of the slot and before
         the slot receives another prompt, and limits the number of layers whose work runs at a time.
     """
 
-    order: Tensor | None = None
     ticket: Ticket | None = None
 
 
@@ -154,8 +150,7 @@ class Attention(Protocol):
 class Index(ABC):
     """Retrieval index of one layer over the retrieval regions of all slots.
 
-    A retrieval row is known by its *place*: its number in the order in which the pool holds the rows of a slot and KV
-    head. Places follow the tokens, unless `build` asked for another order.
+    A retrieval row is known by its *place*: its number among the rows of a slot and KV head, in the order of the tokens.
     """
 
     def __init__(self, context: IndexContext) -> None:
@@ -205,13 +200,6 @@ class Index(ABC):
         ----------
         length : int
             A multiple of 1,024.
-        """
-
-    def sort_rows(self, slot: int, first: int) -> None:  # noqa: B027  rows of most methods are in token order
-        """Move the rows of retrieval tokens `first` and later to the places of their numbers; other rows in these are lost.
-
-        The engine keeps the rows of a request that has ended in this order. On a GPU it is done on the current stream, and the
-        host does not wait.
         """
 
     @abstractmethod
@@ -306,15 +294,11 @@ class Traits:
         (plugins/attention/native.py). An engine of another shape is refused when it is built, and when it is loaded.
     prefix_reuse : "entries", "rows" or "copies"
         What requests whose prompts begin alike have in common (docs/conversations.md).
-        "entries": whole extents with their rows and index entries. The places of a prompt follow its tokens, and the entries
+        "entries": whole extents with their rows and index entries. The entries
         of a full extent are made from its keys alone, by `build` and `append` alike. All else that the index keeps of a slot can
         be made from these entries (`Index.adopt`).
-        "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents,
-        and the places of a prompt follow its tokens.
+        "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents.
         "copies": no extents. Rows are copied into a request's own extents, and `build` indexes all keys of every prompt.
-    moves_rows : bool
-        Whether rows may lie at other places than their tokens' (Built.order), so that a running request leaves nothing to others
-        and `Index.sort_rows` is needed when it ends. Only with `prefix_reuse` "copies".
     last_queries : callable
         Takes the retrieval tokens n of a prompt; returns how many of its last queries `build` makes use of. So many of a
         prompt's last tokens are read, and not reused.
@@ -332,7 +316,6 @@ class Traits:
     cpu_library_on_gpu: bool = False
     cpu_limits: ShapeLimits | None = None
     prefix_reuse: Literal["entries", "rows", "copies"] = "copies"
-    moves_rows: bool = False
     last_queries: Callable[[int], int] = _no_queries
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
     cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

@@ -62,7 +62,7 @@ class Filler:
     def fill(self, cell: Cell, targets: Sequence[Target]) -> None:
         """Make each cache hold the cell's requests, in slots 0, 1, ..., and build its indexes; other slots are closed.
 
-        Every cache gets the same tokens, in the order that its indexes ask for. Rows of the host pool are copied from the
+        Every cache gets the same tokens. Rows of the host pool are copied from the
         device in pieces of an extent. `memory_plan.fill_bytes` counts what this holds at a time.
         """
         for cache, _ in targets:
@@ -84,12 +84,12 @@ class Filler:
             keys, queries = self._text(slot, cache.lengths[slot]), self.layer_queries(layer, self.queries)
             built = [index.build(slot, keys, queries) for index in indexes]
             tickets += [one.ticket for one in built if one.ticket is not None]
-            self._write(layer, slot, _placed(keys, [one.order for one in built if one.order is not None]), cache)
+            self._write(layer, slot, keys, cache)
         for ticket in tickets:
             ticket.wait()
 
     def _write(self, layer: int, slot: int, keys: Tensor, cache: Cache) -> None:
-        """Store keys [G, n, D], by place, and as many values."""
+        """Store keys [G, n, D], and as many values."""
         for start in range(0, keys.shape[1], CHUNK_TOKENS):
             part = keys[:, start : start + CHUNK_TOKENS]
             rows = torch.stack((part, self._values[:, : part.shape[1]]), dim=2)
@@ -107,17 +107,6 @@ class Filler:
             yield
         finally:
             self._keys.mul_(self.signs[layer])
-
-
-def _placed(keys: Tensor, orders: Sequence[Tensor]) -> Tensor:
-    """Keys [G, n, D] by place: a copy if an index over them chose an order, at most one may."""
-    assert len(orders) <= 1, "indexes of two orders cannot share a pool"
-    if not orders:
-        return keys
-    placed = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
-    for head, order in enumerate(orders[0]):  # one at a time: a gather over all would expand the places to D
-        torch.index_select(keys[head], 0, order, out=placed[head])
-    return placed
 
 
 def with_empty_buffer(cache: Cache, tokens: int) -> int:

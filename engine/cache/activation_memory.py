@@ -15,7 +15,6 @@ from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.prompt_attention import BLOCKS_TOGETHER, LSE_NUMBERS, filled_up, most_blocks, window_tokens
 from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.contract import LAST_QUERIES
-from kvseek.plugins.registry import method_traits
 
 from .cache import COPIES_IN_FLIGHT
 from .row_storage import STAGED_EXTENTS
@@ -130,17 +129,10 @@ def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return numbers * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
 
 
-def sorting_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that it takes to put a request's rows back into token order: those of two KV heads of a layer."""
-    if not (reuses_prefixes(config) and method_traits(config).moves_rows):
-        return 0
-    return 2 * config.max_seq_len * 2 * config.model.head_dim * dtype.itemsize
-
-
 def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the whole work space, for prompts of up to max_input_len tokens.
 
     One long prompt is read at a time, and a pack of short prompts beside it.
     """
     prefills = prefill_bytes(config, dtype, config.max_input_len) + pack_bytes(config, dtype)
-    return RESERVE_BYTES + prefills + decode_bytes(config, dtype) + sorting_bytes(config, dtype)
+    return RESERVE_BYTES + prefills + decode_bytes(config, dtype)

@@ -136,20 +136,15 @@ class Cache:
         self.tokens[slot] = tokens
         self.lengths[slot] = self.retrieval_tokens(tokens)
 
-    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor, order: Tensor | None = None) -> None:
+    def write_prompt(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's prompt rows, keys and values [G, tokens, D], in window and pool.
 
         `keys` and `values` may be overwritten after the call. Rows for host memory are copied on a side stream, so
         `finish_prompt` must be called before the pool's rows are read.
-
-        Parameters
-        ----------
-        order : Tensor, int64 [G, n], or None
-            Retrieval token of each place (Built.order); None: the order of the tokens.
         """
         shared = self.shared_places(slot)
         first = self.config.sink + shared if shared else 0  # of the tokens whose rows are written here
-        self._write_tail(layer, slot, torch.stack((keys[:, first:], values[:, first:]), dim=2), first, order)
+        self._write_tail(layer, slot, torch.stack((keys[:, first:], values[:, first:]), dim=2), first)
 
     def write_prefix(self, layer: int, slot: int) -> Tensor:
         """Store a layer's rows of a slot that has no more tokens than its prefix, in window and pool.
@@ -159,17 +154,18 @@ class Cache:
         shared = self.shared_places(slot)
         first = self.config.sink + shared
         rows = self.prefixes[slot].rows_from(self.rows, layer, first)
-        self._write_tail(layer, slot, rows, first, None)
+        self._write_tail(layer, slot, rows, first)
         return rows[:, : self.lengths[slot] - shared, 0].contiguous()
 
-    def _write_tail(self, layer: int, slot: int, rows: Tensor, first: int, order: Tensor | None) -> None:
+    def _write_tail(self, layer: int, slot: int, rows: Tensor, first: int) -> None:
         """Store a layer's rows [G, n, 2, D] of a slot's tokens from `first` on: 0, or one behind the sink."""
         self._offloads.make_room()
         if first:
             head = self.prefixes[slot].sink_of(layer, self.window.device)
             self.window[layer, slot, :, : self.config.sink] = head
         self._write_prompt_window(layer, slot, rows, first)
-        rows = self._retrieval_rows(slot, rows, order, first)
+        begin = max(0, self.config.sink - first)
+        rows = rows[:, begin : self.config.sink + self.lengths[slot] - first]
         spans = self.extents.spans(slot, max(0, first - self.config.sink), self.lengths[slot])
         if layer < self.rows.layout.device_layers:
             self.rows.write(layer, rows[None], spans)
@@ -282,15 +278,6 @@ class Cache:
     def _window_row(self, position: int) -> int:
         sink = self.config.sink
         return position if position < sink else sink + (position - sink) % self.ring
-
-    def _retrieval_rows(self, slot: int, rows: Tensor, order: Tensor | None, first: int) -> Tensor:
-        """Pick from a prompt's rows [G, tokens, 2, D] those of the retrieval region, [G, n, 2, D] in the order of places.
-
-        `rows` begin with token `first`; if that lies in the retrieval region, there is no order.
-        """
-        sink, n = self.config.sink, self.lengths[slot]
-        retrieval = rows[:, max(0, sink - first) : sink + n - first]
-        return retrieval if order is None else retrieval.gather(1, order[..., None, None].expand_as(retrieval))
 
     def _write_prompt_window(self, layer: int, slot: int, rows: Tensor, first: int) -> None:
         """Store the sink and the latest tokens of a prompt in the window; its rows from token `first` on are [G, n, 2, D]."""

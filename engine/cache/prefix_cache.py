@@ -201,8 +201,7 @@ class PrefixCache:
         """Let others use the whole extents of a running request, whose prompt has been read and whose logits are finite."""
         self._read.add(slot)
         whole = self.cache.lengths[slot] // EXTENT_TOKENS
-        # Rows that change places are not shared before they are back in token order.
-        if not self.enabled or not whole or self._traits.moves_rows or self.cache.tokens[slot] > self._reach:
+        if not self.enabled or not whole or self.cache.tokens[slot] > self._reach:
             return
         if slot in self._doubtful:
             return

@@ -50,8 +50,6 @@ class PrefixRows:
         kept : int
             Places that are kept already, in whole extents: those of the slot may be other ones, and are not written.
         """
-        for index in self.indexes:
-            index.sort_rows(slot, kept)
         self.cache.write_ring(slot, max(kept, self.cache.lengths[slot]), places)
         if self.shares_entries:
             self._index(slot, max(kept, self.cache.lengths[slot]), places // EXTENT_TOKENS * EXTENT_TOKENS)

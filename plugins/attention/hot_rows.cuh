@@ -15,8 +15,7 @@
 // step for each slot, around the end. It may then be that of another row of another slot, which overwrites it: as said,
 // it may hold anything.
 //
-// The rows of a request do not change; a method that lets them change places writes NO_FRAME to `frames` there, and
-// shares no extents.
+// The rows of a request do not change.
 #pragma once
 
 #include "plugins/attention/attend_arguments.cuh"

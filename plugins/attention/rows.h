@@ -50,6 +50,10 @@ inline int64_t count_rows(const AttendArguments& a, int64_t request, int64_t hea
     const int32_t* entries = entries_of(a, request, head);
     const Request& read = a.requests[request];
     int64_t rows = read.sink_rows + read.ring_rows;
+    if (entries != nullptr && a.page == 1) {
+        for (int64_t entry = 0; entry < a.entries; entry++) rows += entries[entry] >= 0 && entries[entry] < read.length;
+        return rows;
+    }
     for (int64_t entry = 0; entry < a.entries; entry++) {
         const Span span = entry_span(a, entries, entry, read.length);
         rows += span.end - span.first;
@@ -81,6 +85,10 @@ class RowCursor {
             const int64_t step = count < run_ ? count : run_;
             advance(step);
             count -= step;
+            if (in_single_rows()) {
+                for (; count > 0 && entry_ < a_.entries; entry_++) count -= is_row(entries_[entry_]);
+                return;
+            }
         }
     }
 
@@ -92,11 +100,23 @@ class RowCursor {
             for (int64_t i = 0; i < step; i++) rows[taken + i] = next_ + i * row_;
             advance(step);
             taken += static_cast<int>(step);
+            if (!in_single_rows()) continue;
+            for (; taken < limit && entry_ < a_.entries; entry_++)
+                if (is_row(entries_[entry_])) rows[taken++] = row_at(entries_[entry_]);
         }
         return taken;
     }
 
   private:
+    // Whether the window has been walked and entries are rows, of which many are taken or skipped faster.
+    bool in_single_rows() const { return run_ == 0 && ring_left_ == 0 && entries_ != nullptr && a_.page == 1; }
+
+    bool is_row(int32_t entry) const { return entry >= 0 && entry < length_; }
+
+    const T* row_at(int64_t place) const {
+        return retrieval_ + table_[place / EXTENT_TOKENS] * a_.extent_stride + place % EXTENT_TOKENS * row_;
+    }
+
     void advance(int64_t step) {
         next_ += step * row_;
         run_ -= step;
@@ -117,8 +137,8 @@ class RowCursor {
             position_ = span.first;
             end_ = span.end;
         }
-        const int64_t inside = position_ % EXTENT_TOKENS, to_border = EXTENT_TOKENS - inside;
-        next_ = retrieval_ + table_[position_ / EXTENT_TOKENS] * a_.extent_stride + inside * row_;
+        const int64_t to_border = EXTENT_TOKENS - position_ % EXTENT_TOKENS;
+        next_ = row_at(position_);
         run_ = end_ - position_ < to_border ? end_ - position_ : to_border;
         position_ += run_;
         return true;

@@ -22,15 +22,15 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     if length <= config.top_k:  # dense
         return SelectionCosts(float(length), neighbours=config.page, kernels=KERNELS)
     if config.page_score == "box":
-        row_bytes = 2 * model.head_dim * itemsize / config.page
+        index_bytes = (length - config.most_static) * 2 * model.head_dim * itemsize / config.page
     else:
         dim = padded_dim(model.head_dim)
-        row_bytes = dim / FIELDS + SCALE_BYTES + mean_bytes(dim)
+        index_bytes = length * (dim / FIELDS + SCALE_BYTES + mean_bytes(dim))
     return SelectionCosts(
         rows=float(config.top_k),
-        index_bytes=(length - config.fixed_static) * row_bytes,
+        index_bytes=index_bytes,
         neighbours=config.page,
         kernels=KERNELS,
         upkeep_steps=config.update_interval,
-        upkeep_after=config.window_queries,
+        upkeep_after=config.update_queries,
     )

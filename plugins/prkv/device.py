@@ -5,27 +5,146 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvseek.core.config import require
+from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.plugins.batch import Batch, most_requests
-from kvseek.plugins.codes.device import MIN_DIM
+from kvseek.plugins.codes.device import MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit, require_room
+from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
 
 from .config import Config
-from .device_boxes import CudaBoxes
-from .device_codes import CudaCodes
-from .observe import observe
+from .observe import observe, require_rows
 from .reference import ReferenceIndex
+from .summaries import Boxes, Codes
 from .update import Updater
 
 logger = logging.getLogger(__name__)
+
+BOX_THREADS = 256
+STATIC_BIT = torch.iinfo(torch.int16).min  # of a scale, which is never negative: the sign marks a static row
+
+
+class BoxArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_boxes and _join, as in boxes.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "table", "boxes", "pending")),
+        *((name, c_int64) for name in ("head_stride", "token_stride")),
+        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
+    )
+
+
+def select_fields(summaries: Sequence[str], numbers: Sequence[tuple[str, type]]) -> tuple[tuple[str, type], ...]:
+    """Fields of SelectArguments, with pointers to summaries of pages and with numbers that belong to these."""
+    return (
+        *((name, c_void_p) for name in ("queries", "requests", "table", *summaries, "statics", "static_rows")),
+        *((name, c_void_p) for name in ("scores", "normalisers", "finished", "picked", "recent", "rows")),
+        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "recent_queries", "most_static")),
+        ("scaling", c_float),
+        *numbers,
+    )
+
+
+class BoxSelectArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_select with boxes, as in select.cuh."""
+
+    _fields_ = select_fields(("boxes",), (("near", c_float), ("far", c_float)))
+
+
+class CodeSelectArguments(ctypes.Structure):
+    """Arguments of kvseek_prkv_select with codes, as in select.cuh."""
+
+    _fields_ = select_fields(("high", "scales", "means", "mean_steps", "signs"), (("block_bits", c_int32),))
+
+
+class CudaBoxes(Boxes):
+    """Boxes that equal the reference's."""
+
+    select_arguments = BoxSelectArguments
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        assert context.cuda is not None, "made by an index of CUDA kernels"
+        self._kernels = context.cuda
+
+    def selected(self) -> dict[str, Any]:
+        """Return what a selection is given, by the names of its arguments."""
+        radius = self.config.box_radius
+        return {**pointers(self, "boxes"), "near": (1 + radius) / 2, "far": (1 - radius) / 2}
+
+    def _enclose(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Boxes._enclose."""
+        if keys.shape[1]:
+            self.append(slot, start, keys)
+
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Summaries.append. Writes the boxes of new pages, and the box of the keys that are to join the last page."""
+        require_rows("keys", keys, self.context.dtype)
+        arguments = self._arguments(slot, start)
+        arguments.keys, arguments.tokens = keys.data_ptr(), keys.shape[1]
+        arguments.head_stride, arguments.token_stride = keys.stride(0), keys.stride(1)
+        items = (keys.shape[1] // self.config.page + 2) * self.context.head_dim // 8
+        grid = (-(-items // BOX_THREADS), self.context.num_kv_heads, 1)
+        self._kernels.launch("kvseek_prkv_boxes", grid, BOX_THREADS, arguments)
+
+    def publish(self, slot: int, start: int) -> None:
+        """See Summaries.publish. Lets keys join the page that earlier keys began. The length alone makes new pages visible."""
+        if start % self.config.page:
+            grid = (self.context.num_kv_heads, 1, 1)
+            self._kernels.launch("kvseek_prkv_join", grid, self.context.head_dim, self._arguments(slot, start))
+
+    def _arguments(self, slot: int, start: int) -> BoxArguments:
+        return BoxArguments(
+            table=self.context.extents.device_table[slot].data_ptr(),
+            boxes=self.boxes.data_ptr(),
+            pending=self.pending[slot].data_ptr(),
+            kv_heads=self.context.num_kv_heads,
+            first=start,
+        )
+
+
+class CudaCodes(Codes):
+    """Codes that equal the reference's but for channels that lie at the border of two cells up to rounding.
+
+    The scale of a static row has the sign of a negative number, by which the kernel that reads it anyway knows the row.
+    """
+
+    store_type = CudaCodeStore
+    store: CudaCodeStore
+    select_arguments = CodeSelectArguments
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        require_numbered_rows("PRKV's codes on the GPU", context)
+
+    def selected(self) -> dict[str, Any]:
+        """Return what a selection is given, by the names of its arguments."""
+        return self.store.arguments("high")
+
+    def build(self, slot: int, keys: Tensor, static: Tensor) -> None:
+        """See Summaries.build."""
+        super().build(slot, keys, static)
+        self.renew(slot, static[:, :0], static, None)
+
+    def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:
+        """See Summaries.renew. Marks the scales of static rows, and no longer those that were."""
+        scales = self.store.scales.view(torch.int16).view(-1)
+        for tokens, is_static in ((old, False), (static, True)):
+            rows = self._rows_of(slot, tokens)
+            scales[rows] = scales[rows] | STATIC_BIT if is_static else scales[rows] & ~STATIC_BIT
+
+    def _rows_of(self, slot: int, tokens: Tensor) -> Tensor:
+        """Find the entries of tokens [G, m] in arrays [E, G, 1024]: int64 [G * m]."""
+        extents = self.context.extents.device_table[slot].long()[tokens // EXTENT_TOKENS]
+        heads = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        return ((extents * tokens.shape[0] + heads) * EXTENT_TOKENS + tokens % EXTENT_TOKENS).flatten()
 
 
 class Workspace:
@@ -33,7 +152,7 @@ class Workspace:
 
     Layers run one after another, and so do the graphs of batch sizes, so one workspace serves all of them. It is allocated when
     it is made, because captured graphs hold its addresses, and because it has to be counted when memory is divided. Scores of
-    pages lie in extents, as boxes do: 4 x lanes bytes per page and KV head.
+    pages lie in extents, as boxes do: 4 x group_size bytes per page and KV head.
 
     Attributes
     ----------
@@ -41,8 +160,8 @@ class Workspace:
         Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
     """
 
-    def __init__(self, context: IndexContext, lanes: int, pages_of_extent: int, multiprocessors: int) -> None:
-        self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
+    def __init__(self, context: IndexContext, pages_of_extent: int, multiprocessors: int) -> None:
+        self._kv_heads, self._multiprocessors, lanes = context.num_kv_heads, multiprocessors, context.group_size
         self.most = most_requests(context.extents.slots)
         pages, tasks = (context.extents.capacity, context.num_kv_heads, pages_of_extent), self.most * self._kv_heads
         self.scores = torch.empty((*pages, lanes), dtype=torch.float32, device=context.device)
@@ -67,7 +186,7 @@ class Workspace:
 
 
 class CudaIndex(Index):
-    """The index of one layer. Static sets and exchanges equal the reference's; pages' scores differ by rounding.
+    """The index of one layer. Static sets equal the reference's; pages' scores differ by rounding.
 
     Attributes
     ----------
@@ -87,12 +206,9 @@ class CudaIndex(Index):
         self.reference.observe = partial(observe, context.cuda)
         self._threads = select_threads(context.head_dim)
         if "prkv" not in context.shared:
-            lanes = context.group_size
-            context.shared["prkv"] = Workspace(
-                context, lanes, self.reference.pages_of_extent, self._kernels.multiprocessors
-            )
+            context.shared["prkv"] = Workspace(context, self.reference.pages_of_extent, self._kernels.multiprocessors)
         self.workspace: Workspace = context.shared["prkv"]
-        self.updater = Updater(context, self.reference, self.summaries)
+        self.updater = Updater(context, self.reference)
 
     @property
     def bytes_per_token(self) -> float:
@@ -116,10 +232,6 @@ class CudaIndex(Index):
         """See Index.publish."""
         self.reference.publish(slot, start, count)
 
-    def sort_rows(self, slot: int, first: int) -> None:
-        """See Index.sort_rows."""
-        self.updater.sort_rows(slot, first)
-
     def refresh(self, slots: Sequence[int]) -> None:
         """See Index.refresh. Publishes updates that began PUBLISH_STEPS steps ago, and starts those that are due."""
         for slot in slots:
@@ -132,7 +244,7 @@ class CudaIndex(Index):
                     logger.warning("no device memory to choose a static set for slot %d; tried again later", slot)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See Index.select. Launches one kernel. Static places come first, then the places of pages, ascending.
+        """See Index.select. Launches one kernel. Equals the reference's but for pages of nearly equal scores.
 
         The kernel records the queries and counts the pages. Raises KernelError for queries of another dtype or device than the
         cache's.
@@ -155,6 +267,7 @@ class CudaIndex(Index):
         return self.summaries.select_arguments(
             **self.summaries.selected(),
             **pointers(self.reference, "static_rows", "picked", "recent"),
+            statics=self.reference.static.data_ptr(),
             **pointers(self.workspace, "scores"),
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),
@@ -164,7 +277,8 @@ class CudaIndex(Index):
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             top_k=config.top_k,
-            window_queries=config.window_queries,
+            recent_queries=config.update_queries,
+            most_static=config.most_static,
             scaling=self.context.scaling,
         )
 
@@ -184,7 +298,6 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     macros = {
         "PRKV_PAGE": config.page,
         "PRKV_PAGES": pages,
-        "PRKV_REDUCTION": 2,  # layout.cuh: the mean of softmax weights
     }
     if config.page_score == "codes":
         remedy = 'build with page_score = "box", or with --device cpu'

@@ -26,7 +26,6 @@ def traits(config: Config) -> Traits:
 
     return Traits(
         kept_steps=config.cache_steps,
-        moves_rows=config.most_static > 0,
         last_queries=lambda tokens: config.window_queries,
         codebooks=codebooks,
         cpu_limits=LIMITS if config.page_score == "codes" else None,

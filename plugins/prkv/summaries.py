@@ -9,19 +9,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.codes.key_codes import encode, estimate_all, round_lanes
+from kvseek.plugins.codes.key_codes import estimate_all, round_lanes
 from kvseek.plugins.codes.rotation import rotate
 from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.contract import IndexContext
 
 from .config import Config
+from .static import static_first
 
 CODE_BITS = 2
 ROTATION_SEED = 0  # of the signs in Traits.codebooks
 
 
 class Summaries(ABC):
-    """Summaries of a layer's pages: page p of a slot holds places p * page .. p * page + page - 1."""
+    """Which tokens form pages, and what is known of their keys. An index's static set, int64 [G, s], is given to each call."""
 
     def __init__(self, context: IndexContext) -> None:
         self.context = context
@@ -33,31 +34,46 @@ class Summaries(ABC):
         """Bytes of all KV heads per token."""
 
     @abstractmethod
-    def build(self, slot: int, keys: Tensor) -> None:
-        """Summarise a prompt's keys [G, n, D], in the order of places; n may be 0."""
+    def build(self, slot: int, keys: Tensor, static: Tensor) -> None:
+        """Summarise a prompt's keys [G, n, D]; n may be 0."""
 
     @abstractmethod
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """Take in keys [G, u, D] of the places from `start` on; scores of pages that selections see stay as they are."""
+        """Take in keys [G, u, D] of the tokens from `start` on; scores of pages that selections see stay as they are."""
 
     @abstractmethod
     def publish(self, slot: int, start: int) -> None:
-        """Let selections see what `append` took in last, from place `start` on."""
+        """Let selections see what `append` took in last, from token `start` on."""
 
     @abstractmethod
-    def exchange(self, slot: int, head: int, places: Tensor, others: Tensor, pool: Tensor) -> None:
-        """Follow rows of a KV head that were swapped: places and others int64 [m], no place twice, in pool [E, G, 1024, 2, D]."""
+    def prepare(self, keys: Tensor, static: Tensor) -> Tensor | None:
+        """Compute what a new static set changes, and leave all as it is; `keys` as read for the choice of the set."""
 
     @abstractmethod
-    def scores(self, queries: Tensor, slot: int, length: int, first: int) -> Tensor:
-        """Score pages for queries [G, g, D]: float32 [G, lanes, pages].
+    def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:
+        """Follow a change of the static set from `old` to `static`, with what `prepare` has returned for it."""
 
-        Scores are on the scale of q·k. Pages are those from page `first` on that the first `length` places occupy.
+    @abstractmethod
+    def first_page(self, static: int) -> int:
+        """Return the number of the first page, if `static` tokens are static."""
+
+    @abstractmethod
+    def tokens(self, static: Tensor, length: int) -> Tensor:
+        """List the tokens of the pages of a region, from the first page on, that are not static: int64 [G, pages, page].
+
+        -1 stands for a token that is static, or beyond the region's length.
         """
+
+    @abstractmethod
+    def scores(self, queries: Tensor, slot: int, static: Tensor, length: int) -> Tensor:
+        """Score the pages of a region for queries [G, g, D], from the first page on: float32 [G, g, pages], as q·k is scaled."""
 
 
 class Boxes(Summaries):
-    """Bounding boxes of the keys of each page (PRKV paper, section 4.1), in extents.
+    """Bounding boxes of the keys of each page, in extents (PRKV paper, section 4.1).
+
+    Static tokens have the first *places*, the others follow, both in token order, and page p is places p * page and on. Tokens
+    that come later have the places of their numbers. A new static set makes other pages, and so other boxes of nearly all.
 
     Attributes
     ----------
@@ -82,9 +98,10 @@ class Boxes(Summaries):
         box = 2 * self.context.head_dim * self.context.dtype.itemsize
         return self.context.num_kv_heads * box / self.config.page
 
-    def build(self, slot: int, keys: Tensor) -> None:
+    def build(self, slot: int, keys: Tensor, static: Tensor) -> None:
         """See Summaries.build."""
-        self._enclose(slot, 0, keys)
+        order = static_first(static, keys.shape[1])
+        self._enclose(slot, 0, keys.gather(1, order[..., None].expand_as(keys)))
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Summaries.append. New rows fill up the last page, then new pages, which the length alone makes visible."""
@@ -100,19 +117,36 @@ class Boxes(Summaries):
             box[:, 0] = torch.minimum(box[:, 0], joining[:, 0])
             box[:, 1] = torch.maximum(box[:, 1], joining[:, 1])
 
-    def exchange(self, slot: int, head: int, places: Tensor, others: Tensor, pool: Tensor) -> None:
-        """See Summaries.exchange. Computes the boxes of all pages of these places again, from their keys."""
-        page = self.config.page
-        for number in sorted(set((torch.cat((places, others)) // page).tolist())):
-            extent = int(self.context.extents.table[slot, number // self.pages_of_extent])
-            offset = number % self.pages_of_extent
-            keys = pool[extent, head, offset * page : (offset + 1) * page, 0]
-            self.boxes[extent, head, offset] = box_of(keys[None])[0]
+    def prepare(self, keys: Tensor, static: Tensor) -> Tensor | None:
+        """See Summaries.prepare. Takes the keys [G, n, D] of all whole pages to the boxes of these: [G, n / page, 2, D]."""
+        order = static_first(static, keys.shape[1])
+        pages = keys.gather(1, order[..., None].expand_as(keys)).view(
+            keys.shape[0], -1, self.config.page, keys.shape[2]
+        )
+        return torch.stack((pages.amin(dim=2), pages.amax(dim=2)), dim=2)
 
-    def scores(self, queries: Tensor, slot: int, length: int, first: int) -> Tensor:
+    def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:
+        """See Summaries.renew."""
+        assert prepared is not None, "boxes follow the static set"
+        extents, size = self.context.extents.device_table[slot].long(), self.pages_of_extent
+        whole, left = divmod(prepared.shape[1], size)
+        by_extent = prepared[:, : whole * size].reshape(len(prepared), whole, *self.boxes.shape[2:]).transpose(0, 1)
+        self.boxes.index_copy_(0, extents[:whole], by_extent)
+        if left:
+            self.boxes[int(self.context.extents.table[slot, whole]), :, :left] = prepared[:, whole * size :]
+
+    def first_page(self, static: int) -> int:
+        """See Summaries.first_page. Static tokens fill the pages before."""
+        return static // self.config.page
+
+    def tokens(self, static: Tensor, length: int) -> Tensor:
+        """See Summaries.tokens."""
+        return by_page(static_first(static, length)[:, static.shape[1] :], self.config.page, -1)
+
+    def scores(self, queries: Tensor, slot: int, static: Tensor, length: int) -> Tensor:
         """See Summaries.scores."""
-        boxes = read_pages(self.context, self.boxes, slot, -(-length // self.config.page))[:, first:]
-        return box_scores(queries, boxes, self.config.box_radius)
+        boxes = read_pages(self.context, self.boxes, slot, -(-length // self.config.page))
+        return box_scores(queries, boxes[:, self.first_page(static.shape[1]) :], self.config.box_radius)
 
     def _enclose(self, slot: int, start: int, keys: Tensor) -> None:
         """Write the boxes of the pages that keys [G, u, D] fill, from place `start` on, where a page begins."""
@@ -129,10 +163,12 @@ class Boxes(Summaries):
 class Codes(Summaries):
     """Nested key codes of 2 bits of every row (plugins/codes): a page scores what its rows weigh together in the softmax.
 
+    Page p is tokens p * page and on, whichever of them are static: static tokens weigh nothing there.
+
     Attributes
     ----------
     store : CodeStore
-        Codes by place. Those of places beyond a region's length are not read, so there is nothing to publish.
+        Those of tokens beyond a region's length are not read, so there is nothing to publish.
     """
 
     store_type = CodeStore
@@ -146,7 +182,7 @@ class Codes(Summaries):
         """See Summaries.bytes_per_token."""
         return self.store.bytes_per_token
 
-    def build(self, slot: int, keys: Tensor) -> None:
+    def build(self, slot: int, keys: Tensor, static: Tensor) -> None:
         """See Summaries.build."""
         self.store.append(slot, 0, keys)
 
@@ -157,26 +193,34 @@ class Codes(Summaries):
     def publish(self, slot: int, start: int) -> None:
         """See Summaries.publish. The length alone makes codes visible."""
 
-    def exchange(self, slot: int, head: int, places: Tensor, others: Tensor, pool: Tensor) -> None:
-        """See Summaries.exchange. Rows are encoded again, with the means of the blocks that they are in now."""
-        places = torch.cat((places, others))
-        table = self.context.extents.table[slot].long()
-        here = (table[places // EXTENT_TOKENS], head, places % EXTENT_TOKENS)
-        centred = rotate(pool[here][:, 0], self.store.signs) - self.store.mean_of(slot, places)[head]
-        high, _, scales = encode(centred, CODE_BITS)
-        self.store.high[here], self.store.scales[here] = high, scales
+    def prepare(self, keys: Tensor, static: Tensor) -> Tensor | None:
+        """See Summaries.prepare. Codes are the same whatever is static."""
+        return None
 
-    def scores(self, queries: Tensor, slot: int, length: int, first: int) -> Tensor:
+    def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:
+        """See Summaries.renew."""
+
+    def first_page(self, static: int) -> int:
+        """See Summaries.first_page."""
+        return 0
+
+    def tokens(self, static: Tensor, length: int) -> Tensor:
+        """See Summaries.tokens."""
+        every = torch.arange(length, device=static.device).repeat(static.shape[0], 1)
+        return by_page(every.scatter_(1, static, -1), self.config.page, -1)
+
+    def scores(self, queries: Tensor, slot: int, static: Tensor, length: int) -> Tensor:
         """See Summaries.scores. A page scores log Σ exp(scaling · estimate) / scaling, the sum over its rows."""
-        lanes = round_lanes(rotate(queries.float(), self.store.signs))
-        estimates = estimate_all(self.store.read(slot, length), lanes)
-        exponents = rows_of_pages(estimates * self.context.scaling, self.config.page)
-        return exponents.logsumexp(dim=-1)[..., first:] / self.context.scaling
+        lanes = round_lanes(rotate(queries, self.store.signs))
+        exponents = estimate_all(self.store.read(slot, length), lanes) * self.context.scaling
+        exponents.scatter_(2, static[:, None].expand(-1, queries.shape[1], -1), -torch.inf)
+        return by_page(exponents, self.config.page, -torch.inf).logsumexp(dim=-1) / self.context.scaling
 
 
-def rows_of_pages(scores: Tensor, page: int) -> Tensor:
-    """Cut scores of rows into pages: [G, lanes, n] to [G, lanes, pages, page], filled up with -infinity."""
-    return F.pad(scores, (0, -scores.shape[-1] % page), value=-torch.inf).view(*scores.shape[:2], -1, page)
+def by_page(rows: Tensor, page: int, fill: float) -> Tensor:
+    """Cut what belongs to rows into pages: [..., n] to [..., pages, page], the last one filled up."""
+    padded = F.pad(rows, (0, -rows.shape[-1] % page), value=fill)
+    return padded.view(*rows.shape[:-1], -1, page)
 
 
 def read_pages(context: IndexContext, array: Tensor, slot: int, pages: int) -> Tensor:

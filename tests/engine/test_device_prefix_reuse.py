@@ -11,10 +11,10 @@ import pytest
 from tests.conftest import BuildEngine
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
-from tests.engine.test_moved_rows import UPDATES, check_rows_are_kept_in_order
 from tests.engine.test_prefix_reuse import LIMITS, WINDOW, Load, model  # noqa: F401  a fixture
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.plugins.cases import CASES, method_flags
+from tests.plugins.prkv.settings import UPDATES
 from tests.support.device_stand_ins import make_decoder
 
 from kvseek.core.config_file import read_config
@@ -82,10 +82,6 @@ def test_a_cancelled_request_keeps_what_all_layers_have_read(method: str, load: 
 def test_random_operations(method: str, load: Load, plain: checks.Plain) -> None:
     engine = load(method, kv_cache_host_memory_bytes=ROOM * checks.EXTENT_BYTES)
     check_operations(lambda folder: engine, plain, restarts=False, examples=2)
-
-
-def test_rows_that_have_changed_places_are_kept_in_token_order(load: Load) -> None:
-    check_rows_are_kept_in_order(load("prkv", *UPDATES, sparse=True), load(sparse=True))
 
 
 def test_a_reused_prefix_has_the_static_set_of_a_fresh_prompt(load: Load) -> None:

@@ -1,4 +1,4 @@
-"""What lies between layers and cache: builds beside the prompt, orders of rows, and what a new prompt invalidates."""
+"""What lies between layers and cache: builds beside the prompt, and what a new prompt invalidates."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ class Build(Ticket):
 
 
 class SideIndex(KeyList):
-    """Builds beside the prompt, in the reverse order of tokens, and selects a number of rows that depends on the layer."""
+    """Builds beside the prompt, and selects a number of rows that depends on the layer."""
 
     waits: list[int]
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         super().build(slot, keys, queries)
-        order = torch.arange(keys.shape[1] - 1, -1, -1).expand(keys.shape[0], -1)
-        return Built(order, Build(self.context.layer, self.waits))
+        return Built(Build(self.context.layer, self.waits))
 
     def effort(self, length: int) -> Effort:
         return Effort(10.0 * (self.context.layer + 1), (length, self.context.layer))

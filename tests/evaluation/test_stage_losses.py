@@ -68,7 +68,8 @@ def test_stages_keep_what_is_selected_and_do_not_change_the_index(method: str, o
             assert stage.kept.shape == selected.shape
             assert not stage.kept.all(), "a stage that keeps everything tests nothing"
             if stage.ideal:
-                assert (stage.kept.sum(dim=1) == following.sum(dim=1)).all()
+                page = getattr(asked.index.context.config, "page", 1)  # one that does not fit is left out
+                assert ((stage.kept.sum(dim=1) - following.sum(dim=1)).abs() < page).all()
             else:
                 assert not (selected & ~stage.kept).any()
         for replay in (asked, plain):

@@ -18,7 +18,6 @@ from kvseek.core.extents import ExtentTable
 from kvseek.plugins.attention.reference import selected_places
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Index, LayerRows
-from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.registry import get_method
 from kvseek.plugins.selection import Selection
 
@@ -69,16 +68,12 @@ class Region:
         built = self.index.build(slot, keys, queries)
         if built.ticket is not None:
             built.ticket.wait()
-        tokens = torch.arange(n).expand(KV_HEADS, n)
-        if built.order is not None:
-            assert torch.equal(built.order.sort(dim=1).values, tokens), "a permutation"
-            tokens = built.order
-        self._write(slot, 0, keys.gather(1, tokens[..., None].expand_as(keys)), tokens)
+        self._write(slot, 0, keys)
 
     def evict(self, slot: int, keys: Tensor) -> None:
         """Append keys [G, u, D] that left the window."""
         start, count = self.lengths[slot], keys.shape[1]
-        self._write(slot, start, keys, torch.arange(start, start + count).expand(KV_HEADS, count))
+        self._write(slot, start, keys)
         self.keys[slot] = torch.cat([self.keys[slot], keys], dim=1)
         self.index.append(slot, start, keys)
         self.lengths[slot] += count
@@ -103,21 +98,10 @@ class Region:
         tokens = [[self._tokens(selection, r, slot, head) for head in range(KV_HEADS)] for r, slot in enumerate(slots)]
         for per_head, slot in zip(tokens, slots, strict=True):
             mean = sum(len(head) for head in per_head) / KV_HEADS
-            page = 1 if selection is None else selection.page
-            # The effort may take a page that is not full for a full one.
+            page = getattr(self.context.config, "page", 1)  # a page that does not fit is left out
             assert 0 <= self.index.effort(self.lengths[slot]).rows - mean < page, "the effort is the rows attended to"
         self.index.refresh(slots)
-        for slot in slots:
-            self._check_order(slot)
         return tokens
-
-    def _check_order(self, slot: int) -> None:
-        """Check that an index knows where the rows of a slot's tokens are after all that it has exchanged."""
-        n, order = self.lengths[slot], None
-        if isinstance(self.index, ReferenceIndex):
-            order = self.index.row_order(slot)
-        tokens = self.extents.read(self.pool, slot, n)[:, :, 1, 1].long()
-        assert torch.equal(tokens, torch.arange(n).expand(KV_HEADS, n) if order is None else order)
 
     def _tokens(self, selection: Selection | None, request: int, slot: int, head: int) -> Tensor:
         n = self.lengths[slot]
@@ -130,9 +114,9 @@ class Region:
         assert torch.equal(rows[:, 0], self.keys[slot][head, tokens])
         return tokens.sort().values
 
-    def _write(self, slot: int, start: int, keys: Tensor, tokens: Tensor) -> None:
+    def _write(self, slot: int, start: int, keys: Tensor) -> None:
         values = torch.zeros_like(keys)
-        values[..., 0], values[..., 1] = slot, tokens.float()
+        values[..., 0], values[..., 1] = slot, torch.arange(start, start + keys.shape[1]).float()
         self.extents.write(self.pool, slot, start, torch.stack((keys, values), dim=2))
 
     def mass(self, queries: Tensor, slot: int, tokens: list[Tensor]) -> float:

@@ -13,7 +13,6 @@ import torch
 from tests.gpu.plugins import clusterkv_pairs, ctkvr_pairs, gpu_context, prkv_world
 from tests.gpu.plugins import test_clusterkv as clusterkv_checks
 from tests.gpu.plugins import test_nested as nested_checks
-from tests.gpu.plugins import test_prkv as prkv_checks
 from tests.gpu.plugins.shared_extents import check_shared_extents
 from tests.plugins.index_cases import KV_HEADS, select_rows
 from tests.support.emulated_kernels import EmulatedKernels, emulated_kernels
@@ -26,7 +25,6 @@ from kvseek.plugins.ctkvr.build import build_lists
 from kvseek.plugins.ctkvr.config import Config as CTkvrConfig
 from kvseek.plugins.nested.config import Config as NestedConfig
 from kvseek.plugins.prkv.config import Config as PRKVConfig
-from kvseek.plugins.prkv.device import CudaIndex as PRKVIndex
 from kvseek.plugins.prkv.static import observation_scores
 from kvseek.plugins.prkv.update import PUBLISH_STEPS
 from kvseek.plugins.registry import get_method
@@ -112,60 +110,53 @@ def test_clusterkv(fields: dict[str, Any], shape: tuple[str, int, int]) -> None:
         check(expected, found, queries[slot], slot, rows[slot])
 
 
-@pytest.mark.parametrize(("page", "shape"), [(8, SHAPES[0]), (16, SHAPES[2]), (128, SHAPES[3])])
-def test_prkv_with_codes(page: int, shape: tuple[str, int, int]) -> None:
-    """Pages, the last of which is not full; static ones first."""
+def observe(queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
+    """PRKV's kernel for it is not emulated."""
+    counted = None if valid is None else torch.arange(keys.shape[1]) < valid[:, None]
+    return observation_scores(queries, keys, scaling, counted)
+
+
+@pytest.fixture
+def observing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvseek.plugins.prkv.device.observe", lambda kernels, *given: observe(*given))
+    monkeypatch.setattr("kvseek.plugins.prkv.device.require_rows", lambda *given: None)  # they are not on a GPU
+
+
+# Boxes of 16-bit numbers are scored by instructions that are not emulated.
+@pytest.mark.parametrize(
+    ("page", "page_score", "shape"),
+    [(8, "codes", SHAPES[0]), (16, "codes", SHAPES[2]), (128, "codes", SHAPES[3]), (16, "box", SHAPES[1])],
+)
+@pytest.mark.usefixtures("observing")
+def test_prkv(page: int, page_score: str, shape: tuple[str, int, int]) -> None:
+    """Prompts of which one is short, an update, and rows that leave the window while it is under way."""
     dtype, dim, group = shape
     torch.manual_seed(dim)
-    config = PRKVConfig(top_k=512, page=page, page_score="codes")
-    world = prkv_world.World(config, dtype, dim, group, [2125, 513], on_host=False)
-    assert isinstance(world.index, PRKVIndex)
-    world.index.reference.observe = observation_scores  # its kernel is not emulated
-    for slot, n in enumerate(world.context.lengths):
-        queries = torch.randn(KV_HEADS * group, 100, dim).to(world.dtype)
-        world.prompt(slot, prkv_world.random_rows(n, dim, world.dtype), queries)
-    queries = (2 * torch.randn(2, KV_HEADS * group, dim)).to(world.dtype)
-    rows = world.select(queries, [1, 0]).rows
-    for request, slot in enumerate((1, 0)):
-        prkv_checks.check_request(world, queries[request], slot, rows[request])
-
-
-@pytest.mark.parametrize("shape", SHAPES[1:3])
-def test_prkv_puts_rows_back_that_it_has_exchanged(shape: tuple[str, int, int]) -> None:
-    """After updates the index knows the token of each place, and puts the rows of each slot into token order."""
-    dtype, dim, group = shape
-    torch.manual_seed(dim)
-    fields = {"top_k": 256, "static_share": 0.25, "page": 16, "window_queries": 4, "update_interval": 4}
-    config = PRKVConfig(update_scope="all", **fields)
-    lengths = [2125, 1100, 513]
-    world = prkv_world.World(config, dtype, dim, group, lengths, on_host=False, room=100)
-    index = world.index
-    assert isinstance(index, PRKVIndex)
-
-    def observe(queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
-        """Its kernel is not emulated."""
-        counted = None if valid is None else torch.arange(keys.shape[1]) < valid[:, None]
-        return observation_scores(queries, keys, scaling, counted)
-
-    index.reference.observe = observe
+    fields = {"update_queries": 4, "update_interval": 4, "update_pages": 20}
+    config = PRKVConfig(top_k=512, page=page, page_score=page_score, **fields)  # type: ignore[arg-type]
+    lengths = [2125, 513, 5]
+    world = prkv_world.World(config, dtype, dim, group, lengths, on_host=False, room=128)
     for slot, n in enumerate(lengths):
-        rows = prkv_world.random_rows(n + 60, dim, world.dtype)
+        rows = prkv_world.random_rows(n + 128, dim, world.dtype)
         world.prompt(slot, rows[:, :n], torch.randn(KV_HEADS * group, 100, dim).to(world.dtype))
         world.truth[slot] = rows
-    before = [prkv_world.token_numbers(world.places(slot)) for slot in range(3)]
-    for step in range(4 * 3 + PUBLISH_STEPS):
-        world.select(2 * torch.randn(3, KV_HEADS * group, dim).to(world.dtype), [0, 1, 2], step)
-        index.refresh([0, 1, 2])
-        if step == 6:  # tokens leave the window of a slot
-            start, part = lengths[1], world.truth[1][:, lengths[1] :]
-            world.context.extents.write(world.pool, 1, start, part)
-            index.append(1, start, part[:, :, 0].contiguous())
-            world.context.lengths[1] += part.shape[1]
-            index.publish(1, start, part.shape[1])
-    for slot, first in enumerate((0, 1024, 513)):
-        tokens = prkv_world.token_numbers(world.places(slot))
-        assert not torch.equal(tokens[:, : lengths[slot]], before[slot]), "rows have changed places"
-        prkv_world.check_sorting(world, slot, first)
+    before = [world.static(slot) for slot in range(3)]
+    for step in range(4 + PUBLISH_STEPS + 1):
+        queries = (2 * torch.randn(3, KV_HEADS * group, dim)).to(world.dtype)
+        rows = world.select(queries, [1, 0, 2], step).rows
+        for request, slot in enumerate((1, 0, 2)):
+            prkv_world.check_request(world, queries[request], slot, rows[request])
+        world.index.refresh([0, 1, 2])
+        if step == 6:
+            for slot, n in enumerate(lengths):
+                part = world.truth[slot][:, n : n + 64]
+                world.context.extents.write(world.pool, slot, n, part)
+                world.index.append(slot, n, part[:, :, 0].contiguous())
+                world.context.lengths[slot] += 64
+                world.index.publish(slot, n, 64)
+    for slot in range(3):
+        prkv_world.check_summaries(world, slot, world.context.lengths[slot])
+        assert slot == 2 or not torch.equal(world.static(slot), before[slot])
 
 
 @pytest.mark.parametrize(

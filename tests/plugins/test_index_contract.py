@@ -176,6 +176,37 @@ def test_a_region_that_grew_selects_as_one_that_was_read_whole(
             assert all(torch.equal(one, other) for one, other in zip(heads, others, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("prkv", {"top_k": 128, **settings}) for settings in ({}, *CASES["prkv"].options)],
+)
+def test_a_region_that_grew_finds_as_much_as_one_that_was_read_whole(
+    method: str, settings: Settings, library: CpuLibrary
+) -> None:
+    """Of methods whose selection depends on earlier steps too: recall of the best rows within 1 point, over two updates."""
+    prompt, steps = 3200, 160
+    keys, queries = topical(prompt + steps, 5, run=16, topics=40, strength=4.0)
+    recalls = []
+    for grown in (False, True):
+        region = Region(method, settings, slots=1, library=library)
+        read = 0 if grown else prompt
+        region.prefill(0, keys[:, :read], queries[: max(1, read)].transpose(0, 1), prompt - read)
+        for start in range(read, prompt, EVICTED):
+            region.evict(0, keys[:, start : start + EVICTED])
+            for number in range(start, start + EVICTED, 1 if start > prompt // 2 else 8):
+                region.step(queries[number : number + 1], [0])
+        found = []
+        for number in range(prompt, prompt + steps):
+            (tokens,) = region.step(queries[number : number + 1], [0])
+            scores = queries[number].view(KV_HEADS, -1, keys.shape[2]) @ region.keys[0].transpose(1, 2)
+            best = (
+                (scores * keys.shape[2] ** -0.5).softmax(dim=-1).mean(dim=1).topk(region.context.config.top_k).indices
+            )
+            found += [torch.isin(one, other).float().mean() for one, other in zip(best, tokens, strict=True)]
+        recalls.append(float(torch.stack(found).mean()))
+    assert recalls[1] >= recalls[0] - 0.01, "a point"
+
+
 @pytest.mark.parametrize(("method", "settings"), VARIANTS)
 def test_selections_do_not_depend_on_the_longest_request(method: str, settings: Settings, library: CpuLibrary) -> None:
     """A short prompt grows; the engine's max_seq_len decides how much a slot can hold, and nothing else."""

@@ -85,12 +85,12 @@ class SelectedPages(ReferenceIndex):
     """PRKV as an index of a GPU does it: it skips requests that are dense."""
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        shape = (batch.size, self.context.num_kv_heads, self.config.top_k // self.config.page)
+        shape = (batch.size, self.context.num_kv_heads, self.config.top_k)
         rows = torch.full(shape, UNDEFINED, dtype=torch.int32)
         for request, fields in enumerate(batch.requests.tolist()):
             if not fields[8]:
                 rows[request] = super().select(queries[request, None], batch.part([request])).rows[0]
-        return Selection(rows, self.config.page)
+        return Selection(rows)
 
 
 INDEXES: dict[str, Callable[[IndexContext], Index]] = {

@@ -23,7 +23,7 @@ from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
 SOURCES = {
     "nested": ("scan.cu", "choose.cu", "encode.cu"),
     "clusterkv": ("select.cu", "rerank.cu", "encode.cu"),
-    "prkv": ("select.cu", "update.cu", "encode.cu"),
+    "prkv": ("select.cu", "update.cu", "boxes.cu", "encode.cu"),
     "ctkvr": ("probe.cu", "recall.cu", "coded.cu", "rerank.cu"),
 }
 HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"

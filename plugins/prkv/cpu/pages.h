@@ -30,6 +30,7 @@ inline Vec add_neighbours(Vec a, Vec b) {
 inline float log_sum(const float* x, int64_t count) {
     float largest = -INFINITE, total = 0.0f;
     for (int64_t i = 0; i < count; i++) largest = x[i] > largest ? x[i] : largest;
+    if (largest == -INFINITE) return largest;
     for (int64_t i = 0; i < count; i++) total += exponential(x[i] - largest);
     return largest + logarithm(splat(total))[0];
 }
@@ -46,7 +47,7 @@ inline int64_t score_pages(const float* exponents, int64_t count, int64_t page, 
     alignas(64) float sums[MOST_ROWS + 2 * LANES] = {};  // folding reads up to two vectors beyond the last page
     Vec best = splat(-INFINITE);
     for (int64_t i = 0; i < count; i += LANES) best = maximum(best, load(exponents + i));
-    const float largest = maximum(best);
+    const float highest = maximum(best), largest = highest == -INFINITE ? 0.0f : highest;
     for (int64_t i = 0; i < count; i += LANES) store(sums + i, exponential(load(exponents + i) - largest));
     for (int64_t size = page, left = pages * page / 2; size > 1; size /= 2, left /= 2) {
         for (int64_t i = 0; i < left; i += LANES)

@@ -1,5 +1,7 @@
 // PRKV with codes: choose pages for the queries of a batch (plugins/prkv/reference.py and Codes in summaries.py define
 // the result). One call a layer for all requests and KV heads; threads share even a single head's work.
+#include <algorithm>
+
 #include "../../codes/cpu/estimate.h"
 #include "../../shared/candidates.h"
 #include "../../shared/kernel.h"
@@ -11,7 +13,7 @@ namespace kvseek {
 // Mirrored field by field in native.py.
 struct PrkvSelectArguments {
     const void* queries;         // [batch, kv_heads * group, dim], contiguous
-    int32_t* rows;               // [batch, kv_heads, top_k / page] out: pages
+    int32_t* rows;               // [batch, kv_heads, top_k] out
     const Request* requests;     // [batch]
     const uint8_t* high;         // [extents, kv_heads, 1024, padded_dim / 4]
     const uint16_t* scales;      // [extents, kv_heads, 1024]
@@ -19,12 +21,13 @@ struct PrkvSelectArguments {
     const float* mean_steps;     // [extents, kv_heads, 1024 / block]
     const int32_t* table;        // [slots, max_extents]
     const float* signs;          // [padded_dim]
-    const int32_t* static_rows;  // [slots]
+    const int32_t* statics;      // [slots, kv_heads, most_static] static rows, ascending
+    const int32_t* static_rows;  // [slots] their number
     int32_t* picked;             // [extents, kv_heads, 1024 / page], counted up
-    void* recent;                // [slots, window_queries, kv_heads * group, dim], one query a request is written
+    void* recent;                // [slots, recent_queries, kv_heads * group, dim], one query a request is written
     int64_t* received;           // [slots] queries that `recent` has received, counted up
     int64_t batch, kv_heads, group, dim, padded_dim, max_extents, top_k;
-    int64_t page, window_queries;
+    int64_t page, recent_queries, most_static;
     int64_t block;     // neighbouring places that share a mean
     int64_t bfloat16;  // queries are bfloat16, else float32
     int64_t threads;
@@ -35,8 +38,7 @@ struct PrkvSelectArguments {
 namespace {
 
 constexpr int CODE_BITS = 2;
-constexpr int64_t WHOLE = 32;  // keys whose products are taken together (plane_sums)
-constexpr int AHEAD = 2048;    // bytes of a plane that are asked for ahead, as in nested
+constexpr int AHEAD = 2048;  // bytes of a plane that are asked for ahead, as in nested
 
 enum Phase { PREPARE, SCAN, FINISH, PHASES };
 
@@ -44,18 +46,21 @@ enum Phase { PREPARE, SCAN, FINISH, PHASES };
 struct Task {
     Progress<PHASES> progress;
     int64_t request, head, length;
-    int64_t static_pages, pages;  // pages: those that are not static
-    int64_t stride;               // of the scores of a query, with room for whole vectors
+    int64_t pages;
+    int64_t stride;  // of the scores of a query, with room for whole vectors
     const int32_t* extents;
-    RoundedQuery* queries;  // [lanes]
-    float* scores;          // [lanes, stride]
+    const int32_t *first_static, *last_static;  // static rows, the second behind the last one
+    RoundedQuery* queries;                      // [group]
+    float* scores;                              // [group, stride]
     CandidateLists lists;
-    int32_t* places;  // [pages]
+    int32_t* places;  // [pages] selected pages, ascending
+    int32_t* free;    // [pages] rows that are not static
+    int64_t* ranked;  // [pages] the best page first: its rank, the largest one least, before its number
 };
 
 struct Job {
     const PrkvSelectArguments& a;
-    int lanes, row;  // row: bytes of a plane's row
+    int row;  // bytes of a plane's row
 };
 
 int64_t size_of_number(const PrkvSelectArguments& a) {
@@ -67,41 +72,33 @@ Task describe(const PrkvSelectArguments& a, int64_t number) {
     task.request = number / a.kv_heads, task.head = number % a.kv_heads;
     const Request& request = a.requests[task.request];
     task.length = request.length, task.extents = a.table + request.slot * a.max_extents;
-    task.static_pages = a.static_rows[request.slot] / a.page;
-    task.pages = (task.length + a.page - 1) / a.page - task.static_pages, task.stride = rounded_up(task.pages);
+    task.first_static = a.statics + (request.slot * a.kv_heads + task.head) * a.most_static;
+    task.last_static = task.first_static + a.static_rows[request.slot];
+    task.pages = (task.length + a.page - 1) / a.page, task.stride = rounded_up(task.pages);
     return task;
 }
 
 void lay_out(const Job& job, Task& task, Arena& arena) {
-    task.queries = arena.take<RoundedQuery>(job.lanes);
-    task.scores = arena.take<float>(job.lanes * task.stride);
+    task.queries = arena.take<RoundedQuery>(job.a.group);
+    task.scores = arena.take<float>(job.a.group * task.stride);
     task.lists = {arena.take<int32_t>(task.stride), arena.take<int32_t>(task.stride)};
     task.places = arena.take<int32_t>(task.stride);
+    task.free = arena.take<int32_t>(task.stride);
+    task.ranked = arena.take<int64_t>(task.stride);
 }
 
-// Extents that have rows of pages that are not static.
-int64_t first_extent(const Job& job, const Task& task) {
-    return task.static_pages * job.a.page / INDEX_EXTENT;
+int64_t extents_of(const Task& task) {
+    return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
 }
 
-int64_t scanned_extents(const Job& job, const Task& task) {
-    return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT - first_extent(job, task);
-}
-
-// Score the pages of an extent that are not static.
-void scan(const Job& job, const Task& task, int64_t extent) {
-    const PrkvSelectArguments& a = job.a;
-    alignas(64) int32_t sums[MAX_QUERIES * INDEX_EXTENT];
-    alignas(64) float exponents[INDEX_EXTENT], scores[INDEX_EXTENT], offsets[INDEX_EXTENT];
-    const int64_t start = extent * INDEX_EXTENT, static_rows = task.static_pages * a.page;
-    const int64_t first = static_rows > start ? static_rows / WHOLE * WHOLE : start;
-    const int64_t end = task.length < start + INDEX_EXTENT ? task.length : start + INDEX_EXTENT;
+// Score the pages of an extent from the sums [group, INDEX_EXTENT] of its `count` keys: static rows weigh nothing. A
+// function of its own, because the compiler takes the products apart if it finds both in one.
+__attribute__((noinline)) void score_extent(const PrkvSelectArguments& a, const Task& task, int64_t first, int count,
+                                            const int32_t* sums) {
+    alignas(64) float exponents[INDEX_EXTENT], offsets[INDEX_EXTENT], scores[INDEX_EXTENT];
     const int64_t row = row_of(task.extents, a.kv_heads, task.head, first);
-    const int64_t skipped = (static_rows > first ? static_rows - first : 0) / a.page;
-    const int count = static_cast<int>(end - first);
-    for (int key = 0; key < count; key += 32) __builtin_prefetch(a.scales + row + key);
-    plane_sums({a.high + row * job.row, nullptr, AHEAD}, job.row, count, task.queries, job.lanes, sums, INDEX_EXTENT);
-    for (int lane = 0; lane < job.lanes; lane++) {
+    const int32_t* statics = std::lower_bound(task.first_static, task.last_static, first);
+    for (int lane = 0; lane < a.group; lane++) {
         const RoundedQuery& query = task.queries[lane];
         const float worth = query.step * static_cast<float>(a.step / 2), scaling = static_cast<float>(a.scaling);
         means_of(a).products(row, count, query, query.step, offsets);
@@ -112,36 +109,96 @@ void scan(const Job& job, const Task& task, int64_t extent) {
             store(exponents + key, estimates * scaling);
         }
         for (int key = count; key % LANES != 0; key++) exponents[key] = -INFINITE;
-        const int64_t pages = score_pages(exponents, count, a.page, scores) - skipped;
-        float* to = task.scores + lane * task.stride + first / a.page + skipped - task.static_pages;
-        std::memcpy(to, scores + skipped, pages * sizeof(float));
+        for (const int32_t* one = statics; one < task.last_static && *one < first + count; one++)
+            exponents[*one - first] = -INFINITE;
+        const int64_t pages = score_pages(exponents, count, a.page, scores);
+        std::memcpy(task.scores + lane * task.stride + first / a.page, scores, pages * sizeof(float));
     }
 }
 
-// Choose the best pages and count them; the static ones come first.
+void scan(const Job& job, const Task& task, int64_t extent) {
+    const PrkvSelectArguments& a = job.a;
+    alignas(64) int32_t sums[MAX_QUERIES * INDEX_EXTENT];
+    const int64_t first = extent * INDEX_EXTENT, row = row_of(task.extents, a.kv_heads, task.head, first);
+    const int count = static_cast<int>(std::min(task.length - first, static_cast<int64_t>(INDEX_EXTENT)));
+    const int group = static_cast<int>(a.group);
+    for (int key = 0; key < count; key += 32) __builtin_prefetch(a.scales + row + key);
+    plane_sums({a.high + row * job.row, nullptr, AHEAD}, job.row, count, task.queries, group, sums, INDEX_EXTENT);
+    score_extent(a, task, first, count, sums);
+}
+
+// Count the rows of each page that are not static.
+void count_free(const PrkvSelectArguments& a, const Task& task) {
+    for (int64_t i = 0; i < task.pages; i++) task.free[i] = static_cast<int32_t>(a.page);
+    task.free[task.pages - 1] -= static_cast<int32_t>(task.pages * a.page - task.length);
+    const int shift = __builtin_ctzll(a.page);  // a division takes much longer
+    for (const int32_t* one = task.first_static; one < task.last_static; one++) task.free[*one >> shift]--;
+}
+
+// The pages that are taken, into task.places, ascending: the best ones, until the rows of the next one that are not
+// static do not fit into `room`. Returns how many they are.
+int64_t take_pages(const PrkvSelectArguments& a, const Task& task, int64_t room) {
+    const int64_t most = std::min(a.top_k / a.page, task.pages);
+    const auto key = [&](int64_t i) {  // the better the page, the smaller; ties: the first one
+        const int64_t rank = rank_of(splat(task.scores[task.places[i]]))[0];
+        return -rank * (INT64_C(1) << 32) + task.places[i];
+    };
+    int64_t count = std::min(most, room / a.page * 4 / 3 + 1);  // enough, unless many of their rows are static
+    for (; room > 0; count = most) {
+        take_candidates(task.scores, task.pages, count, task.lists, task.places);
+        for (int64_t i = 0; i < count; i++) task.ranked[i] = key(i);
+        // So many fit whatever is static: their order does not matter.
+        const int64_t certain = std::min(count - 1, room / a.page);
+        std::nth_element(task.ranked, task.ranked + certain, task.ranked + count);
+        std::sort(task.ranked + certain, task.ranked + count);
+        int64_t fitting = 0;
+        for (int64_t left = room; fitting < count; fitting++) {
+            left -= task.free[task.ranked[fitting] & INT32_MAX];
+            if (left < 0) break;
+        }
+        if (fitting == count && count < most) continue;
+        int64_t taken = 0;
+        const int64_t first_left = fitting < count ? task.ranked[fitting] : INT64_MAX;
+        for (int64_t i = 0; i < count; i++)
+            if (key(i) < first_left) task.places[taken++] = task.places[i];
+        return taken;
+    }
+    return 0;
+}
+
+// Choose the pages, and count them; the static rows come first, then those of pages that are not static.
 void finish(const Job& job, const Task& task) {
     const PrkvSelectArguments& a = job.a;
-    const int64_t entries = a.top_k / a.page, pages_of_extent = INDEX_EXTENT / a.page;
-    const int64_t left = entries - task.static_pages, wanted = left < task.pages ? left : task.pages;
-    int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * entries;
-    for (int lane = 0; lane < job.lanes; lane++) softmax(task.scores + lane * task.stride, task.pages, 1.0f);
-    fold(task.scores, job.lanes, task.stride, task.pages);
-    if (wanted > 0) take_candidates(task.scores, task.pages, wanted, task.lists, task.places);
-    for (int64_t i = 0; i < task.static_pages; i++) rows[i] = static_cast<int32_t>(i);
-    for (int64_t i = 0; i < left; i++) {
-        int32_t* chosen = rows + task.static_pages + i;
-        *chosen = -1;
-        if (i >= wanted) continue;
-        *chosen = static_cast<int32_t>(task.places[i] + task.static_pages);
-        const int64_t extent = task.extents[*chosen / pages_of_extent];
-        int32_t* times = a.picked + (extent * a.kv_heads + task.head) * pages_of_extent + *chosen % pages_of_extent;
+    const int32_t pages_of_extent = static_cast<int32_t>(INDEX_EXTENT / a.page);
+    int32_t* rows = a.rows + (task.request * a.kv_heads + task.head) * a.top_k;
+    int32_t* const end = rows + a.top_k;
+    rows = std::copy(task.first_static, task.last_static, rows);
+    for (int lane = 0; lane < a.group; lane++) softmax(task.scores + lane * task.stride, task.pages, 1.0f);
+    fold(task.scores, static_cast<int>(a.group), task.stride, task.pages);
+    count_free(a, task);
+    const int64_t taken = take_pages(a, task, end - rows);
+    const int32_t* next = task.first_static;
+    for (int64_t i = 0; i < taken; i++) {
+        const int32_t page = task.places[i];
+        if (task.free[page] == 0) continue;
+        const int32_t first = page * static_cast<int32_t>(a.page);
+        const int32_t last = static_cast<int32_t>(std::min(task.length, first + a.page));
+        next = std::lower_bound(next, task.last_static, first);
+        for (int32_t row = first; row < last; row++) {
+            if (next < task.last_static && *next == row)
+                next++;
+            else
+                *rows++ = row;
+        }
+        const int64_t extent = task.extents[page / pages_of_extent];
+        int32_t* times = a.picked + (extent * a.kv_heads + task.head) * pages_of_extent + page % pages_of_extent;
         __atomic_fetch_add(times, 1, __ATOMIC_RELAXED);  // requests of a slot count the same pages
     }
+    std::fill(rows, end, -1);
 }
 
-int64_t parts_of(const Job& job, const Task& task, int phase) {
-    const int64_t extents = scanned_extents(job, task);
-    return phase == SCAN && extents > 1 ? extents : 1;
+int64_t parts_of(const Task& task, int phase) {
+    return phase == SCAN ? extents_of(task) : 1;
 }
 
 void run_part(const Job& job, const Task& task, int phase, int64_t part) {
@@ -149,7 +206,7 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
         case PREPARE:
             return round_queries(job.a, task.request, task.head, task.queries);
         case SCAN:
-            return task.pages > 0 ? scan(job, task, first_extent(job, task) + part) : void();
+            return scan(job, task, part);
         default:
             return finish(job, task);
     }
@@ -159,23 +216,23 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
 void note_queries(const PrkvSelectArguments& a) {
     const int64_t bytes = a.kv_heads * a.group * a.dim * size_of_number(a);
     for (int64_t i = 0; i < a.batch; i++) {
-        const int64_t slot = a.requests[i].slot, at = slot * a.window_queries + a.received[slot]++ % a.window_queries;
+        const int64_t slot = a.requests[i].slot, at = slot * a.recent_queries + a.received[slot]++ % a.recent_queries;
         std::memcpy(static_cast<char*>(a.recent) + at * bytes, static_cast<const char*>(a.queries) + i * bytes, bytes);
     }
 }
 
 void select(const PrkvSelectArguments& a) {
     static thread_local Scratch task_memory, work_memory;
-    const Job job = {a, static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
+    const Job job = {a, static_cast<int>(a.padded_dim / FIELDS)};
     const int64_t count = a.batch * a.kv_heads;
     Task* tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * count));
     int64_t parts = 0;
-    for (int64_t i = 0; i < count; i++) tasks[i] = describe(a, i), parts += parts_of(job, tasks[i], SCAN);
+    for (int64_t i = 0; i < count; i++) tasks[i] = describe(a, i), parts += parts_of(tasks[i], SCAN);
     lay_out_tasks(tasks, count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
     note_queries(a);
     run_phases<PHASES>(
         tasks, count, static_cast<int>(a.threads < parts ? a.threads : parts),
-        [&](const Task& task, int phase) { return parts_of(job, task, phase); },
+        [&](const Task& task, int phase) { return parts_of(task, phase); },
         [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
 }
 

@@ -14,6 +14,7 @@ namespace prkv {
 constexpr int GROUPS = PAGES <= 32 ? 128 : THREADS;  // of threads: the more, the fewer keys reach the limit
 constexpr int TEAM = THREADS / GROUPS;               // threads of a group, and threads that rank a maximum
 constexpr int AT_ONCE = LANES <= 4 ? 8 : (32 + LANES - 1) / LANES;  // pages whose scores a thread loads at a time
+constexpr int NOT_TAKEN = 0x7fffffff;                               // beyond all pages
 constexpr int CANDIDATES = 1024;                                    // keys that may reach the limit; PAGES at least
 
 struct BestMemory {
@@ -25,8 +26,11 @@ struct BestMemory {
     int owners[THREADS];  // threads whose maximum reaches the limit
     int owner_count, candidate_count;
     SortKey candidates[CANDIDATES];
-    int found[PAGES];  // selected pages, in any order
-    int pages[PAGES];  // the same, ascending
+    int found[PAGES];  // the best pages, the best one first
+    int free[PAGES];   // rows of these that are not static
+    int taken[PAGES];  // those of `found` whose rows have room, or NOT_TAKEN
+    int pages[PAGES];  // selected pages, ascending
+    int rows[PAGES];   // their rows that are not static
 };
 
 __device__ __forceinline__ void add_normalisers(const SelectArguments& a, const Task& task, BestMemory& memory) {
@@ -62,20 +66,17 @@ struct Scores {
         }
     }
 
-    // What a page is ranked by: its score, or the mean or the largest of its softmax weights. The same bits each time.
+    // What a page is ranked by: the sum of its softmax weights. The same bits each time.
     __device__ __forceinline__ SortKey key(int page, const float* normaliser, float exponent_scale) const {
-        if constexpr (REDUCTION == MEAN) return sort_key(of[0], page);
         float value = 0.0f;
 #pragma unroll
-        for (int lane = 0; lane < LANES; ++lane) {
-            const float weight = power_of_two(__fmaf_rn(of[lane], exponent_scale, -normaliser[lane]));
-            value = REDUCTION == MAX ? fmaxf(value, weight) : value + weight;
-        }
+        for (int lane = 0; lane < LANES; ++lane)
+            value += power_of_two(__fmaf_rn(of[lane], exponent_scale, -normaliser[lane]));
         return sort_key(value, page);
     }
 };
 
-// Keys of the pages from `first` to `last` - 1 that are not static; a thread has each THREADS-th one from `base` on.
+// Keys of the pages from `first` to `last` - 1; a thread has each THREADS-th one from `base` on.
 struct Ranking {
     const SelectArguments& a;
     const Task& task;
@@ -160,17 +161,9 @@ __device__ __forceinline__ int collect(const Ranking& ranking, SortKey best, Sor
     return memory.candidate_count;
 }
 
-// The `wanted` best pages that are not static, ascending, into memory.pages; returns how many there are.
-__device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& task, int first, int wanted,
-                                          BestMemory& memory) {
-    if (wanted < 1) return 0;  // all rows are static
-    const Ranking ranking{a, task, memory.normaliser, first, task.pages(), first & ~31};
-    Scores scores[AT_ONCE];  // asked for together with the normalisers
-    ranking.load(scores, ranking.base + threadIdx.x);
-    if (REDUCTION != MEAN) add_normalisers(a, task, memory);
-    const SortKey best = ranking.largest_own(scores);
-    memory.maxima[threadIdx.x] = best;
-    __syncthreads();
+// The `wanted` best pages into memory.found, the best one first, and their rows that are not static into memory.free;
+// returns how many there are. `best` is the largest key of this thread.
+__device__ __forceinline__ int rank_pages(const Ranking& ranking, SortKey best, int wanted, BestMemory& memory) {
     SortKey limit = ranking.count() > wanted ? limit_of(best, wanted, memory) : 0;
     int reached = collect(ranking, best, limit, memory);
     if (reached > CANDIDATES) {  // pages that one thread ranks resemble each other
@@ -185,13 +178,50 @@ __device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& 
     __syncthreads();
     const int found = min(reached, wanted);
     if (threadIdx.x < found) {
-        const int own = memory.found[threadIdx.x];
-        int before = 0;
-        for (int i = 0; i < found; ++i) before += memory.found[i] < own;
-        memory.pages[before] = own;
+        int free = 0;
+#pragma unroll 8
+        for (int row = 0; row < PAGE; ++row)
+            free += ranking.task.token(ranking.a, memory.found[threadIdx.x] * PAGE + row) >= 0;
+        memory.free[threadIdx.x] = free;
     }
     __syncthreads();
     return found;
+}
+
+// The pages that are taken: the best ones whose rows that are not static are at most `room`. Ascending, into
+// memory.pages and memory.rows; returns how many there are.
+__device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& task, int room, BestMemory& memory) {
+    if (room < 1) return 0;  // all rows are static
+    const int first = task.first_page(a), most = a.top_k / PAGE, i = threadIdx.x;
+    const Ranking ranking{a, task, memory.normaliser, first, task.pages(), first & ~31};
+    Scores scores[AT_ONCE];  // asked for together with the normalisers
+    ranking.load(scores, ranking.base + threadIdx.x);
+    add_normalisers(a, task, memory);
+    const SortKey best = ranking.largest_own(scores);
+    memory.maxima[threadIdx.x] = best;
+    __syncthreads();
+    int found, upto, wanted = min(most, room / PAGE * 4 / 3 + 1);  // enough, unless many of their rows are static
+    for (;; wanted = most) {
+        found = rank_pages(ranking, best, wanted, memory);
+        int all = 0;
+        upto = 0;  // rows of the pages up to this thread's
+        for (int other = 0; other < found; ++other) {
+            all += memory.free[other];
+            upto += other <= i ? memory.free[other] : 0;
+        }
+        if (all > room || found < wanted || wanted == most) break;  // the same for all threads
+    }
+    if (i < found) memory.taken[i] = upto <= room && memory.free[i] > 0 ? memory.found[i] : NOT_TAKEN;
+    __syncthreads();
+    int taken = 0, before = 0;
+    for (int other = 0; other < found; ++other) {
+        taken += memory.taken[other] != NOT_TAKEN;
+        before += i < found && memory.taken[other] < memory.taken[i];
+    }
+    if (i < found && memory.taken[i] != NOT_TAKEN)
+        memory.pages[before] = memory.taken[i], memory.rows[before] = memory.free[i];
+    __syncthreads();
+    return taken;
 }
 
 }  // namespace prkv

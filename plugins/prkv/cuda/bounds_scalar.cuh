@@ -41,13 +41,13 @@ class Bounds {
                 float bound = 0.0f;
 #pragma unroll
                 for (int s = 0; s < STEPS; ++s) {
-                    const float q = query(column, lane + 32 * s);
+                    const float q = queries[column * DIM + lane + 32 * s];
                     bound += fmaxf(q * near, q * far) * high[s] + fminf(q * near, q * far) * low[s];
                 }
 #pragma unroll
                 for (int mask = 16; mask; mask /= 2) bound += __shfl_xor_sync(EVERYONE, bound, mask);
                 if (lane == 0) store(page, column, bound);
-                if (REDUCTION != MEAN) sums[column].add(bound * exponent_scale, 1.0f);
+                sums[column].add(bound * exponent_scale, 1.0f);
             }
         }
         load_next();
@@ -58,14 +58,6 @@ class Bounds {
 #pragma unroll
         for (int column = 0; column < LANES; ++column)
             if (lane == 0) store(column, sums[column]);
-    }
-
-  private:
-    __device__ __forceinline__ float query(int column, int channel) const {
-        if (REDUCTION != MEAN) return queries[column * DIM + channel];
-        float sum = 0.0f;
-        for (int head = 0; head < GROUP; ++head) sum += queries[head * DIM + channel];
-        return sum / GROUP;
     }
 };
 

@@ -17,20 +17,17 @@ using Pair = __nv_bfloat162;
 using Pair = __half2;
 #endif
 
-// What two channels of a query count times the largest and times the smallest numbers of a box. Of an averaged query
-// these are apart already.
+// What two channels of a query count times the largest and times the smallest numbers of a box.
 struct Factors {
     Pair near, far;
     __device__ __forceinline__ explicit Factors(const SelectArguments& a)
         : near{from_float<Number>(a.near), from_float<Number>(a.near)},
           far{from_float<Number>(a.far), from_float<Number>(a.far)} {}
     __device__ __forceinline__ unsigned on_largest(unsigned two) const {
-        if (REDUCTION == MEAN) return two;
         const Pair q = *reinterpret_cast<const Pair*>(&two), numbers = __hmax2(__hmul2(q, near), __hmul2(q, far));
         return *reinterpret_cast<const unsigned*>(&numbers);
     }
     __device__ __forceinline__ unsigned on_smallest(unsigned two) const {
-        if (REDUCTION == MEAN) return two;
         const Pair q = *reinterpret_cast<const Pair*>(&two), numbers = __hmin2(__hmul2(q, near), __hmul2(q, far));
         return *reinterpret_cast<const unsigned*>(&numbers);
     }
@@ -40,12 +37,9 @@ struct Factors {
 // step s.
 class Bounds {
     static constexpr int STEPS = DIM / 32;
-    // Columns of the product: query heads; of an averaged query its 16-bit number and what that leaves.
-    static constexpr int COLUMNS = REDUCTION == MEAN ? 2 : LANES;
-    static constexpr int COLUMN_TILES = (COLUMNS + 7) / 8;
-    uint4 boxes[2][STEPS][2];  // [smallest, largest][step][page g or g + 8]
-    uint4 queries[REDUCTION == MEAN ? 2 : 1][COLUMN_TILES]
-                 [STEPS];  // [times the smallest, times the largest], or as they are
+    static constexpr int COLUMN_TILES = (LANES + 7) / 8;  // columns of the product are query heads
+    uint4 boxes[2][STEPS][2];                             // [smallest, largest][step][page g or g + 8]
+    uint4 queries[COLUMN_TILES][STEPS];
     Factors factors;
     PowerSum sums[COLUMN_TILES][2];  // of columns 8 i + 2 t and 8 i + 2 t + 1
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -74,13 +68,9 @@ class Bounds {
         for (int i = 0; i < COLUMN_TILES; ++i)
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
-                if (REDUCTION == MEAN) {
-                    average(a, from + 32 * s, queries[0][i][s], queries[1][i][s]);
-                } else {
-                    queries[0][i][s] = make_uint4(0, 0, 0, 0);
-                    if (8 * i + g < LANES)
-                        queries[0][i][s] = *reinterpret_cast<const uint4*>(from + (8 * i + g) * DIM + 32 * s);
-                }
+                queries[i][s] = make_uint4(0, 0, 0, 0);
+                if (8 * i + g < LANES)
+                    queries[i][s] = *reinterpret_cast<const uint4*>(from + (8 * i + g) * DIM + 32 * s);
             }
     }
 
@@ -95,19 +85,18 @@ class Bounds {
             float bound[4] = {};
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
-                const uint4 low = queries[0][i][s], high = queries[REDUCTION == MEAN ? 1 : 0][i][s];
-                multiply(bound, boxes[0][s], factors.on_smallest(low.x), factors.on_smallest(low.y),
-                         factors.on_smallest(low.z), factors.on_smallest(low.w));
-                multiply(bound, boxes[1][s], factors.on_largest(high.x), factors.on_largest(high.y),
-                         factors.on_largest(high.z), factors.on_largest(high.w));
+                const uint4 q = queries[i][s];
+                multiply(bound, boxes[0][s], factors.on_smallest(q.x), factors.on_smallest(q.y),
+                         factors.on_smallest(q.z), factors.on_smallest(q.w));
+                multiply(bound, boxes[1][s], factors.on_largest(q.x), factors.on_largest(q.y), factors.on_largest(q.z),
+                         factors.on_largest(q.w));
             }
-            if (REDUCTION == MEAN) bound[0] += bound[1], bound[2] += bound[3];
 #pragma unroll
             for (int j = 0; j < (TILE == 8 ? 2 : 4); ++j) {
                 const int page = g + j / 2 * 8, column = 8 * i + 2 * t + j % 2;
                 if (column >= LANES || !valid(page)) continue;
                 store(page, column, bound[j]);
-                if (REDUCTION != MEAN) sums[i][j % 2].add(bound[j] * exponent_scale, 1.0f);
+                sums[i][j % 2].add(bound[j] * exponent_scale, 1.0f);
             }
         }
         load_next();
@@ -131,31 +120,6 @@ class Bounds {
                                                     unsigned z, unsigned w) {
         multiply_16x8x16(bound, box[0].x, box[1].x, box[0].y, box[1].y, x, y, Number());
         multiply_16x8x16(bound, box[0].z, box[1].z, box[0].w, box[1].w, z, w, Number());
-    }
-
-    // Eight channels of the group's mean query times what `smallest` and `largest` numbers count: column 0 has them
-    // rounded, column 1 what rounding took away.
-    __device__ __forceinline__ void average(const SelectArguments& a, const Number* from, uint4& smallest,
-                                            uint4& largest) const {
-        float mean[8] = {};
-        for (int head = 0; head < GROUP; ++head) {
-            Eight<Number> eight;
-            eight.load(from + head * DIM);
-#pragma unroll
-            for (int c = 0; c < 8; ++c) mean[c] += eight[c];
-        }
-        Number* parts[2] = {reinterpret_cast<Number*>(&smallest), reinterpret_cast<Number*>(&largest)};
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            const float near = mean[c] / GROUP * a.near, far = mean[c] / GROUP * a.far;
-            parts[0][c] = column_part(fminf(near, far));
-            parts[1][c] = column_part(fmaxf(near, far));
-        }
-    }
-    __device__ __forceinline__ Number column_part(float number) const {
-        const Number rounded = from_float<Number>(number);
-        if (g == 1) return from_float<Number>(number - to_float(rounded));
-        return g == 0 ? rounded : Number(0.0f);
     }
 };
 

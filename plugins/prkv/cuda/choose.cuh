@@ -6,27 +6,25 @@
 namespace kvseek {
 namespace prkv {
 
-// Write the places of the static set and of the selected pages.
-__device__ __forceinline__ void write_rows(const SelectArguments& a, const Task& task, int static_rows, int found,
-                                           const BestMemory& best) {
-    const long long list = static_cast<long long>(task.number) * a.top_k;
-    for (int entry = threadIdx.x; entry < a.top_k; entry += THREADS) {
-        int chosen = -1;
-        if (entry < static_rows) {
-            chosen = entry;
-        } else if ((entry - static_rows) / PAGE < found) {
-            const int place = best.pages[(entry - static_rows) / PAGE] * PAGE + (entry - static_rows) % PAGE;
-            if (place < task.request.length) chosen = place;
-        }
-        a.rows[list + entry] = chosen;
-    }
-}
-
+// Choose and count pages, and write the static rows, then those of the pages that are not static; -1 fills up.
 __device__ __forceinline__ void choose(const SelectArguments& a, const Task& task, BestMemory& memory) {
-    const int static_rows = task.static_rows(a), first = static_rows / PAGE, i = threadIdx.x;
-    const int found = best_pages(a, task, first, a.top_k / PAGE - first, memory);
-    if (i < found) atomicAdd(a.picked + task.entry(a, memory.pages[i]), 1);  // nobody waits for it
-    write_rows(a, task, static_rows, found, memory);
+    const int static_rows = task.static_rows(a), i = threadIdx.x;
+    const int taken = best_pages(a, task, a.top_k - static_rows, memory);
+    int* rows = a.rows + static_cast<long long>(task.number) * a.top_k;
+    for (int entry = i; entry < static_rows; entry += THREADS) rows[entry] = task.statics(a)[entry];
+    int entry = static_rows, end = static_rows;
+    for (int page = 0; page < taken; ++page) {
+        entry += page < i ? memory.rows[page] : 0;
+        end += memory.rows[page];
+    }
+    for (int k = end + i; k < a.top_k; k += THREADS) rows[k] = -1;
+    if (i >= taken) return;
+    atomicAdd(a.picked + task.entry(a, memory.pages[i]), 1);  // nobody waits for it
+#pragma unroll 8
+    for (int row = 0; row < PAGE; ++row) {
+        const int token = task.token(a, memory.pages[i] * PAGE + row);
+        if (token >= 0) rows[entry++] = token;
+    }
 }
 
 }  // namespace prkv

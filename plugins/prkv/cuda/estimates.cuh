@@ -1,8 +1,8 @@
 // Scores of pages (Codes.scores in summaries.py) by codes of 2 bits of their rows, on tensor cores, by one warp.
 //
 // A page's score for a lane is log2 of the sum of 2^x over its rows, x being the row's estimate of q·k times the
-// softmax scale and log2 e: what the page would weigh in the softmax over all rows. The numbers are the same for any
-// dtype of rows. The same interface as bounds_tensor.cuh.
+// softmax scale and log2 e: what the page would weigh in the softmax over all rows. Static rows weigh nothing. The
+// numbers are the same for any dtype of rows. The same interface as bounds_tensor.cuh.
 #pragma once
 
 #include "plugins/codes/cuda/products.cuh"
@@ -104,7 +104,7 @@ class Estimates {
                 const int lane = Columns::lane(tile, i);
                 if (!own || lane >= LANES) continue;
                 store(part, lane, (page.largest + log2f(page.sum)) * unscaled);
-                if (REDUCTION != MEAN) sums[tile][i].add(page.largest, page.sum);
+                sums[tile][i].add(page.largest, page.sum);
             }
     }
 
@@ -144,7 +144,7 @@ class Estimates {
             for (int half = 0; half < 2; ++half) {
                 const int k = 2 * product + half;
                 const float scale = __half2float(__ushort_as_half(unit.scales[k]));
-                const bool inside = unit.place + 8 * k + g < length;
+                const bool inside = unit.place + 8 * k + g < length && !is_static(unit.scales[k]);
 #pragma unroll
                 for (int tile = 0; tile < Columns::COLUMN_TILES; ++tile)
 #pragma unroll

@@ -1,6 +1,5 @@
 // Sizes that the kernels of PRKV agree on. Macros of device.py: PRKV_PAGE rows of a page, PRKV_PAGES pages that a step
-// attends to at most, PRKV_REDUCTION how the heads of a group agree (its place in GROUP_REDUCTIONS of group.py), and
-// PRKV_CODES if pages are scored by codes of their rows; otherwise boxes score them.
+// attends to at most, and PRKV_CODES if pages are scored by codes of their rows; otherwise boxes score them.
 #pragma once
 
 #include "plugins/shared/batch.cuh"
@@ -16,9 +15,7 @@ constexpr int DIM = KVSEEK_HEAD_DIM;
 constexpr int GROUP = KVSEEK_GROUP;
 constexpr int PAGE = PRKV_PAGE;
 constexpr int PAGES = PRKV_PAGES;
-constexpr int MEAN = 0, MAX = 1;  // of GROUP_REDUCTIONS; 2 is the mean of softmax weights
-constexpr int REDUCTION = PRKV_REDUCTION;
-constexpr int LANES = REDUCTION == MEAN ? 1 : GROUP;  // queries that score pages on their own
+constexpr int LANES = GROUP;  // queries that score pages on their own
 constexpr int PAGES_OF_EXTENT = EXTENT_TOKENS / PAGE;
 constexpr int BOX = 2 * DIM;  // numbers of a box: the smallest, then the largest
 constexpr int ROW = 2 * DIM;  // numbers of a row: the key, then the value

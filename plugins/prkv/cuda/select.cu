@@ -21,7 +21,7 @@ using Scorer = Estimates;
 using Scorer = Bounds;
 #endif
 
-// Tiles of pages that are not static, one after another, dealt to the warps of all CTAs of a task.
+// Tiles of pages, one after another, dealt to the warps of all CTAs of a task.
 struct Tiles {
     int number, last, stride;
     __device__ __forceinline__ Tiles(int first_page, int pages)
@@ -36,7 +36,7 @@ struct Tiles {
 __device__ __forceinline__ void record_queries(const SelectArguments& a, const Task& task) {
     constexpr int EACH = 16 / static_cast<int>(sizeof(Number));
     const long long step =
-        static_cast<long long>(task.request.slot) * a.window_queries + task.request.position % a.window_queries;
+        static_cast<long long>(task.request.slot) * a.recent_queries + task.request.position % a.recent_queries;
     Number* to = a.recent + (step * a.kv_heads + task.head) * GROUP * DIM;
     for (int i = threadIdx.x * EACH; i < GROUP * DIM; i += THREADS * EACH)
         *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(task.queries(a) + i);
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     __shared__ BestMemory memory;
     __shared__ PowerSum warp_sums[WARPS][LANES];
     const Task task(a);
-    const int pages = task.pages(), first_page = task.static_rows(a) / PAGE;
+    const int pages = task.pages(), first_page = task.first_page(a);
     const bool idle = task.request.dense != 0;
     Tiles tiles(first_page, pages);
     Scorer scorer(a);
@@ -88,17 +88,15 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
             });
     }
     allow_later_kernels();
-    if (REDUCTION != MEAN) {
-        scorer.finish([&](int lane, const PowerSum& sum) { warp_sums[threadIdx.x / 32][lane] = sum; });
-        __syncthreads();
-        if (threadIdx.x < LANES) {
-            PowerSum sum;
+    scorer.finish([&](int lane, const PowerSum& sum) { warp_sums[threadIdx.x / 32][lane] = sum; });
+    __syncthreads();
+    if (threadIdx.x < LANES) {
+        PowerSum sum;
 #pragma unroll
-            for (int warp = 0; warp < WARPS; ++warp)
-                sum.add(warp_sums[warp][threadIdx.x].largest, warp_sums[warp][threadIdx.x].sum);
-            const long long chunk = static_cast<long long>(task.number) * gridDim.x + blockIdx.x;
-            a.normalisers[chunk * LANES + threadIdx.x] = make_float2(sum.largest, sum.sum);
-        }
+        for (int warp = 0; warp < WARPS; ++warp)
+            sum.add(warp_sums[warp][threadIdx.x].largest, warp_sums[warp][threadIdx.x].sum);
+        const long long chunk = static_cast<long long>(task.number) * gridDim.x + blockIdx.x;
+        a.normalisers[chunk * LANES + threadIdx.x] = make_float2(sum.largest, sum.sum);
     }
     if (arrive_last(a, task)) choose(a, task, memory);
 }

@@ -21,14 +21,15 @@ struct SelectArguments {
 #else
     const Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
 #endif
-    const int* static_rows;  // [slots]
+    const int* statics;      // [slots, kv_heads, most_static] static tokens, ascending
+    const int* static_rows;  // [slots] their number
     float* scores;           // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
     float2* normalisers;     // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
     int* finished;           // [tasks] CTAs that are done; 0 between launches
     int* picked;             // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page
-    Number* recent;          // [slots, window_queries, kv_heads * GROUP, HEAD_DIM] last queries
+    Number* recent;          // [slots, recent_queries, kv_heads * GROUP, HEAD_DIM] last queries
     int* rows;               // [batch, kv_heads, top_k] result
-    int kv_heads, max_extents, top_k, window_queries;
+    int kv_heads, max_extents, top_k, recent_queries, most_static;
     float scaling;  // softmax scale
 #ifdef PRKV_CODES
     int block_bits;
@@ -37,11 +38,47 @@ struct SelectArguments {
 #endif
 };
 
+#ifdef PRKV_CODES
+// Whether a row is static, by the bits of its scale (CudaCodes in device.py).
+__device__ __forceinline__ bool is_static(unsigned short scale) {
+    return scale & 0x8000;
+}
+#endif
+
 struct Task : TaskOf<SelectArguments> {
     using TaskOf::TaskOf;
 
     __device__ __forceinline__ int pages() const { return (request.length + PAGE - 1) / PAGE; }
     __device__ __forceinline__ int static_rows(const SelectArguments& a) const { return a.static_rows[request.slot]; }
+    __device__ __forceinline__ const int* statics(const SelectArguments& a) const {
+        return a.statics + (static_cast<long long>(request.slot) * a.kv_heads + head) * a.most_static;
+    }
+#ifdef PRKV_CODES
+    // The first page, and the token at a place of a page, or -1 for none that counts. Places are tokens, of which the
+    // static ones are marked.
+    __device__ __forceinline__ int first_page(const SelectArguments&) const { return 0; }
+    __device__ __forceinline__ int token(const SelectArguments& a, int place) const {
+        if (place >= request.length) return -1;
+        return is_static(reinterpret_cast<const unsigned short*>(a.scales)[row(a, place)]) ? -1 : place;
+    }
+#else
+    // The same. Static tokens have the first places, the others follow.
+    __device__ __forceinline__ int first_page(const SelectArguments& a) const { return static_rows(a) / PAGE; }
+    __device__ __forceinline__ int token(const SelectArguments& a, int place) const {
+        if (place >= request.length) return -1;
+        const int* list = statics(a);
+        const int behind = place - static_rows(a);
+        int low = 0, high = static_rows(a);  // static tokens before the token: those with list[i] - i <= behind
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (list[middle] - middle <= behind)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        return behind + low;
+    }
+#endif
     __device__ __forceinline__ long long entry(const SelectArguments& a, int page) const {
         return page_entry(table, a.kv_heads, head, page);
     }

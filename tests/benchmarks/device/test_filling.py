@@ -28,9 +28,7 @@ CELL, ROOM = Cell(2500, 2), 64
 
 
 class KeyList(Index):
-    """Keeps the keys that it is built from, by slot; asks for no order."""
-
-    reverse = False
+    """Keeps the keys that it is built from, by slot."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -38,8 +36,7 @@ class KeyList(Index):
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
         self.built = {**getattr(self, "built", {}), slot: keys.clone()}
-        n = keys.shape[1]
-        return Built(torch.arange(n - 1, -1, -1).expand(KV_HEADS, n)) if self.reverse else Built()
+        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None: ...
 
@@ -48,12 +45,6 @@ class KeyList(Index):
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
         return None
-
-
-class Reversed(KeyList):
-    """Asks for its rows in the reverse of the tokens' order."""
-
-    reverse = True
 
 
 class NoRoom(KeyList):
@@ -74,10 +65,9 @@ def make(monkeypatch: pytest.MonkeyPatch, kind: type[KeyList] = KeyList) -> tupl
     return Filler(SHAPE, [CELL], torch.float32, CPU, seed=3, room=ROOM), cache, indexes
 
 
-@pytest.mark.parametrize("kind", [KeyList, Reversed])
-def test_the_pool_holds_the_keys_that_the_index_saw(kind: type[KeyList], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order that the index asked for. Keys of two slots and of two layers differ."""
-    filler, cache, indexes = make(monkeypatch, kind)
+def test_the_pool_holds_the_keys_that_the_index_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of two slots and of two layers differ."""
+    filler, cache, indexes = make(monkeypatch)
     filler.fill(CELL, [(cache, [indexes])])
     seen = {}
     for layer, index in enumerate(indexes):
@@ -87,8 +77,7 @@ def test_the_pool_holds_the_keys_that_the_index_saw(kind: type[KeyList], monkeyp
             assert n == (CELL.context - 1 - 4 - 16) // 64 * 64
             rows = cache.extents.read(cache.rows.of_layer(layer).pool, slot, n)
             assert rows.shape == (KV_HEADS, n, 2, 16)
-            placed = index.built[slot].flip(1) if kind.reverse else index.built[slot]
-            assert torch.equal(rows[:, :, 0], placed)
+            assert torch.equal(rows[:, :, 0], index.built[slot])
             assert torch.equal(filler.keys(layer, slot, n), index.built[slot])
             seen[layer, slot] = rows[:, :, 0]
     assert not torch.equal(seen[0, 0], seen[0, 1])

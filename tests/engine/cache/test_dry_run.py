@@ -132,10 +132,9 @@ def test_the_documented_figures() -> None:
     assert needs("ctkvr").extent == heads * layers * (1024 * (four_bits + frame) + means)
     assert needs("ctkvr", **BY_KEYS).extent == 0, "host cores attend to rows in host memory: no copies either"
     pages, scratch = 1024 // 8, heads * 1024 // 8 * 4 * 4
-    token = 4  # of a place: its number
-    assert needs("prkv").extent == heads * layers * (1024 * (two_bits + frame + token) + means + pages * 4) + scratch
+    assert needs("prkv").extent == heads * layers * (1024 * (two_bits + frame) + means + pages * 4) + scratch
     boxes = pages * (2 * 128 * 2 + 4)
-    assert needs("prkv", **BOXES).extent == heads * layers * (boxes + 1024 * (frame + token)) + scratch
+    assert needs("prkv", **BOXES).extent == heads * layers * (boxes + 1024 * frame) + scratch
     clusters = 32  # of 40 keys, a multiple of 16
     whole = 4 * 1024 + clusters * (2 * 128 + 2 * 4)
     assert needs("clusterkv", **OLD_DEFAULTS).extent == heads * (layers - 2) * (whole + 1024 * frame)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,46 +73,11 @@ class BareIndex(EntryIndex):
         pass
 
 
-class MovingIndex(BareIndex):
-    """Asks for the rows in reverse order, and exchanges some after each step."""
-
-    def __init__(self, context: IndexContext) -> None:
-        super().__init__(context)
-        self.orders, self.random = dict[int, Tensor](), torch.Generator().manual_seed(context.layer)
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
-        self.orders[slot] = torch.arange(keys.shape[1]).flip(0)[None]
-        return Built(self.orders[slot])
-
-    def publish(self, slot: int, start: int, count: int) -> None:
-        self.orders[slot] = torch.cat((self.orders[slot], torch.arange(start, start + count)[None]), dim=1)
-
-    def refresh(self, slots: Sequence[int]) -> None:
-        assert self.context.rows is not None
-        for slot in slots:
-            n = self.context.lengths[slot]
-            one, other = torch.randint(max(1, n), (2,), generator=self.random)
-            if n:
-                pool, table = self.context.rows.pool, self.context.extents.table[slot]
-                here, there = ((table[p // EXTENT_TOKENS], 0, p % EXTENT_TOKENS) for p in (one, other))
-                pool[here], pool[there] = pool[there].clone(), pool[here].clone()
-                self.orders[slot][0, [one, other]] = self.orders[slot][0, [other, one]]
-
-    def sort_rows(self, slot: int, first: int) -> None:
-        assert self.context.rows is not None
-        n = self.context.lengths[slot]
-        if first < n:
-            pool, extents = self.context.rows.pool, self.context.extents
-            rows = extents.read(pool, slot, n)[:, self.orders[slot][0].argsort()]
-            extents.write(pool, slot, first, rows[:, first:])
-
-
-# Methods whose requests share entries, rows, and nothing; the last index moves rows as well.
+# Methods whose requests share entries, rows, and nothing.
 FORMS: dict[str, tuple[str, type[EntryIndex]]] = {
     "entries": ("full", EntryIndex),
     "rows": ("ctkvr", BareIndex),
     "copies": ("clusterkv", EntryIndex),
-    "moved": ("prkv", MovingIndex),
 }
 
 
@@ -319,8 +284,7 @@ class CacheMachine(RuleBasedStateMachine):
             for layer, index in enumerate(self.retrieval.indexes):
                 rows = rows_of(one.tokens, layer)
                 found = self.extents.read(self.cache.rows.of_layer(layer).pool, slot, n)
-                order = index.orders[slot][0] if isinstance(index, MovingIndex) else torch.arange(n)
-                assert torch.equal(found, rows[:, SINK + order])
+                assert torch.equal(found, rows[:, SINK : SINK + n])
                 near = torch.cat((rows[:, :SINK], rows[:, SINK + n :]), dim=1)
                 assert torch.equal(window_rows(batch, 0, self.cache.window[layer], SINK), near)
                 if isinstance(index, BareIndex):
@@ -350,16 +314,10 @@ class CopiesMachine(CacheMachine):
     form = "copies"
 
 
-class MovingMachine(CacheMachine):
-    """The same with rows that change places."""
-
-    form = "moved"
-
-
-for machine in (CacheMachine, RowsMachine, CopiesMachine, MovingMachine):
+for machine in (CacheMachine, RowsMachine, CopiesMachine):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestPrefixCache, TestSharedRows = CacheMachine.TestCase, RowsMachine.TestCase
-TestCopiedRows, TestMovedRows = CopiesMachine.TestCase, MovingMachine.TestCase
+TestCopiedRows = CopiesMachine.TestCase
 
 
 def test_the_rows_of_a_window_that_fill_an_extent_are_indexed() -> None:

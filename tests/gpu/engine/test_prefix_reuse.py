@@ -13,7 +13,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
-from tests.engine.test_moved_rows import UPDATES, check_rows_are_kept_in_order
+from tests.plugins.prkv.settings import UPDATES
 from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, Load
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.gpu
 SPARSE = {"full": ("full", ()), **CONTESTANTS}  # by name: a method, and flags with which it selects few rows
 ENTRIES = [name for name in SPARSE if get_method(SPARSE[name][0]).traits().prefix_reuse == "entries"]
 SELECTING = [name for name in ENTRIES if name != "full"]
-MOVING = ["prkv", "prkv_codes"]
+UPDATING = ["prkv", "prkv_codes"]
 OFFLOADS = ("always", "never")
 SIDE_CYCLES = 4_000_000  # about 2 ms: side streams fall behind the current one
 LoadGpu = Callable[..., Engine]
@@ -131,12 +131,7 @@ def test_random_operations(name: str, load: Load, plain: checks.Plain, monkeypat
     check_operations(lambda folder: engine, plain, restarts=False, examples=2)
 
 
-@of(MOVING, *MOVING)
-def test_rows_that_have_changed_places_are_kept_in_token_order(name: str, load: Load) -> None:
-    check_rows_are_kept_in_order(load(name, *UPDATES, sparse=True), load(sparse=True))
-
-
-@of(MOVING, *MOVING)
+@of(UPDATING, *UPDATING)
 def test_a_reused_prefix_has_the_static_set_of_a_fresh_prompt(name: str, load: Load) -> None:
     checks.check_few_rows(*(load(name, *UPDATES, sparse=True, reuse=reuse) for reuse in (None, False)), tokens=30)
 

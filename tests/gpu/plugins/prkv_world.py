@@ -19,8 +19,10 @@ from kvseek.plugins.contract import IndexContext, LayerRows
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.reference import ReferenceIndex
-from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes
+from kvseek.plugins.prkv.static import static_first
+from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes, box_scores, read_pages
 from kvseek.plugins.selection import Selection
+from kvseek.plugins.shared.group import softmax_mean
 
 # dtype, head_dim, group size, page
 SHAPES = [
@@ -78,9 +80,7 @@ class World:
             self.hot.forget(slot)
         built = self.index.build(slot, rows[:, :, 0], queries)
         assert built.ticket is None, "nothing is left to wait for"
-        order = built.order
-        placed = rows if order is None else rows.gather(1, order[..., None, None].expand_as(rows))
-        self.context.extents.write(self.pool, slot, 0, placed.to(self.pool.device))
+        self.context.extents.write(self.pool, slot, 0, rows.to(self.pool.device))
 
     def batch(self, slots: Sequence[int], position: int, dense: Sequence[int] = ()) -> Batch:
         """A decode step of these slots, at the same position of each."""
@@ -97,10 +97,11 @@ class World:
         assert selection is not None
         return selection
 
-    def places(self, slot: int) -> Tensor:
-        """Rows of a slot by place, [G, n, 2, D], on the CPU."""
+    def static(self, slot: int) -> Tensor:
+        """Static tokens of a slot, int64 [G, s], on the CPU."""
         torch.cuda.synchronize()
-        return self.context.extents.read(self.pool, slot, self.context.lengths[slot]).cpu()
+        assert int(self.arrays.static_rows[slot]) == self.arrays.counts[slot]
+        return self.arrays.static_of(slot).cpu()
 
 
 def poison(index: CudaIndex | ReferenceIndex) -> None:
@@ -113,9 +114,8 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
         arrays.summaries.store.high.fill_(255)
         arrays.summaries.store.scales.fill_(torch.nan)
     arrays.recent.fill_(torch.nan)
-    for integers in (arrays.picked, arrays.static_rows, arrays.homes, arrays.tokens):
-        if integers is not None:
-            integers.fill_(-77)
+    for integers in (arrays.picked, arrays.static_rows, arrays.static):
+        integers.fill_(-77)
     if isinstance(index, CudaIndex):
         index.workspace.scores.fill_(torch.nan)
 
@@ -200,45 +200,38 @@ def launch_attention(world: World, selection: Selection, slots: Sequence[int], p
 
 
 def gather(world: World, slot: int, places: Tensor) -> Tensor:
-    """Rows [G, m, 2, D] of the pool at places, wherever it lies, on the current stream."""
-    assert isinstance(world.index, CudaIndex)
-    table = world.context.extents.device_table[slot]
-    found = world.index.updater.gather(table, places, 2 * world.dim)
-    return found.view(KV_HEADS, -1, 2, world.dim)
+    """Rows [G, m, 2, D] of the pool at places, wherever it lies; -1 is any row."""
+    table, kept = world.context.extents.table[slot], places.clamp(min=0).to(world.pool.device)
+    heads = torch.arange(KV_HEADS, device=kept.device)[:, None]
+    return world.pool[table.to(kept.device)[kept // 1024].long(), heads, kept % 1024].to(world.device)
 
 
 def check_attended(world: World, slot: int, n: int, chosen: Tensor, rows: Tensor) -> None:
     """Each entry holds the row of a token, exact, and no token occurs twice. Places [G, k], rows [G, k, 2, D]."""
     for head in range(KV_HEADS):
         own = rows[head, (chosen[head] >= 0).to(rows.device)].cpu()
-        assert own.shape[0] == min(world.config.top_k, n) or n % world.config.page, "the whole budget is used"
+        spare = min(world.config.top_k, n) - own.shape[0]
+        assert 0 <= spare < world.config.page, "the budget is used, but for what no whole page fits into"
         tokens = token_numbers(own)
         assert len(tokens.unique()) == len(tokens), "a token is attended to at most once"
         assert tokens.max() < n
         assert torch.equal(own, world.truth[slot][head, tokens.to(world.device)].cpu()), "rows are exact"
 
 
-def check_sorting(world: World, slot: int, first: int) -> None:
-    """The index knows the token of each place, and puts the rows of tokens `first` and later in their order; once for a slot."""
-    n, order = world.context.lengths[slot], world.arrays.row_order(slot)
-    assert order is not None
-    before = world.places(slot)
-    assert torch.equal(order.cpu(), token_numbers(before))
-    world.index.sort_rows(slot, first)
-    after = world.places(slot)
-    assert torch.equal(after[:, first:], world.truth[slot][:, first:n].cpu())
-    assert torch.equal(after[:, :first], before[:, :first])
-
-
-def boxes_of(world: World, slot: int, places: int) -> Tensor:
-    """Boxes of the pages that a slot's first places occupy: [G, pages, 2, D], on the CPU."""
+def boxes_of(world: World, slot: int, tokens: int) -> Tensor:
+    """Boxes of the pages that a slot's first tokens fill: [G, pages, 2, D], on the CPU."""
     assert isinstance(world.arrays.summaries, Boxes)
-    return world.arrays.by_page(world.arrays.summaries.boxes, slot, places).cpu()
+    return read_pages(world.context, world.arrays.summaries.boxes, slot, -(-tokens // world.config.page)).cpu()
+
+
+def picked_of(world: World, slot: int, tokens: int) -> Tensor:
+    """How often the pages of a slot's first tokens were selected: int32 [G, pages], on the CPU."""
+    return read_pages(world.context, world.arrays.picked, slot, -(-tokens // world.config.page)).cpu()
 
 
 def check_summaries(world: World, slot: int, n: int) -> None:
-    """Boxes of pages that are not static enclose their keys exactly; codes are those of the rows of their places."""
-    keys, page = world.places(slot)[:, :n, 0], world.config.page
+    """Boxes enclose the keys of their pages exactly; codes are those of the rows, of which the static ones are marked."""
+    keys, page, static = world.truth[slot][:, :n, 0].cpu(), world.config.page, world.static(slot)
     if isinstance(world.arrays.summaries, Codes):
         store = world.arrays.summaries.store
         have = store.read(slot, n)
@@ -247,9 +240,45 @@ def check_summaries(world: World, slot: int, n: int) -> None:
         apart = (leading_bits(want, CODE_BITS).int() - leading_bits(have, CODE_BITS).int()).abs()
         assert apart.max() <= 1, "channels at the border of two cells alone differ"
         assert apart.sum() <= 1e-4 * apart.numel() + 2
-        torch.testing.assert_close(have.scales, want.scales, rtol=1e-2, atol=0)
+        torch.testing.assert_close(have.scales.abs(), want.scales, rtol=1e-2, atol=0)
+        if isinstance(world.index, CudaIndex):
+            marked = torch.zeros(KV_HEADS, n, dtype=torch.bool).scatter_(1, static, True)
+            assert torch.equal(have.scales.signbit().cpu(), marked)
         return
     boxes = boxes_of(world, slot, n)
-    for number in range(int(world.arrays.static_rows[slot]) // page, boxes.shape[1]):
-        own = keys[:, number * page : (number + 1) * page]
+    order = static_first(static, n)
+    for number in range(static.shape[1] // page, boxes.shape[1]):
+        tokens = order[:, number * page : (number + 1) * page]
+        own = keys.gather(1, tokens[..., None].expand(-1, -1, keys.shape[2]))
         assert torch.equal(boxes[:, number], torch.stack((own.amin(dim=1), own.amax(dim=1)), dim=1)), number
+
+
+def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> None:
+    """Static rows, then those of whole pages that no better page was passed over for, as many as there is room for."""
+    n, static, config = world.context.lengths[slot], world.static(slot), world.config
+    count = static.shape[1]
+    assert torch.equal(rows[:, :count].long(), static)
+    grouped = queries.view(KV_HEADS, -1, world.dim)
+    if isinstance(world.arrays.summaries, Codes):  # codes are the GPU's: their own test compares them
+        scores = world.arrays.summaries.scores(grouped.to(world.device), slot, static.to(world.device), n).cpu()
+    else:
+        scores = box_scores(grouped, boxes_of(world, slot, n)[:, count // config.page :], config.box_radius)
+    values = softmax_mean(scores, world.context.scaling)
+    tokens = world.arrays.summaries.tokens(static, n)
+    free = (tokens >= 0).sum(dim=-1)
+    for head in range(KV_HEADS):
+        chosen = rows[head, count:]
+        taken = torch.isin(tokens[head], chosen[chosen >= 0]).any(dim=1)
+        want = tokens[head, taken].flatten()
+        want = want[want >= 0].int()
+        assert torch.equal(chosen[: len(want)], want), "pages are whole, and ascend"
+        assert (chosen[len(want) :] == -1).all()
+        others = ~taken & (free[head] > 0)
+        if not others.any():
+            continue
+        # Scores are sums of products that cancel: their rounding is that of the largest terms.
+        tolerance = 1e-4 * float(values[head].abs().max())
+        best = float(values[head, others].max())
+        assert best <= float(torch.where(taken, values[head], torch.inf).min()) + tolerance
+        near = others & (values[head] >= best - tolerance)
+        assert int(free[head, near].max()) > config.top_k - count - len(want), "nothing better fits"

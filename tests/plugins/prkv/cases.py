@@ -14,10 +14,10 @@ CASES = MethodCases(
         "box_radius": 1.0,
         "window_queries": 64,
         "update_interval": 128,
-        "update_scope": "all",
+        "update_queries": 64,
         "cache.local": 64,
     },
-    sparse={"top_k": 32, "page": 8, "window_queries": 8, "update_interval": 16},
+    sparse={"top_k": 32, "page": 8, "window_queries": 8, "update_interval": 16, "update_queries": 8},
     index={"top_k": 64, "page": 8},
     everything={"top_k": 8192, "page": 16},  # on a GPU at most 512 pages
     options=(BOXES,),

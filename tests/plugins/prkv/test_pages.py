@@ -47,28 +47,31 @@ def test_what_a_query_counts_has_its_dtype() -> None:
 
 
 def test_a_page_scores_by_codes_what_its_rows_weigh() -> None:
-    """Row by row: what codes estimate of q·k, and what the rows of a page weigh together. The last has three."""
+    """Row by row: what codes estimate of q·k, and what the rows of a page weigh together. The last has three, of which one is
+    static, and a static page weighs nothing.
+    """
     page, n = 16, 16 * 5 + 3
     config = Config(top_k=64, page=page, page_score="codes")
     context = replace(make_context(config, DIM, GROUP, [n]), codebooks={"signs": rotation_signs(0, DIM)})
     codes, keys = Codes(context), random_keys(n, DIM)
     codes.store.scales.fill_(torch.nan)
-    codes.build(0, keys)
+    static = torch.tensor([[*range(16, 32), 81]]).expand(KV_HEADS, -1)
+    codes.build(0, keys, static)
     queries = random_queries(KV_HEADS, GROUP, DIM)
-    scores = codes.scores(queries, 0, n, 2)
-    assert scores.shape == (KV_HEADS, GROUP, 4)
+    scores = codes.scores(queries, 0, static, n)
+    assert scores.shape == (KV_HEADS, GROUP, 6)
+    assert (scores[..., 1] == -torch.inf).all()
     for head in range(KV_HEADS):
         mean = rotate(keys[head].mean(dim=0), codes.store.signs)
-        lanes = queries[head]
-        for lane, query in enumerate(round_lanes(rotate(lanes, codes.store.signs)).integers):
-            step = float(rotate(lanes[lane], codes.store.signs).abs().max() / 127)
-            for number in range(2, 6):
+        for lane, query in enumerate(round_lanes(rotate(queries[head], codes.store.signs)).integers):
+            step = float(rotate(queries[head, lane], codes.store.signs).abs().max() / 127)
+            for number in (0, 2, 3, 4, 5):
                 weight = 0.0
                 for place in range(number * page, min(n, number * page + page)):
+                    if place == 81:
+                        continue
                     rotated = rotate(keys[head, place], codes.store.signs) - mean
                     cells = (rotated * DIM**0.5 / rotated.norm()).floor().clamp(-2, 1) + 0.5
                     scale = float((rotated.square().sum() / (cells * rotated).sum()).half())
                     weight += math.exp(step * float((scale * cells + mean) @ query) * context.scaling)
-                assert float(scores[head, lane, number - 2]) == pytest.approx(
-                    math.log(weight) / context.scaling, abs=1e-3
-                )
+                assert float(scores[head, lane, number]) == pytest.approx(math.log(weight) / context.scaling, abs=1e-3)
