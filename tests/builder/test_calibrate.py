@@ -184,9 +184,9 @@ def test_slices_of_the_vocabulary_projection_change_nothing(
     heads: list[int] = []
 
     class CountedHead(Head):
-        def __call__(self, x: Tensor) -> Tensor:
+        def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
             heads.append(len(x))
-            return super().__call__(x)
+            return super().__call__(x, prompt=prompt)
 
     monkeypatch.setattr(calibrate, "Head", CountedHead)
     monkeypatch.setattr(perplexity, "LOGIT_BYTES", 7 * 4 * open_checkpoint(model).config.vocab_size)

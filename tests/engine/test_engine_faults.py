@@ -150,8 +150,8 @@ def test_logits_that_are_no_numbers_end_their_request(
     head = decoder.model.head
 
     class Head:
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = head(x)
+        def __call__(self, x: torch.Tensor, *, prompt: bool = False) -> torch.Tensor:
+            logits: torch.Tensor = head(x, prompt=prompt)
             if after == "decode" and x.shape[0] == 2:
                 logits[0] = torch.nan
             if after == "prefill" and decoder.cache.tokens[0] == 70 and x.shape[0] == 1 and not done:

@@ -112,13 +112,13 @@ def test_a_slots_next_prompt_follows_the_builds_of_one_that_was_given_up(
     assert hot.forgotten == [1, 1], "each prompt makes the hot rows of the slot's last request invalid"
 
 
-def test_rows_go_to_the_places_that_the_index_asks_for(retrieval: Retrieval) -> None:
+def test_rows_lie_in_the_order_of_their_tokens(retrieval: Retrieval) -> None:
     read(retrieval, 2)
     retrieval.finish_rows(2)
     cache, n = retrieval.cache, retrieval.cache.lengths[2]
     for layer in range(LAYERS):
         found = read_rows(cache, layer, 2)
-        assert torch.equal(found[:, :, 0], rows_of(2, layer, torch.arange(4 + n - 1, 3, -1)))
+        assert torch.equal(found[:, :, 0], rows_of(2, layer, torch.arange(4, 4 + n)))
 
 
 def test_what_a_step_attends_to(retrieval: Retrieval) -> None:

@@ -216,7 +216,7 @@ def test_shorter_prompts_leave_more_room(llama: Path) -> None:
 
 def test_tables_and_json(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in small.parent.rglob("*")}
-    flags = arguments(small, "--max_seq_len", "131072", "--max_batch_size", "3", gpu="1.5GiB", host="4GiB")
+    flags = arguments(small, "--max_seq_len", "131072", "--max_batch_size", "3", gpu="1.75GiB", host="4GiB")
     assert build.main(flags) == 0
     printed = capsys.readouterr().out
     assert build.main([*flags, "--json"]) == 0

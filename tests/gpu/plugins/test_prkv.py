@@ -124,7 +124,7 @@ def test_a_step_records_its_queries_and_counts_its_pages() -> None:
     for count, position in enumerate((7, 64 + 3), start=1):
         rows = world.select(queries, [0], position).rows[0].cpu()
         recent[0, position % 32] = queries[0]
-        assert torch.equal(world.arrays.recent, recent)
+        torch.testing.assert_close(world.arrays.recent, recent, rtol=0.0, atol=0.0, equal_nan=True)
         picked = picked_of(world, 0, 3000)
         for head in range(KV_HEADS):
             chosen = torch.zeros(picked.shape[1], dtype=torch.int32)
@@ -180,7 +180,7 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests(page_scor
     graph.replay()
     assert (rows[2] == -9).all(), "nothing is selected for a dense request"
     assert torch.equal(rows[:2], world.select(queries[:2], [1, 2]).rows)
-    assert rows[0].max() < 2000
+    assert rows[0, :, world.static(1).shape[1] :].max() < 2000
 
 
 @pytest.mark.parametrize("page_score", PAGE_SCORES)
