@@ -27,7 +27,7 @@ from kvseek.core.errors import KvseekError, text_of
 DOCUMENTS = ("README.md", "docs/*.md", "plugins/*/README.md", "benchmarks/README.md", "evaluation/README.md")
 BLOCK = re.compile(r"^<!-- table: (?P<name>[^\n]*) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"^<!-- (?:table:.*|end) -->$", re.MULTILINE)
-STEPS = ("methods-h200-block-means", "decode-512k-h200-layers-together")
+STEPS = ("methods-h200", "decode-512k-h200")
 LOAD = "load-cpu-smollm2"
 
 

@@ -93,7 +93,7 @@ def with_ratio(entry: dict[str, Any]) -> str:
 
 
 def one_request(results: Results) -> Rows:
-    today, narrow = results("methods-h200-block-means"), results("methods-h200-layers-together")
+    today, narrow = results("methods-h200"), results("methods-h200-layers-together")
     rows: list[Row] = [("method", "index bytes a key and KV head", "rows in GPU memory", "rows in host memory")]
     for method, document in (*((method, today) for method in METHODS), (INT8, narrow)):
         entries = [step(document, method, offload, 128 * K) for offload in ("never", "always")]
@@ -103,8 +103,17 @@ def one_request(results: Results) -> Rows:
     return rows
 
 
+def paper_presets(results: Results) -> Rows:
+    document = results("paper-presets-h200")
+    rows: list[Row] = [("", "rows in GPU memory", "rows in host memory")]
+    for name in ("prkv", "pariskv", "ctkvr", "clusterkv"):
+        times = (with_ratio(step(document, f"{name}:paper", offload, 128 * K)) for offload in ("never", "always"))
+        rows.append((f"`{name}:paper`", *times))
+    return rows
+
+
 def parts(results: Results) -> Rows:
-    document = results("methods-h200-block-means")
+    document = results("methods-h200")
     rows: list[Row] = [("method", "products", "selection", "attention", "the rest", "bytes read, GB")]
     for method in METHODS:
         entry = step(document, method, "never", 128 * K)
@@ -114,9 +123,9 @@ def parts(results: Results) -> Rows:
 
 
 LONG = (  # result file, contexts, method, where its rows lie
-    ("decode-512k-h200-layers-together", 512 * K, "full", "never"),
-    ("decode-512k-h200-layers-together", 512 * K, "nested", "never"),
-    ("decode-512k-h200-layers-together", 512 * K, "nested", "always"),
+    ("decode-512k-h200", 512 * K, "full", "never"),
+    ("decode-512k-h200", 512 * K, "nested", "never"),
+    ("decode-512k-h200", 512 * K, "nested", "always"),
     ("decode-1m-h200", M, "nested", "auto"),
     ("decode-1m-h200", M, "pariskv", "auto"),
     ("decode-1m-int8-h200", M, INT8, "auto"),
@@ -197,7 +206,7 @@ PROMPTS = (
     ("prefill-sparse-h200", "full"),
     ("prefill-chunks-h200", "full" + ":prefill_chunk_tokens=4096"),
     ("prefill-sparse-h200", "full" + SPARSE),
-    ("prefill-sparse-h200", "full" + SPARSE + ",block_sparse.samples=16"),
+    ("prefill-sparse-h200", "full" + SPARSE + ",block_sparse.samples=8"),
     ("prefill-chunks-h200", "full" + SPARSE + CHUNKS),
 )
 PROMPT_TOKENS = (32 * K, 128 * K, 512 * K)
@@ -299,7 +308,7 @@ def sparse_settings(results: Results) -> Rows:
 
 
 def cached_prompts(results: Results) -> Rows:
-    document = results("cached-prompts-layers-together-h200")
+    document = results("cached-prompts-h200")
     rows: list[Row] = [("method", "rows", "dense", '`cache.cached_prefill = "sparse"`', "steps wait, s")]
     for offload, where in (("always", "in host memory"), ("never", "in GPU memory")):
         for method in ("full", "nested", "prkv"):
@@ -477,7 +486,7 @@ def summary(results: Results) -> Rows:
 
 
 def _summary(results: Results) -> Iterator[Row]:
-    today, narrow = results("methods-h200-block-means"), results("methods-h200-layers-together")
+    today, narrow = results("methods-h200"), results("methods-h200-layers-together")
     dense = step(today, "full", "never", 128 * K)
     for offload, where in (("never", "GPU"), ("always", "host")):
         int8 = step(narrow, INT8, offload, 128 * K)["step_seconds"]["median"]
@@ -487,7 +496,7 @@ def _summary(results: Results) -> Iterator[Row]:
             _with_unit(step(today, "nested", offload, 128 * K)),
             f"int8 weights: {milliseconds(int8)} ms",
         )
-    far = results("decode-512k-h200-layers-together")
+    far = results("decode-512k-h200")
     host = _with_unit(step(far, "nested", "always", 512 * K))
     yield (
         "at 512K tokens, rows in GPU memory",
@@ -517,7 +526,7 @@ def _summary(results: Results) -> Iterator[Row]:
         full, sparse = (one(entries, method="full" + form, tokens=tokens) for form in ("", SPARSE))
         seconds = f"{full['seconds']['median']:.1f} s"
         yield f"reading a prompt of {tokens // K}K tokens", seconds, "", f"sparse prompts: {_prompt(sparse, 'sparse')}"
-    asked = results("cached-prompts-layers-together-h200")["results"]
+    asked = results("cached-prompts-h200")["results"]
     again = {
         (entry["offload"], entry["form"]): f"{entry['questions']['100']['seconds']:.2f} s"
         for entry in asked
@@ -562,6 +571,7 @@ SUMMARY = "summary"
 TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the documents
     SUMMARY: summary,
     "one request": one_request,
+    "steps with the settings of papers": paper_presets,
     "parts of a step": parts,
     "long contexts": long_contexts,
     "throughput": throughput,

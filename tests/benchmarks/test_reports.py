@@ -14,7 +14,7 @@ from kvseek.benchmarks.report import print_report
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = (
     "decode-cpu-8k-int8-two-cores.json",
-    "methods-h200-block-means.json",
+    "methods-h200.json",
     "throughput-nested-int8-h200.json",
     "prefill-sparse-h200.json",
     "ranks-h200-1m-auto.json",
