@@ -13,13 +13,13 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
-from tests.plugins.prkv.settings import UPDATES
 from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, Load
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
 from tests.gpu.plugins.test_methods import CONTESTANTS
 from tests.gpu.waits import no_host_waits, slow_stream
 from tests.plugins.cases import CASES, method_flags
+from tests.plugins.prkv.settings import UPDATES
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
