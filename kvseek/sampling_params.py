@@ -32,7 +32,8 @@ class SamplingParams:
     repetition_penalty : float
         A penalty above 1 makes tokens rarer that are already in prompt or output.
     seed : int
-        Seed of the request's own generator: the same seed, prompt and engine give the same tokens.
+        Seed of the request's own generator: the same seed, prompt and engine give the same tokens, on a GPU
+        up to rounding (docs/conversations.md).
     max_tokens : int
         Most tokens to generate.
     stop : str or sequence of str
