@@ -19,8 +19,8 @@ from kvseek.core.config import KEY_BLOCK
 
 from .attention import CausalAttention
 from .prompt_attention import (
-    FEWEST_QUERIES,
     LSE_NUMBERS,
+    OCCUPYING_QUERIES,
     PromptAttention,
     cudnn_attention,
     flash_attention,
@@ -210,10 +210,10 @@ def attend_by_flash(queries: Tensor, pieces: Tensor, values: Tensor, scaling: fl
 def attend_by_cudnn(queries: Tensor, pieces: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Attend by cuDNN, PIECES_TOGETHER at a time, and to those left over by flash attention; see Attend.
 
-    cuDNN is asked with at least FEWEST_QUERIES queries, as by PromptAttention.attend_in_blocks.
+    cuDNN is asked with at least OCCUPYING_QUERIES queries, as by PromptAttention.attend_in_blocks.
     """
     together = len(pieces) // PIECES_TOGETHER * PIECES_TOGETHER
-    if not together or queries.shape[1] < FEWEST_QUERIES:
+    if not together or queries.shape[1] < OCCUPYING_QUERIES:
         return attend_by_flash(queries, pieces, values, scaling)
     shape, found = (PIECES_TOGETHER, pieces.shape[1], -1, -1), []
     rows, names = queries.expand(shape).contiguous(), values.expand(shape).contiguous()

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 # Numbers of rows that RowCounts tries: these, and then multiples of ROW_STEP, the rows of a tile of a matrix.
 FEW_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
 ROW_STEP = 128
-TRIED_ROWS = (
-    1024  # at least so many are multiplied in parts of each number: sums in another order seldom round differently
-)
+# Rows that are multiplied in parts of each number: sums in another order seldom round differently.
+TRIED_ROWS = 1024
 
 
 class Product(Protocol):

@@ -269,13 +269,11 @@ class LayerwisePrefill(Prefill):
             self._rows = self._begin_layer()
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
-        if (
-            len(self.slots) == 1
-        ):  # chunks end where those of the whole prompt end: on a GPU, with a window (prompt_attention.py)
+        stop = self.tokens  # a pack is one chunk
+        if len(self.slots) == 1:
+            # Chunks end where those of the whole prompt end: on a GPU with a window (prompt_attention.py).
             chunk = self._model.config.prefill_chunk_tokens
-            stop = min(start + size, (start // chunk + 1) * chunk, self.tokens)
-        else:
-            stop = self.tokens
+            stop = min(start + size, (start // chunk + 1) * chunk, stop)
         attend = partial(self._attend, start)
         queries = self._model.read_chunk(self._layer, self._prompt, start, stop, *self._rows, attend)
         # An index is given each prompt's last queries. A pack is one chunk, so this chunk has the queries of all its prompts.

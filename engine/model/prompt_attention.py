@@ -45,6 +45,9 @@ MOST_EQUAL = 32
 BLOCKS_TOGETHER = 16  # most that a call reads
 FEWEST_QUERIES = 128  # they are filled up to powers of two from this one, and beyond 512 to multiples of QUERY_STEP
 QUERY_STEP = 256
+OCCUPYING_QUERIES = (
+    512  # of sparse prompts: fewer in a call are left to flash attention, as they would not occupy the GPU
+)
 MERGED_PARTS = 32  # as in merge_attention.cu
 THREADS = 256  # as in merge_attention.cu
 PIECE = 8  # numbers that a thread merges
@@ -151,7 +154,7 @@ class PromptAttention:
         """
         heads, q, dim = queries.shape
         blocks = in_blocks(queries, size)
-        by_cudnn = self.refusal is None and blocks.shape[2] >= 512  # fewer would not occupy the GPU
+        by_cudnn = self.refusal is None and blocks.shape[2] >= OCCUPYING_QUERIES
         output, lse = (cudnn_attention if by_cudnn else flash_attention)(blocks, *chosen, scaling)
         # A block is filled up, and all are put one behind the other again: no copy where they are full, but of the log-sum-exps.
         output = output[:, :, :size].transpose(1, 2).reshape(-1, heads, dim).transpose(0, 1)
