@@ -5,17 +5,18 @@
 
 namespace kvseek {
 
-// blockIdx.y is the task: request * kv_heads + head. Arguments have `requests`, `table`, `kv_heads` and `max_extents`.
+// Arguments have `requests`, `table`, `kv_heads` and `max_extents`.
 template <class Arguments>
 struct TaskOf {
     int number, head;
     const Request& request;
     const int* table;  // the slot's extents
 
-    __device__ __forceinline__ explicit TaskOf(const Arguments& a)
-        : number(blockIdx.y),
-          head(blockIdx.y % a.kv_heads),
-          request(a.requests[blockIdx.y / a.kv_heads]),
+    // `number` is request * kv_heads + head.
+    __device__ __forceinline__ TaskOf(const Arguments& a, int number)
+        : number(number),
+          head(number % a.kv_heads),
+          request(a.requests[number / a.kv_heads]),
           table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
 
     // Whether the request attends to everything, so that nothing is selected for it.

@@ -5,7 +5,9 @@
 #include "plugins/codes/cuda/queries.cuh"
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/overlap.cuh"
+#include "plugins/shared/power_sum.cuh"
 #include "plugins/shared/task.cuh"
+#include "plugins/shared/units.cuh"
 
 namespace kvseek {
 namespace nested {
@@ -26,16 +28,14 @@ struct SelectArguments {
     const float* signs;      // [DIM]
     unsigned short* scores;  // [scratch extents, kv_heads, 1024] of each key: larger is better
     int* totals;             // [tasks, BINS] keys by score; zeros between selections
-    int* places;             // [tasks, blocks, capacity] candidates of a block, ascending
-    float* estimates;        // [tasks, blocks, capacity, LANES] of these candidates
-    unsigned* keys;          // [tasks, blocks * capacity] what they are ranked by
-    int* counts;             // [tasks, blocks] how many they are
-    float2* normalisers;     // [tasks, blocks, LANES] largest exponent, sum of the powers relative to it
+    int* places;             // [blocks of the choice, capacity] candidates of a block, ascending
+    float* estimates;        // [blocks of the choice, capacity, LANES] of these candidates
+    unsigned* keys;          // [blocks of the choice, capacity] what they are ranked by
+    int* counts;             // [blocks of the choice] how many they are
+    PowerSum* normalisers;   // [blocks of the choice, LANES] sums of the powers
     int* finished;           // [tasks] blocks of the choice that are done; zeros between selections
     int* rows;               // [batch, kv_heads, top_k] result
-    int kv_heads, max_extents, top_k;
-    int chunks;    // blocks of a task in the scan
-    int blocks;    // blocks of a task in the choice
+    int batch, kv_heads, max_extents, top_k;
     int capacity;  // most candidates of a task
     int block_bits;
     float scaling;  // softmax scale
@@ -51,6 +51,13 @@ struct Task : TaskOf<SelectArguments> {
         return a.queries + static_cast<long long>(number) * GROUP * HEAD_DIM;
     }
 };
+
+// Share out keys among the blocks of a launch, of which a task has `most` at most; returns this block's unit.
+__device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int most) {
+    units.divide(a.requests, a.batch, a.kv_heads, gridDim.x, most,
+                 [](const Request& request) { return request.dense ? 0 : request.length; });
+    return units.find(blockIdx.x, a.kv_heads);
+}
 
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
 struct Share {
