@@ -101,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
         const Unit unit = in_window ? work.window.find(number, lists)
                                     : work.retrieval.find(number - work.window.total(), lists);
         const Request& request = a.requests[unit.request];
-        const int window_units = (work.window.ends[unit.request] - work.window.first_of(unit.request)) / lists;
-        const int retrieval_units = (work.retrieval.ends[unit.request] - work.retrieval.first_of(unit.request)) / lists;
+        const int window_units = work.window.parts_of(unit.request, lists);
+        const int retrieval_units = work.retrieval.parts_of(unit.request, lists);
         Place place{unit.request, request.slot, unit.head / TILES, unit.head % TILES, request.length};
         place.units = window_units + retrieval_units;
         place.first = work.window.first_of(unit.request) + work.retrieval.first_of(unit.request) +

@@ -30,6 +30,9 @@ struct Units {
 
     __device__ __forceinline__ int total() const { return ends[MOST_REQUESTS - 1]; }
     __device__ __forceinline__ int first_of(int request) const { return request ? ends[request - 1] : 0; }
+    __device__ __forceinline__ int parts_of(int request, int heads) const {
+        return (ends[request] - first_of(request)) / heads;
+    }
 
     // A request has parts(request) units for each of `heads` heads. All threads of the block call this.
     template <class Parts>
@@ -69,9 +72,15 @@ struct Units {
         const int request = __popc(__ballot_sync(EVERYONE, ends[lane] <= number)) +
                             __popc(__ballot_sync(EVERYONE, ends[WARP + lane] <= number));
         if (request == MOST_REQUESTS) return {0, 0, 0, 1, 0, false};
-        const int first = first_of(request), parts = (ends[request] - first) / heads, inside = number - first;
-        const int head = inside / parts;
-        return {request, head, inside - head * parts, parts, first + head * parts, true};
+        Unit unit = of(request, (number - first_of(request)) / parts_of(request, heads), heads);
+        unit.part = number - unit.first;
+        return unit;
+    }
+
+    // Part 0 of a head of a request that has any.
+    __device__ __forceinline__ Unit of(int request, int head, int heads) const {
+        const int parts = parts_of(request, heads);
+        return {request, head, 0, parts, first_of(request) + head * parts, true};
     }
 
   private:

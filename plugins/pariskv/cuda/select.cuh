@@ -4,7 +4,9 @@
 #include "layout.cuh"
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/overlap.cuh"
+#include "plugins/shared/power_sum.cuh"
 #include "plugins/shared/task.cuh"
+#include "plugins/shared/units.cuh"
 
 namespace kvseek {
 namespace pariskv {
@@ -24,20 +26,19 @@ struct SelectArguments {
     unsigned* columns;           // [tasks, COLUMN_TILES, STEPS, 32, 2] rotated queries, as the rerank multiplies them
     unsigned char* votes;        // [tasks, BLOCKS / 4, 256, 4, VOTE_BYTES] votes of each centroid, a byte a lane
     int* totals;                 // [tasks, SCORES] keys with at least so many votes
-    int* chunk_totals;           // [tasks, chunks, SCORES] the same, of the keys that one block of the scan saw
+    int* chunk_totals;           // [chunks, SCORES] the same, of the keys of a chunk
     unsigned char* scores;       // [scratch extents, kv_heads, 1024] votes of each key
     int* candidates;             // [scratch extents, kv_heads, 1024] places, ascending
     float* estimates;            // [scratch extents, kv_heads, 1024, LANES] of candidates
     unsigned* keys;              // [scratch extents, kv_heads, 1024] of candidates: larger is better
-    float2* normalisers;         // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
-    unsigned* best_keys;         // [tasks, top blocks, top_k]
-    int* best_places;            // [tasks, top blocks, top_k]
+    PowerSum* normalisers;       // [chunks, LANES] sums of the powers
+    unsigned* best_keys;         // [top blocks, top_k]
+    int* best_places;            // [top blocks, top_k]
     int* finished;               // [tasks] blocks of the last kernel that are done; 0 between launches
     int* rows;                   // [batch, kv_heads, top_k] result
-    int kv_heads, max_extents, top_k;
-    int chunks;      // parts of a task: blocks of the rerank, CHUNKS_OF_SCAN to a block of the scan
-    int top_blocks;  // blocks of a task in the top-k
-    float scaling;   // softmax scale
+    int batch, kv_heads, max_extents, top_k;
+    int scan_blocks;  // of all tasks; each has CHUNKS_OF_SCAN chunks, of which a block of the rerank takes one
+    float scaling;    // softmax scale
 };
 
 struct Task : TaskOf<SelectArguments> {
@@ -46,6 +47,13 @@ struct Task : TaskOf<SelectArguments> {
     __device__ __forceinline__ int budget() const { return request.numbers[0]; }
     __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
 };
+
+// Share out keys among `blocks` blocks, and return the unit of the one with this number.
+__device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int blocks, int number) {
+    units.divide(a.requests, a.batch, a.kv_heads, blocks, blocks,
+                 [](const Request& request) { return request.dense ? 0 : request.length; });
+    return units.find(number, a.kv_heads);
+}
 
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
 struct Share {

@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     // Only the queries come from the kernel before this one. Counts change between steps, before an upload that this
     // step waited for. The totals' last readers are `rerank` and `scan` of an earlier selection: `top`, which ends
     // every selection, lets nothing start before it has waited for both.
-    const Task task(a);
+    const Task task(a, blockIdx.y);
     const int block = blockIdx.x, query = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int* all =
         a.counts + ((static_cast<long long>(task.request.slot) * a.kv_heads + task.head) * BLOCKS + block) * CENTROIDS;
