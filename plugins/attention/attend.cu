@@ -42,9 +42,7 @@ struct Cut {
     int rows, size;
 
     __device__ __forceinline__ int parts() const { return (rows + size - 1) / size; }
-    __device__ __forceinline__ Range part(int number) const {
-        return {number * size, min(number * size + size, rows)};
-    }
+    __device__ __forceinline__ Range part(int number) const { return {number * size, min(number * size + size, rows)}; }
 };
 
 // The least multiple of `unit` that is at least `rows` divided by `parts`.
@@ -98,15 +96,15 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
     allow_later_kernels();
     for (int number = blockIdx.x; number < work.total(); number += gridDim.x) {
         const bool in_window = number < work.window.total();
-        const Unit unit = in_window ? work.window.find(number, lists)
-                                    : work.retrieval.find(number - work.window.total(), lists);
+        const Unit unit =
+            in_window ? work.window.find(number, lists) : work.retrieval.find(number - work.window.total(), lists);
         const Request& request = a.requests[unit.request];
         const int window_units = work.window.parts_of(unit.request, lists);
         const int retrieval_units = work.retrieval.parts_of(unit.request, lists);
         Place place{unit.request, request.slot, unit.head / TILES, unit.head % TILES, request.length};
         place.units = window_units + retrieval_units;
-        place.first = work.window.first_of(unit.request) + work.retrieval.first_of(unit.request) +
-                      unit.head * place.units;
+        place.first =
+            work.window.first_of(unit.request) + work.retrieval.first_of(unit.request) + unit.head * place.units;
         place.unit = place.first + unit.part + (in_window ? retrieval_units : 0);
         const Range range = (in_window ? cut_window(request) : cut_retrieval(a, request)).part(unit.part);
         if (!in_window) await_earlier_kernels();

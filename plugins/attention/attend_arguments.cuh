@@ -80,9 +80,9 @@ __device__ __forceinline__ float minus_infinity() {
 // What a CTA works on: a list is the rows of a request and KV head, and a tile of its query heads.
 struct Place {
     int request, slot, kv_head, tile;
-    int length;         // tokens of the retrieval region
-    int unit, first;    // number of the unit in the launch's scratch memory, and of the list's first one
-    int units;          // of the list
+    int length;       // tokens of the retrieval region
+    int unit, first;  // number of the unit in the launch's scratch memory, and of the list's first one
+    int units;        // of the list
     __device__ int first_head() const { return tile * TILE; }  // in the group
     __device__ int heads() const { return min(TILE, GROUP - first_head()); }
     __device__ int query_head() const { return kv_head * GROUP + first_head(); }

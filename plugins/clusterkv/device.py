@@ -22,7 +22,7 @@ from kvseek.plugins.batch import Batch
 from kvseek.plugins.codes.device import MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit
+from kvseek.plugins.shared.arguments import blocks_for, pointers, require_fit
 
 from .config import Config
 from .kmeans import ClusterArrays, DeviceKMeans
@@ -41,7 +41,7 @@ class SelectArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "requests", "table", "clusters", "centroids", "sizes", "starts")),
         *((name, c_void_p) for name in ("places", "scores", "statistics", "rows")),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "units", "top_k")),
+        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "units", "top_k")),
         ("scale", c_float),
         ("spread_weight", c_float),
         ("spreads", c_void_p),
@@ -157,8 +157,8 @@ class CudaIndex(Index):
         if reranker is not None:
             reranker.check(batch.size)
         arguments = self._arguments(queries, batch, rows if reranker is None else reranker.candidates)
-        chunks = min(self.workspace.units, max(1, SCORE_BLOCKS * self._kernels.multiprocessors // tasks))
-        self._launch("score", (chunks, tasks, 1), SCORE_THREADS, arguments, 0, even=True)
+        blocks = blocks_for(tasks, SCORE_BLOCKS * self._kernels.multiprocessors, self.workspace.units)
+        self._launch("score", (blocks, 1, 1), SCORE_THREADS, arguments, 0, even=True)
         self._launch("choose", (tasks, 1, 1), CHOOSE_THREADS, arguments, self._choose_bytes)
         if reranker is not None:
             assert isinstance(codes, CudaCodeStore), "the constructor gives the reference this kind of store"
@@ -186,6 +186,7 @@ class CudaIndex(Index):
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),
             rows=rows.data_ptr(),
+            batch=batch.size,
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             units=work.units,

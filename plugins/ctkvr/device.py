@@ -16,7 +16,7 @@ from kvseek.plugins.batch import Batch
 from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Attention, Built, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
+from kvseek.plugins.shared.arguments import blocks_for, pointers, require_fit, require_numbered_rows
 
 from .config import Config
 from .device_build import DeviceBuilder
@@ -143,13 +143,13 @@ class CudaIndex(Index):
     def _recall(self, arguments: StepArguments, batch: int) -> None:
         tasks = batch * self.context.num_kv_heads
         tiles = -(-self.capacity // TILE)
-        splits = min(tiles, max(1, self._kernels.multiprocessors // tasks))
+        blocks = blocks_for(tasks, self._kernels.multiprocessors, tiles)
         self._launch("probe", (-(-self.ring // PROBE_CENTROIDS), tasks), PROBE_THREADS, arguments)
         if self.codes is None:
-            self._launch("recall", (splits, tasks), RECALL_THREADS, arguments, self._recall_bytes)
+            self._launch("recall", (blocks, 1), RECALL_THREADS, arguments, self._recall_bytes)
         else:
             coded = CodedStepArguments(step=arguments, **self.codes.arguments("high", "low"))
-            self._launch("recall_coded", (splits, tasks), RECALL_THREADS, coded, self._recall_bytes)
+            self._launch("recall_coded", (blocks, 1), RECALL_THREADS, coded, self._recall_bytes)
 
     def _launch(
         self, kernel: str, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, shared_bytes: int = 0
@@ -170,6 +170,7 @@ class CudaIndex(Index):
             table=batch.table.data_ptr(),
             rows=rows.pointer if rows else None,
             extent_stride=rows.extent_stride if rows else 0,
+            batch=batch.size,
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             ring=self.ring,

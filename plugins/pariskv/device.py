@@ -201,7 +201,9 @@ class CudaIndex(Index):
     def _select_arguments(self, queries: Tensor, batch: Batch, scan_blocks: int, rows: Tensor) -> SelectArguments:
         return SelectArguments(
             **pointers(self.reference, "ids", "codes", "weights", "counts", "signs", "levels"),
-            **pointers(self.workspace, "columns", "votes", "totals", "chunk_totals", "scores", "candidates", "estimates"),
+            **pointers(
+                self.workspace, "columns", "votes", "totals", "chunk_totals", "scores", "candidates", "estimates"
+            ),
             **pointers(self.workspace, "keys", "normalisers", "best_keys", "best_places", "finished"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),

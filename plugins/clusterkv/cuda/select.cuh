@@ -7,6 +7,7 @@
 #include "plugins/shared/instructions.cuh"
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"
+#include "plugins/shared/units.cuh"
 
 namespace kvseek {
 namespace clusterkv {
@@ -35,7 +36,7 @@ struct SelectArguments {
     float* scores;            // [slots, kv_heads, units, UNIT, QUERY_LANES] of each cluster, as powers of two
     float2* statistics;       // [slots, kv_heads, units, QUERY_LANES] largest score, sum of the powers relative to it
     int* rows;                // [batch, kv_heads, top_k] places, -1 at the end
-    int kv_heads, max_extents, units;
+    int batch, kv_heads, max_extents, units;
     int top_k;
     float scale;  // softmax scale times log2(e)
     // Last, so that kernels of clusters without spreads are the same whether these fields exist or not.

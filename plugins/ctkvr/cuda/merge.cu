@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::MERGE_THREAD
     kvseek_ctkvr_merge(const __grid_constant__ kvseek::ctkvr::decode::MergeArguments a) {
     using namespace kvseek;
     using namespace kvseek::ctkvr::decode;
-    const Task task(a.requests, a.kv_heads);
+    const Task task(a.requests, a.kv_heads, blockIdx.y);
     if (task.request.dense) return;
     merge_outputs(a, task);
     if (!a.host_best || task.request.length <= a.top_k) return;

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::PROBE_THREAD
     using namespace kvseek;
     using namespace kvseek::ctkvr::decode;
     __shared__ float cosines[GROUP][PROBE_CENTROIDS];
-    const Task task(a.requests, a.kv_heads);
+    const Task task(a.requests, a.kv_heads, blockIdx.y);
     const int warp = threadIdx.x / WARP, first = blockIdx.x * PROBE_CENTROIDS;
     const int valid = min(a.written[task.list(a.kv_heads)], a.ring);
     const bool idle = task.request.dense || first >= valid;

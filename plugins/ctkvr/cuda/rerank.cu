@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::RERANK_THREA
     using namespace kvseek::ctkvr::decode;
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     __shared__ RerankMemory memory;
-    const Task task(a.requests, a.kv_heads);
+    const Task task(a.requests, a.kv_heads, blockIdx.y);
     const bool updates = blockIdx.x == 1;
     // The queries of regions that are selected whole become no centroids.
     const bool idle = task.request.dense || (updates && task.request.length <= a.top_k);

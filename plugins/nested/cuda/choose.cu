@@ -1,8 +1,8 @@
 // Nested codes, second kernel of a selection: the keys with the best scores become candidates, their q·k is estimated
 // from all 4 bits, and the top k of them are the result.
 //
-// The blocks of a task share its region, as many as its length asks for. Each collects the candidates of its part, in order, and estimates them; the
-// last one to finish ranks all of them.
+// The blocks of a task share its region, as many as its length asks for. Each collects the candidates of its part, in
+// order, and estimates them; the last one to finish ranks all of them.
 #include "plugins/codes/cuda/rank.cuh"
 #include "plugins/shared/largest.cuh"
 #include "select.cuh"

@@ -61,7 +61,8 @@ struct Quarter {
 };
 
 // This thread's share of the queries: column threadIdx % 32 / 4 of each tile, its quarter's coordinates (vote.cu).
-__device__ __forceinline__ void load_columns(const SelectArguments& a, int task, uint2 (&columns)[COLUMN_TILES][STEPS]) {
+__device__ __forceinline__ void load_columns(const SelectArguments& a, int task,
+                                             uint2 (&columns)[COLUMN_TILES][STEPS]) {
     const uint2* from = reinterpret_cast<const uint2*>(a.columns) +
                         static_cast<long long>(task) * (COLUMN_TILES * STEPS * WARP) + threadIdx.x % WARP;
 #pragma unroll

@@ -96,7 +96,7 @@ class Bounds {
                 const int page = g + j / 2 * 8, column = 8 * i + 2 * t + j % 2;
                 if (column >= LANES || !valid(page)) continue;
                 store(page, column, bound[j]);
-                sums[i][j % 2].add(bound[j] * exponent_scale, 1.0f);
+                sums[i][j % 2].add(bound[j] * exponent_scale);
             }
         }
         load_next();
