@@ -18,6 +18,8 @@ from torch import Tensor
 from kvseek.core.extents import extents_for
 
 REQUEST_FIELDS = 16
+# Batch sizes that steps exist for on a GPU; units.cuh counts up to the largest.
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 METHOD_NUMBERS = 6  # fields of a request that are the method's own
 
 
@@ -143,4 +145,4 @@ class Batch:
 
 def most_requests(slots: int) -> int:
     """Return the requests of the largest batch over `slots` slots; several requests that fill up a graph share one slot."""
-    return max(slots, 1 << max(0, slots - 2).bit_length())
+    return max(slots, next((size for size in BUCKETS if size >= slots - 1), 0))

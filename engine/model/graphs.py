@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError
-from kvseek.plugins.batch import Batch, RequestState, pack
-
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes that steps exist for
+from kvseek.plugins.batch import BUCKETS, Batch, RequestState, pack
 
 
 def buckets_for(max_batch_size: int) -> tuple[int, ...]:
@@ -21,7 +19,7 @@ def buckets_for(max_batch_size: int) -> tuple[int, ...]:
         raise ConfigError(
             f"max_batch_size = {max_batch_size}: must be <= {BUCKETS[-1]} with device = 'cuda'; build with less"
         )
-    return tuple(size for size in BUCKETS if size < 2 * max_batch_size)
+    return BUCKETS[: BUCKETS.index(bucket_of(max_batch_size)) + 1]
 
 
 def bucket_of(batch: int) -> int:

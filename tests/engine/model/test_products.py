@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvseek.engine.model import product_kernels
-from kvseek.engine.model.graphs import BUCKETS
 from kvseek.engine.model.linear import KernelHead, RowCounts
 from kvseek.engine.model.product_kernels import SHAPES, ProductKernels, Shape
 from kvseek.engine.model.weight_only import dequantise, quantise
+from kvseek.plugins.batch import BUCKETS
 
 SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
 

@@ -23,9 +23,9 @@ from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.model.attention import causal_attention_device
 from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.graphs import BUCKETS
 from kvseek.engine.tensorrt.messages import logger
 from kvseek.engine.tensorrt.models import SegmentsModel, WholeModel
+from kvseek.plugins.batch import BUCKETS
 
 FORMS = ("segments", "engine")
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
