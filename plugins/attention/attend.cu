@@ -69,9 +69,10 @@ __device__ __forceinline__ Cut cut_retrieval(const AttendArguments& a, const Req
 struct Work {
     Units window, retrieval;
 
-    __device__ __forceinline__ void count(const AttendArguments& a, int lists) {
-        window.count(a.requests, a.batch, lists, [](const Request& r) { return max(1, cut_window(r).parts()); });
-        retrieval.count(a.requests, a.batch, lists, [&](const Request& r) { return cut_retrieval(a, r).parts(); });
+    __device__ __forceinline__ void count(const AttendArguments& a) {
+        window.count(a.requests, a.batch, [](const Request& r) { return max(1, cut_window(r).parts()); });
+        retrieval.count(a.requests, a.batch, [&](const Request& r) { return cut_retrieval(a, r).parts(); });
+        __syncthreads();
     }
     __device__ __forceinline__ int total() const { return window.total() + retrieval.total(); }
 };
@@ -79,7 +80,7 @@ struct Work {
 }  // namespace attention
 }  // namespace kvseek
 
-// grid: any number of CTAs
+// grid: any number of CTAs for each list of a request
 extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek::attention::RESIDENT_CTAS)
     kvseek_attend(const __grid_constant__ kvseek::AttendArguments a) {
     using namespace kvseek;
@@ -87,8 +88,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     __shared__ Work work;
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_memory);
-    const int lists = a.kv_heads * TILES;
-    work.count(a, lists);  // requests were uploaded before the step
+    work.count(a);  // requests were uploaded before the step
     // A selection lets this kernel start when it has itself waited for the kernel that wrote queries and window, so
     // that the windows, whose units come first, need not wait for the selected rows. They wait before they write; a
     // second wait costs nothing.
@@ -96,15 +96,12 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
     allow_later_kernels();
     for (int number = blockIdx.x; number < work.total(); number += gridDim.x) {
         const bool in_window = number < work.window.total();
-        const Unit unit =
-            in_window ? work.window.find(number, lists) : work.retrieval.find(number - work.window.total(), lists);
+        const Unit unit = in_window ? work.window.find(number) : work.retrieval.find(number - work.window.total());
         const Request& request = a.requests[unit.request];
-        const int window_units = work.window.parts_of(unit.request, lists);
-        const int retrieval_units = work.retrieval.parts_of(unit.request, lists);
-        Place place{unit.request, request.slot, unit.head / TILES, unit.head % TILES, request.length};
-        place.units = window_units + retrieval_units;
-        place.first =
-            work.window.first_of(unit.request) + work.retrieval.first_of(unit.request) + unit.head * place.units;
+        const int list = blockIdx.y, retrieval_units = work.retrieval.parts_of(unit.request);
+        Place place{unit.request, request.slot, list / TILES, list % TILES, request.length};
+        place.units = work.window.parts_of(unit.request) + retrieval_units;
+        place.first = list * a.most_units + work.window.first_of(unit.request) + work.retrieval.first_of(unit.request);
         place.unit = place.first + unit.part + (in_window ? retrieval_units : 0);
         const Range range = (in_window ? cut_window(request) : cut_retrieval(a, request)).part(unit.part);
         if (!in_window) await_earlier_kernels();

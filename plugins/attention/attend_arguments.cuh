@@ -19,8 +19,8 @@ struct AttendArguments {
     int* hot_places;           // [slots, G, hot_buffers * entries]: place of the row in each frame, or -1
     FrameNumber* frames;       // [frame_count], as [extents, G, 1024]: frame that received each row of the pool last
     float* lse;                // [batch, H]: natural log of the sum of the scores' exponentials; null: not asked for
-    float* partials;           // [units, KEPT_HEADS, D]
-    float2* statistics;        // [units, TILE]: largest score, sum of weights
+    float* partials;           // [G, tiles, most_units, KEPT_HEADS, D]
+    float2* statistics;        // [G, tiles, most_units, TILE]: largest score, sum of weights
     int* arrivals;             // [batch, G, tiles], 0 between launches
     unsigned long long* hits;  // [slots, G, 2]: selected rows that were found among the hot rows, and that were not
     long long extent_stride;   // numbers from one extent of the pool to the next
@@ -35,6 +35,7 @@ struct AttendArguments {
     int hot_buffers;
     int rows_on_host;   // `rows` lies in host memory
     int batch;          // requests
+    int most_units;     // of a list of all of them together
     int dense_splits;   // most units of a list's dense rows
     int dense_rows;     // least rows of such a unit, but for the last
     int selected_rows;  // rows of a unit of selected rows

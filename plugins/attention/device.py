@@ -41,7 +41,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("statistics", "arrivals", "hits")),
         *((name, c_int64) for name in ("extent_stride", "window_stride", "frame_count", "frame_step")),
         *((name, c_int32) for name in ("kv_heads", "table_stride", "window_rows", "sink", "entries")),
-        *((name, c_int32) for name in ("hot_buffers", "rows_on_host", "batch", "dense_splits")),
+        *((name, c_int32) for name in ("hot_buffers", "rows_on_host", "batch", "most_units", "dense_splits")),
         *((name, c_int32) for name in ("dense_rows", "selected_rows")),
         ("scale", c_float),
     )
@@ -194,6 +194,7 @@ class DeviceAttention:
             entries=self.entries,
             rows_on_host=on_host,
             batch=batch.size,
+            most_units=batch.size * self.splits.most,
             dense_splits=self.splits.dense,
             dense_rows=self.splits.dense_rows,
             selected_rows=self.splits.selected_rows,
@@ -202,15 +203,12 @@ class DeviceAttention:
         if selection is not None:
             arguments.selected = selection.rows.data_ptr()
             self._describe_hot_rows(arguments)
-        grid = (min(self._resident, self._most_units(batch.size)), 1, 1)
+        grid = (min(max(1, self._resident // self._lists), arguments.most_units), self._lists, 1)
         self.kernels.launch("kvseek_attend", grid, THREADS, arguments, self.tiles.shared_bytes, overlap=True)
         return out
 
-    def _most_units(self, batch: int) -> int:
-        return batch * self._lists * self.splits.most
-
     def _scratch_size(self) -> ScratchSize:
-        units, heads = self._most_units(self.max_batch), self.tiles.heads
+        units, heads = self.max_batch * self._lists * self.splits.most, self.tiles.heads
         kept = min(heads, self.num_heads // self.kv_heads)
         return ScratchSize(units * kept * self.head_dim, 2 * units * heads, self._lists * self.max_batch)
 

@@ -150,16 +150,16 @@ class CudaIndex(Index):
             return None
         require_fit("queries", queries, self.context)
         queries = queries.contiguous()
-        tasks = batch.size * self.context.num_kv_heads
         shape = (batch.size, self.context.num_kv_heads, self.config.top_k)
         rows = torch.empty(shape, dtype=torch.int32, device=self.context.device)
         codes, reranker = self.reference.codes, self.reranker
         if reranker is not None:
             reranker.check(batch.size)
         arguments = self._arguments(queries, batch, rows if reranker is None else reranker.candidates)
-        blocks = blocks_for(tasks, SCORE_BLOCKS * self._kernels.multiprocessors, self.workspace.units)
-        self._launch("score", (blocks, 1, 1), SCORE_THREADS, arguments, 0, even=True)
-        self._launch("choose", (tasks, 1, 1), CHOOSE_THREADS, arguments, self._choose_bytes)
+        heads, at_once = self.context.num_kv_heads, SCORE_BLOCKS * self._kernels.multiprocessors
+        blocks = blocks_for(batch.size, heads, at_once, self.workspace.units)
+        self._launch("score", (blocks, heads, 1), SCORE_THREADS, arguments, 0, even=True)
+        self._launch("choose", (1, heads, batch.size), CHOOSE_THREADS, arguments, self._choose_bytes)
         if reranker is not None:
             assert isinstance(codes, CudaCodeStore), "the constructor gives the reference this kind of store"
             reranker.launch(codes, queries, batch, rows)

@@ -65,7 +65,7 @@ class Reranker:
 
         self.candidates = empty(torch.int32, tasks, self.listed)
         self.estimates = empty(torch.float32, tasks, self.listed, lanes)
-        self.normalisers = empty(torch.uint8, self.blocks(tasks), lanes, POWER_SUM_BYTES)
+        self.normalisers = empty(torch.uint8, self._heads, self.blocks(self.most), lanes, POWER_SUM_BYTES)
         # Every selection leaves zeros behind, for tasks of any batch size.
         self.finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
 
@@ -73,9 +73,9 @@ class Reranker:
         """Raise KernelError if a batch is larger than the work space."""
         require_room(batch, self.most)
 
-    def blocks(self, tasks: int) -> int:
-        """Return the blocks of a launch for a number of tasks."""
-        return blocks_for(tasks, self._kernels.multiprocessors, MOST_BLOCKS)
+    def blocks(self, batch: int) -> int:
+        """Return the blocks of a KV head in a launch for a batch."""
+        return blocks_for(batch, self._heads, self._kernels.multiprocessors, MOST_BLOCKS)
 
     def launch(self, codes: CudaCodeStore, queries: Tensor, batch: Batch, rows: Tensor) -> None:
         """Rank `candidates` for queries [batch, H, D], and write the best to rows int32 [batch, G, top_k]."""
@@ -92,5 +92,5 @@ class Reranker:
             top_k=self._top_k,
             exponent=self._exponent,
         )
-        grid = (self.blocks(batch.size * self._heads), 1, 1)
+        grid = (self.blocks(batch.size), self._heads, 1)
         self._kernels.launch("kvseek_clusterkv_rerank", grid, THREADS, arguments, overlap=True)

@@ -63,28 +63,29 @@ class Workspace:
     """
 
     def __init__(self, context: IndexContext, candidates: int, multiprocessors: int) -> None:
-        self._multiprocessors = multiprocessors
+        self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
         self.most = most_requests(context.extents.slots)
         self.capacity = max(candidates, min(2 * candidates, HELD_CANDIDATES))
         tasks = self.most * context.num_kv_heads
-        _, lists = self.blocks(tasks)
+        _, blocks = self.blocks(self.most)
+        lists = (context.num_kv_heads, blocks)
 
         def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=context.device)
 
         self.scores = new((context.scratch_extents, context.num_kv_heads, EXTENT_TOKENS), torch.int16)
-        self.places, self.keys = (new((lists, self.capacity), torch.int32) for _ in range(2))
-        self.estimates = new((lists, self.capacity, context.group_size), torch.float32)
-        self.counts = new((lists,), torch.int32)
-        self.normalisers = new((lists, context.group_size, POWER_SUM_BYTES), torch.uint8)
+        self.places, self.keys = (new((*lists, self.capacity), torch.int32) for _ in range(2))
+        self.estimates = new((*lists, self.capacity, context.group_size), torch.float32)
+        self.counts = new(lists, torch.int32)
+        self.normalisers = new((*lists, context.group_size, POWER_SUM_BYTES), torch.uint8)
         # Each selection leaves zeros behind.
         self.totals = torch.zeros((tasks, BINS), dtype=torch.int32, device=context.device)
         self.finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
 
-    def blocks(self, tasks: int) -> tuple[int, int]:
-        """Return the blocks of the scan and of the choice for a number of tasks."""
-        scan = blocks_for(tasks, SCAN_BLOCKS * self._multiprocessors, MOST_BLOCKS_OF_SCAN)
-        return scan, blocks_for(tasks, self._multiprocessors, MOST_BLOCKS)
+    def blocks(self, batch: int) -> tuple[int, int]:
+        """Return the blocks of a KV head in the scan and in the choice of a batch."""
+        scan = blocks_for(batch, self._kv_heads, SCAN_BLOCKS * self._multiprocessors, MOST_BLOCKS_OF_SCAN)
+        return scan, blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_BLOCKS)
 
 
 class CudaIndex(ReferenceIndex):
@@ -128,9 +129,9 @@ class CudaIndex(ReferenceIndex):
             capacity=work.capacity,
             scaling=self.context.scaling,
         )
-        scan, choose = work.blocks(batch.size * heads)
+        scan, choose = work.blocks(batch.size)
         for kernel, blocks, threads in (("scan", scan, SCAN_THREADS), ("choose", choose, CHOOSE_THREADS)):
-            grid = (blocks, 1, 1)
+            grid = (blocks, heads, 1)
             self._kernels.launch(f"kvseek_nested_{kernel}", grid, threads, arguments, overlap=True, even=True)
         return Selection(rows)
 

@@ -74,31 +74,31 @@ class Workspace:
     """
 
     def __init__(self, context: IndexContext, lanes: int, dim: int, multiprocessors: int) -> None:
-        self._multiprocessors = multiprocessors
+        self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
         self.most = most_requests(context.extents.slots)
         rows = (context.scratch_extents, context.num_kv_heads, EXTENT_TOKENS)
         tasks, top_k, blocks = self.most * context.num_kv_heads, context.config.top_k, dim // 8
-        scan, lists = self.blocks(tasks)
-        chunks = CHUNKS_OF_SCAN * scan
+        scan, top = self.blocks(self.most)
+        chunks, lists = (context.num_kv_heads, CHUNKS_OF_SCAN * scan), (context.num_kv_heads, top)
 
         def new(shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=context.device)
 
         self.scores, self.candidates = new(rows, torch.uint8), new(rows)
         self.estimates, self.keys = new((*rows, lanes), torch.float32), new(rows)
-        self.chunk_totals = new((chunks, SCORES))
-        self.normalisers = new((chunks, lanes, POWER_SUM_BYTES), torch.uint8)
-        self.best_keys, self.best_places = new((lists, top_k)), new((lists, top_k))
+        self.chunk_totals = new((*chunks, SCORES))
+        self.normalisers = new((*chunks, lanes, POWER_SUM_BYTES), torch.uint8)
+        self.best_keys, self.best_places = new((*lists, top_k)), new((*lists, top_k))
         # The last columns may belong to lanes that do not exist; they stay zero.
         self.columns = new((tasks, -(-lanes // 4), dim // 16, 32, 2)).zero_()
         self.votes = new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(lanes)), torch.uint8)
         self.totals = new((tasks, SCORES))
         self.finished = new((tasks,)).zero_()  # each selection leaves zeros behind
 
-    def blocks(self, tasks: int) -> tuple[int, int]:
-        """Return the blocks of the scan and of the top-k for a number of tasks."""
-        scan = blocks_for(tasks, self._multiprocessors, MOST_SCAN_BLOCKS)
-        return scan, blocks_for(tasks, self._multiprocessors, MOST_TOP_BLOCKS)
+    def blocks(self, batch: int) -> tuple[int, int]:
+        """Return the blocks of a KV head in the scan and in the top-k of a batch."""
+        scan = blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_SCAN_BLOCKS)
+        return scan, blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_TOP_BLOCKS)
 
 
 class CudaIndex(Index):
@@ -173,19 +173,18 @@ class CudaIndex(Index):
         queries, heads, top_k = queries.contiguous(), self.context.num_kv_heads, self.config.top_k
         require_room(batch.size, self.workspace.most)
         rows = torch.empty((batch.size, heads, top_k), dtype=torch.int32, device=queries.device)
-        tasks = batch.size * heads
-        scan, top = self.workspace.blocks(tasks)
+        scan, top = self.workspace.blocks(batch.size)
         arguments = self._select_arguments(queries, batch, scan, rows)
-        self._launch("vote", (self.reference.blocks, tasks), 32 * self._lanes, arguments)
-        self._launch("scan", (scan, 1), SCAN_THREADS, arguments, self._table_bytes)
-        self._launch("rerank", (CHUNKS_OF_SCAN * scan, 1), RERANK_THREADS, arguments)
-        self._launch("top", (top, 1), TOP_THREADS, arguments)
+        self._launch("vote", (self.reference.blocks, heads, batch.size), 32 * self._lanes, arguments)
+        self._launch("scan", (scan, heads, 1), SCAN_THREADS, arguments, self._table_bytes)
+        self._launch("rerank", (CHUNKS_OF_SCAN * scan, heads, 1), RERANK_THREADS, arguments)
+        self._launch("top", (top, heads, 1), TOP_THREADS, arguments)
         return Selection(rows)
 
     def _launch(
-        self, kernel: str, grid: tuple[int, int], threads: int, arguments: SelectArguments, shared_bytes: int = 0
+        self, kernel: str, grid: tuple[int, int, int], threads: int, arguments: SelectArguments, shared_bytes: int = 0
     ) -> None:
-        self._kernels.launch(f"kvseek_pariskv_{kernel}", (*grid, 1), threads, arguments, shared_bytes, overlap=True)
+        self._kernels.launch(f"kvseek_pariskv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
     def _encode_arguments(self, slot: int, start: int, tokens: int) -> EncodeArguments:
         index, extents = self.reference, self.context.extents

@@ -169,21 +169,21 @@ class Workspace:
     """
 
     def __init__(self, context: IndexContext, pages_of_extent: int, multiprocessors: int) -> None:
-        self._multiprocessors, lanes = multiprocessors, context.group_size
+        self._kv_heads, self._multiprocessors, lanes = context.num_kv_heads, multiprocessors, context.group_size
         self.most = most_requests(context.extents.slots)
         pages, tasks = (
             (context.extents.capacity, context.num_kv_heads, pages_of_extent),
             self.most * context.num_kv_heads,
         )
         self.scores = torch.empty((*pages, lanes), dtype=torch.float32, device=context.device)
-        parts = (self.ctas(tasks), lanes, POWER_SUM_BYTES)
+        parts = (context.num_kv_heads, self.ctas(self.most), lanes, POWER_SUM_BYTES)
         self.normalisers = torch.empty(parts, dtype=torch.uint8, device=context.device)
         # Each selection leaves zeros behind.
         self.finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
 
-    def ctas(self, tasks: int) -> int:
-        """Return the CTAs of a selection for a number of tasks."""
-        return blocks_for(tasks, self._multiprocessors, MOST_CTAS)
+    def ctas(self, batch: int) -> int:
+        """Return the CTAs of a KV head in a selection of a batch."""
+        return blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_CTAS)
 
 
 class CudaIndex(Index):
@@ -256,7 +256,7 @@ class CudaIndex(Index):
             (batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device
         )
         require_room(batch.size, self.workspace.most)
-        grid = (self.workspace.ctas(batch.size * self.context.num_kv_heads), 1, 1)
+        grid = (self.workspace.ctas(batch.size), self.context.num_kv_heads, 1)
         arguments = self._select_arguments(queries, batch, rows)
         self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)
         return Selection(rows)

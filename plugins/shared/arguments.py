@@ -17,13 +17,13 @@ def pointers(owner: object, *names: str) -> dict[str, int]:
     return {name: getattr(owner, name).data_ptr() for name in names}
 
 
-def blocks_for(tasks: int, at_once: int, most: int) -> int:
-    """Return the blocks of a launch that divides work by lengths (Units::divide of units.cuh).
+def blocks_for(batch: int, heads: int, at_once: int, most: int) -> int:
+    """Return the blocks of a KV head in a launch that divides work by lengths (Units::divide of units.cuh).
 
-    As many as run at once, but two for each (request, KV head), so that long regions get more than one where requests are many,
-    and no more than `most` for each.
+    As many as run at once, `at_once` in all, but two for each request, so that long ones get more than one where requests are
+    many; no more than `most` for each.
     """
-    return min(max(at_once, 2 * tasks), most * tasks)
+    return min(max(at_once // heads, 2 * batch), most * batch)
 
 
 def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:

@@ -8,15 +8,16 @@ namespace kvseek {
 // Arguments have `requests`, `table`, `kv_heads` and `max_extents`.
 template <class Arguments>
 struct TaskOf {
-    int number, head;
+    int number;  // request * kv_heads + head
+    int head;
     const Request& request;
     const int* table;  // the slot's extents
 
-    // `number` is request * kv_heads + head.
-    __device__ __forceinline__ TaskOf(const Arguments& a, int number)
-        : number(number),
-          head(number % a.kv_heads),
-          request(a.requests[number / a.kv_heads]),
+    // The KV head is blockIdx.y.
+    __device__ __forceinline__ TaskOf(const Arguments& a, int owner)
+        : number(owner * a.kv_heads + static_cast<int>(blockIdx.y)),
+          head(blockIdx.y),
+          request(a.requests[owner]),
           table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
 
     // Whether the request attends to everything, so that nothing is selected for it.

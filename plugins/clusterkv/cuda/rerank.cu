@@ -32,7 +32,7 @@ struct RerankArguments {
     const float* signs;     // [DIM]
     const int* candidates;  // [tasks, listed] places of the best clusters, as many as the region has at most
     float* estimates;       // [tasks, listed, QUERY_LANES]
-    PowerSum* normalisers;  // [blocks, QUERY_LANES] sums of the powers
+    PowerSum* normalisers;  // [kv_heads, blocks, QUERY_LANES] sums of the powers
     int* finished;          // [tasks] blocks that are done; zeros between selections
     int* rows;              // [batch, kv_heads, top_k] result
     int batch, kv_heads, max_extents;
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool is_last_block(const RerankArguments& a, const Ta
 // Write the best top_k of a task's candidates, and -1 where there are fewer.
 __device__ __forceinline__ void rank(const RerankArguments& a, const Task& task, const Unit& block, Memory& memory,
                                      const int* candidates, const float* estimates, int count) {
-    const PowerSum* parts = a.normalisers + block.first * QUERY_LANES;
+    const PowerSum* parts = a.normalisers + (blockIdx.y * gridDim.x + block.first) * QUERY_LANES;
     for (int lane = threadIdx.x / WARP; lane < QUERY_LANES; lane += WARPS)
         Ranking::normalise(parts, block.parts, lane, memory.normaliser[lane]);
     __syncthreads();
@@ -107,7 +107,7 @@ __device__ __forceinline__ void rank(const RerankArguments& a, const Task& task,
 }  // namespace clusterkv
 }  // namespace kvseek
 
-// grid: as many blocks as tasks at least
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::reranking::THREADS)
     kvseek_clusterkv_rerank(const __grid_constant__ kvseek::clusterkv::reranking::RerankArguments a) {
     using namespace kvseek;
@@ -116,10 +116,11 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::reranking::THREA
     __shared__ Memory memory;
     __shared__ Units units;
     // A region's clusters hold all of its places.
-    units.divide(a.requests, a.batch, a.kv_heads, gridDim.x, MOST_BLOCKS,
+    units.divide(a.requests, a.batch, gridDim.x, MOST_BLOCKS,
                  [&](const Request& request) { return request.dense ? 0 : min(request.length, a.listed); });
-    const Unit block = units.find(blockIdx.x, a.kv_heads);
-    const reranking::Task task(a, block.task(a.kv_heads));
+    __syncthreads();
+    const Unit block = units.find(blockIdx.x);
+    const reranking::Task task(a, block.request);
     // `choose` lets this kernel start when `score` has ended, which had waited for the kernel that wrote the queries.
     if (block.exists)
         memory.queries.prepare(a.queries + static_cast<long long>(task.number) * GROUP_HEADS * KEY_DIM, a.signs);
@@ -131,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::reranking::THREA
     const long long listed = static_cast<long long>(task.number) * a.listed;
     const int* candidates = a.candidates + listed;
     float* estimates = a.estimates + listed * QUERY_LANES;
-    PowerSum* normalisers = a.normalisers + blockIdx.x * QUERY_LANES;
+    PowerSum* normalisers = a.normalisers + (blockIdx.y * gridDim.x + blockIdx.x) * QUERY_LANES;
     auto row_of = [&](int entry) { return task.row(a, candidates[first + entry]); };
     Ranking::estimate(a.high, a.low, a.scales, codes::Means(a), memory.queries, last - first, row_of, a.exponent,
                       memory.normalisers, estimates + static_cast<long long>(first) * QUERY_LANES, normalisers);

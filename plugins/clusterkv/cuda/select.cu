@@ -4,7 +4,7 @@
 #include "choose.cuh"
 #include "score.cuh"
 
-// grid: as many blocks as tasks at least
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     kvseek_clusterkv_score(const __grid_constant__ kvseek::clusterkv::SelectArguments a) {
     using namespace kvseek;
@@ -12,10 +12,11 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     __shared__ __align__(16) ScoreMemory memory;
     __shared__ float weights[SPREAD ? QUERY_LANES : 1];
     __shared__ Units shares;
-    shares.divide(a.requests, a.batch, a.kv_heads, gridDim.x, a.units,
+    shares.divide(a.requests, a.batch, gridDim.x, a.units,
                   [](const Request& request) { return request.dense ? 0 : request.length; });
-    const Unit share = shares.find(blockIdx.x, a.kv_heads);
-    const SelectTask task(a, share.task(a.kv_heads));
+    __syncthreads();
+    const Unit share = shares.find(blockIdx.x);
+    const SelectTask task(a, share.request);
     const int clusters = share.exists ? task.clusters(a) : 0, units = (clusters + UNIT - 1) / UNIT;
     UnitRows rows;
     int unit = share.part;
@@ -41,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     }
 }
 
-// grid: tasks; dynamic shared memory: ChooseArrays
+// grid: 1, kv_heads, requests; dynamic shared memory: ChooseArrays
 extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::CHOOSE_THREADS)
     kvseek_clusterkv_choose(const __grid_constant__ kvseek::clusterkv::SelectArguments a) {
     using namespace kvseek;
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::CHOOSE_THREADS)
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     __shared__ ChooseMemory memory;
     const ChooseArrays arrays(a, dynamic_memory);
-    const SelectTask task(a, blockIdx.x);
+    const SelectTask task(a, blockIdx.z);
     const int clusters = task.idle() ? 0 : task.clusters(a);
     if (!task.idle()) load_sizes(a, task, clusters, arrays, memory);
     await_earlier_kernels();

@@ -44,16 +44,16 @@ struct SelectArguments {
     const float* spreads;  // [extents, kv_heads, EXTENT_CLUSTERS]; not read unless SPREAD
 };
 
-// One (request, KV head).
+// One (request, KV head); the KV head is blockIdx.y.
 struct SelectTask {
     int number, head;
     const Request& request;
     const int* table;
 
-    __device__ __forceinline__ SelectTask(const SelectArguments& a, int task)
-        : number(task),
-          head(task % a.kv_heads),
-          request(a.requests[task / a.kv_heads]),
+    __device__ __forceinline__ SelectTask(const SelectArguments& a, int owner)
+        : number(owner * a.kv_heads + static_cast<int>(blockIdx.y)),
+          head(blockIdx.y),
+          request(a.requests[owner]),
           table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
 
     __device__ __forceinline__ bool idle() const { return request.dense != 0; }

@@ -46,8 +46,9 @@ struct Task {
     int number, head;
     const Request& request;
 
-    __device__ __forceinline__ Task(const Request* requests, int kv_heads, int number)
-        : number(number), head(number % kv_heads), request(requests[number / kv_heads]) {}
+    // The KV head is blockIdx.y.
+    __device__ __forceinline__ Task(const Request* requests, int kv_heads, int owner)
+        : number(owner * kv_heads + static_cast<int>(blockIdx.y)), head(blockIdx.y), request(requests[owner]) {}
 
     // Row of [slots, kv_heads, ...].
     __device__ __forceinline__ long long list(int kv_heads) const {

@@ -197,6 +197,11 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
                       memory.normalisers, estimates, normalisers);
 }
 
+// Where the results of the block with this number lie, in arrays [kv_heads, blocks, ...].
+__device__ __forceinline__ int list_of(int block) {
+    return static_cast<int>(blockIdx.y * gridDim.x) + block;
+}
+
 // Where entry i of all candidates lies: the blocks' lists one after another.
 struct Lists {
     const Memory& memory;
@@ -214,13 +219,14 @@ struct Lists {
 
 // Read how many candidates each block has, and merge their normalisers.
 __device__ __forceinline__ void gather_blocks(const SelectArguments& a, const Unit& block, Memory& memory) {
+    const int first = list_of(block.first);
     const int warp = threadIdx.x / WARP, thread = threadIdx.x % WARP;
     if (warp == 0) {
-        const int own = thread < block.parts ? __ldcg(a.counts + block.first + thread) : 0;
+        const int own = thread < block.parts ? __ldcg(a.counts + first + thread) : 0;
         const int sum = sum_up_to_here(own, thread);
         if (thread <= MOST_BLOCKS) memory.before[thread] = sum - own;
     }
-    const PowerSum* parts = a.normalisers + block.first * LANES;
+    const PowerSum* parts = a.normalisers + first * LANES;
     for (int lane = CHOOSE_WARPS - 1 - warp; lane < LANES; lane += CHOOSE_WARPS)
         Ranking::normalise(parts, block.parts, lane, memory.normaliser[lane]);
     __syncthreads();
@@ -237,7 +243,7 @@ struct Held {
 __device__ __forceinline__ void rank(const SelectArguments& a, const Task& task, const Unit& block, Memory& memory) {
     gather_blocks(a, block, memory);
     const int count = memory.before[MOST_BLOCKS], top_k = a.top_k;
-    const Lists lists{memory, static_cast<long long>(block.first) * a.capacity, a.capacity};
+    const Lists lists{memory, static_cast<long long>(list_of(block.first)) * a.capacity, a.capacity};
     int* rows = a.rows + static_cast<long long>(task.number) * top_k;
     for (int i = min(count, top_k) + threadIdx.x; i < top_k; i += CHOOSE_THREADS) rows[i] = -1;
     const bool listed = count <= LISTED;
@@ -260,7 +266,7 @@ __device__ __forceinline__ void rank(const SelectArguments& a, const Task& task,
 }  // namespace nested
 }  // namespace kvseek
 
-// grid: as many blocks as tasks at least
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __maxnreg__(kvseek::nested::CHOOSE_REGISTERS)
     kvseek_nested_choose(const __grid_constant__ kvseek::nested::SelectArguments a) {
     using namespace kvseek;
@@ -268,14 +274,14 @@ extern "C" __global__ void __maxnreg__(kvseek::nested::CHOOSE_REGISTERS)
     __shared__ Memory memory;
     __shared__ Units units;
     const Unit block = share_keys(a, units, MOST_BLOCKS);
-    const Task task(a, block.task(a.kv_heads));
+    const Task task(a, block.request);
     const int length = block.exists ? task.length() : 0;
     // The scan lets this kernel start when it has itself waited for the kernel that wrote the queries.
     if (block.exists) memory.queries.prepare(task.queries(a), a.signs);
     const Share share((length + UNIT_KEYS - 1) / UNIT_KEYS, block.parts, block.part);
     Share own(share.last - share.first, CHOOSE_WARPS, threadIdx.x / WARP);
     own.first += share.first, own.last += share.first;
-    const long long list = blockIdx.x;
+    const long long list = list_of(blockIdx.x);
     int* places = a.places + list * a.capacity;
     await_earlier_kernels();
     allow_later_kernels();

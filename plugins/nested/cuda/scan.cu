@@ -129,7 +129,7 @@ __device__ __forceinline__ unsigned ordered_half(float score) {
 }  // namespace nested
 }  // namespace kvseek
 
-// grid: as many blocks as tasks at least
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::nested::SCAN_THREADS)
     kvseek_nested_scan(const __grid_constant__ kvseek::nested::SelectArguments a) {
     using namespace kvseek;
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::nested::SCAN_THREADS)
     __shared__ ScanMemory memory;
     __shared__ Units units;
     const Unit block = share_keys(a, units, gridDim.x);  // requests, table and codes are older than this step's kernels
-    const Task task(a, block.task(a.kv_heads));
+    const Task task(a, block.request);
     const int length = block.exists ? task.length() : 0;
     const Share share((length + UNIT - 1) / UNIT, block.parts, block.part);
     Share own(share.last - share.first, SCAN_WARPS, threadIdx.x / WARP);  // neighbours, which share means

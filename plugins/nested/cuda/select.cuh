@@ -28,11 +28,11 @@ struct SelectArguments {
     const float* signs;      // [DIM]
     unsigned short* scores;  // [scratch extents, kv_heads, 1024] of each key: larger is better
     int* totals;             // [tasks, BINS] keys by score; zeros between selections
-    int* places;             // [blocks of the choice, capacity] candidates of a block, ascending
-    float* estimates;        // [blocks of the choice, capacity, LANES] of these candidates
-    unsigned* keys;          // [blocks of the choice, capacity] what they are ranked by
-    int* counts;             // [blocks of the choice] how many they are
-    PowerSum* normalisers;   // [blocks of the choice, LANES] sums of the powers
+    int* places;             // [kv_heads, blocks of the choice, capacity] candidates of a block, ascending
+    float* estimates;        // [kv_heads, blocks of the choice, capacity, LANES] of these candidates
+    unsigned* keys;          // [kv_heads, blocks of the choice, capacity] what they are ranked by
+    int* counts;             // [kv_heads, blocks of the choice] how many they are
+    PowerSum* normalisers;   // [kv_heads, blocks of the choice, LANES] sums of the powers
     int* finished;           // [tasks] blocks of the choice that are done; zeros between selections
     int* rows;               // [batch, kv_heads, top_k] result
     int batch, kv_heads, max_extents, top_k;
@@ -52,19 +52,23 @@ struct Task : TaskOf<SelectArguments> {
     }
 };
 
-// Share out keys among the blocks of a launch, of which a task has `most` at most; returns this block's unit.
+// Share out keys among the blocks of a launch, of which a task has `most` at most; returns this block's unit. All
+// threads call it.
 __device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int most) {
-    units.divide(a.requests, a.batch, a.kv_heads, gridDim.x, most,
+    units.divide(a.requests, a.batch, gridDim.x, most,
                  [](const Request& request) { return request.dense ? 0 : request.length; });
-    return units.find(blockIdx.x, a.kv_heads);
+    __syncthreads();
+    return units.find(blockIdx.x);
 }
 
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
 struct Share {
     int first, last;
     __device__ __forceinline__ Share(int count, int parts, int index)
-        : first(static_cast<int>(static_cast<long long>(count) * index / parts)),
-          last(static_cast<int>(static_cast<long long>(count) * (index + 1) / parts)) {}
+        : first(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index) /
+                                 static_cast<unsigned>(parts))),
+          last(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index + 1) /
+                                static_cast<unsigned>(parts))) {}
 };
 
 }  // namespace nested

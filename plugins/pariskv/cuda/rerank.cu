@@ -155,14 +155,14 @@ __device__ __forceinline__ void store_normalisers(const SelectArguments& a, Rera
     if (threadIdx.x < LANES) {
         PowerSum all;
         for (int w = 0; w < RERANK_WARPS; w++) all.add(memory.normalisers[w][threadIdx.x]);
-        a.normalisers[static_cast<long long>(blockIdx.x) * LANES + threadIdx.x] = all;
+        a.normalisers[static_cast<long long>(first_chunk(a, 0) + blockIdx.x) * LANES + threadIdx.x] = all;
     }
 }
 
 }  // namespace pariskv
 }  // namespace kvseek
 
-// grid: CHUNKS_OF_SCAN for each block of the scan
+// grid: CHUNKS_OF_SCAN for each block of the scan, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
     kvseek_pariskv_rerank(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
     using namespace kvseek;
@@ -171,8 +171,10 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
     static_assert(RERANK_THREADS == SCORES, "one entry a thread");
     fill_pairs(a, memory.pairs);
     __shared__ Units units;
-    const Unit scanned = share_keys(a, units, a.scan_blocks, blockIdx.x / CHUNKS_OF_SCAN);
-    const Task task(a, scanned.task(a.kv_heads));
+    share_keys(a, units);
+    __syncthreads();
+    const Unit scanned = units.find(blockIdx.x / CHUNKS_OF_SCAN);
+    const Task task(a, scanned.request);
     const int chunk = scanned.part * CHUNKS_OF_SCAN + blockIdx.x % CHUNKS_OF_SCAN;
     await_earlier_kernels();
     allow_later_kernels();
@@ -187,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
         const int wanted = task.candidates();
         const int threshold = __syncthreads_count(totals[threadIdx.x] >= wanted) - 1;
         const Collector collector{a, task, threshold, wanted - totals[threshold + 1], extents.first * UNITS};
-        const Counts before = count_before(a, scanned.first * CHUNKS_OF_SCAN, chunk, threshold);
+        const Counts before = count_before(a, first_chunk(a, scanned.first), chunk, threshold);
         const int warp = threadIdx.x / WARP;
         const Share own_units((extents.last - extents.first) * UNITS, RERANK_WARPS, warp);
         memory.counts[warp] = collector.count(own_units.first, own_units.last);

@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_totals(const SelectArguments& a, int task,
 }  // namespace pariskv
 }  // namespace kvseek
 
-// grid: as many blocks as tasks at least; dynamic shared memory: TABLE_LIMIT
+// grid: as many blocks as requests at least, kv_heads; dynamic shared memory: TABLE_LIMIT
 extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     kvseek_pariskv_scan(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
     using namespace kvseek;
@@ -168,8 +168,10 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     __shared__ int histograms[CHUNKS_OF_SCAN][SCORES];
     __shared__ Units units;
     // The requests and the ids are older than this step's kernels.
-    const Unit block = share_keys(a, units, a.scan_blocks, blockIdx.x);
-    const Task task(a, block.task(a.kv_heads));
+    share_keys(a, units);
+    __syncthreads();
+    const Unit block = units.find(blockIdx.x);
+    const Task task(a, block.request);
     const int length = block.exists ? task.length() : 0, extents = (length + EXTENT_TOKENS - 1) / EXTENT_TOKENS;
     const int chunks = block.parts * CHUNKS_OF_SCAN, chunk = block.part * CHUNKS_OF_SCAN;
     const int first = Share(extents, chunks, chunk).first;
@@ -213,5 +215,5 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     }
     __syncthreads();
     const int warp = threadIdx.x / WARP;
-    if (warp < CHUNKS_OF_SCAN) store_totals(a, task.number, blockIdx.x * CHUNKS_OF_SCAN + warp, histograms[warp]);
+    if (warp < CHUNKS_OF_SCAN) store_totals(a, task.number, first_chunk(a, blockIdx.x) + warp, histograms[warp]);
 }

@@ -26,18 +26,18 @@ struct SelectArguments {
     unsigned* columns;           // [tasks, COLUMN_TILES, STEPS, 32, 2] rotated queries, as the rerank multiplies them
     unsigned char* votes;        // [tasks, BLOCKS / 4, 256, 4, VOTE_BYTES] votes of each centroid, a byte a lane
     int* totals;                 // [tasks, SCORES] keys with at least so many votes
-    int* chunk_totals;           // [chunks, SCORES] the same, of the keys of a chunk
+    int* chunk_totals;           // [kv_heads, chunks, SCORES] the same, of the keys of a chunk
     unsigned char* scores;       // [scratch extents, kv_heads, 1024] votes of each key
     int* candidates;             // [scratch extents, kv_heads, 1024] places, ascending
     float* estimates;            // [scratch extents, kv_heads, 1024, LANES] of candidates
     unsigned* keys;              // [scratch extents, kv_heads, 1024] of candidates: larger is better
-    PowerSum* normalisers;       // [chunks, LANES] sums of the powers
-    unsigned* best_keys;         // [top blocks, top_k]
-    int* best_places;            // [top blocks, top_k]
+    PowerSum* normalisers;       // [kv_heads, chunks, LANES] sums of the powers
+    unsigned* best_keys;         // [kv_heads, top blocks, top_k]
+    int* best_places;            // [kv_heads, top blocks, top_k]
     int* finished;               // [tasks] blocks of the last kernel that are done; 0 between launches
     int* rows;                   // [batch, kv_heads, top_k] result
     int batch, kv_heads, max_extents, top_k;
-    int scan_blocks;  // of all tasks; each has CHUNKS_OF_SCAN chunks, of which a block of the rerank takes one
+    int scan_blocks;  // of a KV head; each has CHUNKS_OF_SCAN chunks, of which a block of the rerank takes one
     float scaling;    // softmax scale
 };
 
@@ -48,11 +48,14 @@ struct Task : TaskOf<SelectArguments> {
     __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
 };
 
-// Share out keys among `blocks` blocks, and return the unit of the one with this number.
-__device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int blocks, int number) {
-    units.divide(a.requests, a.batch, a.kv_heads, blocks, blocks,
+// Share out keys among the blocks of the scan. All threads of a block call it; a barrier must follow.
+__device__ __forceinline__ void share_keys(const SelectArguments& a, Units& units) {
+    units.divide(a.requests, a.batch, a.scan_blocks, a.scan_blocks,
                  [](const Request& request) { return request.dense ? 0 : request.length; });
-    return units.find(number, a.kv_heads);
+}
+// Number of the first chunk of a block of the scan, in arrays [kv_heads, chunks, ...].
+__device__ __forceinline__ int first_chunk(const SelectArguments& a, int block) {
+    return (static_cast<int>(blockIdx.y) * a.scan_blocks + block) * CHUNKS_OF_SCAN;
 }
 
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.

@@ -99,18 +99,19 @@ struct Held {
 }  // namespace pariskv
 }  // namespace kvseek
 
-// grid: as many blocks as tasks at least
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     kvseek_pariskv_top(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::pariskv;
     __shared__ Memory memory;
     __shared__ Units scan_units, units;
-    units.divide(a.requests, a.batch, a.kv_heads, gridDim.x, MOST_TOP_BLOCKS,
+    units.divide(a.requests, a.batch, gridDim.x, MOST_TOP_BLOCKS,
                  [](const Request& request) { return request.dense ? 0 : request.numbers[1]; });
-    const Unit block = units.find(blockIdx.x, a.kv_heads);
-    const Task task(a, block.task(a.kv_heads));
-    if (!MEAN) share_keys(a, scan_units, a.scan_blocks, 0);
+    if (!MEAN) share_keys(a, scan_units);
+    __syncthreads();
+    const Unit block = units.find(blockIdx.x);
+    const Task task(a, block.request);
     await_earlier_kernels();
     allow_later_kernels();
     if (!block.exists) return;
@@ -121,15 +122,15 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     if (block.part >= active) return;
     const int first = block.part * share, here = min(share, count - first);
     if (!MEAN) {
-        const Unit scanned = scan_units.of(block.request, block.head, a.kv_heads);
-        normalise(a.normalisers + static_cast<long long>(scanned.first) * (CHUNKS_OF_SCAN * LANES),
-                  scanned.parts * CHUNKS_OF_SCAN, memory);
+        const int chunk = first_chunk(a, scan_units.first_of(block.request));
+        normalise(a.normalisers + static_cast<long long>(chunk) * LANES,
+                  scan_units.parts_of(block.request) * CHUNKS_OF_SCAN, memory);
     }
     int* rows = a.rows + static_cast<long long>(task.number) * top_k;
     if (block.part == 0)
         for (int i = min(count, top_k) + threadIdx.x; i < top_k; i += TOP_THREADS) rows[i] = -1;
     const int each = min(share, top_k);  // of every block; the last one may have fewer
-    const long long list = static_cast<long long>(block.first) * top_k;
+    const long long list = static_cast<long long>(blockIdx.y * gridDim.x + block.first) * top_k;
     auto take = [&](int rank, int i, unsigned key) {
         const int place = a.candidates[static_cast<size_t>(task.scratch_row(a, first + i))];
         if (active == 1) {

@@ -193,7 +193,7 @@ __device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& 
     const Ranking ranking{a, task, memory.normaliser, first, task.pages(), first & ~31};
     Scores scores[AT_ONCE];  // asked for together with the normalisers
     ranking.load(scores, ranking.base + threadIdx.x);
-    add_normalisers(a.normalisers + unit.first * LANES, unit.parts, memory);
+    add_normalisers(a.normalisers + (blockIdx.y * gridDim.x + unit.first) * LANES, unit.parts, memory);
     const SortKey best = ranking.largest_own(scores);
     memory.maxima[threadIdx.x] = best;
     __syncthreads();

@@ -58,8 +58,8 @@ __device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task
 }  // namespace prkv
 }  // namespace kvseek
 
-// grid: as many CTAs as tasks at least. Boxes or codes, static rows and requests were written before the step: they are
-// read before the wait.
+// grid: as many CTAs as requests at least, kv_heads. Boxes or codes, static rows and requests were written before the
+// step: they are read before the wait.
 extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     kvseek_prkv_select(const __grid_constant__ kvseek::prkv::SelectArguments a) {
     using namespace kvseek;
@@ -67,10 +67,11 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     __shared__ BestMemory memory;
     __shared__ Units units;
     __shared__ PowerSum warp_sums[WARPS][LANES];
-    units.divide(a.requests, a.batch, a.kv_heads, gridDim.x, gridDim.x,
+    units.divide(a.requests, a.batch, gridDim.x, gridDim.x,
                  [](const Request& request) { return request.dense ? 0 : request.length; });
-    const Unit unit = units.find(blockIdx.x, a.kv_heads);
-    const Task task(a, unit.task(a.kv_heads));
+    __syncthreads();
+    const Unit unit = units.find(blockIdx.x);
+    const Task task(a, unit.request);
     const int pages = task.pages(), first_page = task.first_page(a);
     Tiles tiles(unit, first_page, pages);
     Scorer scorer(a);
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
         PowerSum sum;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) sum.add(warp_sums[warp][threadIdx.x]);
-        a.normalisers[blockIdx.x * LANES + threadIdx.x] = sum;
+        a.normalisers[(blockIdx.y * gridDim.x + blockIdx.x) * LANES + threadIdx.x] = sum;
     }
     if (arrive_last(a, task, unit)) choose(a, task, unit, memory);
 }

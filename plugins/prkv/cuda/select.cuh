@@ -26,7 +26,7 @@ struct SelectArguments {
     const int* statics;      // [slots, kv_heads, most_static] static tokens, ascending
     const int* static_rows;  // [slots] their number
     float* scores;           // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
-    PowerSum* normalisers;   // [CTAs, LANES] sums of the powers
+    PowerSum* normalisers;   // [kv_heads, CTAs, LANES] sums of the powers
     int* finished;           // [tasks] CTAs that are done; 0 between launches
     int* picked;             // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page
     Number* recent;          // [slots, recent_queries, kv_heads * GROUP, HEAD_DIM] last queries
