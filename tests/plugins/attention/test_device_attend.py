@@ -112,7 +112,7 @@ def test_head_tiles(dtype: torch.dtype, dim: int, group: int, heads: int, tiles:
 def test_a_dense_scan_of_one_request_is_one_wave() -> None:
     attention = make(entries=0)
     splits, resident = attention.splits, 132 * attention.tiles.resident_ctas
-    assert resident - 8 < splits.most * 8 <= resident
+    assert resident - 8 < splits.dense * 8 <= resident
     assert splits.most == splits.dense + 5, "of the window"
 
 
@@ -134,14 +134,16 @@ def test_rows_of_a_unit_of_selected_rows(entries: int, rows: int) -> None:
     assert Splits.plan(8, 576, entries, 396, None).selected_rows == rows
 
 
-@pytest.mark.parametrize(("batch", "ctas"), [(1, 392), (2, 396), (4, 396)])
-def test_a_launch_has_no_more_ctas_than_the_gpu_holds(batch: int, ctas: int) -> None:
-    attention = make()
+@pytest.mark.parametrize(
+    ("splits", "batch", "ctas"), [(None, 1, 49), (None, 4, 49), (1, 1, 12), (1, 2, 24), (1, 8, 49)]
+)
+def test_a_launch_has_no_more_ctas_than_the_gpu_holds(splits: int | None, batch: int, ctas: int) -> None:
+    attention = make(splits=splits, max_batch=8)
     states = [RequestState(slot=0, sink_rows=1, length=0, dense=True)] * batch
     queries = torch.zeros(batch, 32, 128, dtype=torch.bfloat16)
     launch(attention, queries=queries, batch=Batch.of(states, torch.zeros(5, 3).int()), selection=None)
     ((_, grid, _, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
-    assert (grid, arguments.batch) == ((ctas, 1, 1), batch)
+    assert (grid, arguments.batch) == ((ctas, 8, 1), batch)
 
 
 def test_launch_describes_what_it_is_given() -> None:
@@ -150,7 +152,7 @@ def test_launch_describes_what_it_is_given() -> None:
     out = launch(attention)
     assert out.shape == (2, 32, 128)
     ((name, grid, threads, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
-    assert (name, grid, threads) == ("kvseek_attend", (396, 1, 1), 128)
+    assert (name, grid, threads) == ("kvseek_attend", (49, 8, 1), 128)
     splits = attention.splits
     found = (arguments.batch, arguments.dense_splits, arguments.dense_rows, arguments.selected_rows)
     assert found == (2, splits.dense, splits.dense_rows, splits.selected_rows)
