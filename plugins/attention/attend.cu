@@ -2,7 +2,7 @@
 //
 // The rows of a list, a (request, KV head) and a tile of its query heads, are cut into units by what the request alone
 // says: so a list is summed in the same order in any batch. The CTAs of the launch, as many as the GPU holds, take the
-// units of all lists in turn, those of the windows first. The last CTA of a list merges its partial results.
+// units of all lists in turn. The last CTA of a list merges its partial results.
 // plugins/attention/README.md says why it is built so.
 #include "plugins/attention/attend_merge.cuh"
 #include "plugins/shared/overlap.cuh"
@@ -70,8 +70,9 @@ struct Work {
     Units window, retrieval;
 
     __device__ __forceinline__ void count(const AttendArguments& a) {
-        window.count(a.requests, a.batch, [](const Request& r) { return max(1, cut_window(r).parts()); });
-        retrieval.count(a.requests, a.batch, [&](const Request& r) { return cut_retrieval(a, r).parts(); });
+        const int warp = threadIdx.x / WARP;
+        window.count(a.requests, a.batch, warp == 0, [](const Request& r) { return max(1, cut_window(r).parts()); });
+        retrieval.count(a.requests, a.batch, warp == 1, [&](const Request& r) { return cut_retrieval(a, r).parts(); });
         __syncthreads();
     }
     __device__ __forceinline__ int total() const { return window.total() + retrieval.total(); }
@@ -89,14 +90,16 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
     __shared__ Work work;
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_memory);
     work.count(a);  // requests were uploaded before the step
-    // A selection lets this kernel start when it has itself waited for the kernel that wrote queries and window, so
-    // that the windows, whose units come first, need not wait for the selected rows. They wait before they write; a
-    // second wait costs nothing.
+    // The windows' units are the smaller ones, and come last, unless rows are selected: a selection lets this kernel
+    // start when it has itself waited for the kernel that wrote queries and window, so that windows need not wait for
+    // the selected rows. They wait before they write; a second wait costs nothing.
     if (!a.selected) await_earlier_kernels();
     allow_later_kernels();
     for (int number = blockIdx.x; number < work.total(); number += gridDim.x) {
-        const bool in_window = number < work.window.total();
-        const Unit unit = in_window ? work.window.find(number) : work.retrieval.find(number - work.window.total());
+        const int place_in_windows = a.selected ? number : number - work.retrieval.total();
+        const bool in_window = place_in_windows >= 0 && place_in_windows < work.window.total();
+        const Unit unit = in_window ? work.window.find(place_in_windows)
+                                    : work.retrieval.find(a.selected ? number - work.window.total() : number);
         const Request& request = a.requests[unit.request];
         const int list = blockIdx.y, retrieval_units = work.retrieval.parts_of(unit.request);
         Place place{unit.request, request.slot, list / TILES, list % TILES, request.length};

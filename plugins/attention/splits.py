@@ -18,9 +18,9 @@ WINDOW_ROWS = 128  # of a unit: two tiles of 16 rows a warp
 MAX_WINDOW_SPLITS = 32
 MAX_RETRIEVAL_SPLITS = MAX_SPLITS - MAX_WINDOW_SPLITS
 
-DENSE_ROWS = 256  # least rows of a unit of dense rows
-FEW_ENTRIES = 256  # up to so many, a unit is one tile: more CTAs read from the host at once
-FEW_SELECTED_ROWS, SELECTED_ROWS = 16, 128  # least rows of a unit of selected rows
+DENSE_ROWS = 384  # least rows of a unit of dense rows
+FEW_ENTRIES = 512  # up to so many, a unit is a tile for each of a CTA's warps: more of them read from the host at once
+FEW_SELECTED_ROWS, SELECTED_ROWS = 64, 128  # least rows of a unit of selected rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Splits:
     Attributes
     ----------
     dense : int
-        Most units of dense rows: as many as the GPU holds at once for one request.
+        Most units of dense rows: with the window's as many as the GPU holds at once for one request.
     dense_rows : int
         Least rows of such a unit.
     selected_rows : int
@@ -86,7 +86,7 @@ class Splits:
         """
         window = min(-(-window_rows // WINDOW_ROWS), MAX_WINDOW_SPLITS)
         if dense is None:
-            dense = min(max(1, resident_ctas // lists), MAX_RETRIEVAL_SPLITS)
+            dense = min(max(1, resident_ctas // lists - window), MAX_RETRIEVAL_SPLITS)
         few = FEW_SELECTED_ROWS if entries <= FEW_ENTRIES else SELECTED_ROWS
         selected_rows = max(few, -(-entries // MAX_RETRIEVAL_SPLITS // TILE_ROWS) * TILE_ROWS)
         return cls(dense, DENSE_ROWS, selected_rows, window + max(dense, -(-entries // selected_rows)))

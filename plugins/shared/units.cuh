@@ -29,15 +29,15 @@ struct Units {
     __device__ __forceinline__ int first_of(int request) const { return request ? ends[request - 1] : 0; }
     __device__ __forceinline__ int parts_of(int request) const { return ends[request] - first_of(request); }
 
-    // A request has parts(request) units. All threads of the block call this; a barrier must follow.
+    // A request has parts(request) units. Warps call this whole, one of them with `counts`; a barrier must follow.
     template <class Parts>
-    __device__ __forceinline__ void count(const Request* requests, int batch, const Parts& parts) {
-        if (batch == 1) {
-            if (threadIdx.x < MOST_REQUESTS) ends[threadIdx.x] = parts(requests[0]);
-        } else if (threadIdx.x < WARP) {
-            const int lane = threadIdx.x;
-            store(lane < batch ? parts(requests[lane]) : 0, WARP + lane < batch ? parts(requests[WARP + lane]) : 0);
-        }
+    __device__ __forceinline__ void count(const Request* requests, int batch, bool counts, const Parts& parts) {
+        if (!counts) return;
+        const Pair pair(requests, batch);
+        if (batch == 1)
+            fill(parts(pair.low));
+        else
+            store(pair.has_low ? parts(pair.low) : 0, pair.has_high ? parts(pair.high) : 0);
     }
 
     // Divide work that a request has amount(request) of among `blocks` units, as evenly as whole units allow. A request
@@ -46,18 +46,20 @@ struct Units {
     template <class Amount>
     __device__ __forceinline__ void divide(const Request* requests, int batch, int blocks, int most,
                                            const Amount& amount) {
+        if (threadIdx.x >= WARP) return;
+        const Pair pair(requests, batch);
         if (batch == 1) {
-            if (threadIdx.x < MOST_REQUESTS) ends[threadIdx.x] = amount(requests[0]) > 0 ? min(most, blocks) : 0;
-        } else if (threadIdx.x < WARP) {
-            const int lane = threadIdx.x;
-            const int low = lane < batch ? amount(requests[lane]) : 0;
-            const int high = WARP + lane < batch ? amount(requests[WARP + lane]) : 0;
-            const float all = sum_of_warp(static_cast<float>(low) + static_cast<float>(high));
-            const int busy = sum_of_warp((low > 0) + (high > 0));
-            // With units of this size there are fewer than busy + all / size of them, as each request rounds up.
-            const float size = fmaxf(all / static_cast<float>(blocks - busy + 1), 1.0f) * 1.0001f;
-            store(min(most, static_cast<int>(ceilf(low / size))), min(most, static_cast<int>(ceilf(high / size))));
+            fill(amount(pair.low) > 0 ? min(most, blocks) : 0);
+            return;
         }
+        const int low = pair.has_low ? amount(pair.low) : 0, high = pair.has_high ? amount(pair.high) : 0;
+        const float all = sum_of_warp(static_cast<float>(low) + static_cast<float>(high));
+        const int busy = sum_of_warp((low > 0) + (high > 0));
+        // With units of this size there are fewer than busy + all / size of them, as each request rounds up.
+        const float each =
+            __fdividef(static_cast<float>(blocks - busy + 1), fmaxf(all, 1.0f)) * 0.9999f;  // a size's inverse
+        store(min(most, static_cast<int>(ceilf(low * fminf(each, 1.0f)))),
+              min(most, static_cast<int>(ceilf(high * fminf(each, 1.0f)))));
     }
 
     // The unit of this number. Warps call it whole.
@@ -71,9 +73,35 @@ struct Units {
     }
 
   private:
+    // The requests `lane` and WARP + lane, read whole and at once: one number after the other would take longer.
+    struct Pair {
+        Request low, high;
+        bool has_low, has_high;
+
+        __device__ __forceinline__ Pair(const Request* requests, int batch) {
+            const int lane = threadIdx.x % WARP;
+            has_low = lane < batch, has_high = WARP + lane < batch;
+            read(requests + min(lane, batch - 1), low);
+            high = low;
+            if (batch > WARP) read(requests + min(WARP + lane, batch - 1), high);
+        }
+        __device__ __forceinline__ static void read(const Request* from, Request& to) {
+            uint4 parts[sizeof(Request) / sizeof(uint4)];
+#pragma unroll
+            for (int i = 0; i < static_cast<int>(sizeof(Request) / sizeof(uint4)); ++i)
+                parts[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+            memcpy(&to, parts, sizeof(Request));
+        }
+    };
+
+    // One request has all units, by one warp.
+    __device__ __forceinline__ void fill(int all) {
+        const int lane = threadIdx.x % WARP;
+        ends[lane] = all, ends[WARP + lane] = all;
+    }
     // Units of requests `lane` and WARP + lane, by one warp.
     __device__ __forceinline__ void store(int low, int high) {
-        const int lane = threadIdx.x, low_sum = sum_up_to_here(low, lane), high_sum = sum_up_to_here(high, lane);
+        const int lane = threadIdx.x % WARP, low_sum = sum_up_to_here(low, lane), high_sum = sum_up_to_here(high, lane);
         ends[lane] = low_sum;
         ends[WARP + lane] = __shfl_sync(EVERYONE, low_sum, WARP - 1) + high_sum;
     }

@@ -1,0 +1,69 @@
+"""What a request selects is the same, to the bit, alone and in any batch: units are cut by lengths, blocks by the batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.gpu.plugins import gpu_context
+from tests.plugins.cases import CASES, SELECTING
+from tests.plugins.index_cases import KV_HEADS
+from torch import Tensor
+
+from kvseek.plugins.batch import Batch, RequestState
+from kvseek.plugins.contract import Index
+from kvseek.plugins.registry import get_method
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [70_000, 9_000, 2_600, 300, 40, 5_000, 1_024, 20_000, 1_500, 1, 3_000, 40_000, 700, 1_025, 12_000, 6_000]
+DENSE = {3, 4, 9, 12}  # requests that attend to everything
+LAYER = 5  # some methods select nothing in the first layers
+GROUP, DIM = 4, 128
+STATELESS = {"ctkvr": {"update": False}}  # every selection would replace a centroid
+CONTESTANTS = {
+    name: (method, dict(settings))
+    for method in SELECTING
+    for name, settings in ((method, {}), *CASES[method].on_gpu.items())
+    if CASES[method].on_gpu and settings.get("execution") != "cpu"
+}
+
+
+def make_index(method: str, settings: dict[str, object]) -> Index:
+    entry = get_method(method)
+    config = entry.configure({**settings, **STATELESS.get(method, {})})
+    context = gpu_context.make_context(method, config, "bfloat16", DIM, GROUP, LENGTHS, "cuda", layer=LAYER)
+    index = entry.create(context)
+    for slot, keys in enumerate(gpu_context.keys_of_slots(LENGTHS, DIM, "bfloat16")):
+        queries = torch.randn(KV_HEADS * GROUP, min(keys.shape[1], 500), DIM).to(keys).to(gpu_context.PLACE)
+        built = index.build(slot, keys.to(gpu_context.PLACE), queries)
+        if built.ticket is not None:
+            built.ticket.wait()
+    return index
+
+
+def select(index: Index, queries: Tensor, slots: list[int]) -> Tensor:
+    states = []
+    for slot in slots:
+        numbers = () if slot in DENSE else index.effort(LENGTHS[slot]).numbers
+        states.append(RequestState(slot=slot, length=LENGTHS[slot], dense=slot in DENSE, numbers=numbers))
+    selection = index.select(queries[slots], Batch.of(states, index.context.extents.device_table))
+    assert selection is not None
+    return selection.rows
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["queries", "queries that hardly tell keys apart"])
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_request_selects_the_same_rows_in_any_batch(name: str, scale: float) -> None:
+    torch.manual_seed(3)
+    index = make_index(*CONTESTANTS[name])
+    chance, every = random.Random(3), list(range(len(LENGTHS)))
+    for _ in range(4):
+        queries = (scale * torch.randn(len(LENGTHS), KV_HEADS * GROUP, DIM, device="cuda")).bfloat16()
+        alone = {slot: select(index, queries, [slot])[0] for slot in every if slot not in DENSE}
+        for size in (2, 3, 8, 16):
+            slots = chance.sample(every, size)
+            together = select(index, queries, slots)
+            for number, slot in enumerate(slots):
+                assert slot in DENSE or torch.equal(together[number], alone[slot]), (slot, slots)
