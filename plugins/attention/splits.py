@@ -18,7 +18,7 @@ WINDOW_ROWS = 128  # of a unit: two tiles of 16 rows a warp
 MAX_WINDOW_SPLITS = 32
 MAX_RETRIEVAL_SPLITS = MAX_SPLITS - MAX_WINDOW_SPLITS
 
-DENSE_ROWS = 384  # least rows of a unit of dense rows
+DENSE_ROWS = 512  # least rows of a unit of dense rows
 FEW_ENTRIES = 512  # up to so many, a unit is a tile for each of a CTA's warps: more of them read from the host at once
 FEW_SELECTED_ROWS, SELECTED_ROWS = 64, 128  # least rows of a unit of selected rows
 

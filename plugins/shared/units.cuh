@@ -33,11 +33,19 @@ struct Units {
     template <class Parts>
     __device__ __forceinline__ void count(const Request* requests, int batch, bool counts, const Parts& parts) {
         if (!counts) return;
-        const Pair pair(requests, batch);
-        if (batch == 1)
-            fill(parts(pair.low));
-        else
-            store(pair.has_low ? parts(pair.low) : 0, pair.has_high ? parts(pair.high) : 0);
+        const int lane = threadIdx.x % WARP;
+        int before = 0;
+#pragma unroll 1
+        for (int first = 0; first < MOST_REQUESTS;
+             first += WARP) {  // instructions are fetched anew: few of them are faster
+            int sum = before;
+            if (first < batch) {
+                const Request request = read(requests + min(first + lane, batch - 1));
+                sum += sum_up_to_here(first + lane < batch ? parts(request) : 0, lane);
+                before = __shfl_sync(EVERYONE, sum, WARP - 1);
+            }
+            ends[first + lane] = sum;
+        }
     }
 
     // Divide work that a request has amount(request) of among `blocks` units, as evenly as whole units allow. A request
@@ -47,19 +55,37 @@ struct Units {
     __device__ __forceinline__ void divide(const Request* requests, int batch, int blocks, int most,
                                            const Amount& amount) {
         if (threadIdx.x >= WARP) return;
-        const Pair pair(requests, batch);
-        if (batch == 1) {
-            fill(amount(pair.low) > 0 ? min(most, blocks) : 0);
-            return;
+        const int lane = threadIdx.x;
+        const Request request = read(requests + min(lane, batch - 1));
+        const int low = lane < batch ? amount(request) : 0;
+        int high = 0;
+        if (batch > WARP) {
+            const Request later = read(requests + min(WARP + lane, batch - 1));
+            high = WARP + lane < batch ? amount(later) : 0;
         }
-        const int low = pair.has_low ? amount(pair.low) : 0, high = pair.has_high ? amount(pair.high) : 0;
-        const float all = sum_of_warp(static_cast<float>(low) + static_cast<float>(high));
-        const int busy = sum_of_warp((low > 0) + (high > 0));
+        const int all = sum_of_warp(low + high), busy = sum_of_warp((low > 0) + (high > 0));
         // With units of this size there are fewer than busy + all / size of them, as each request rounds up.
-        const float each =
-            __fdividef(static_cast<float>(blocks - busy + 1), fmaxf(all, 1.0f)) * 0.9999f;  // a size's inverse
-        store(min(most, static_cast<int>(ceilf(low * fminf(each, 1.0f)))),
-              min(most, static_cast<int>(ceilf(high * fminf(each, 1.0f)))));
+        const float inverse =
+            __fdividef(0.9999f * static_cast<float>(blocks - busy + 1), static_cast<float>(max(all, 1)));
+        const float size_inverse = fminf(inverse, 1.0f);
+        const int parts = min(most, static_cast<int>(ceilf(low * size_inverse)));
+        const int later_parts = min(most, static_cast<int>(ceilf(high * size_inverse)));
+        const int sums = sum_up_to_here(parts | later_parts << 16, lane);  // at most 65,535 units
+        ends[lane] = sums & 0xffff;
+        ends[WARP + lane] = (__shfl_sync(EVERYONE, sums, WARP - 1) & 0xffff) + (sums >> 16);
+    }
+
+    // The same of all threads, and the unit of a number.
+    template <class Amount>
+    __device__ __forceinline__ Unit divide(const Request* requests, int batch, int blocks, int most,
+                                           const Amount& amount, int number) {
+        if (batch == 1) {
+            const int parts = min(most, blocks);
+            return {0, number, parts, 0, number < parts && amount(requests[0]) > 0};
+        }
+        divide(requests, batch, blocks, most, amount);
+        __syncthreads();
+        return find(number);
     }
 
     // The unit of this number. Warps call it whole.
@@ -73,37 +99,15 @@ struct Units {
     }
 
   private:
-    // The requests `lane` and WARP + lane, read whole and at once: one number after the other would take longer.
-    struct Pair {
-        Request low, high;
-        bool has_low, has_high;
-
-        __device__ __forceinline__ Pair(const Request* requests, int batch) {
-            const int lane = threadIdx.x % WARP;
-            has_low = lane < batch, has_high = WARP + lane < batch;
-            read(requests + min(lane, batch - 1), low);
-            high = low;
-            if (batch > WARP) read(requests + min(WARP + lane, batch - 1), high);
-        }
-        __device__ __forceinline__ static void read(const Request* from, Request& to) {
-            uint4 parts[sizeof(Request) / sizeof(uint4)];
+    // All numbers of a request at once: one after the other would take longer.
+    __device__ __forceinline__ static Request read(const Request* from) {
+        constexpr int PARTS = sizeof(Request) / sizeof(uint4);
+        uint4 parts[PARTS];
 #pragma unroll
-            for (int i = 0; i < static_cast<int>(sizeof(Request) / sizeof(uint4)); ++i)
-                parts[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
-            memcpy(&to, parts, sizeof(Request));
-        }
-    };
-
-    // One request has all units, by one warp.
-    __device__ __forceinline__ void fill(int all) {
-        const int lane = threadIdx.x % WARP;
-        ends[lane] = all, ends[WARP + lane] = all;
-    }
-    // Units of requests `lane` and WARP + lane, by one warp.
-    __device__ __forceinline__ void store(int low, int high) {
-        const int lane = threadIdx.x % WARP, low_sum = sum_up_to_here(low, lane), high_sum = sum_up_to_here(high, lane);
-        ends[lane] = low_sum;
-        ends[WARP + lane] = __shfl_sync(EVERYONE, low_sum, WARP - 1) + high_sum;
+        for (int i = 0; i < PARTS; ++i) parts[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+        Request request;
+        memcpy(&request, parts, sizeof(Request));
+        return request;
     }
 };
 

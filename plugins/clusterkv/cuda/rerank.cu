@@ -116,10 +116,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::reranking::THREA
     __shared__ Memory memory;
     __shared__ Units units;
     // A region's clusters hold all of its places.
-    units.divide(a.requests, a.batch, gridDim.x, MOST_BLOCKS,
-                 [&](const Request& request) { return request.dense ? 0 : min(request.length, a.listed); });
-    __syncthreads();
-    const Unit block = units.find(blockIdx.x);
+    const Unit block = units.divide(
+        a.requests, a.batch, gridDim.x, MOST_BLOCKS,
+        [&](const Request& request) { return request.dense ? 0 : min(request.length, a.listed); }, blockIdx.x);
     const reranking::Task task(a, block.request);
     // `choose` lets this kernel start when `score` has ended, which had waited for the kernel that wrote the queries.
     if (block.exists)

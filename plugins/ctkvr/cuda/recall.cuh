@@ -38,10 +38,10 @@ template <class Prepare, class Score>
 __device__ __forceinline__ void recall(const StepArguments& a, unsigned char* dynamic_memory, RecallMemory& memory,
                                        Prepare prepare, Score score) {
     __shared__ Units units;
-    units.divide(a.requests, a.batch, gridDim.x, gridDim.x,
-                 [&](const Request& request) { return request.dense ? 1 : max(1, min(request.length, a.capacity)); });
-    __syncthreads();
-    const Unit block = units.find(blockIdx.x);
+    const Unit block = units.divide(
+        a.requests, a.batch, gridDim.x, gridDim.x,
+        [&](const Request& request) { return request.dense ? 1 : max(1, min(request.length, a.capacity)); },
+        blockIdx.x);
     const Task task(a.requests, a.kv_heads, block.request);
     const int tokens = task.request.length;
     const bool idle = !block.exists || task.request.dense || tokens <= 0;

@@ -55,10 +55,9 @@ struct Task : TaskOf<SelectArguments> {
 // Share out keys among the blocks of a launch, of which a task has `most` at most; returns this block's unit. All
 // threads call it.
 __device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int most) {
-    units.divide(a.requests, a.batch, gridDim.x, most,
-                 [](const Request& request) { return request.dense ? 0 : request.length; });
-    __syncthreads();
-    return units.find(blockIdx.x);
+    return units.divide(
+        a.requests, a.batch, gridDim.x, most, [](const Request& request) { return request.dense ? 0 : request.length; },
+        blockIdx.x);
 }
 
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.

@@ -171,9 +171,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
     static_assert(RERANK_THREADS == SCORES, "one entry a thread");
     fill_pairs(a, memory.pairs);
     __shared__ Units units;
-    share_keys(a, units);
-    __syncthreads();
-    const Unit scanned = units.find(blockIdx.x / CHUNKS_OF_SCAN);
+    const Unit scanned = share_keys(a, units, blockIdx.x / CHUNKS_OF_SCAN);
     const Task task(a, scanned.request);
     const int chunk = scanned.part * CHUNKS_OF_SCAN + blockIdx.x % CHUNKS_OF_SCAN;
     await_earlier_kernels();

@@ -168,9 +168,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     __shared__ int histograms[CHUNKS_OF_SCAN][SCORES];
     __shared__ Units units;
     // The requests and the ids are older than this step's kernels.
-    share_keys(a, units);
-    __syncthreads();
-    const Unit block = units.find(blockIdx.x);
+    const Unit block = share_keys(a, units, blockIdx.x);
     const Task task(a, block.request);
     const int length = block.exists ? task.length() : 0, extents = (length + EXTENT_TOKENS - 1) / EXTENT_TOKENS;
     const int chunks = block.parts * CHUNKS_OF_SCAN, chunk = block.part * CHUNKS_OF_SCAN;

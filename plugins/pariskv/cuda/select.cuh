@@ -48,10 +48,11 @@ struct Task : TaskOf<SelectArguments> {
     __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
 };
 
-// Share out keys among the blocks of the scan. All threads of a block call it; a barrier must follow.
-__device__ __forceinline__ void share_keys(const SelectArguments& a, Units& units) {
-    units.divide(a.requests, a.batch, a.scan_blocks, a.scan_blocks,
-                 [](const Request& request) { return request.dense ? 0 : request.length; });
+// Share out keys among the blocks of the scan, and return the unit of the one with this number. All threads call it.
+__device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int number) {
+    return units.divide(
+        a.requests, a.batch, a.scan_blocks, a.scan_blocks,
+        [](const Request& request) { return request.dense ? 0 : request.length; }, number);
 }
 // Number of the first chunk of a block of the scan, in arrays [kv_heads, chunks, ...].
 __device__ __forceinline__ int first_chunk(const SelectArguments& a, int block) {

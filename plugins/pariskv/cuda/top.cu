@@ -106,11 +106,13 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     using namespace kvseek::pariskv;
     __shared__ Memory memory;
     __shared__ Units scan_units, units;
-    units.divide(a.requests, a.batch, gridDim.x, MOST_TOP_BLOCKS,
-                 [](const Request& request) { return request.dense ? 0 : request.numbers[1]; });
-    if (!MEAN) share_keys(a, scan_units);
-    __syncthreads();
-    const Unit block = units.find(blockIdx.x);
+    const Unit block = units.divide(
+        a.requests, a.batch, gridDim.x, MOST_TOP_BLOCKS,
+        [](const Request& request) { return request.dense ? 0 : request.numbers[1]; }, blockIdx.x);
+    // The blocks of a request in the scan.
+    Unit scanned = share_keys(a, scan_units, 0);
+    if (a.batch > 1)
+        scanned.first = scan_units.first_of(block.request), scanned.parts = scan_units.parts_of(block.request);
     const Task task(a, block.request);
     await_earlier_kernels();
     allow_later_kernels();
@@ -122,9 +124,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     if (block.part >= active) return;
     const int first = block.part * share, here = min(share, count - first);
     if (!MEAN) {
-        const int chunk = first_chunk(a, scan_units.first_of(block.request));
-        normalise(a.normalisers + static_cast<long long>(chunk) * LANES,
-                  scan_units.parts_of(block.request) * CHUNKS_OF_SCAN, memory);
+        const int chunk = first_chunk(a, scanned.first);
+        normalise(a.normalisers + static_cast<long long>(chunk) * LANES, scanned.parts * CHUNKS_OF_SCAN, memory);
     }
     int* rows = a.rows + static_cast<long long>(task.number) * top_k;
     if (block.part == 0)

@@ -67,10 +67,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     __shared__ BestMemory memory;
     __shared__ Units units;
     __shared__ PowerSum warp_sums[WARPS][LANES];
-    units.divide(a.requests, a.batch, gridDim.x, gridDim.x,
-                 [](const Request& request) { return request.dense ? 0 : request.length; });
-    __syncthreads();
-    const Unit unit = units.find(blockIdx.x);
+    const Unit unit = units.divide(
+        a.requests, a.batch, gridDim.x, gridDim.x,
+        [](const Request& request) { return request.dense ? 0 : request.length; }, blockIdx.x);
     const Task task(a, unit.request);
     const int pages = task.pages(), first_page = task.first_page(a);
     Tiles tiles(unit, first_page, pages);
