@@ -28,13 +28,35 @@ struct PowerSum {
         add(own, __float2ull_rn(power * 0x1p46f), 0);
     }
     __device__ __forceinline__ void add(const PowerSum& other) { add(other.bin, other.high, other.low); }
-    // Add that of the thread of the warp whose number differs by `mask`.
-    __device__ __forceinline__ void add_lane(int mask) {
-        const int other = __shfl_xor_sync(EVERYONE, bin, mask);
-        const unsigned long long other_high = __shfl_xor_sync(EVERYONE, high, mask);
-        add(other, other_high, __shfl_xor_sync(EVERYONE, low, mask));
+    // Add those of the threads of the warp whose numbers differ in the bits of `mask`, which all threads with such
+    // numbers call: each of them ends with the sum.
+    __device__ __forceinline__ void add_lanes(int mask) {
+        int highest = bin;
+#pragma unroll
+        for (int bit = 1; bit < WARP; bit *= 2)
+            if (mask & bit) highest = max(highest, __shfl_xor_sync(EVERYONE, highest, bit));
+        raise(highest);
+#pragma unroll
+        for (int bit = 1; bit < WARP; bit *= 2) {
+            if (!(mask & bit)) continue;
+            high += __shfl_xor_sync(EVERYONE, high, bit);
+            low += __shfl_xor_sync(EVERYONE, low, bit);
+        }
     }
-
+    // The sum of COUNT of them: `part(i)` is one.
+    template <int COUNT, class Part>
+    __device__ __forceinline__ static PowerSum of(const Part& part) {
+        PowerSum sum;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) sum.bin = max(sum.bin, part(i).bin);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            PowerSum own = part(i);
+            own.raise(sum.bin);
+            sum.high += own.high, sum.low += own.low;
+        }
+        return sum;
+    }
     // What another block has written, past the L1 cache.
     __device__ __forceinline__ static PowerSum read(const PowerSum* from) {
         PowerSum sum;
@@ -47,14 +69,15 @@ struct PowerSum {
     }
 
   private:
+    // Count in a bin that is no lower.
+    __device__ __forceinline__ void raise(int to) {
+        if (to == bin) return;
+        low = to == bin + 1 ? high : 0, high = 0, bin = to;
+    }
     __device__ __forceinline__ void add(int other, unsigned long long other_high, unsigned long long other_low) {
-        if (other > bin) {
-            low = other_low + (other == bin + 1 ? high : 0), high = other_high, bin = other;
-        } else if (other == bin) {
-            high += other_high, low += other_low;
-        } else if (other == bin - 1) {
-            low += other_high;
-        }
+        if (other > bin) raise(other);
+        if (other == bin) high += other_high, low += other_low;
+        if (other == bin - 1) low += other_high;
     }
 };
 static_assert(sizeof(PowerSum) == 24, "arguments.py allocates POWER_SUM_BYTES");

@@ -44,17 +44,13 @@ struct Ranking {
         }
 #pragma unroll
         for (int i = 0; i < LANES_EACH; i++) {
-#pragma unroll
-            for (int mask = MEMBERS; mask < WARP; mask *= 2) own[i].add_lane(mask);
+            own[i].add_lanes(WARP - MEMBERS);
             const int lane = i * MEMBERS + member;
             if (threadIdx.x % WARP < MEMBERS && lane < LANES) partial[warp][lane] = own[i];
         }
         __syncthreads();
         if (threadIdx.x >= LANES) return;
-        PowerSum all = partial[0][threadIdx.x];
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) all.add(partial[w][threadIdx.x]);
-        normalisers[threadIdx.x] = all;
+        normalisers[threadIdx.x] = PowerSum::of<WARPS>([&](int w) { return partial[w][threadIdx.x]; });
     }
 
     // Write log2 of the sum of a lane's powers over all candidates, from the normalisers [blocks, LANES] of at most
@@ -64,8 +60,7 @@ struct Ranking {
         const int thread = threadIdx.x % WARP;
         PowerSum own;
         if (thread < blocks) own = PowerSum::read(normalisers + thread * LANES + lane);
-#pragma unroll
-        for (int mask = 1; mask < WARP; mask *= 2) own.add_lane(mask);
+        own.add_lanes(WARP - 1);
         if (thread == 0) logarithm = own.logarithm();
     }
 

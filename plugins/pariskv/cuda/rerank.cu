@@ -147,14 +147,12 @@ __device__ __forceinline__ void store_normalisers(const SelectArguments& a, Rera
     const int quarter = threadIdx.x % 4, line = threadIdx.x % WARP / 4;
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++) {
-#pragma unroll
-        for (int mask = 4; mask < WARP; mask *= 2) own[c].add_lane(mask);
+        own[c].add_lanes(WARP - 4);
         if (line == 0) memory.normalisers[threadIdx.x / WARP][c * 4 + quarter] = own[c];
     }
     __syncthreads();
     if (threadIdx.x < LANES) {
-        PowerSum all;
-        for (int w = 0; w < RERANK_WARPS; w++) all.add(memory.normalisers[w][threadIdx.x]);
+        const PowerSum all = PowerSum::of<RERANK_WARPS>([&](int w) { return memory.normalisers[w][threadIdx.x]; });
         a.normalisers[static_cast<long long>(first_chunk(a, 0) + blockIdx.x) * LANES + threadIdx.x] = all;
     }
 }

@@ -27,8 +27,7 @@ __device__ __forceinline__ void normalise(const PowerSum* parts, int chunks, Mem
         PowerSum sum;
 #pragma unroll 4
         for (int i = lane; i < chunks; i += WARP) sum.add(parts[i * LANES + query]);
-#pragma unroll
-        for (int mask = 1; mask < WARP; mask *= 2) sum.add_lane(mask);
+        sum.add_lanes(WARP - 1);
         if (lane == 0) memory.normaliser[query] = sum.logarithm();
     }
     __syncthreads();

@@ -38,8 +38,7 @@ __device__ __forceinline__ void add_normalisers(const PowerSum* parts, int count
     for (int query = threadIdx.x / 32; query < LANES; query += WARPS) {
         PowerSum sum;
         for (int i = lane; i < count; i += 32) sum.add(PowerSum::read(parts + i * LANES + query));
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) sum.add_lane(mask);
+        sum.add_lanes(WARP - 1);
         if (lane == 0) memory.normaliser[query] = sum.logarithm();
     }
     __syncthreads();

@@ -117,7 +117,7 @@ class Estimates {
 #pragma unroll
             for (int i = 0; i < Columns::EACH; ++i) {
                 PowerSum& sum = sums[tile][i];
-                sum.add_lane(4), sum.add_lane(8), sum.add_lane(16);
+                sum.add_lanes(4 + 8 + 16);
                 const int lane = Columns::lane(tile, i);
                 if (g == 0 && lane < LANES) store(lane, sum);
             }

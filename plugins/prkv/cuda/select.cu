@@ -93,10 +93,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     scorer.finish([&](int lane, const PowerSum& sum) { warp_sums[threadIdx.x / 32][lane] = sum; });
     __syncthreads();
     if (threadIdx.x < LANES) {
-        PowerSum sum;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum.add(warp_sums[warp][threadIdx.x]);
-        a.normalisers[(blockIdx.y * gridDim.x + blockIdx.x) * LANES + threadIdx.x] = sum;
+        a.normalisers[(blockIdx.y * gridDim.x + blockIdx.x) * LANES + threadIdx.x] =
+            PowerSum::of<WARPS>([&](int warp) { return warp_sums[warp][threadIdx.x]; });
     }
     if (arrive_last(a, task, unit)) choose(a, task, unit, memory);
 }
