@@ -95,7 +95,11 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
     // the selected rows. They wait before they write; a second wait costs nothing.
     if (!a.selected) await_earlier_kernels();
     allow_later_kernels();
-    for (int number = blockIdx.x; number < work.total(); number += gridDim.x) {
+    for (int turn = 0;; ++turn) {
+        // The larger units come first: who had one of the last of them in a turn has one of the last in the next.
+        const bool backwards = !a.selected && turn % 2 != 0;
+        const int number = static_cast<int>(turn * gridDim.x + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x));
+        if (number >= work.total()) break;
         const int place_in_windows = a.selected ? number : number - work.retrieval.total();
         const bool in_window = place_in_windows >= 0 && place_in_windows < work.window.total();
         const Unit unit = in_window ? work.window.find(place_in_windows)
