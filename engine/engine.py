@@ -19,8 +19,8 @@ from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
 from kvseek.core.statistics import RequestStatistics, StepReport
-from kvseek.engine.cache.prefix_cache import PrefixCache
-from kvseek.engine.cache.prefix_store import PrefixStore
+from kvseek.engine.cache.prefixes.cache import PrefixCache
+from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes

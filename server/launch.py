@@ -23,8 +23,8 @@ from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.liveness import ask
 from kvseek.core.manifest import verify
 from kvseek.core.private_files import PrivateFileError, open_own_file, open_private_folder
-from kvseek.engine.cache.prefix_file import RowShape
-from kvseek.engine.cache.prefix_folder import DEFAULT_DISK_BYTES, check_directory
+from kvseek.engine.cache.prefixes.file import RowShape
+from kvseek.engine.cache.prefixes.folder import DEFAULT_DISK_BYTES, check_directory
 from kvseek.engine.parallel.nodes import check_nodes
 from kvseek.server.requests.keys import read_keys
 from kvseek.server.requests.layouts import LAYOUTS

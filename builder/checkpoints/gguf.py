@@ -261,7 +261,7 @@ class GgufCheckpoint(Checkpoint):
         """Recognise Llama 3.1's RoPE scaling by the frequency divisors in the file."""
         if ROPE_FACTORS not in self._tensors:
             return config
-        from kvseek.engine.model.rope import frequencies
+        from kvseek.core.rope import frequencies
 
         factors = torch.tensor(self._tensors[ROPE_FACTORS].data, dtype=torch.float32)
         scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_SCALING}

@@ -36,8 +36,8 @@ from kvseek.engine.cache.memory_layout import (
 from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
-from kvseek.engine.model.graphs import BUCKETS
-from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
+from kvseek.engine.model.cuda.graphs import BUCKETS
+from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.plugins.registry import method_traits
 
 from .host import host_layout, host_weight_bytes, widened_bytes

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.weight_only import NONE
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.block_sparse import sparse_bytes
-from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.prompt_attention import BLOCKS_TOGETHER, LSE_NUMBERS, filled_up, most_blocks, window_tokens
-from kvseek.engine.model.weight_only import NONE
+from kvseek.engine.model.cuda.attention import BLOCKS_TOGETHER, LSE_NUMBERS, filled_up, most_blocks, window_tokens
+from kvseek.engine.model.cuda.graphs import buckets_for
 from kvseek.plugins.contract import LAST_QUERIES
 
 from .cache import COPIES_IN_FLIGHT

@@ -18,16 +18,17 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.model import bfloat16, native_attention
-from kvseek.engine.model.attention import causal_attention
-from kvseek.engine.model.host_products import HostProducts
-from kvseek.engine.model.host_steps import HostSteps
-from kvseek.engine.model.linear import Products
-from kvseek.engine.model.native_operations import NativeOperations
-from kvseek.engine.model.operations import TorchOperations
-from kvseek.engine.model.torch_model import TorchModel
+from kvseek.engine.model import bfloat16
+from kvseek.engine.model.cpu.model import TorchModel
+from kvseek.engine.model.cpu.products import HostProducts
+from kvseek.engine.model.cpu.steps import HostSteps
+from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.model.reference.operations import TorchOperations
+from kvseek.engine.model.reference.products import Products
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
+from kvseek.kernels.cpu.attention.causal_attention import causal_attention as native_attention
+from kvseek.kernels.cpu.layer.layer import NativeOperations
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
 from .part_weights import read_weights
@@ -83,13 +84,13 @@ def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cach
         model = TorchModel(weights, retrieval, TorchOperations(config.model), products, causal_attention)
     else:
         ops = NativeOperations(library, config.model, dtype)
-        attention = partial(native_attention.causal_attention, library=library)
+        attention = partial(native_attention, library=library)
         model = TorchModel(weights, retrieval, ops, products, attention)
     return Decoder(model, retrieval, HostSteps(model, retrieval))
 
 
 def _load_cuda(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:
-    from kvseek.engine.parallel.device_ranks import DeviceRanks
+    from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 
     from .memory import divide_device_memory
     from .runtime import load_runtime

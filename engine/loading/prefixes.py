@@ -12,9 +12,9 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefix_file import Origin, RowShape
-from kvseek.engine.cache.prefix_folder import DEFAULT_DISK_BYTES, open_folder
-from kvseek.engine.cache.prefix_store import PrefixStore
+from kvseek.engine.cache.prefixes.file import Origin, RowShape
+from kvseek.engine.cache.prefixes.folder import DEFAULT_DISK_BYTES, open_folder
+from kvseek.engine.cache.prefixes.store import PrefixStore
 
 from .supported import reuses_prefixes, why_no_reuse
 

@@ -12,18 +12,19 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.kernel_model import KernelModel
-from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.linear import KernelProducts, Products
+from kvseek.engine.model.cuda.attention import SHORTEST_BLOCK, PromptAttention
+from kvseek.engine.model.cuda.graphs import buckets_for
+from kvseek.engine.model.cuda.model import KernelModel
+from kvseek.engine.model.cuda.products import KernelProducts
+from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.model.prefill import logits_at_once
-from kvseek.engine.model.product_kernels import product_kernels
-from kvseek.engine.model.prompt_attention import SHORTEST_BLOCK, PromptAttention
-from kvseek.engine.parallel.device_ranks import DeviceRanks
-from kvseek.engine.parallel.rank_kernels import RankLayerKernels
+from kvseek.engine.model.reference.products import Products
+from kvseek.engine.parallel.cuda.layer import RankLayerKernels
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankPartProducts
 from kvseek.engine.retrieval import Retrieval
+from kvseek.kernels.cuda.layer.layer import LayerKernels
+from kvseek.kernels.cuda.layer.products import product_kernels
 
 from .indexes import without_hot_rows
 from .part_weights import read_weights

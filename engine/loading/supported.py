@@ -1,16 +1,16 @@
 """What an engine's method and kernels support. A build asks before it writes, and loading asks before it reads weights.
 
-The limits themselves stand beside the kernels: `LIMITS` of plugins/attention/native.py and device.py, `Traits.cpu_limits` and
-`Traits.cuda_macros` of a method, `check_sizes` of engine/model/layer_kernels.py.
+The limits themselves stand beside the kernels: `LIMITS` of kernels/cpu/attention/attend.py and device.py, `Traits.cpu_limits` and
+`Traits.cuda_macros` of a method, `check_sizes` of kernels/cuda/layer/layer.py.
 """
 
 from __future__ import annotations
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.layer_kernels import check_sizes
-from kvseek.plugins.attention.native import LIMITS
+from kvseek.engine.model.cuda.graphs import buckets_for
+from kvseek.kernels.cpu.attention.attend import LIMITS
+from kvseek.kernels.cuda.layer.layer import check_sizes
 from kvseek.plugins.registry import METHODS, get_method, method_traits
 
 

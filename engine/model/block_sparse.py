@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import KEY_BLOCK
-
-from .attention import CausalAttention
-from .prompt_attention import (
+from kvseek.engine.model.cuda.attention import (
     LSE_NUMBERS,
     OCCUPYING_QUERIES,
     PromptAttention,
@@ -26,6 +24,8 @@ from .prompt_attention import (
     flash_attention,
     power_of_two,
 )
+from kvseek.engine.model.reference.attention import CausalAttention
+
 from .repeated_tokens import MOST_PLACES, RepeatedTokens
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import Ticket, wait_for_stream
 from kvseek.engine.cache.activation_memory import prefill_bytes
-from kvseek.engine.model.attention import CausalAttention
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
+from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.repeated_tokens import RepeatedTokens
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES

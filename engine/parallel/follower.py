@@ -131,7 +131,7 @@ def serve(channel: Channel, load: Load, up: Path | None = None) -> NoReturn:
         store = find_store(load.host, load.port, limit)
         ranks = Ranks.join(store, load.rank, load.config.tp_size, limit, reporter)
         if load.config.device == "cuda":
-            from .device_ranks import DeviceRanks
+            from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 
             ranks = DeviceRanks.over(ranks, load.config, [])
         follower = Follower(load_part(Path(load.directory), rank_config(load.config), ranks))

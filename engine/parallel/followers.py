@@ -19,6 +19,7 @@ import torch
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import read_manifest
+from kvseek.engine.parallel.cuda.sums import Sums
 
 from .channel import Channel, TamperedError
 from .commands import Command, Load, encode
@@ -26,7 +27,6 @@ from .follower import READY
 from .nodes import Nodes, accept_ranks
 from .ranks import Ranks, create_store, find_store, leave
 from .reports import LOOK_SECONDS, STALL_SECONDS, Reporter, Reports, named
-from .sums import Sums
 from .watch import Watch, unanswered
 
 TIMEOUT_SECONDS = 60.0  # that a rank waits for another in a layer, or until all have joined
@@ -138,7 +138,7 @@ class Followers:
                 ranks = self._reporter.apart(self._join)
                 if self._config.device == "cpu":
                     return ranks
-                from .device_ranks import DeviceRanks
+                from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 
                 return DeviceRanks.over(ranks, self._config, self._ways)
         except BaseException:

@@ -16,13 +16,14 @@ from kvseek.core.ranks import rank_config
 from kvseek.core.streams import BoundedLaunches
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix, Reuse
-from kvseek.engine.cache.prefix_rows import PrefixRows
+from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
-from kvseek.engine.model.kernel_model import KernelModel
+from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 from kvseek.engine.observer import Observer
+from kvseek.engine.parallel.cuda.gpus import check_gpus
 
 from .commands import (
     Advance,
@@ -40,7 +41,6 @@ from .commands import (
     digest,
 )
 from .followers import TIMEOUT_SECONDS, Followers
-from .gpus import check_gpus
 from .nodes import ONE_NODE, Nodes
 from .ranks import Ranks
 from .reports import STALL_SECONDS

@@ -12,8 +12,8 @@ from kvseek.core.cuda import CudaKernels
 from kvseek.core.tensorrt_api import load_session_api
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.runtime import Footprint, layer_kernels, prompt_attention
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.model.cuda.graphs import buckets_for
+from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.retrieval import Retrieval
 
 from .models import SegmentsModel, WholeModel

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from kvseek.engine.parallel import follower
-from kvseek.engine.parallel.device_ranks import DeviceRanks, make_together
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks, make_together
 from kvseek.engine.parallel.ranks import Ranks
 
 WAY = "NCCL"

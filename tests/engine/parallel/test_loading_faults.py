@@ -22,9 +22,9 @@ from tests.support.waiting import is_running, wait_for
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError
-from kvseek.engine.model.linear import Products
+from kvseek.engine.model.reference.products import Products
 from kvseek.engine.parallel import followers, leader, reports
-from kvseek.engine.parallel.device_ranks import DeviceRanks
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.followers import Followers, Member, RankError
 from kvseek.engine.parallel.leader import lead
 from kvseek.engine.parallel.nodes import ONE_NODE

@@ -21,9 +21,9 @@ from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network_forms import NetworkWriter
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.model.attention import causal_attention_device
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.graphs import BUCKETS
+from kvseek.engine.model.cuda.attention import causal_attention_device
+from kvseek.engine.model.cuda.graphs import BUCKETS
+from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.tensorrt.messages import logger
 from kvseek.engine.tensorrt.models import SegmentsModel, WholeModel
 

@@ -14,9 +14,9 @@ from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
-from kvseek.engine.model.attention import causal_attention_device
-from kvseek.engine.model.prompt_attention import Part, PromptAttention
-from kvseek.plugins.attention.reference import merge
+from kvseek.engine.model.cuda.attention import causal_attention_device
+from kvseek.engine.model.cuda.attention import Part, PromptAttention
+from kvseek.kernels.reference.attention.attend import merge
 
 pytestmark = pytest.mark.gpu
 

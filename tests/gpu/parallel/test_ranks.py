@@ -28,11 +28,11 @@ from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Takers
-from kvseek.engine.parallel import device_ranks
+from kvseek.engine.parallel.cuda import ranks as device_ranks
 from kvseek.engine.parallel.followers import RankError
-from kvseek.engine.parallel.gpus import SHARE_VARIABLE
+from kvseek.engine.parallel.cuda.gpus import SHARE_VARIABLE
 from kvseek.engine.parallel.leader import LeadDecoder, lead
-from kvseek.engine.parallel.sums import NCCL, SYMMETRIC
+from kvseek.engine.parallel.cuda.sums import NCCL, SYMMETRIC
 from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu
