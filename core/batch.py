@@ -15,9 +15,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
 
 REQUEST_FIELDS = 16
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes for which a GPU has captured steps
 METHOD_NUMBERS = 6  # fields of a request that are the method's own
 
 
@@ -144,3 +146,17 @@ class Batch:
 def most_requests(slots: int) -> int:
     """Return the requests of the largest batch over `slots` slots; several requests that fill up a graph share one slot."""
     return max(slots, 1 << max(0, slots - 2).bit_length())
+
+
+def buckets_for(max_batch_size: int) -> tuple[int, ...]:
+    """Return the buckets that an engine needs: all up to the first that holds `max_batch_size`; raises ConfigError above 64."""
+    if max_batch_size > BUCKETS[-1]:
+        raise ConfigError(
+            f"max_batch_size = {max_batch_size}: must be <= {BUCKETS[-1]} with device = 'cuda'; build with less"
+        )
+    return tuple(size for size in BUCKETS if size < 2 * max_batch_size)
+
+
+def bucket_of(batch: int) -> int:
+    """Return the smallest bucket that holds a batch."""
+    return next(size for size in BUCKETS if size >= batch)

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, Ticket
-from kvseek.engine.cache.activation_memory import row_tokens
 from kvseek.engine.cache.cache import Cache
+from kvseek.engine.prompt_windows import row_tokens
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import Attention, Effort, Index
 from kvseek.plugins.registry import method_traits

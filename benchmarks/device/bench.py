@@ -19,9 +19,9 @@ from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
-from kvseek.engine.loading.runtime import device_products, layer_kernels, prompt_attention
+from kvseek.engine.loading.runtime import device_products
 from kvseek.engine.loading.supported import needs_cpu_library
-from kvseek.engine.model.cuda.model import KernelModel
+from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.retrieval import Retrieval
 from kvseek.measurement.gpu_kernels import load_kernels

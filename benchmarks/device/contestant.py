@@ -103,7 +103,8 @@ class DeviceContestant:
 
         The events stand between kernels that otherwise overlap a little, so the sum exceeds the time of a step.
         """
-        from kvseek.engine.model.cuda.graphs import DecodeStep, bucket_of
+        from kvseek.core.batch import bucket_of
+        from kvseek.engine.model.cuda.graphs import DecodeStep
 
         clock = PartClock()
 
@@ -152,7 +153,7 @@ class DeviceContestant:
     @torch.inference_mode()
     def _load(self) -> None:
         """Count a token per request and upload what the step reads."""
-        from kvseek.engine.model.cuda.graphs import bucket_of
+        from kvseek.core.batch import bucket_of
 
         if self._context + self._done - self.cache.lengths[0] >= self.cache.config.sink + self.cache.ring:
             raise KvseekError(f"{self.name}: the update buffer is full after {self._done} steps; time fewer steps")

@@ -96,7 +96,7 @@ class SelectionGraph:
 
 def measure(bench: Bench, variant: Variant, rows: RowStorage, filler: Filler, cell: Cell) -> dict[str, Any]:
     """A variant at one context and batch."""
-    from kvseek.engine.model.cuda.graphs import bucket_of
+    from kvseek.core.batch import bucket_of
 
     cache = bench.new_cache(rows, variant, [cell])
     indexes = bench.indexes(variant, cache, [cell])

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvseek.builder.printing import Advance
 from kvseek.core.config import ModelConfig
 from kvseek.core.rope import RotaryEmbedding
-from kvseek.engine.model.cuda.attention import causal_attention_device
 from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference.attention import causal_attention
 from kvseek.engine.model.reference.operations import TorchOperations
 from kvseek.engine.model.reference.products import Products

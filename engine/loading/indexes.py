@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.model.cuda.graphs import buckets_for
+from kvseek.engine.cache.prefix import reuses_prefixes, shares_extents
+from kvseek.engine.loading.supported import check_device
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cpu.attention.attend import HostAttention
 from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
@@ -24,8 +25,6 @@ from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames, fittin
 from kvseek.kernels.cuda.attention.splits import AttentionScratch
 from kvseek.plugins.contract import Attention, Index
 from kvseek.plugins.registry import get_method, method_traits
-
-from .supported import check_device, reuses_prefixes, shares_extents
 
 logger = logging.getLogger(__name__)
 

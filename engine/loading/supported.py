@@ -6,9 +6,9 @@ The limits themselves stand beside the kernels: `LIMITS` of kernels/cpu/attentio
 
 from __future__ import annotations
 
+from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.cuda.graphs import buckets_for
 from kvseek.kernels.cpu.attention.attend import LIMITS
 from kvseek.kernels.cuda.layer.layer import check_sizes
 from kvseek.plugins.registry import METHODS, get_method, method_traits
@@ -44,23 +44,6 @@ def check_device(config: EngineConfig) -> None:
         f"method = {config.method!r} does not run with device = {device!r}; choose one of "
         f"{', '.join(others) or 'none'}, or build with --device {other}"
     )
-
-
-def reuses_prefixes(config: EngineConfig) -> bool:
-    """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.runtime == "torch" and config.cache.reuse is not False
-
-
-def why_no_reuse(config: EngineConfig) -> str:
-    """Say why an engine for which `reuses_prefixes` is false keeps nothing, and how one that does is built."""
-    cause = "cache.reuse = False" if config.cache.reuse is False else f"runtime = {config.runtime!r}"
-    remedy = "--cache.reuse true" if config.cache.reuse is False else "--runtime torch"
-    return f"the engine was built with {cause}: leave it out, or build with {remedy}"
-
-
-def shares_extents(config: EngineConfig) -> bool:
-    """Whether requests of an engine may have extents in common."""
-    return reuses_prefixes(config) and method_traits(config).prefix_reuse != "copies"
 
 
 def _check_reuse(config: EngineConfig) -> None:

@@ -23,9 +23,9 @@ from kvseek.core.extents import extents_for
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.model.prefill import Prefill
+from kvseek.engine.schedule.sampling import check_finite
 
 from .pacing import Pacing
-from .sampling import check_finite
 from .sequence import Sequence
 
 IDLE_SECONDS = (

@@ -15,7 +15,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.index_context import ShapeLimits
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.kernels.cpu.attention import attend as attention
 from kvseek.kernels.cpu.codes import store as codes
 from kvseek.plugins.ctkvr import native as ctkvr

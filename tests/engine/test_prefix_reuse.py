@@ -21,7 +21,7 @@ from kvseek.core.request import FinishReason, Request, SamplingParams
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefixes.tree import TOKEN_BYTES, Node
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.plugins.registry import METHODS, method_traits
 
 SINK, LOCAL, UPDATE = 4, 16, 8

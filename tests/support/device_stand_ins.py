@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, buckets_for
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.index_context import IndexContext
@@ -19,20 +19,18 @@ from kvseek.core.rope import Rotation
 from kvseek.core.selection import Selection
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
+from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.indexes import host_retrieval
-from kvseek.engine.loading.supported import reuses_prefixes
-from kvseek.engine.model.cuda.attention import causal_attention_device
-from kvseek.engine.model.cuda.graphs import buckets_for
 from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.model.cuda.steps import GraphSteps
-from kvseek.engine.model.reference.operations import TorchOperations
+from kvseek.engine.model.library_attention import causal_attention_device
+from kvseek.engine.model.reference.operations import TorchOperations, greedy_token
 from kvseek.engine.model.reference.products import Products
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
-from kvseek.engine.schedule.sampling import greedy_token
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.flat.method import FlatIndex

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvseek.engine.model.reference.operations import greedy_token
 from kvseek.engine.retrieval import Retrieval
-from kvseek.engine.schedule.sampling import greedy_token
 
 from .batch import HostBatch
 from .model import TorchModel

@@ -17,69 +17,38 @@ are equally spaced in all long prompts (Retrieval.new_rows).
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from ctypes import c_int32, c_int64, c_void_p
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvseek.core.config import EngineConfig, ModelConfig
-    from kvseek.core.cuda import CudaKernels
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.cuda import CudaKernels
+from kvseek.engine.model.library_attention import (
+    OCCUPYING_QUERIES,
+    causal_attention_device,
+    cudnn_attention,
+    flash_attention,
+)
+from kvseek.engine.prompt_windows import (
+    FEWEST_QUERIES,
+    SHORTEST_BLOCK,
+    Blocks,
+    block_tokens,
+    filled_up,
+    past_blocks,
+    power_of_two,
+    window_tokens,
+    windows,
+)
+from kvseek.kernels.cuda.attention.merge_attention import Part, merge
 
 CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
 MEMORY_EFFICIENT = "PyTorch's memory-efficient attention"
 OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attention for CPUs"}
 
 logger = logging.getLogger(__name__)
-
-SHORTEST_BLOCK = 2048  # keys; also the shortest window
-EQUAL_BLOCK = 8192  # keys of an equal block in prompts of up to MOST_EQUAL of them, and in longer ones more
-MOST_EQUAL = 32
-BLOCKS_TOGETHER = 16  # most that a call reads
-FEWEST_QUERIES = 128  # they are filled up to powers of two from this one, and beyond 512 to multiples of QUERY_STEP
-QUERY_STEP = 256
-OCCUPYING_QUERIES = (
-    512  # of sparse prompts: fewer in a call are left to flash attention, as they would not occupy the GPU
-)
-MERGED_PARTS = 32  # as in merge_attention.cu
-THREADS = 256  # as in merge_attention.cu
-PIECE = 8  # numbers that a thread merges
-LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
-
-
-class MergeAttentionArguments(ctypes.Structure):
-    """Arguments of kvseek_merge_attention."""
-
-    _fields_ = (
-        *((name, c_void_p * MERGED_PARTS) for name in ("outputs", "lses")),
-        *((name, c_int64 * MERGED_PARTS) for name in ("head_strides", "token_strides", "lse_strides")),
-        *((name, c_int64 * MERGED_PARTS) for name in ("block_strides", "lse_block_strides")),
-        ("blocks", c_int32 * MERGED_PARTS),
-        ("merged", c_void_p),
-        ("pieces", c_int64),
-        *((name, c_int32) for name in ("parts", "heads")),
-    )
-
-
-@dataclass(frozen=True)
-class Part:
-    """Attention of queries to each of some blocks of their keys.
-
-    Attributes
-    ----------
-    output : Tensor [blocks, H, at least q, D]
-        In the engine's dtype; the numbers of a token and head are neighbours.
-    lse : Tensor, float32 [blocks, H, at least q]
-        A head's numbers are neighbours. Natural logarithms of the sums of exponentials.
-    """
-
-    output: Tensor
-    lse: Tensor
 
 
 class PromptAttention:
@@ -126,7 +95,7 @@ class PromptAttention:
             copies[:, :, : stop - start] = own
             parts = [attend_blocks(copies, keys, values, blocks, scaling) for blocks in calls]
             parts.append(attend_window(own, keys[:, base:stop], values[:, base:stop], scaling))
-            self.merge(parts, stop - start, out[kept])
+            merge(self._kernels, parts, out[kept])
         return out
 
     def attend_in_blocks(
@@ -159,27 +128,7 @@ class PromptAttention:
         lse = lse[:, :, :size].transpose(0, 1).reshape(heads, -1)
         attend_own = attend_causally if self.refusal else attend_window
         parts = [Part(output[None], lse[None]), attend_own(queries, *own, scaling)]
-        return self.merge(parts, q, queries.new_empty(q, heads, dim))
-
-    def merge(self, parts: list[Part], tokens: int, merged: Tensor) -> Tensor:
-        """Merge attention of the first `tokens` queries to disjoint sets of keys into `merged`.
-
-        `merged` is contiguous [tokens, H, D], and is returned.
-        """
-        heads = merged.shape[1]
-        arguments = MergeAttentionArguments(
-            merged=merged.data_ptr(), pieces=merged.numel() // PIECE, parts=len(parts), heads=heads
-        )
-        for number, part in enumerate(parts):
-            arguments.outputs[number], arguments.lses[number] = part.output.data_ptr(), part.lse.data_ptr()
-            block, head, token, _ = part.output.stride()
-            arguments.block_strides[number] = block
-            arguments.head_strides[number], arguments.token_strides[number] = head, token
-            arguments.lse_block_strides[number], arguments.lse_strides[number], _ = part.lse.stride()
-            arguments.blocks[number] = part.output.shape[0]
-        blocks = -(-arguments.pieces // THREADS)
-        self._kernels.launch("kvseek_merge_attention", (blocks, 1, 1), THREADS, arguments, overlap=True)
-        return merged
+        return merge(self._kernels, parts, queries.new_empty(q, heads, dim))
 
     def _refused(self) -> str | None:
         """Say why cuDNN does not take this model's attention: it is asked, with the smallest of the sizes above."""
@@ -219,68 +168,6 @@ def _expected_reader(config: EngineConfig) -> str:
     if config.runtime == "tensorrt" and config.tensorrt.form == "engine":
         return FLASH  # a prompt is one chunk, which has no past
     return f"{CUDNN_AND_FLASH}, or {FLASH} alone if cuDNN refuses the model on the GPU, as the log then says"
-
-
-class Blocks(NamedTuple):
-    """Blocks of `size` tokens, `number` of them one behind the other from the token `start` on."""
-
-    start: int
-    number: int
-    size: int
-
-
-def block_tokens(longest: int) -> int:
-    """Return the tokens of an equal block of an engine whose prompts have up to `longest` tokens."""
-    return max(EQUAL_BLOCK, power_of_two(longest) // MOST_EQUAL)
-
-
-def past_blocks(past: int, equal: int, queries: int) -> list[Blocks]:
-    """Cut `past` tokens, a multiple of SHORTEST_BLOCK, into blocks of `equal` tokens, and what is left into halves of that.
-
-    What is one call depends on the number of queries: few occupy the GPU only with many blocks.
-    """
-    blocks, start = list[Blocks](), 0
-    while left := past - start:
-        size = min(equal, floor_power_of_two(left))
-        number = min(BLOCKS_TOGETHER, left // size)
-        if queries > 2 * QUERY_STEP:
-            number = floor_power_of_two(number)
-        blocks.append(Blocks(start, number, size))
-        start += number * size
-    return blocks
-
-
-def window_tokens(chunk: int) -> int:
-    """Return the tokens of a window of an engine whose chunks have `chunk` tokens: a power of two."""
-    return max(SHORTEST_BLOCK, floor_power_of_two(chunk))
-
-
-def windows(start: int, stop: int, size: int) -> list[tuple[int, int, int]]:
-    """Cut tokens start .. stop - 1 at multiples of `size`: of each window its first token, and which of these it has."""
-    return [(base, max(base, start), min(base + size, stop)) for base in range(start // size * size, stop, size)]
-
-
-def most_blocks(tokens: int, longest: int) -> int:
-    """Return the most blocks, the window with them, that attention of a prompt of `tokens` tokens is merged of."""
-    equal = block_tokens(longest)
-    return tokens // equal + (equal // SHORTEST_BLOCK).bit_length()
-
-
-def filled_up(queries: int) -> int:
-    """Return the number to which a window's `queries` queries are filled up."""
-    if queries > 2 * QUERY_STEP:
-        return -(-queries // QUERY_STEP) * QUERY_STEP
-    return max(FEWEST_QUERIES, power_of_two(queries))
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not smaller."""
-    return 1 << (number - 1).bit_length()
-
-
-def floor_power_of_two(number: int) -> int:
-    """Return the largest power of two that is not larger."""
-    return 1 << (number.bit_length() - 1)
 
 
 def in_blocks(queries: Tensor, size: int) -> Tensor:
@@ -329,44 +216,3 @@ def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float)
 def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
     """Attend causally by flash attention: queries [H, q, D] are the last of the tokens of keys and values [G, n, D]."""
     return Part(*flash_attention(queries[None], keys[None], values[None], scaling, causal=True))
-
-
-def cudnn_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Attend by cuDNN, with the mask's corner at the top left: queries [B, H, q, D], keys and values [B, G, n, D].
-
-    Returns the output [B, H, q, D] and log-sum-exps float32 [B, H, q]. Raises RuntimeError if cuDNN does not take the sizes.
-    """
-    operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
-    found = operator(queries, keys, values, None, True, 0.0, causal, False, scale=scaling)
-    return found[0], found[1].view(queries.shape[:3])
-
-
-def flash_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Attend by flash attention, with the mask's corner at the bottom right; see cudnn_attention."""
-    operator: Any = torch.ops.aten._scaled_dot_product_flash_attention
-    found = operator(queries, keys, values, 0.0, causal, False, scale=scaling)
-    return found[0], found[1]
-
-
-def causal_attention_device(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Compute `causal_attention` on a GPU: queries [H, q, D] and keys, values [G, n, D] to [q, H, D], n >= q.
-
-    Flash attention aligns its causal mask to the bottom right and lets heads share keys, so a chunk needs neither a mask
-    nor copies. It does not support float32. The memory-efficient kernel does, but reads keys and values of every query head,
-    so these are copied for it. torch.nn.attention.bias chooses between the two kernels by dtype.
-    """
-    from torch.nn.attention.bias import causal_lower_right
-
-    heads, q = queries.shape[:2]
-    shared = queries.dtype is not torch.float32
-    if not shared:
-        keys, values = (part.repeat_interleave(heads // keys.shape[0], dim=0) for part in (keys, values))
-    mask = causal_lower_right(q, keys.shape[1])
-    out = F.scaled_dot_product_attention(
-        queries[None], keys[None], values[None], attn_mask=mask, scale=scaling, enable_gqa=shared
-    )
-    return out[0].transpose(0, 1)

@@ -10,23 +10,6 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState, pack
-from kvseek.core.errors import ConfigError
-
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes that steps exist for
-
-
-def buckets_for(max_batch_size: int) -> tuple[int, ...]:
-    """Return the buckets that an engine needs: all up to the first that holds `max_batch_size`; raises ConfigError above 64."""
-    if max_batch_size > BUCKETS[-1]:
-        raise ConfigError(
-            f"max_batch_size = {max_batch_size}: must be <= {BUCKETS[-1]} with device = 'cuda'; build with less"
-        )
-    return tuple(size for size in BUCKETS if size < 2 * max_batch_size)
-
-
-def bucket_of(batch: int) -> int:
-    """Return the smallest bucket that holds a batch."""
-    return next(size for size in BUCKETS if size >= batch)
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, buckets_for
+from kvseek.core.cuda import CudaKernels
 from kvseek.core.streams import to_device
 from kvseek.engine.model.continuation import BlockReader, Continuation
+from kvseek.engine.model.cuda.graphs import StepResult
 from kvseek.engine.model.layer import Head, Layer
 from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
 from kvseek.engine.model.reference.attention import CausalAttention
@@ -20,7 +22,7 @@ from kvseek.engine.model.stream import Stream
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
-from .graphs import StepResult
+from .attention import PromptAttention
 from .steps import GraphSteps
 
 
@@ -114,3 +116,21 @@ class KernelModel(LayerwiseModel[Stream]):
         result = StepResult(logits, self.ops.argmax(logits))
         mark("head")
         return result
+
+
+def layer_kernels(
+    retrieval: Retrieval, kernels: CudaKernels, make: Callable[..., LayerKernels] = LayerKernels
+) -> LayerKernels:
+    """Make the launcher of the kernels for all that a layer computes besides products, selection and attention.
+
+    `make` takes what LayerKernels takes: that of one of several ranks adds their parts.
+    """
+    window, most = retrieval.cache.window, buckets_for(retrieval.config.max_batch_size)[-1]
+    return make(kernels, retrieval.config.model, window.dtype, window.device, most)
+
+
+def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttention:
+    """Make the attention of prompts that are read in chunks."""
+    config = retrieval.config
+    sizes = config.prefill_chunk_tokens, config.max_input_len
+    return PromptAttention(kernels, config.model, retrieval.cache.window.dtype, *sizes)

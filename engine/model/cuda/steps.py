@@ -8,11 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, bucket_of, buckets_for
 from kvseek.core.streams import wait_for_stream, wait_on_error
+from kvseek.engine.model.cuda.graphs import DecodeStep, HostCopy, StepResult
 from kvseek.engine.retrieval import Retrieval
-
-from .graphs import DecodeStep, HostCopy, StepResult, bucket_of, buckets_for
 
 
 class StepModel(Protocol):

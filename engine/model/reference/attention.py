@@ -6,6 +6,7 @@ Attention of decode steps on the CPU is in kernels/cpu/attention/attend.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,26 @@ from kvseek.kernels.reference.attention.attend import merge
 
 CausalAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Queries [H, q, D] of a prompt's last tokens, keys and values [G, n, D] and the softmax scale to outputs [q, H, D]."""
+
+
+@runtime_checkable
+class BlockAttention(Protocol):
+    """A CausalAttention on a GPU that also reads what was chosen for several blocks of queries at once.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+    refusal : str or None
+        Why cuDNN does not attend; None: it does.
+    """
+
+    dtype: torch.dtype
+    refusal: str | None
+
+    def attend_in_blocks(
+        self, queries: Tensor, size: int, chosen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
+    ) -> Tensor:
+        """See PromptAttention (engine/model/cuda/attention.py)."""
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

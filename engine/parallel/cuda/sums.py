@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
-from kvseek.engine.model.cuda.graphs import buckets_for
 
 SYMMETRIC, NCCL = "symmetric memory", "NCCL"
 BUFFER_BYTES = 16 << 20  # of a rank's symmetric memory; larger tensors are summed in pieces

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.sampling import NO_TOKEN
+from kvseek.engine.model.reference.operations import NO_TOKEN
 
 FLAGS = (
     *("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40"),

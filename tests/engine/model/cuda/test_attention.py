@@ -14,25 +14,27 @@ from hypothesis import strategies as st
 
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import KernelError
-from kvseek.engine.cache.activation_memory import row_tokens
 from kvseek.engine.model.cuda.attention import (
     CUDNN_AND_FLASH,
     FLASH,
     MEMORY_EFFICIENT,
-    MERGED_PARTS,
+    PromptAttention,
+    expected_attention,
+    in_blocks,
+)
+from kvseek.engine.model.library_attention import causal_attention_device
+from kvseek.engine.prompt_windows import (
     SHORTEST_BLOCK,
     Blocks,
-    PromptAttention,
     block_tokens,
-    causal_attention_device,
-    expected_attention,
     filled_up,
-    in_blocks,
     most_blocks,
     past_blocks,
+    row_tokens,
     window_tokens,
     windows,
 )
+from kvseek.kernels.cuda.attention.merge_attention import MERGED_PARTS
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 MODEL = ModelConfig("llama", 16, 64, 64, 1, 4, 2, 32, 1e-5, 1e4, 1 << 20)

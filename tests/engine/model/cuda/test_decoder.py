@@ -14,19 +14,20 @@ from tests.support.prefill import check_agreement, run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for
 from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes, work_bytes
 from kvseek.engine.engine import Engine
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.indexes import IndexMaker
-from kvseek.engine.model.cuda.attention import causal_attention_device
-from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult, bucket_of, buckets_for
+from kvseek.engine.model.activation_memory import decode_bytes, prefill_bytes, work_bytes
+from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
 from kvseek.engine.model.cuda.model import KernelModel
+from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference.attention import causal_attention
-from kvseek.engine.schedule.sampling import NO_TOKEN
+from kvseek.engine.model.reference.operations import NO_TOKEN
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
@@ -236,8 +237,6 @@ def test_no_token_is_an_error_of_its_request_alone(
 def test_a_gpu_engine_without_a_gpu_says_so(directories: dict[tuple[str, str], Path]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    from kvseek.engine.loading.load import load_decoder
-
     directory = directories["llama", "full"]
     config = dataclasses.replace(read_config(directory), device="cuda", kernels="native")
     with pytest.raises(KernelError, match="no CUDA device"):

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.leading import leader
+from kvseek.engine.leading.followers import Followers, RankError
 from kvseek.engine.loading import load
-from kvseek.engine.parallel import leader
 from kvseek.engine.parallel.cuda import ranks as device_ranks
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.cuda.sums import SMALL_BYTES
-from kvseek.engine.parallel.followers import Followers, RankError
 from kvseek.engine.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")

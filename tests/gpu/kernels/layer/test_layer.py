@@ -13,7 +13,7 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.core.rope import RotaryEmbedding, Rotation, rotate
-from kvseek.engine.schedule.sampling import NO_TOKEN
+from kvseek.engine.model.reference.operations import NO_TOKEN
 from kvseek.core.batch import Batch, RequestState
 
 pytestmark = pytest.mark.gpu

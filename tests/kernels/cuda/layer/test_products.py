@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import BUCKETS
 from kvseek.core.weight_only import dequantise, quantise
-from kvseek.engine.model.cuda.graphs import BUCKETS
 from kvseek.engine.model.cuda.products import KernelHead, RowCounts
 from kvseek.kernels.cuda.layer import products as product_kernels
 from kvseek.kernels.cuda.layer.products import SHAPES, ProductKernels, Shape

@@ -1,6 +1,6 @@
 """Rank 1 of an engine whose GPUs cannot sum: test_loading_faults.py starts it in the place of a rank's program.
 
-    python -m tests.engine.parallel.failing_rank DESCRIPTOR
+    python -m tests.engine.leading.failing_rank DESCRIPTOR
 
 CASE in the environment says what the rank does once it has joined the others. There is no GPU.
 """
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from kvseek.engine.parallel import follower
+from kvseek.engine.leading import follower
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks, make_together
 from kvseek.engine.parallel.ranks import Ranks
 

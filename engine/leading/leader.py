@@ -20,10 +20,14 @@ from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
+from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 from kvseek.engine.observer import Observer
 from kvseek.engine.parallel.cuda.gpus import check_gpus
+from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
+from kvseek.engine.parallel.ranks import Ranks
+from kvseek.engine.parallel.reports import STALL_SECONDS
 
 from .commands import (
     Advance,
@@ -41,9 +45,6 @@ from .commands import (
     digest,
 )
 from .followers import TIMEOUT_SECONDS, Followers
-from .nodes import ONE_NODE, Nodes
-from .ranks import Ranks
-from .reports import STALL_SECONDS
 
 # Units of prompts that are launched before rank 0 waits for the first of them: some hundred launches, which keep the GPU busy.
 UNITS_AHEAD = 4
@@ -197,6 +198,18 @@ class LeadDecoder(Decoder):
 
     def _decode(self, tokens: Sequence[int], slots: Sequence[int]) -> Decode:
         return Decode(tuple(tokens), tuple(slots), digest(self.cache))
+
+
+def load_decoder(directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE) -> Decoder:
+    """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`.
+
+    With several ranks, the processes of the others are started, but for those of other nodes; `Decoder.close` ends them.
+    """
+    check_supported(rank_config(config))
+    nodes.ranks(config.tp_size, 0)
+    if config.tp_size == 1:
+        return load_part(directory, config)
+    return lead(directory, config, nodes)
 
 
 def lead(

@@ -24,9 +24,8 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
-from kvseek.engine.parallel.followers import RankError
-from kvseek.engine.parallel.leader import LeadDecoder, lead
+from kvseek.engine.leading.followers import RankError
+from kvseek.engine.leading.leader import LeadDecoder, lead, load_decoder
 from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
 

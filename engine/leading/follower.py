@@ -2,7 +2,7 @@
 
 On rank 0's host followers.py starts it, with the file descriptor of its connection:
 
-    python -m kvseek.engine.parallel.follower DESCRIPTOR
+    python -m kvseek.engine.leading.follower DESCRIPTOR
 
 On other hosts `kvseek serve --node_rank` starts it, with the flags of `parse_arguments`, and it connects to rank 0.
 """
@@ -31,8 +31,13 @@ from kvseek.engine.cache.prefix import Prefix, Reuse
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.prefill import Prefill
+from kvseek.engine.parallel.channel import Channel
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks
+from kvseek.engine.parallel.nodes import Nodes, join_ranks
+from kvseek.engine.parallel.ranks import Ranks, find_store
+from kvseek.engine.parallel.reports import Reporter
+from kvseek.engine.parallel.watch import end_with_rank_0
 
-from .channel import Channel
 from .commands import (
     Advance,
     Begin,
@@ -51,10 +56,6 @@ from .commands import (
     decode,
     digest,
 )
-from .nodes import Nodes, join_ranks
-from .ranks import Ranks, find_store
-from .reports import Reporter
-from .watch import end_with_rank_0
 
 READY = b""  # what a rank answers to Load if nothing is wrong; anything else is an error
 logger = logging.getLogger(__name__)
@@ -131,8 +132,6 @@ def serve(channel: Channel, load: Load, up: Path | None = None) -> NoReturn:
         store = find_store(load.host, load.port, limit)
         ranks = Ranks.join(store, load.rank, load.config.tp_size, limit, reporter)
         if load.config.device == "cuda":
-            from kvseek.engine.parallel.cuda.ranks import DeviceRanks
-
             ranks = DeviceRanks.over(ranks, load.config, [])
         follower = Follower(load_part(Path(load.directory), rank_config(load.config), ranks))
         reporter.waiting("waits for rank 0")
@@ -183,7 +182,7 @@ def _end(status: int) -> NoReturn:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags of a rank of another node than rank 0's."""
-    parser = argparse.ArgumentParser(prog="python -m kvseek.engine.parallel.follower", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvseek.engine.leading.follower", description=__doc__)
     parser.add_argument("--engine_dir", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--nnodes", type=int, required=True)

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import torch
 
+from kvseek.core.batch import buckets_for
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.weight_only import NONE
-from kvseek.engine.loading.supported import reuses_prefixes
+from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
+from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.cache.row_storage import STAGED_EXTENTS
 from kvseek.engine.model.block_sparse import sparse_bytes
-from kvseek.engine.model.cuda.attention import BLOCKS_TOGETHER, LSE_NUMBERS, filled_up, most_blocks, window_tokens
-from kvseek.engine.model.cuda.graphs import buckets_for
+from kvseek.engine.prompt_windows import (
+    BLOCKS_TOGETHER,
+    LSE_NUMBERS,
+    filled_up,
+    most_blocks,
+    row_tokens,
+    window_tokens,
+)
 from kvseek.plugins.contract import LAST_QUERIES
-
-from .cache import COPIES_IN_FLIGHT
-from .row_storage import STAGED_EXTENTS
 
 # For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits;
 # on the CPU the process itself with PyTorch, and a weight on its way to oneDNN's layout.
@@ -37,7 +43,7 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     # Behind the last of a layer's tokens (row_tokens).
     numbers += 2 * config.model.num_kv_heads * config.model.head_dim * (row_tokens(config, tokens) - tokens)
     if dtype is torch.float32:
-        numbers += 2 * tokens * queries  # keys and values of every query head (attention.py)
+        numbers += 2 * tokens * queries  # keys and values of every query head (library_attention.py)
     sparse = sparse_bytes(config, dtype, tokens, chunk) if config.prefill_attention == "block_sparse" else 0
     return numbers * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse
 
@@ -65,16 +71,6 @@ def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
     kept = model.hidden_size + queries + model.head_dim  # residual stream, attended, cosines and sines
     made = 3 * queries + 2 * keys + model.hidden_size  # a plan's outputs; attention's output and its contiguous copy
     return tokens * (_row_numbers(keys) + kept) + chunk * made + _part_numbers(config, tokens, chunk)
-
-
-def row_tokens(config: EngineConfig, tokens: int) -> int:
-    """Return the tokens from a KV head of a prompt's keys or values in a layer to the next.
-
-    The same for all prompts that are longer than a chunk or window: cuDNN compiles a plan for each (prompt_attention.py).
-    """
-    chunk = config.prefill_chunk_tokens
-    long = config.device == "cuda" and tokens > min(chunk, window_tokens(chunk))
-    return max(tokens, config.max_input_len) if long else tokens
 
 
 def _part_numbers(config: EngineConfig, tokens: int, chunk: int) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
+from tests.engine.leading.test_ranks import loaded
 from tests.engine.number_faults import broken_activations
-from tests.engine.parallel.test_ranks import loaded
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_to_end
 
@@ -18,8 +18,8 @@ from kvseek.core.errors import ConfigError
 from kvseek.core.request import FinishReason, Request
 from kvseek.core.session import Session
 from kvseek.engine.engine import Engine
+from kvseek.engine.leading.followers import RankError
 from kvseek.engine.loading.prefixes import DiskSettings
-from kvseek.engine.parallel.followers import RankError
 
 EXTENT_BYTES = 2 * 2 * 1024 * 2 * 32 * 4  # of two layers and two KV heads of 32 channels
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")

@@ -19,20 +19,21 @@ import torch
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.manifest import read_manifest
+from kvseek.engine.parallel.channel import Channel, TamperedError
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.cuda.sums import Sums
+from kvseek.engine.parallel.nodes import Nodes, accept_ranks
+from kvseek.engine.parallel.ranks import Ranks, create_store, find_store, leave
+from kvseek.engine.parallel.reports import LOOK_SECONDS, STALL_SECONDS, Reporter, Reports, named
+from kvseek.engine.parallel.watch import Watch, unanswered
 
-from .channel import Channel, TamperedError
 from .commands import Command, Load, encode
 from .follower import READY
-from .nodes import Nodes, accept_ranks
-from .ranks import Ranks, create_store, find_store, leave
-from .reports import LOOK_SECONDS, STALL_SECONDS, Reporter, Reports, named
-from .watch import Watch, unanswered
 
 TIMEOUT_SECONDS = 60.0  # that a rank waits for another in a layer, or until all have joined
 END_SECONDS = 10.0  # that a rank has to end before it is killed
 LEFT_SECONDS = 5.0  # that a thread of rank 0 has to end which waits for ranks that have ended
-FOLLOWER = "kvseek.engine.parallel.follower"  # the program of a rank
+FOLLOWER = "kvseek.engine.leading.follower"  # the program of a rank
 FAILED_SECONDS = 1.0  # that a rank has to tell why rank 0 has failed
 logger = logging.getLogger(__name__)
 
@@ -138,8 +139,6 @@ class Followers:
                 ranks = self._reporter.apart(self._join)
                 if self._config.device == "cpu":
                     return ranks
-                from kvseek.engine.parallel.cuda.ranks import DeviceRanks
-
                 return DeviceRanks.over(ranks, self._config, self._ways)
         except BaseException:
             logger.exception("the ranks cannot join")

@@ -17,16 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.parallel.failing_rank import CASE, REASON, join
+from tests.engine.leading.failing_rank import CASE, REASON, join
 from tests.support.waiting import is_running, wait_for
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError
+from kvseek.engine.leading import followers, leader
+from kvseek.engine.leading.followers import Followers, Member, RankError
+from kvseek.engine.leading.leader import lead
 from kvseek.engine.model.reference.products import Products
-from kvseek.engine.parallel import followers, leader, reports
+from kvseek.engine.parallel import reports
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
-from kvseek.engine.parallel.followers import Followers, Member, RankError
-from kvseek.engine.parallel.leader import lead
 from kvseek.engine.parallel.nodes import ONE_NODE
 from kvseek.engine.parallel.ranks import RankProducts, Ranks, create_store, find_store
 from kvseek.engine.parallel.reports import Reporter, Reports
@@ -146,7 +147,7 @@ def gpu_followers(directory: Path, monkeypatch: pytest.MonkeyPatch, case: str, o
         return ranks
 
     monkeypatch.setenv(CASE, case)
-    monkeypatch.setattr(followers, "FOLLOWER", "tests.engine.parallel.failing_rank")
+    monkeypatch.setattr(followers, "FOLLOWER", "tests.engine.leading.failing_rank")
     monkeypatch.setattr(DeviceRanks, "over", over)
     monkeypatch.setattr(reports, "SETTLE_SECONDS", 1.0)
     return Followers(directory, dataclasses.replace(read_config(directory), device="cuda"), ONE_NODE)
