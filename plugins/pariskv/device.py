@@ -8,13 +8,12 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch, most_requests
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import Batch, most_requests
-from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import (
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.arguments import (
     POWER_SUM_BYTES,
     blocks_for,
     pointers,
@@ -22,6 +21,8 @@ from kvseek.plugins.shared.arguments import (
     require_numbered_rows,
     require_room,
 )
+from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM
+from kvseek.plugins.contract import Built, Effort, Index
 
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex

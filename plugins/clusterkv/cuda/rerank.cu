@@ -3,9 +3,9 @@
 //
 // The blocks of a task share its candidates. Each estimates its own; the last one to finish ranks all of them.
 #if CLUSTERKV_RERANK_BITS
-#include "plugins/codes/cuda/rank.cuh"
-#include "plugins/shared/task.cuh"
-#include "plugins/shared/units.cuh"
+#include "kernels/cuda/codes/rank.cuh"
+#include "kernels/cuda/task.cuh"
+#include "kernels/cuda/units.cuh"
 #include "select.cuh"
 
 namespace kvseek {

@@ -2,9 +2,9 @@
 // workspace.py.
 #pragma once
 
-#include "plugins/shared/batch.cuh"
-#include "plugins/shared/overlap.cuh"
-#include "plugins/shared/units.cuh"
+#include "kernels/cuda/batch.cuh"
+#include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/units.cuh"
 #include "products.cuh"
 
 namespace kvseek {

@@ -1,10 +1,10 @@
 // What the parts of PRKV's selection share: its arguments, and one (request, KV head) of it.
 #pragma once
 
+#include "kernels/cuda/power_sum.cuh"
+#include "kernels/cuda/task.cuh"
+#include "kernels/cuda/units.cuh"
 #include "layout.cuh"
-#include "plugins/shared/power_sum.cuh"
-#include "plugins/shared/task.cuh"
-#include "plugins/shared/units.cuh"
 
 namespace kvseek {
 namespace prkv {

@@ -11,7 +11,7 @@ from tests.plugins.cases import CASES, SELECTING
 from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
-from kvseek.plugins.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState
 from kvseek.plugins.contract import Index
 from kvseek.plugins.registry import get_method
 
