@@ -13,7 +13,7 @@ namespace kvseek {
 
 struct PowerSum {
     static constexpr int RANGE = 32;        // of exponents that share a bin
-    static constexpr float LARGEST = 1e8f;  // exponent that is told apart from larger ones
+    static constexpr float LARGEST = 1e8f;  // of an exponent, and of its opposite; others count as these
     static constexpr int UNIT = 46;         // a power that equals its bin's largest counts 2^46; 131,072 of them fit
 
     unsigned long long high = 0, low = 0;  // of the highest bin, and of the next lower one
@@ -22,7 +22,7 @@ struct PowerSum {
     // Add 2^exponent.
     __device__ __forceinline__ void add(float exponent) {
         if (!(exponent > -INFINITE)) return;
-        exponent = fminf(exponent, LARGEST);
+        exponent = fminf(fmaxf(exponent, -LARGEST), LARGEST);
         const int own = static_cast<int>(ceilf(exponent * (1.0f / RANGE)));
         const float power = power_of_two(exponent - static_cast<float>(RANGE * own));
         add(own, __float2ull_rn(power * 0x1p46f), 0);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,12 +31,12 @@ CONTESTANTS = {
 }
 
 
-def make_index(method: str, settings: dict[str, object]) -> Index:
+def make_index(method: str, settings: dict[str, object], lengths: Sequence[int]) -> Index:
     entry = get_method(method)
     config = entry.configure({**settings, **STATELESS.get(method, {})})
-    context = gpu_context.make_context(method, config, "bfloat16", DIM, GROUP, LENGTHS, "cuda", layer=LAYER)
+    context = gpu_context.make_context(method, config, "bfloat16", DIM, GROUP, lengths, "cuda", layer=LAYER)
     index = entry.create(context)
-    for slot, keys in enumerate(gpu_context.keys_of_slots(LENGTHS, DIM, "bfloat16")):
+    for slot, keys in enumerate(gpu_context.keys_of_slots(lengths, DIM, "bfloat16")):
         queries = torch.randn(KV_HEADS * GROUP, min(keys.shape[1], 500), DIM).to(keys).to(gpu_context.PLACE)
         built = index.build(slot, keys.to(gpu_context.PLACE), queries)
         if built.ticket is not None:
@@ -44,26 +45,30 @@ def make_index(method: str, settings: dict[str, object]) -> Index:
 
 
 def select(index: Index, queries: Tensor, slots: list[int]) -> Tensor:
-    states = []
+    states, lengths = [], index.context.lengths
     for slot in slots:
-        numbers = () if slot in DENSE else index.effort(LENGTHS[slot]).numbers
-        states.append(RequestState(slot=slot, length=LENGTHS[slot], dense=slot in DENSE, numbers=numbers))
+        numbers = () if slot in DENSE else index.effort(lengths[slot]).numbers
+        states.append(RequestState(slot=slot, length=lengths[slot], dense=slot in DENSE, numbers=numbers))
     selection = index.select(queries[slots], Batch.of(states, index.context.extents.device_table))
     assert selection is not None
     return selection.rows
+
+
+def check_batches(index: Index, scale: float, sizes: Sequence[int], times: int) -> None:
+    """Requests alone, and in random batches of these sizes."""
+    chance, every = random.Random(3), list(range(len(index.context.lengths)))
+    for _ in range(times):
+        queries = (scale * torch.randn(len(every), KV_HEADS * GROUP, DIM)).bfloat16().to(gpu_context.PLACE)
+        alone = {slot: select(index, queries, [slot])[0] for slot in every if slot not in DENSE}
+        for size in sizes:
+            slots = chance.sample(every, size)
+            together = select(index, queries, slots)
+            for number, slot in enumerate(slots):
+                assert slot in DENSE or torch.equal(together[number], alone[slot]), (slot, slots)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["queries", "queries that hardly tell keys apart"])
 @pytest.mark.parametrize("name", CONTESTANTS)
 def test_a_request_selects_the_same_rows_in_any_batch(name: str, scale: float) -> None:
     torch.manual_seed(3)
-    index = make_index(*CONTESTANTS[name])
-    chance, every = random.Random(3), list(range(len(LENGTHS)))
-    for _ in range(4):
-        queries = (scale * torch.randn(len(LENGTHS), KV_HEADS * GROUP, DIM, device="cuda")).bfloat16()
-        alone = {slot: select(index, queries, [slot])[0] for slot in every if slot not in DENSE}
-        for size in (2, 3, 8, 16):
-            slots = chance.sample(every, size)
-            together = select(index, queries, slots)
-            for number, slot in enumerate(slots):
-                assert slot in DENSE or torch.equal(together[number], alone[slot]), (slot, slots)
+    check_batches(make_index(*CONTESTANTS[name], LENGTHS), scale, (2, 3, 8, 16), 4)
