@@ -24,7 +24,6 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.core.fields import from_dict
 from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
 from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.clusterkv.config import Config
@@ -189,25 +188,6 @@ def test_a_query_that_is_no_number_hurts_no_other_request(value: float) -> None:
     for head in rows[0].tolist():
         assert len(set(head)) == 30
         assert 0 <= min(head) <= max(head) < 300
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"spread_weight": -1.0}, r"spread_weight = -1\.0: must be finite and >= 0"),
-        ({"spread_weight": math.inf}, "spread_weight = inf: must be finite and >= 0"),
-        ({"spread_weight": math.nan}, "spread_weight = nan: must be finite and >= 0"),
-        ({"rerank_bits": 4}, "rerank_bits = 4: must be 0 or 2; 0 takes clusters whole"),
-        ({"candidates": 0}, "candidates = 0: must be >= 1"),
-        (
-            {"top_k": 10_000},
-            "candidates x top_k = 80000: must be at most 65535 with top_k = 10000; lower candidates or top_k",
-        ),
-    ],
-)
-def test_bad_options_are_named(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        from_dict(Config, fields, "clusterkv")
 
 
 def test_bytes_per_token_are_those_of_the_arrays() -> None:

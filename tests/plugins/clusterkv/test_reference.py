@@ -14,8 +14,6 @@ from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_key
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
-from kvseek.core.errors import ConfigError
-from kvseek.core.fields import from_dict
 from kvseek.plugins.clusterkv.clustering import cluster_keys
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.costs import costs
@@ -249,27 +247,6 @@ def test_default_sizes() -> None:
     assert (paper.clusters_per_extent, paper.prompt_clusters(32_768)) == (16, 409)
     assert traits(config).cache_defaults == {"update": 320, "sink": 16}
     assert traits(whole(dense_layers=5)).device_layers == 5
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("top_k", 0),
-        ("top_k", 65_536),
-        ("tokens_per_cluster", 0),
-        ("tokens_per_cluster", 1025),
-        ("clusters_per_update", 0),
-        ("clusters_per_update", 321),
-        ("iterations", 0),
-        ("seed", -1),
-        ("dense_layers", -1),
-        ("cache_steps", -1),
-        ("cache_steps", 9),
-    ],
-)
-def test_bad_fields_are_named(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{field} = {value!r}: must be"):
-        from_dict(Config, {field: value}, "clusterkv")
 
 
 def test_bytes_per_token_are_those_of_the_arrays() -> None:

@@ -89,3 +89,7 @@ def test_finds_most_of_the_exact_top_k() -> None:
 def test_bytes_per_token() -> None:
     for head_dim, expected in ((64, 34 + 132 / 256), (128, 66 + 260 / 256)):
         assert make_index(Config(), head_dim, 1, random_keys(1, head_dim)).bytes_per_token == KV_HEADS * expected
+
+
+def test_candidates_are_so_many_a_row() -> None:
+    assert [Config().candidate_count(n) for n in (0, 350, 800, 100_000)] == [0, 350, 800, 800]

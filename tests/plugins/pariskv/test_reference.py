@@ -84,3 +84,15 @@ class TestSelect:
             for a, b in zip(found.flatten(0, 1).tolist(), exact.flatten(0, 1).tolist(), strict=True)
         ]
         assert sum(shared) / len(shared) > 75
+
+
+def test_default_schedule() -> None:
+    lengths = (1, 4_999, 5_000, 9_999, 10_000, 29_999, 30_000, 10**6)
+    found = [Config().schedule(n) for n in lengths]
+    assert found == [(0.5, 0.5)] * 2 + [(0.3, 0.25)] * 2 + [(0.25, 0.2)] * 2 + [(0.2, 0.1)] * 2
+
+
+def test_candidates_are_the_schedules_share_but_at_least_four_a_row() -> None:
+    config = Config(top_k=100)
+    assert [config.candidates(n) for n in (0, 350, 2000, 8000, 100_000)] == [0, 350, 1000, 2000, 10_000]
+    assert Config(top_k=704).candidates(8000) == 2816
