@@ -110,9 +110,9 @@ class Retrieval:
             self._adopt(layer, slot, keys[:, sink + shared : sink + length])
             self.cache.write_prompt(layer, slot, keys, values)
             return
-        built = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
-        if built.ticket is not None:
-            self._builds.add(slot, built.ticket)
+        ticket = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
+        if ticket is not None:
+            self._builds.add(slot, ticket)
         self.cache.write_prompt(layer, slot, keys, values)
 
     def _adopt(self, layer: int, slot: int, keys: Tensor) -> None:

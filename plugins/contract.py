@@ -110,20 +110,6 @@ class IndexContext:
 
 
 @dataclass(frozen=True)
-class Built:
-    """Result of `Index.build`.
-
-    Attributes
-    ----------
-    ticket : Ticket or None
-        Work that still runs on a side stream. The engine waits for it before the first decode step of the slot and before
-        the slot receives another prompt, and limits the number of layers whose work runs at a time.
-    """
-
-    ticket: Ticket | None = None
-
-
-@dataclass(frozen=True)
 class Effort:
     """Work of a decode step over a retrieval region of a given length.
 
@@ -162,11 +148,12 @@ class Index(ABC):
         """Bytes that the index keeps per retrieval token, for all KV heads of this layer."""
 
     @abstractmethod
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Ticket | None:
         """Index a slot after this layer's prefill, replacing all that the slot held or had under way.
 
-        Work that is left running on a side stream must read a copy of the slot's row of `extents.device_table`, because a
-        cancelled request's row is cleared without waiting for that work.
+        Returns the work that is left running on a side stream. The engine waits for it before the first decode step of the slot
+        and before the slot receives another prompt, and limits the number of layers whose work runs at a time. It must read a
+        copy of the slot's row of `extents.device_table`, because a cancelled request's row is cleared without waiting for it.
 
         Parameters
         ----------

@@ -82,8 +82,8 @@ class Filler:
         tickets = []
         for slot in range(slots):
             keys, queries = self._text(slot, cache.lengths[slot]), self.layer_queries(layer, self.queries)
-            built = [index.build(slot, keys, queries) for index in indexes]
-            tickets += [one.ticket for one in built if one.ticket is not None]
+            started = [index.build(slot, keys, queries) for index in indexes]
+            tickets += [ticket for ticket in started if ticket is not None]
             self._write(layer, slot, keys, cache)
         for ticket in tickets:
             ticket.wait()

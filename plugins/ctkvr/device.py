@@ -14,7 +14,7 @@ from kvseek.plugins.attention.device import LayerAttention
 from kvseek.plugins.attention.splits import address
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM, CudaCodeStore
-from kvseek.plugins.contract import Attention, Built, Effort, Index, IndexContext
+from kvseek.plugins.contract import Attention, Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
 
@@ -88,7 +88,7 @@ class CudaIndex(Index):
         """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See ReferenceIndex.build. Runs on the current stream."""
         n = keys.shape[1]
         last = self.reference.take_prompt(slot, n, queries)
@@ -98,7 +98,6 @@ class CudaIndex(Index):
         self.listed[slot].fill_(n)
         if self.codes is not None:
             self.codes.append(slot, 0, keys)
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See ReferenceIndex.append. Runs on the current stream."""

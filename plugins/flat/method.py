@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
+from kvseek.plugins.contract import Effort, Index, IndexContext, Traits
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
 
@@ -30,10 +30,9 @@ class FlatIndex(Index):
         """Bytes per token of the copy of the keys."""
         return self.context.num_kv_heads * self.context.head_dim * self.context.dtype.itemsize
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
         self.append(slot, 0, keys)
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append. The keys are invisible as yet, because no selection reads beyond a region's length."""

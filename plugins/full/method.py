@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
+from kvseek.plugins.contract import Effort, Index, IndexContext, Traits
 
 from .config import Config
 
@@ -17,9 +17,8 @@ class FullIndex(Index):
 
     bytes_per_token = 0.0
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; there is nothing to index."""
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append; there is nothing to take in."""

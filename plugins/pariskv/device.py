@@ -13,7 +13,7 @@ from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.plugins.batch import Batch, most_requests
 from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.contract import Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
 
@@ -142,12 +142,11 @@ class CudaIndex(Index):
         """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build. Runs on the current stream; the queries are not used."""
         self.reference.counts[slot].zero_()
         self.append(slot, 0, keys)
         self.publish(slot, 0, keys.shape[1])
-        return Built()
 
     def adopt(self, slot: int, length: int) -> None:
         """See ReferenceIndex.adopt."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.plugins.batch import Batch
 from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.contract import Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
 
@@ -80,12 +80,11 @@ class ReferenceIndex(Index):
         weight = torch.where(weight > 0, weight / alpha, 0.0).clamp(max=torch.finfo(torch.float16).max)
         return pack_bits(negative), pack_nibbles(nibbles.flatten(-2)), weight.half()
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
         self.counts[slot] = 0
         self.append(slot, 0, keys)
         self.publish(slot, 0, keys.shape[1])
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append. Writes ids, codes and weights, which no selection reads beyond a region's length."""

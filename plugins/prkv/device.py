@@ -15,7 +15,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.plugins.batch import Batch, most_requests
 from kvseek.plugins.codes.device import MIN_DIM, CudaCodeStore
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.contract import Effort, Index, IndexContext
 from kvseek.plugins.selection import Selection
 from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
 
@@ -219,10 +219,10 @@ class CudaIndex(Index):
         """See ReferenceIndex.effort."""
         return self.reference.effort(length)
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See ReferenceIndex.build. Reads nothing back."""
         self.updater.forget(slot)
-        return self.reference.build(slot, keys, queries)
+        self.reference.build(slot, keys, queries)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append."""

@@ -13,7 +13,7 @@ from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.plugins.attention.reference import window_rows
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.plugins.contract import Effort, Index, IndexContext
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, DIM, SLOTS = 3, 2, 4, 3
@@ -31,9 +31,8 @@ class KeyList(Index):
         self.appended: dict[int, Tensor] = {}
         self.visible: dict[int, Tensor] = {}
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         self.visible[slot] = keys.clone()
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         assert start == self.visible[slot].shape[1] == self.context.lengths[slot]

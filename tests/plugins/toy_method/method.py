@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
+from kvseek.plugins.contract import Effort, Index, IndexContext, Traits
 from kvseek.plugins.selection import Selection
 
 from .config import Config
@@ -15,9 +15,8 @@ class LatestIndex(Index):
 
     bytes_per_token = 0.0
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """Nothing to index: rows stay in the order of their tokens, and no work runs on."""
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """Nothing to take in."""
