@@ -26,7 +26,6 @@ from kvseek.engine.loading.load import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.loading.supported import reuses_prefixes, why_no_reuse
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
-from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
@@ -235,7 +234,7 @@ class Engine:
         try:
             sequence.sampler.follow(self._guides.matcher(guide))
         except Exception as error:  # what one client sends must not end the thread that compiles the guides of all
-            return None if self._queue.remove(sequence.request_id) is None else failed(sequence, error)
+            return None if self._queue.remove(sequence.request_id) is None else sequence.failed(error)
         self._queue.release(sequence)
         return None
 
@@ -257,13 +256,13 @@ class Engine:
     def cancel_waiting(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> StepOutput | None:
         """End a request that waits and return its only output; None if it does not wait. Safe from any thread."""
         sequence = self._queue.remove(request_id)
-        return None if sequence is None else ended(sequence, reason)
+        return None if sequence is None else sequence.ended(reason)
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> StepOutput | None:
         """End a request now and return its last output; None if it has ended already."""
         waiting = self.cancel_waiting(request_id, reason)
         running = next((s for s in self._scheduler.running if s.request_id == request_id), None)
-        return waiting if running is None else self._end(running, ended(running, reason))
+        return waiting if running is None else self._end(running, running.ended(reason))
 
     def end_session(self, session_id: str, cache_salt: str | None = None) -> EndedSession | None:
         """Forget a session and free what only it has used; None if it is not known.
@@ -280,7 +279,7 @@ class Engine:
     def expire(self) -> list[StepOutput]:
         """End the waiting requests whose time limit has passed, and return their only outputs. Safe from any thread."""
         now = time.perf_counter()
-        return [expired(sequence, now) for sequence in self._queue.expired(now)]
+        return [sequence.expired(now) for sequence in self._queue.expired(now)]
 
     def next_deadline(self) -> float | None:
         """Return when the next waiting request expires, in seconds of time.perf_counter, or None. Safe from any thread."""
@@ -317,7 +316,7 @@ class Engine:
         """End running requests whose time limit has passed, with the tokens that they have."""
         now = time.perf_counter()
         late = [s for s in self._scheduler.running if s.deadline is not None and s.deadline <= now]
-        return [self._end(sequence, ended(sequence, FinishReason.TIMEOUT)) for sequence in late]
+        return [self._end(sequence, sequence.ended(FinishReason.TIMEOUT)) for sequence in late]
 
     def _admit(self) -> list[StepOutput]:
         """Admit the requests that fit; returns the last outputs of requests whose admission failed."""
@@ -342,7 +341,7 @@ class Engine:
         told = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
         outputs = told or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
         if reading.logits is not None and sequence.request.max_tokens == 0:
-            outputs.append(self._end(sequence, ended(sequence, FinishReason.LENGTH)))
+            outputs.append(self._end(sequence, sequence.ended(FinishReason.LENGTH)))
         elif reading.logits is not None:
             outputs.append(self._take_token(sequence, reading.logits, 0.0))
         return outputs
@@ -367,29 +366,24 @@ class Engine:
             return self._fail(sequence, error, ErrorCode.INVALID)
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return self._fail(sequence, error)
-        statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
-        logprobs, logits = sequence.sampler.logprobs, sequence.sampler.generation_logits
+        statistics, sampler = sequence.statistics, sequence.sampler
+        cached, ends = self._cache.tokens[sequence.slot] if attended else 0, token in sequence.request.end_ids
         statistics.record_token(cached, attended)
-        if token in sequence.request.end_ids:
-            last = ended(
-                sequence, FinishReason.END_ID, cached=cached, attended=attended, logprobs=logprobs, end_id=token
-            )
-            return self._end(sequence, last)
-        sequence.generated.append(token)
-        reason = self._finish_reason(sequence)
-        if reason is None:
-            first = statistics if statistics.generated_tokens == 1 else None
-            return StepOutput(
-                sequence.request_id,
-                token,
-                cached_tokens=cached,
-                attended_tokens=attended,
-                statistics=first,
-                logprobs=logprobs,
-                generation_logits=logits,
-            )
-        last = ended(sequence, reason, token, cached, attended, logprobs, generation_logits=logits)
-        return self._end(sequence, last)
+        if not ends:
+            sequence.generated.append(token)
+        reason = FinishReason.END_ID if ends else self._finish_reason(sequence)
+        output = StepOutput(
+            sequence.request_id,
+            None if ends else token,
+            reason,
+            cached_tokens=cached,
+            attended_tokens=attended,
+            statistics=statistics if reason or statistics.generated_tokens == 1 else None,
+            logprobs=sampler.logprobs,
+            end_id=token if ends else None,
+            generation_logits=b"" if ends else sampler.generation_logits,
+        )
+        return output if reason is None else self._end(sequence, output)
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request
@@ -432,7 +426,7 @@ class Engine:
         elif code is None:
             code = ErrorCode.INTERNAL
             self._prefixes.discard(sequence.slot)
-        return self._end(sequence, failed(sequence, error, code))
+        return self._end(sequence, sequence.failed(error, code))
 
     def _end(self, sequence: Sequence, output: StepOutput) -> StepOutput:
         """Free the slot and extents of a running sequence. If that raises, as after a CUDA error, the engine cannot go on."""
