@@ -68,6 +68,14 @@ def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary
         assert torch.equal(select_rows(index, queries[slot : slot + 1], [slot]).rows[0], together[slot])
 
 
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair is not PRKV])  # whose rows are of pages
+def test_equal_keys_are_taken_from_the_front(library: CpuLibrary, pair: type[NativePair]) -> None:
+    made = pair(library, pair.configs[0], 2, 64, [torch.randn(KV_HEADS, 1, 64).expand(-1, 500, -1)])
+    queries = torch.randn(1, 2 * KV_HEADS, 64)
+    for index in (made.expected, made.found):
+        assert select_rows(index, queries, [0]).rows.tolist() == [[list(range(pair.configs[0].top_k))] * KV_HEADS]
+
+
 def check_valid(pair: type[NativePair], rows: Tensor, n: int, config: Any) -> None:
     for own in rows.flatten(0, 1):
         taken = own[own >= 0]

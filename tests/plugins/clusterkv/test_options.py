@@ -169,27 +169,6 @@ def test_spreads_and_codes_grow_with_evictions(update: int) -> None:
         assert rows[head].tolist() == expected_rows(index, keys, own, head)
 
 
-def test_equal_keys_are_taken_in_the_order_of_the_list() -> None:
-    keys = torch.ones(KV_HEADS, 200, DIM) * torch.arange(DIM)
-    index = built(Config(top_k=30, tokens_per_cluster=20, candidates=3), keys)
-    rows = select_rows(index, random_queries(1, GROUP * KV_HEADS, DIM), [0]).rows
-    assert rows.tolist() == [[list(range(30))] * KV_HEADS]
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_query_that_is_no_number_hurts_no_other_request(value: float) -> None:
-    config = Config(top_k=30, tokens_per_cluster=12, candidates=4)
-    index = built(config, random_keys(300, DIM, 1), random_keys(300, DIM, 2))
-    queries = random_queries(2, GROUP * KV_HEADS, DIM)
-    want = select_rows(index, queries, [0, 1]).rows[1]
-    queries[0, :, 3] = value
-    rows = select_rows(index, queries, [0, 1]).rows
-    assert torch.equal(rows[1], want)
-    for head in rows[0].tolist():
-        assert len(set(head)) == 30
-        assert 0 <= min(head) <= max(head) < 300
-
-
 def test_bytes_per_token_are_those_of_the_arrays() -> None:
     index = built(Config(), random_keys(10, DIM))
     assert index.codes is not None

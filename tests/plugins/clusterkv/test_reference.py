@@ -263,12 +263,3 @@ def test_costs_follow_the_region() -> None:
     assert found.index_bytes == 3276 * (256 + 8)
     assert costs(whole(), model, 100, 2).rows == 100
     assert costs(whole(), model, 0, 2).index_bytes == 0
-
-
-def test_what_was_appended_for_another_request_is_dropped() -> None:
-    index, keys = built(whole(top_k=10, tokens_per_cluster=10), random_keys(300, DIM, 1)), random_keys(90, DIM, 2)
-    index.append(0, 300, random_keys(40, DIM, 3))
-    index.context.lengths[0] = 50
-    index.build(0, keys[:, :50], NO_QUERIES)
-    extend(index, 0, keys[:, 50:])
-    check_invariants(index, 0, keys)

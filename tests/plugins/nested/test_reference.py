@@ -63,11 +63,6 @@ def test_selection_equals_the_definition(head_dim: int, group: int, n: int) -> N
             assert selection.rows[request, head].tolist() == select_by_hand(index, query, head)
 
 
-def test_equal_keys_are_taken_from_the_front() -> None:
-    index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))
-    assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
-
-
 def test_a_common_offset_of_all_keys_changes_nothing() -> None:
     """Because the mean is subtracted. The offset is a power of two, so that keys and mean are rounded alike."""
     keys, queries = random_keys(900, 64).round(decimals=2), random_queries(1, KV_HEADS * 3, 64)

@@ -71,10 +71,6 @@ class TestSelect:
         rows = [select_rows(make_index(config, 16, 1, k), queries, [0]).rows for k in (keys, keys * scale)]
         assert torch.equal(*rows)
 
-    def test_equal_keys_are_taken_from_the_front(self) -> None:
-        index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))
-        assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
-
     def test_finds_most_of_the_exact_top_k(self) -> None:
         keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
         found = select_rows(make_index(Config(), 64, 2, keys), queries, [0] * 4).rows
