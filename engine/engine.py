@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
 from kvseek.engine.schedule.sampling import Sampler, accept, overflow_remedy
 from kvseek.engine.schedule.scheduler import Scheduler
-from kvseek.engine.schedule.sequence import Sequence
+from kvseek.engine.schedule.sequence import RequestSequence
 from kvseek.plugins.registry import method_traits
 
 from .decoder import Decoder
@@ -208,22 +207,22 @@ class Engine:
                 "build with --runtime torch"
             )
 
-    def prepare(self, request: Request) -> Sequence:
+    def prepare(self, request: Request) -> RequestSequence:
         """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
         self.check(request)
         sampler, request_id = Sampler(request, self.config.model.vocab_size), next(self._ids)
         statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
         scores = PromptScores(request_id, request) if request.sampling.scores_prompt else None
-        return Sequence(request_id, request, sampler, statistics, scores=scores)
+        return RequestSequence(request_id, request, sampler, statistics, scores=scores)
 
-    def enqueue(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: RequestSequence) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread.
 
         One that is not ready starts only after `compile_guide`.
         """
         self._queue.push(sequence, self._scheduler.free_slots)
 
-    def compile_guide(self, sequence: Sequence) -> StepOutput | None:
+    def compile_guide(self, sequence: RequestSequence) -> StepOutput | None:
         """Compile the guide of a waiting request, which may take a second, and let the request start. Safe from any thread.
 
         Returns the request's only output if that fails; None if it does not fail, or the request has ended meanwhile.
@@ -301,7 +300,7 @@ class Engine:
             self._prefixes.store.share_cores(bool(self.running), bool(self._scheduler.decoding()))
         return outputs
 
-    def generate(self, requests: SequenceOf[Request]) -> list[list[int]]:
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Run requests to their ends and return the token ids of each; raises RuntimeError if one fails."""
         tokens: dict[int, list[int]] = {self.submit(request): [] for request in requests}
         while self.has_work:
@@ -338,15 +337,15 @@ class Engine:
         sequence = reading.sequence
         if reading.error is not None:
             return [self._fail(sequence, reading.error)]
-        told = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
-        outputs = told or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
+        scores = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
+        outputs = scores or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
         if reading.logits is not None and sequence.request.max_tokens == 0:
             outputs.append(self._end(sequence, sequence.ended(FinishReason.LENGTH)))
         elif reading.logits is not None:
             outputs.append(self._take_token(sequence, reading.logits, 0.0))
         return outputs
 
-    def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
+    def _decode(self, sequences: list[RequestSequence]) -> list[StepOutput]:
         tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
         greedy = [s.sampler.greedy for s in sequences]
         self._refresh_seconds = 0.0
@@ -358,7 +357,7 @@ class Engine:
         self._refresh_seconds = self.decoder.retrieval.refresh_seconds
         return [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
 
-    def _take_token(self, sequence: Sequence, drawn: Tensor | int, attended: float) -> StepOutput:
+    def _take_token(self, sequence: RequestSequence, drawn: Tensor | int, attended: float) -> StepOutput:
         """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""
         try:
             token = accept(drawn) if isinstance(drawn, int) else sequence.sampler.sample(drawn)
@@ -385,7 +384,7 @@ class Engine:
         )
         return output if reason is None else self._end(sequence, output)
 
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+    def _finish_reason(self, sequence: RequestSequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request
         if any(tuple(generated[-len(word) :]) == word for word in request.stop_words):
             return FinishReason.STOP_WORD
@@ -410,7 +409,7 @@ class Engine:
         if self.on_step is not None:
             self.on_step(self._report)
 
-    def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
+    def _fail(self, sequence: RequestSequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
         """End a request by an error of a step. Without `code` no client can have caused it, as `check` let the request in.
 
         Unless memory was short, what the request has used may be wrong then, and is not kept for others. If the device has failed
@@ -428,7 +427,7 @@ class Engine:
             self._prefixes.discard(sequence.slot)
         return self._end(sequence, sequence.failed(error, code))
 
-    def _end(self, sequence: Sequence, output: StepOutput) -> StepOutput:
+    def _end(self, sequence: RequestSequence, output: StepOutput) -> StepOutput:
         """Free the slot and extents of a running sequence. If that raises, as after a CUDA error, the engine cannot go on."""
         if output.finish_reason in SOUND_ENDS:
             self.unsound_in_a_row = 0

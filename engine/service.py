@@ -20,7 +20,7 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import StepReport
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
-from kvseek.engine.schedule.sequence import Sequence
+from kvseek.engine.schedule.sequence import RequestSequence
 
 from .engine import MAX_NUM_TOKENS, NO_DISK, Engine
 
@@ -54,7 +54,7 @@ class EngineService:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._process = engine, os.getpid()
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._uncompiled: queue.SimpleQueue[Sequence | None] = (
+        self._uncompiled: queue.SimpleQueue[RequestSequence | None] = (
             queue.SimpleQueue()
         )  # with guides; None: the service is closed
         self._callbacks: dict[int, Callback] = {}  # by request id; each is taken out by the request's last output

@@ -16,7 +16,7 @@ from .sampling import Sampler
 
 
 @dataclass(eq=False)
-class Sequence:
+class RequestSequence:
     """A request on its way through the engine. Once its prompt has been read, it has generated at least one token."""
 
     request_id: int

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, SINK, WINDOW, ask, may_reuse
+from tests.engine.test_prefix_reuse import LIMITS, ask, may_reuse
 from tests.plugins.cases import CASES, method_flags
+from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, SINK, WINDOW
 from tests.support.waiting import wait_for
 
 from kvseek import LLM, SamplingParams
@@ -26,8 +27,7 @@ Directory = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Directory:
     """An engine directory of a method that attends to everything."""
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    model = random_model("llama", num_attention_heads=2, num_key_value_heads=1, **shape)
+    model = random_model("llama", **SHAPE, **HEADS)
 
     def make(method: str) -> Path:
         return build_engine(model, method, *WINDOW, *LIMITS, *method_flags(method, CASES[method].everything))

@@ -13,13 +13,14 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
 from tests.engine.cache.test_isolation import POISONS, poison
-from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, Load
+from tests.engine.test_prefix_reuse import LIMITS
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
 from tests.gpu.plugins.test_methods import CONTESTANTS
 from tests.gpu.waits import no_host_waits, slow_stream
 from tests.plugins.cases import CASES, method_flags
 from tests.plugins.prkv.settings import UPDATES
+from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, Load, known_answers, load_changed
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
@@ -48,8 +49,7 @@ WINDOW = (*checks.WINDOW, *EVICTIONS)
 
 @pytest.fixture(scope="module")
 def model(random_model: RandomModel) -> Path:
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    return random_model("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=64, **shape)
+    return random_model("llama", **SHAPE, **HEADS, head_dim=64)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,8 @@ def load_gpu(model: Path, on_gpu: BuildEngine) -> LoadGpu:
         if (most := cache.pop("kv_cache_host_memory_bytes", None)) is not None:
             assert isinstance(most, int)
             cache[f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes"] = 2 * most
-        config = read_config(directory)
-        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, offload=offload, **cache))
-        engine = Engine(config, load_decoder(directory, config), Tokenizer(directory))
-        assert engine._prefixes.enabled == (config.cache.reuse is not False)
+        engine = load_changed(directory, {"offload": offload, **cache})
+        assert engine._prefixes.enabled == (engine.config.cache.reuse is not False)
         return engine
 
     return make
@@ -97,14 +95,7 @@ def load(request: pytest.FixtureRequest, load_gpu: LoadGpu) -> Load:
 @pytest.fixture(scope="module")
 def plain(load_gpu: LoadGpu) -> checks.Plain:
     """What an engine answers that reads every prompt, and has only one request."""
-    engine, known = load_gpu("always", reuse=False), dict[Request, list[int]]()
-
-    def answer(request: Request) -> list[int]:
-        if request not in known:
-            known[request] = engine.generate([request])[0]
-        return known[request]
-
-    return answer
+    return known_answers(load_gpu("always", reuse=False))
 
 
 @of(list(SPARSE), *ENTRIES, "prkv", "prkv_codes")
