@@ -9,10 +9,10 @@ from kvseek.core.errors import ErrorCode, KvseekError, TimeoutExpiredError, code
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefix import Prefix
-from kvseek.engine.cache.prefix_tree import pack_tokens
+from kvseek.engine.cache.prefixes.tree import pack_tokens
+from kvseek.engine.schedule.sampling import Sampler
 
 from .prompt_scores import PromptScores
-from .sampling import Sampler
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ from tests.support.random_models import save_random_model
 
 from kvseek.core.request import FinishReason, Request, SamplingParams
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.cache.prefix_tree import TOKEN_BYTES, Node
+from kvseek.engine.cache.prefixes.tree import TOKEN_BYTES, Node
 from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import METHODS, method_traits
 

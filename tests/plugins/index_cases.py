@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.plugins.contract import Index
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex
-from kvseek.plugins.selection import Selection
 
 KV_HEADS = 2
 # Channels and query heads a KV head, and dtype.

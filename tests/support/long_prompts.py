@@ -15,7 +15,7 @@ from torch import Tensor
 from kvseek.core.config_file import read_config
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.tokenizer import Tokenizer
 
 SHAPE = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}

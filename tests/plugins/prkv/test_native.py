@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.codes import stores
+from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import KV_HEADS, SHAPES, NativePair, keys_of_slots, select_rows
 from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.contract import LayerRows
+from kvseek.core.index_context import LayerRows
 from kvseek.plugins.prkv import method
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.native import NativeIndex, observe
