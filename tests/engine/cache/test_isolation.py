@@ -51,7 +51,7 @@ def arrays_of(engine: Engine) -> list[Tensor]:
 
 
 def tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Tensors that an index keeps, in containers and objects of plugins and kernels too."""
+    """Tensors that an index keeps, in containers, and in objects of the plugins and the kernels."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
