@@ -117,12 +117,12 @@ class Replay:
     def _prefill(self, queries: Tensor) -> None:
         keys, index = self.region, self.index
         tokens = torch.arange(self.length).expand(keys.shape[0], -1)
-        ticket = index.build(0, keys.contiguous(), queries.contiguous())
+        work = index.build(0, keys.contiguous(), queries.contiguous())
         rows = torch.zeros(keys.shape[0], self.length, 2, keys.shape[2])
         rows[:, :, 0], rows[:, :, 1, 0] = keys, tokens.float()
         index.context.extents.write(self.pool, 0, 0, rows)
-        if ticket is not None:
-            ticket.wait()
+        if work is not None:
+            work.wait()
 
 
 def _check(cache: CacheConfig, tokens: int, steps: int, length: int) -> None:

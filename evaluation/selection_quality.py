@@ -81,10 +81,10 @@ def fresh_rows(tapped: TappedSelection, index: Index, method: str) -> Tensor:
     fresh = get_method(method).create(
         dataclasses.replace(index.context, extents=extents, lengths=[n], rows=rows, shared={})
     )
-    ticket = fresh.build(0, tapped.keys, tapped.queries[:, None])
+    work = fresh.build(0, tapped.keys, tapped.queries[:, None])
     extents.write(pool[:, :, :, 0], 0, 0, tapped.keys)
-    if ticket is not None:
-        ticket.wait()
+    if work is not None:
+        work.wait()
     batch = batch_of(fresh)
     selection = fresh.select(tapped.queries[None], batch)
     assert selection is not None, "an index selects whenever another of the same method and layer does"

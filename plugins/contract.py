@@ -26,7 +26,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch
 from kvseek.core.index_context import IndexContext, ShapeLimits
 from kvseek.core.selection import Selection
-from kvseek.core.streams import Ticket
+from kvseek.core.streams import SideWork
 
 LAST_QUERIES = 2048  # most queries of a prompt that Index.build is given
 
@@ -70,7 +70,7 @@ class Index(ABC):
         """Bytes that the index keeps per retrieval token, for all KV heads of this layer."""
 
     @abstractmethod
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Ticket | None:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> SideWork | None:
         """Index a slot after this layer's prefill, replacing all that the slot held or had under way.
 
         Returns the work that is left running on a side stream. The engine waits for it before the first decode step of the slot

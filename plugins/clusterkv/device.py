@@ -20,7 +20,7 @@ from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.core.streams import SideStream, Ticket
+from kvseek.core.streams import SideStream, SideWork
 from kvseek.kernels.arguments import pointers, require_fit
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Effort, Index
@@ -114,7 +114,7 @@ class CudaIndex(Index):
         """See ReferenceIndex.effort."""
         return self.reference.effort(length)
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Ticket | None:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> SideWork | None:
         """See Index.build. Clusters on a side stream, and encodes on the current one; the queries are not used."""
         index = self.reference
         index.begin(slot, keys.shape[1])

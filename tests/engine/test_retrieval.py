@@ -11,7 +11,7 @@ import torch
 from tests.support.cache_runs import CPU, LAYERS, KeyList, make_cache, make_config, read_rows, rows_of
 from torch import Tensor
 
-from kvseek.core.streams import Ticket
+from kvseek.core.streams import SideWork
 from kvseek.engine.retrieval import BUILDS_IN_FLIGHT, Retrieval
 from kvseek.plugins.contract import Effort
 
@@ -20,7 +20,7 @@ CONFIG = dataclasses.replace(MADE, cache=dataclasses.replace(MADE.cache, full_th
 TOKENS = 100
 
 
-class Build(Ticket):
+class Build(SideWork):
     """Notes in `waits` that it was waited for; it runs until then."""
 
     def __init__(self, layer: int, waits: list[int]) -> None:
@@ -40,7 +40,7 @@ class SideIndex(KeyList):
 
     waits: list[int]
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Ticket | None:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> SideWork | None:
         super().build(slot, keys, queries)
         return Build(self.context.layer, self.waits)
 

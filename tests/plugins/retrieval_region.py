@@ -66,9 +66,9 @@ class Region:
         self.extents.release(slot)
         self.extents.reserve(slot, n + room)
         self.lengths[slot], self.keys[slot] = n, keys.clone()
-        ticket = self.index.build(slot, keys, queries)
-        if ticket is not None:
-            ticket.wait()
+        work = self.index.build(slot, keys, queries)
+        if work is not None:
+            work.wait()
         self._write(slot, 0, keys)
 
     def evict(self, slot: int, keys: Tensor) -> None:
