@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.long_prompts import (
 )
 from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
+from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, SamplingParams
 from kvseek.core.statistics import RequestStatistics
@@ -284,18 +286,32 @@ def test_prompts_whose_logits_are_asked_for_are_read(load: Load) -> None:
 
 @pytest.mark.parametrize("method", [method for method in NAMES if method != "full"])
 def test_what_is_free_tells_nothing(method: str, load: Load, plain: Plain) -> None:
-    """Windows, entries of slots and all extents but the kept ones may hold anything."""
-    engine, generator = load(method), torch.Generator().manual_seed(3)
+    engine = load(method)
+    assert check_what_is_free(engine, plain, arrays_of, ("nan",)) == may_reuse(
+        engine, DOCUMENT[:1500] + (8,) * 90, 1500
+    )
+
+
+def check_what_is_free(
+    engine: Engine, plain: Plain, arrays: Callable[[Engine], Iterable[Tensor]], kinds: Sequence[str]
+) -> int:
+    """Windows, entries of slots, hot rows and all extents but the kept ones may hold anything; tokens first reused."""
+    generator, extents, reused = torch.Generator().manual_seed(3), engine._cache.extents, list[int]()
     first, second = Request(DOCUMENT[:1500], 12), Request(DOCUMENT[:1500] + (8,) * 90, 30)
     ask(engine, first)
-    extents = engine._cache.extents
-    with torch.inference_mode():
-        for array in arrays_of(engine):
-            for number in range(array.shape[0]):
-                if array.shape[0] != extents.capacity or number in extents._free:
-                    poison(array[number], "nan", generator)
-    ((tokens, statistics),) = ask(engine, second)
-    assert (tokens, statistics.reused_tokens) == (plain(second), may_reuse(engine, second.prompt_ids, 1500))
+    for kind in kinds:
+        free = set(extents._free)
+        assert 0 < len(free) < extents.capacity
+        with torch.inference_mode():
+            for array in arrays(engine):
+                for number in range(array.shape[0]):
+                    if array.shape[0] != extents.capacity or number in free:
+                        poison(array[number], kind, generator)
+        ((tokens, statistics),) = ask(engine, second)
+        assert tokens == plain(second)
+        reused.append(statistics.reused_tokens)
+        assert reused[-1] >= may_reuse(engine, second.prompt_ids, 1500)
+    return reused[0]
 
 
 def test_longrope_rotates_the_keys_of_longer_requests_differently(tmp_path: Path, build_engine: BuildEngine) -> None:

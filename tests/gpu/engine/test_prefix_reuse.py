@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
-from tests.engine.cache.test_isolation import POISONS, poison
+from tests.engine.cache.test_isolation import POISONS
+from tests.engine.test_prefix_disk import check_restarts
 from tests.engine.test_prefix_reuse import LIMITS
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
@@ -161,24 +162,13 @@ def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name: str, load: Load) 
 
 @of(["nested", "pariskv", "clusterkv", "ctkvr-cpu", "prkv", "prkv_codes"], "pariskv", "prkv_codes")
 def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) -> None:
-    """Windows, entries of slots, hot rows and all extents but the kept ones may hold anything."""
-    engine, generator = load(name), torch.Generator().manual_seed(3)
-    first, second = Request(DOCUMENT[:1500], 12), Request(DOCUMENT[:1500] + (8,) * 90, 30)
-    checks.ask(engine, first)
-    extents = engine._cache.extents
-    kept = set(range(extents.capacity)) - set(extents._free)
-    assert 0 < len(kept) < extents.capacity
-    for kind in POISONS:
-        torch.cuda.synchronize()  # rows that change places are read when their request has ended, and the host writes next
-        with torch.inference_mode():
-            for array in left_behind(engine):
-                for number in range(array.shape[0]):
-                    if array.shape[0] != extents.capacity or number not in kept:
-                        poison(array[number], kind, generator)
-        ((tokens, statistics),) = checks.ask(engine, second)
-        assert tokens == plain(second)
-        assert statistics.reused_tokens >= checks.may_reuse(engine, second.prompt_ids, 1500)
-        kept = set(range(extents.capacity)) - set(extents._free)
+    checks.check_what_is_free(load(name), plain, left_behind_now, POISONS)
+
+
+def left_behind_now(engine: Engine) -> Iterable[torch.Tensor]:
+    """See left_behind. Rows that change places are read when their request has ended, and the host writes next."""
+    torch.cuda.synchronize()
+    return left_behind(engine)
 
 
 @of(["full", "nested", "prkv_codes"])
@@ -188,16 +178,7 @@ def test_a_prompt_is_not_read_again_after_a_restart(
     method, few = SPARSE[name]
     flags = (*WINDOW, *LIMITS, *few, *method_flags(method, CASES[method].everything), "--dtype", "float32")
     directory = on_gpu(model, method, *flags, "--cache.offload", "always")
-    for prompt, reused in (
-        (DOCUMENT, 0),
-        (DOCUMENT + (5,) * 40, len(DOCUMENT)),
-        (DOCUMENT + (5,) * 40, len(DOCUMENT) + 39),
-        (DOCUMENT[:1500] + (7,) * 40, 1500),
-    ):
-        engine = Engine.load(directory, disk=DiskSettings(tmp_path))
-        ((tokens, statistics),) = checks.ask(engine, request := Request(prompt, 12))
-        engine.close()
-        assert (tokens, statistics.reused_tokens) == (plain(request), checks.may_reuse(engine, prompt, reused))
+    check_restarts(lambda: Engine.load(directory, disk=DiskSettings(tmp_path)), plain)
 
 
 def test_rows_on_the_device_are_not_written_to_disk(model: Path, on_gpu: BuildEngine, tmp_path: Path) -> None:
