@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -126,6 +126,24 @@ def check_near(ours: list[int], theirs: list[int], value_of: Mapping[int, float]
     last = min(value_of[row] for row in theirs)
     for row in set(ours) ^ set(theirs):  # KeyError: not a candidate
         assert value_of[row] == pytest.approx(last, rel=1e-5, abs=1e-5 * max(value_of.values()))
+
+
+def check_definition(index: Any, by_hand: Callable[[Any, Tensor, int], list[int]], head_dim: int, group: int) -> None:
+    """Two steps of slot 0 select the rows that `by_hand` lists for an index, the queries [g, D] of a KV head, and its number."""
+    queries = random_queries(2, KV_HEADS * group, head_dim)
+    rows = select_rows(index, queries, [0, 0]).rows
+    assert rows.dtype == torch.int32
+    for request, grouped in enumerate(queries.unflatten(1, (KV_HEADS, group))):
+        assert rows[request].tolist() == [by_hand(index, query, head) for head, query in enumerate(grouped)]
+
+
+def shared_with_exact(index: Callable[[Tensor], Index]) -> float:
+    """Rows of the exact best 100 of 4,000 that an index of 100 rows has too, a KV head; `index` makes it over keys."""
+    keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
+    found, exact = (
+        select_rows(one, queries, [0] * 4).rows.flatten(0, 1) for one in (index(keys), make_flat(100, keys, 2))
+    )
+    return sum(len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)) / len(found)
 
 
 def select(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection | None:
