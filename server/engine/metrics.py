@@ -23,7 +23,7 @@ from kvseek.core.statistics import RequestStatistics, StepReport
 from .tallies import Families, Histogram
 
 if TYPE_CHECKING:
-    from kvseek.engine.cache.disk_usage import DiskUsage
+    from kvseek.engine.cache.prefixes.store import DiskUsage
     from kvseek.engine.cache.usage import CacheUsage
     from kvseek.engine.service import EngineService
 
