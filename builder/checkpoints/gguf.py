@@ -20,9 +20,9 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
 
-from .checkpoint import Checkpoint, Header
+from .checkpoint import Checkpoint
 from .effective_config import check_gguf_metadata
-from .files import naming
+from .files import Header, naming
 from .gguf_tokenizer import ARRAYS, load_tokenizer
 from .known_keys import GGUF
 from .model_config import model_config

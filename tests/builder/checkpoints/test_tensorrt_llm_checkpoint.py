@@ -15,7 +15,7 @@ from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_m
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.tensorrt_llm.checkpoint import TensorRtLlmCheckpoint
+from kvseek.builder.checkpoints.tensorrt_llm import TensorRtLlmCheckpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
