@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
-from kvseek.builder.calibration.calibrate import Calibrator, Text
-from kvseek.builder.calibration.report import Calibration
+from kvseek.builder.calibration.calibrate import Calibration, Calibrator, Text
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
@@ -78,7 +77,7 @@ def _run(options: Options) -> int:
 
         print_engine(options, console)
     elif isinstance(options, CheckOptions):
-        from kvseek.builder.checking.report import check_existing
+        from kvseek.builder.checking.comparison import check_existing
 
         return check_existing(options, console)
     else:
@@ -193,7 +192,7 @@ def engine_fingerprint(options: BuildOptions) -> str:
 
 def _check_logits(build: _Build, directory: Path, console: Console) -> None:
     """Compare with transformers, which is imported only for that; raises CheckError if the logits are others."""
-    from kvseek.builder.checking.report import check_engine
+    from kvseek.builder.checking.comparison import check_engine
 
     with console.status("compare with transformers"):
         found = check_engine(directory, build.checkpoint)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
+from kvseek.builder.calibration.calibrate import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table

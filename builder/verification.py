@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvseek.builder.printing import Advance
-from kvseek.core.format_version import check_format
+from kvseek.core.config_file import check_format
 from kvseek.core.manifest import HASH_THREADS, MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256
 from kvseek.core.sizes import readable
 

@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .config_file import check_format
 from .errors import ConfigError, EngineDirectoryError
 from .fields import from_dict
-from .format_version import check_format
 
 MANIFEST_FILE = "manifest.json"
 CODEBOOKS_FILE = "codebooks.safetensors"

@@ -16,9 +16,8 @@ from kvseek.engine.tensorrt.messages import logger, why
 from kvseek.engine.tensorrt.plan_files import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes, write_plan_index
 from kvseek.plugins.tensorrt.plugin import add_attention_layer
 
-from .api import ITensor, Network, TensorRt
-from .graph import Graph, WeightSource
-from .network_forms import NetworkWriter
+from .graph import Graph, ITensor, Network, TensorRt, WeightSource
+from .network import NetworkWriter
 from .sizes import limits_of, plan_count
 
 # Names within an engine directory; rank0, as TensorRT-LLM names what one GPU runs.

@@ -21,9 +21,15 @@ from torch import Tensor
 
 from kvseek.builder import build
 from kvseek.builder.calibration import calibrate, perplexity
-from kvseek.builder.calibration.calibrate import Calibrator, Text, checkpoint_layers, stored_layers
+from kvseek.builder.calibration.calibrate import (
+    CALIBRATION_FILE,
+    Calibration,
+    Calibrator,
+    Text,
+    checkpoint_layers,
+    stored_layers,
+)
 from kvseek.builder.calibration.perplexity import WindowedText
-from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.core.config import EngineConfig

@@ -13,8 +13,8 @@ from tests.builder.test_calibrate import DEVICE, calibrated, run
 
 from kvseek.builder import build, weight_storage
 from kvseek.builder.calibration import calibrate
+from kvseek.builder.calibration.calibrate import CALIBRATION_FILE, Calibration
 from kvseek.builder.calibration.perplexity import WindowedText
-from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
 from kvseek.core.errors import EngineDirectoryError
 
 SENTENCE = "the harbour master wrote the log, and the light was lit at dusk in 1931; "

@@ -18,9 +18,8 @@ from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_m
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build
-from kvseek.builder.checking import report
-from kvseek.builder.checking.comparison import compare, prompt_ids
-from kvseek.builder.checking.report import check_engine
+from kvseek.builder.checking import comparison as checking
+from kvseek.builder.checking.comparison import check_engine, compare, prompt_ids
 from kvseek.builder.checkpoints import weights
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import RopeScaling
@@ -252,8 +251,8 @@ def test_engines_that_cannot_be_loaded(
     def refuse(*_: object) -> None:
         raise KernelError("no kernels for this GPU")
 
-    monkeypatch.setattr(report, "read_config", lambda _: config)
-    monkeypatch.setattr(report, "compare", refuse)
+    monkeypatch.setattr(checking, "read_config", lambda _: config)
+    monkeypatch.setattr(checking, "compare", refuse)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     if device == "cpu":
         with pytest.raises(KernelError):

@@ -16,7 +16,7 @@ from tests.support.random_models import ARCHITECTURES, save_random_model
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.graph import Graph
-from kvseek.builder.tensorrt.network_forms import NetworkWriter
+from kvseek.builder.tensorrt.network import NetworkWriter
 from kvseek.builder.tensorrt.plans import describe
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.attention import causal_attention
