@@ -81,7 +81,7 @@ def _run(options: Options) -> int:
 
         return check_existing(options, console)
     else:
-        from kvseek.builder.verification import print_faults
+        from kvseek.builder.inspection import print_faults
 
         return print_faults(options.directory, console)
     return 0

@@ -119,11 +119,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `kvseek chat`."""
-    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
-
-
 def read_text(path: Path) -> str:
     """Read a UTF-8 file; raises ClientError that names it."""
     try:
@@ -251,7 +246,7 @@ def tell(text: str, figures: AnswerFigures, as_json: bool, console: Console) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     """`kvseek chat`."""
     try:
-        ask(parse_arguments(argv))
+        ask(make_parser().parse_args(argv))
     except KeyboardInterrupt:
         return 130
     except KvseekError as error:

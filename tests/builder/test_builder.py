@@ -191,7 +191,7 @@ def test_a_flipped_bit_is_found(engine: Path, name: str) -> None:
 
 def test_missing_and_cut_files_are_found(engine: Path) -> None:
     os.truncate(engine / SHARD, 1000)
-    with pytest.raises(EngineDirectoryError, match=rf"{SHARD} is corrupt: expected \d+ bytes, found 1000"):
+    with pytest.raises(EngineDirectoryError, match=rf"{SHARD} is corrupt: expected [\d,]+ bytes, found 1,000"):
         verify(engine)
     (engine / SHARD).unlink()
     with pytest.raises(EngineDirectoryError, match=rf"{SHARD} is missing"):

@@ -11,12 +11,12 @@ import pytest
 from tests.conftest import BuildEngine
 from tests.support.random_models import save_random_model
 
-from kvseek.builder import build, verification
+from kvseek.builder import build
 from kvseek.builder.inspection import engine_document
 from kvseek.builder.options import InspectOptions
-from kvseek.builder.verification import Fault, find_faults
+from kvseek.core import manifest
 from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION
-from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest
+from kvseek.core.manifest import CODEBOOKS_FILE, Fault, find_faults, read_manifest
 
 SHARD, INDEX = "rank0-00001-of-00001.safetensors", "rank0.index.json"
 FLAGS = ("--pariskv.top_k", "20", "--cache.sink", "8", "--max_seq_len", "512", "--kernels", "reference")
@@ -139,20 +139,20 @@ def test_progress_covers_every_byte(engine: Path) -> None:
     manifest = read_manifest(engine)
     done: list[int] = []
     (engine / CODEBOOKS_FILE).unlink()
-    assert find_faults(engine, manifest, done.append) == [Fault(CODEBOOKS_FILE, "missing")]
+    assert list(find_faults(engine, manifest.files, done.append)) == [Fault(CODEBOOKS_FILE, "missing")]
     assert sum(done) == sum(record.size for record in manifest.files.values())
 
 
 def test_a_file_that_cannot_be_read_is_a_fault(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = verification.sha256
+    original = manifest.sha256
 
     def read(path: Path, *arguments: object) -> str:
         if path.name == SHARD:
             raise OSError(5, "Input/output error")
         return original(path, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verification, "sha256", read)
-    (fault,) = find_faults(engine, read_manifest(engine), lambda amount: None)
+    monkeypatch.setattr(manifest, "sha256", read)
+    (fault,) = find_faults(engine, read_manifest(engine).files)
     assert (fault.name, fault.kind) == (SHARD, "damaged")
     assert "Input/output error" in fault.detail
 

@@ -257,8 +257,8 @@ def test_the_dtype_is_that_of_a_build(small: Path) -> None:
     flags = [flag for flag in arguments(small) if flag not in ("--dtype", "bfloat16")]
     parsed = parse(flags)
     assert isinstance(parsed, FitOptions)
-    assert (parsed.dtype, parsed.device) == ("float32", "cuda")
-    half = fit_document(dataclasses.replace(parsed, dtype="bfloat16"))
+    assert (parsed.choices["dtype"], parsed.choices["device"]) == ("float32", "cuda")
+    half = fit_document(dataclasses.replace(parsed, choices=parsed.choices | {"dtype": "bfloat16"}))
     full = fit_document(parsed)
     assert full["bytes"]["rows_per_token"] == 2 * half["bytes"]["rows_per_token"]
     assert any("--dtype bfloat16 halves" in note for note in full["notes"])
