@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
+from tests.support.edited_files import Tensors, edit_json, edit_tensors
 from tests.support.gguf_files import edit_gguf
 
-Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Path], None]
 GENERATOR = np.random.default_rng(3)
 
@@ -43,13 +40,7 @@ def garbage(start: bytes) -> Callable[[Path], None]:
 def tensors(change: Callable[[Tensors], Any], file: str = "") -> Damage:
     """Alter tensors of a safetensors file: one of this name's beginning, else the only or the first one."""
 
-    def damage(checkpoint: Path) -> None:
-        path = weight_file(checkpoint, file or "*.safetensors")
-        found = load_file(path)
-        change(found)
-        save_file({name: tensor.contiguous() for name, tensor in found.items()}, path, metadata={"format": "pt"})
-
-    return damage
+    return lambda checkpoint: edit_tensors(weight_file(checkpoint, file or "*.safetensors"), change)
 
 
 def gguf(change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> Damage:
@@ -57,12 +48,7 @@ def gguf(change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> Dama
 
 
 def configure(change: Callable[[dict[str, Any]], Any], file: str = "config.json") -> Damage:
-    def damage(checkpoint: Path) -> None:
-        values = json.loads((checkpoint / file).read_text())
-        change(values)
-        (checkpoint / file).write_text(json.dumps(values))
-
-    return damage
+    return lambda checkpoint: edit_json(checkpoint / file, change)
 
 
 def write(file: str, content: bytes) -> Damage:

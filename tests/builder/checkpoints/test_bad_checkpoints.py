@@ -23,6 +23,7 @@ from tests.builder.checkpoints.damage import (
     tensors,
     write,
 )
+from tests.support.builds import run_build
 from tests.support.gguf_files import write_gguf
 from tests.support.random_models import save_random_model
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
@@ -62,8 +63,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run(model: Path, output_dir: Path, tokenizer: Path, *flags: str) -> int:
-    arguments = ["--model", str(model), "--output_dir", str(output_dir), "--tokenizer", str(tokenizer)]
-    return build.main([*arguments, "--method", "full", "--kernels", "reference", "--quiet", *flags])
+    return run_build(model, output_dir, "--tokenizer", str(tokenizer), *flags)
 
 
 def shift_rows(found: Tensors) -> None:
@@ -104,6 +104,7 @@ FORGED = [
         write("", LONG_STRINGS + struct.pack("<Q", 1 << 62)),
         r"cannot read \S*model\.gguf: byte 4,611,686,018,427,387,969 is named in its header, the file has 57; .* again",
     ),
+    ("gguf", garbage(b"\x93"), r"must be b'GGUF'; pass a \.gguf file or a Hugging Face directory"),
     ("gguf", garbage(b"GGUF\x03\0\0\0"), r"cannot read \S*model\.gguf: .*damaged or cut short"),
     (
         "single",

@@ -399,14 +399,6 @@ def test_refused_published_configurations(name: str) -> None:
         model_config(values)
 
 
-def test_sliding_windows_of_mistral() -> None:
-    silent = {name: value for name, value in MISTRAL_1.items() if name != "sliding_window"}
-    assert model_config(silent).sliding_window == 4096
-    for window in (0, -1, "4096"):
-        with pytest.raises(ConfigError, match=f"sliding_window = {window!r}: must be an integer > 0"):
-            model_config(MISTRAL_1 | {"sliding_window": window})
-
-
 def test_mistral_within_its_window(
     tmp_path: Path, build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
