@@ -409,21 +409,6 @@ def test_a_processor_without_bfloat16(
     assert run(model, tmp_path / "engine", text, "--quiet") == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--output_dir", "x", "--calibrate_tokens", "5"), "--calibrate_tokens goes only with --calibrate TEXT"),
-        (("--output_dir", "x", "--calibrate_window", "5"), "--calibrate_window goes only with --calibrate TEXT"),
-        (("--output_dir", "x", "--calibrate", "t", "--calibrate_tokens", "all"), "invalid int value: 'all'"),
-        (("--plan", "--calibrate", "t"), "--calibrate does not go with --plan; leave it out"),
-    ],
-)
-def test_bad_usage(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        build.main(["--model", "m", "--method", "full", *flags])
-    assert message in capsys.readouterr().err
-
-
 def test_a_failure_on_the_way_leaves_the_old_engine(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

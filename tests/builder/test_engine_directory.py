@@ -168,28 +168,6 @@ def test_no_engine_directory(
     assert "is no engine directory; run kvseek build" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--inspect", "x", "--method", "full"), "--method does not go with --inspect; leave it out"),
-        (("--verify", "x", "--json"), "--json does not go with --verify; leave it out"),
-        (("--model", "x", "--method", "full", "--output_dir", "y", "--json"), "goes only with --plan or --inspect"),
-        (("--verify", "x", "--check"), "--check does not go with --verify; leave it out"),
-        (
-            ("--check", "--output_dir", "x", "--force"),
-            "--force does not go with --check without --method; leave it out",
-        ),
-        (("--check", "--model", "x"), "the following arguments are required: --output_dir"),
-        (("--output_dir", "x", "--no-check"), "the following arguments are required: --model, --method"),
-        (("--model", "x"), "the following arguments are required: --method, --output_dir"),
-    ],
-)
-def test_misplaced_flags(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        build.main(flags)
-    assert message in capsys.readouterr().err
-
-
 def test_consoles_print_names_as_they_are(
     engine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,55 +172,6 @@ def test_the_other_form_is_another_engine(
         assert (directory / "rank0.engine").exists() == (form == "engine")
 
 
-REFUSED = [
-    (("--tensorrt.form", "segments"), "--tensorrt.form belongs to --runtime tensorrt; --runtime is torch"),
-    (("--tensorrt.module", "tensorrt"), "--tensorrt.module belongs to --runtime tensorrt"),
-    (
-        ("--runtime", "tensorrt", "--prefill_chunk_tokens", "64"),
-        "--prefill_chunk_tokens does not go with --tensorrt.form engine, which reads a prompt in one call",
-    ),
-]
-
-
-@pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_flags_that_would_be_ignored(
-    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for mode in (
-        ("--output_dir", str(tmp_path / "engine")),
-        ("--plan", "--gpu_memory", "1GiB", "--host_memory", "1GiB"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            build.main(["--model", str(tmp_path), "--method", "full", *mode, *flags])
-        assert message in " ".join(capsys.readouterr().err.split())
-
-
-INVALID = [
-    (
-        ("--tensorrt.module", "tensorrt_rtx"),
-        "tensorrt.form = 'engine': must be 'segments' with module = 'tensorrt_rtx'",
-    ),
-    (("--tensorrt.module", "onnx"), "tensorrt.module = 'onnx': must be one of"),
-    (("--tensorrt.form", "layers"), "tensorrt.form = 'layers': must be one of"),
-    (("--device", "cpu"), "runtime = 'tensorrt': must be 'torch' with device = 'cpu'"),
-    (("--weight_only_precision", "int8"), "weight_only_precision = 'int8': must be 'none' with runtime = 'tensorrt'"),
-]
-
-
-@pytest.mark.parametrize(("flags", "message"), INVALID)
-def test_refused_before_anything_is_written(
-    flags: tuple[str, ...],
-    message: str,
-    models: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    basis = () if "--device" in flags else CUDA
-    assert run(models["llama"], tmp_path / "engine", *basis, "--runtime", "tensorrt", *flags) == 1
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("name", "package"), [("tensorrt", "tensorrt-cu13"), ("tensorrt_rtx", "tensorrt-rtx-cu13")])
 def test_absent_module(
     name: str,
