@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
-from .config import EngineConfig
+from .config import EngineConfig, require
 from .errors import ErrorCode, RequestError
 from .fields import check_types, check_unicode
 from .guide import Guide
@@ -28,10 +29,7 @@ MAX_SALT = 256
 MAX_STOP_WORDS = 64  # every token of the output is compared with all of them
 MAX_STOP_WORD_BYTES = 1024
 
-
-def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
-    if not condition:
-        raise RequestError(f"{name} = {value!r}: must be {limit}; {remedy}")
+_require = partial(require, error=RequestError)
 
 
 def check_words(name: str, words: Iterable[str]) -> tuple[str, ...]:

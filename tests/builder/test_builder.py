@@ -47,8 +47,19 @@ def run(model: Path, output_dir: Path, *flags: str) -> int:
     return build.main([*arguments, *(flags if "--method" in flags else ("--method", "full", *flags))])
 
 
-def fused(original: dict[str, torch.Tensor], layer: int, names: tuple[str, ...], kind: str) -> torch.Tensor:
-    return torch.cat([original[f"model.layers.{layer}.{name}.{kind}"] for name in names])
+QKV, GATE_UP = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+FUSED = {  # weight of a layer → its parts in the checkpoint, and the architectures that have it; None: all
+    "qkv.weight": (QKV, None),
+    "qkv.bias": (QKV, ("llama", "qwen2")),
+    "q_norm.weight": (["self_attn.q_norm"], ("qwen3",)),
+    "k_norm.weight": (["self_attn.k_norm"], ("qwen3",)),
+    "o.weight": (["self_attn.o_proj"], None),
+    "o.bias": (["self_attn.o_proj"], ("llama",)),
+    "attention_norm.weight": (["input_layernorm"], None),
+    "mlp_norm.weight": (["post_attention_layernorm"], None),
+    "gate_up.weight": (GATE_UP, None),
+    "down.weight": (["mlp.down_proj"], None),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -58,26 +69,16 @@ def test_weights_are_the_checkpoints(architecture: str, dtype: torch.dtype, tmp_
     original = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
     write_weights(open_checkpoint(model), tmp_path, WeightFormat(dtype))
     weights = load_weights(tmp_path, CPU)
-    assert torch.equal(weights["embed.weight"], original["model.embed_tokens.weight"])
-    assert torch.equal(weights["norm.weight"], original["model.norm.weight"])
-    assert ("lm_head.weight" in weights) == (architecture != "qwen2"), "Qwen2's is tied to the embedding here"
+    expected = {"embed.weight": original["model.embed_tokens.weight"], "norm.weight": original["model.norm.weight"]}
+    if architecture != "qwen2":  # whose head is tied to the embedding here
+        expected["lm_head.weight"] = original["lm_head.weight"]
     for layer in range(3):
-        prefix, source = f"layers.{layer}.", f"model.layers.{layer}."
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gate_up = ("mlp.gate_proj", "mlp.up_proj")
-        assert torch.equal(weights[prefix + "qkv.weight"], fused(original, layer, qkv, "weight"))
-        assert torch.equal(weights[prefix + "gate_up.weight"], fused(original, layer, gate_up, "weight"))
-        assert torch.equal(weights[prefix + "o.weight"], original[source + "self_attn.o_proj.weight"])
-        assert torch.equal(weights[prefix + "down.weight"], original[source + "mlp.down_proj.weight"])
-        assert torch.equal(weights[prefix + "attention_norm.weight"], original[source + "input_layernorm.weight"])
-        assert torch.equal(weights[prefix + "mlp_norm.weight"], original[source + "post_attention_layernorm.weight"])
-        if architecture != "qwen3":
-            assert torch.equal(weights[prefix + "qkv.bias"], fused(original, layer, qkv, "bias"))
-        if architecture == "llama":
-            assert torch.equal(weights[prefix + "o.bias"], original[source + "self_attn.o_proj.bias"])
-        if architecture == "qwen3":
-            assert torch.equal(weights[prefix + "q_norm.weight"], original[source + "self_attn.q_norm.weight"])
-            assert torch.equal(weights[prefix + "k_norm.weight"], original[source + "self_attn.k_norm.weight"])
+        for name, (sources, architectures) in FUSED.items():
+            if architectures is None or architecture in architectures:
+                parts = [original[f"model.layers.{layer}.{part}.{name.partition('.')[2]}"] for part in sources]
+                expected[f"layers.{layer}.{name}"] = torch.cat(parts)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     assert {tensor.dtype for tensor in weights.values()} == {dtype}
 
 

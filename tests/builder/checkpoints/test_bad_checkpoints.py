@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -14,19 +15,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.builder.checkpoints.damage import (
-    Damage,
-    Tensors,
-    configure,
-    garbage,
-    gguf,
-    in_file,
-    shorten_to,
-    tensors,
-    write,
-)
 from tests.support.builds import run_build
-from tests.support.gguf_files import write_gguf
+from tests.support.edited_files import Tensors, edit_json, edit_tensors
+from tests.support.gguf_files import edit_gguf, write_gguf
 from tests.support.random_models import save_random_model
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
@@ -34,6 +25,8 @@ from kvseek.builder import build
 from kvseek.core.manifest import verify
 from kvseek.engine.model.weights import load_weights
 
+Damage = Callable[[Path], None]
+GENERATOR = np.random.default_rng(3)
 INDEX = "model.safetensors.index.json"
 QUERIES, KEYS = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 GATE, NORM = "model.layers.1.mlp.gate_proj.weight", "model.layers.2.input_layernorm.weight"
@@ -67,6 +60,54 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def run(model: Path, output_dir: Path, tokenizer: Path, *flags: str) -> int:
     return run_build(model, output_dir, "--tokenizer", str(tokenizer), *flags)
+
+
+# Ways to damage a checkpoint, each a function of its path
+
+
+def weight_file(checkpoint: Path, start: str) -> Path:
+    """The file of weights whose name begins so; the checkpoint itself if it is a file."""
+    return checkpoint if checkpoint.is_file() else next(checkpoint.glob(f"{start}*"))
+
+
+def in_file(start: str, change: Callable[[Path], None]) -> Damage:
+    """Alter the file of weights whose name begins so."""
+    return lambda checkpoint: change(weight_file(checkpoint, start))
+
+
+def shorten_to(size: int) -> Callable[[Path], None]:
+    """Keep so many bytes of a file; a negative number leaves as many out."""
+    return lambda path: os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+
+
+def garbage(start: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_bytes(start + GENERATOR.bytes(5000))
+
+    return change
+
+
+def tensors(change: Callable[[Tensors], Any], file: str = "") -> Damage:
+    """Alter tensors of a safetensors file: one of this name's beginning, else the only or the first one."""
+
+    return lambda checkpoint: edit_tensors(weight_file(checkpoint, file or "*.safetensors"), change)
+
+
+def gguf(change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> Damage:
+    return lambda checkpoint: edit_gguf(checkpoint, change)
+
+
+def configure(change: Callable[[dict[str, Any]], Any], file: str = "config.json") -> Damage:
+    return lambda checkpoint: edit_json(checkpoint / file, change)
+
+
+def write(file: str, content: bytes) -> Damage:
+    """Put a content in place of that of a file, "" for the checkpoint itself."""
+
+    def damage(checkpoint: Path) -> None:
+        (checkpoint / file).write_bytes(content)
+
+    return damage
 
 
 def without(name: str, file: str = "") -> Damage:

@@ -7,8 +7,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from tests.builder.checkpoints.beside_transformers import outcome
-from tests.builder.checkpoints.drawn_checkpoints import ABSENT, Case, Files, Shape, cases
+from tests.builder.checkpoints.drawn_checkpoints import ABSENT, Case, Files, Shape, cases, outcome
 
 from kvseek.builder.checking import reference
 
