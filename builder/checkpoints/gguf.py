@@ -87,7 +87,7 @@ class GgufCheckpoint(Checkpoint):
             return self._config()
 
     def _config(self) -> ModelConfig:
-        GGUF.of(self.architecture).check(self._metadata)
+        GGUF.check(self._metadata, self.architecture)
         values = {name: self._value(key) for name, key in FIELDS.items() if self._value(key) is not None}
         for name, key in FIELDS.items():
             if name not in values and name not in OPTIONAL:

@@ -137,4 +137,3 @@ def test_tensorrt_without_a_gpu(tmp_path: Path) -> None:
     config = EngineConfig(ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 8192), "full")
     with pytest.raises(KernelError, match=r"with tensorrt 11\.0: no CUDA device \(.*nullptr\); tensorrt needs a GPU"):
         write_plans(api, config, torch.zeros, tmp_path)
-    assert list(tmp_path.iterdir()) == []

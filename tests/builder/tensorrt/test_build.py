@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,17 +23,14 @@ from tests.support.random_models import ARCHITECTURES, save_random_model
 from tests.support.tensorrt_stand_ins import with_plugin_layers
 
 from kvseek.builder import build
-from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
-from kvseek.builder.tensorrt.graph import WeightSource
 from kvseek.builder.tensorrt.plans import write_plans
 from kvseek.builder.tensorrt.sizes import weight_bytes
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.errors import KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.engine.tensorrt.plan_files import PLANS_FILE
 from kvseek.plugins.tensorrt.fields import AttentionFields
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
@@ -283,19 +279,10 @@ def test_torch_engines_have_no_plans(
     assert json.loads(capsys.readouterr().out)["plans"] is None
 
 
-# Plans that are not written
-
-
-def write(checkpoint: Checkpoint, directory: Path, weights: WeightSource, progress: Callable[[int], None]) -> None:
-    """Write plans into a directory that is no engine's."""
-    runtime = {"runtime": "tensorrt", "tensorrt": TensorRtConfig("tensorrt_rtx", "segments")}
-    config = EngineConfig(checkpoint.config, "full", device="cuda", max_seq_len=128, max_input_len=100, **runtime)
-    directory.mkdir(exist_ok=True)
-    write_plans(api, config, weights, directory, progress)
-
-
 def test_weight_of_another_shape_is_an_error(models: dict[str, Path], tmp_path: Path) -> None:
     checkpoint, progress = open_checkpoint(models["qwen2"]), list[int]()
+    runtime = {"runtime": "tensorrt", "tensorrt": TensorRtConfig("tensorrt_rtx", "segments")}
+    config = EngineConfig(checkpoint.config, "full", device="cuda", max_seq_len=128, max_input_len=100, **runtime)
     read = weight_reader(checkpoint, torch.float32)
 
     def wrong(name: str) -> torch.Tensor:
@@ -304,15 +291,5 @@ def test_weight_of_another_shape_is_an_error(models: dict[str, Path], tmp_path: 
     with pytest.raises(
         KernelError, match=r"layer layers\.1\.down of network .segment_2. is refused by tensorrt_rtx .*dim"
     ):
-        write(checkpoint, tmp_path / "plans", wrong, progress.append)
+        write_plans(api, config, wrong, tmp_path, progress.append)
     assert progress == [1] * 2, "two segments were written"
-    assert list((tmp_path / "plans").iterdir()) == []
-
-
-@pytest.mark.parametrize("name", [PLANS_FILE, "rank0.engine", "rank0"])
-def test_existing_plans_are_left_alone(name: str, models: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "plans").mkdir()
-    (tmp_path / "plans" / name).write_text("mine")
-    with pytest.raises(ConfigError, match=f"holds {name} already; name an empty one"):
-        write(open_checkpoint(models["qwen2"]), tmp_path / "plans", torch.zeros, lambda amount: None)
-    assert [path.read_text() for path in (tmp_path / "plans").iterdir()] == ["mine"]
