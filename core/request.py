@@ -140,8 +140,8 @@ class SamplingParams:
     def needs_logits(self) -> bool:
         """Whether something changes the logits, or they are asked for: then the largest is not enough."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
-        told = self.logprobs is not None or self.return_generation_logits
-        return self.repetition_penalty != 1 or any(changed) or told or self.guide is not None
+        wanted = self.logprobs is not None or self.return_generation_logits
+        return self.repetition_penalty != 1 or any(changed) or wanted or self.guide is not None
 
     @property
     def scores_prompt(self) -> bool:
@@ -240,7 +240,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"  # the request's own time limit
-    SHUTDOWN = "shutdown"  # the server was told to stop and waited as long as it may
+    SHUTDOWN = "shutdown"  # the server was wanted to stop and waited as long as it may
     ERROR = "error"
 
 

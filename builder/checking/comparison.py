@@ -19,9 +19,9 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model import bfloat16
-from kvseek.engine.parallel.gpus import ranks_share_gpus
+from kvseek.engine.parallel.cuda.gpus import ranks_share_gpus
 
 from .reference import reference_logits
 
@@ -132,14 +132,14 @@ def greedy(decoder: Decoder, prompt: list[int], count: int) -> tuple[list[int], 
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckResult:
     """What a check found, as a line of text; `checked` is False if this machine cannot run the engine."""
 
     text: str
     checked: bool
 
 
-def check_engine(directory: Path, checkpoint: Checkpoint) -> Found:
+def check_engine(directory: Path, checkpoint: Checkpoint) -> CheckResult:
     """Compare an engine directory with transformers' model of its checkpoint.
 
     Raises
@@ -151,14 +151,14 @@ def check_engine(directory: Path, checkpoint: Checkpoint) -> Found:
     """
     config = read_config(directory)
     if reason := _cannot_run(config):
-        return Found(f"not compared with transformers: {reason}", checked=False)
+        return CheckResult(f"not compared with transformers: {reason}", checked=False)
     _refuse_other_model(config, checkpoint)
     try:
         comparison = compare(directory, checkpoint)
     except (KernelError, CapacityError) as error:  # such as a GPU of another architecture, or one that is in use
         if config.device == "cpu":
             raise
-        return Found(f"not compared with transformers: the engine cannot be run here ({error})", checked=False)
+        return CheckResult(f"not compared with transformers: the engine cannot be run here ({error})", checked=False)
     if not comparison.agrees:
         raise CheckError(
             f"{checkpoint.path}: {_describe(comparison, config)}: the engine does not compute what transformers computes from "
@@ -166,7 +166,7 @@ def check_engine(directory: Path, checkpoint: Checkpoint) -> Found:
             "report it. --no-check builds the engine all the same"
         )
     note = f" ({comparison.unchecked})" if comparison.unchecked else ""
-    return Found(f"compared with transformers: {_describe(comparison, config)}{note}", checked=True)
+    return CheckResult(f"compared with transformers: {_describe(comparison, config)}{note}", checked=True)
 
 
 def check_existing(options: CheckOptions, console: Console) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.weight_only import HEAD
+from kvseek.core.weight_only import HEAD
 
 from .checkpoint import Checkpoint
 from .files import Header, SafetensorsFile, generation_ends, metadata_files, naming, read_object

@@ -21,11 +21,11 @@ from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total
 from kvseek.builder.compile.cuda import specialise
 from kvseek.builder.options import FitOptions
 from kvseek.builder.weight_storage import weight_storage
+from kvseek.core.batch import BUCKETS
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig, require
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for
 from kvseek.core.ranks import divided
-from kvseek.engine.cache.activation_memory import work_bytes
 from kvseek.engine.cache.host_pool import can_pin
 from kvseek.engine.cache.memory_layout import (
     MemoryLayout,
@@ -39,9 +39,9 @@ from kvseek.engine.cache.memory_layout import (
 from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
-from kvseek.engine.model.graphs import BUCKETS
-from kvseek.engine.model.host_products import stays_quantised
-from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
+from kvseek.engine.model.activation_memory import work_bytes
+from kvseek.engine.model.cpu.products import stays_quantised
+from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.plugins.registry import method_traits
 
 CONTEXTS = tuple(1 << power for power in range(13, 21))  # 8K to 1M tokens
@@ -272,7 +272,7 @@ def host_weight_bytes(config: EngineConfig, tp_size: int) -> int:
     """Return the bytes of the weights of one of `tp_size` ranks in memory, which may be more than in its files.
 
     Native kernels copy weights into oneDNN's layout, so a head that is tied to the embedding takes memory of its own, and weights
-    of 8 bits that are not multiplied as they are become numbers of the engine's dtype (engine/model/host_products.py). Pages of
+    of 8 bits that are not multiplied as they are become numbers of the engine's dtype (engine/model/cpu/products.py). Pages of
     the files that were copied are not counted, because the system drops them when it needs their memory.
     """
     native, dtype = config.kernels == "native", getattr(torch, config.dtype)

@@ -1,4 +1,4 @@
-"""The decoder as a TensorRT network, read top to bottom; torch_model.py of engine/model/ is the same computation.
+"""The decoder as a TensorRT network, read top to bottom; engine/model/cpu/model.py is the same computation.
 
 Attention is not part of it: a function adds it where it belongs. There are two, for two forms of the decoder: segments cut at
 attention, and one network with attention as layers.
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from kvseek.core.config import ModelConfig
-from kvseek.engine.model.rope import RotaryEmbedding
+from kvseek.core.rope import RotaryEmbedding
 
 from .graph import Graph, ITensor, TensorRt, WeightSource
 
@@ -95,7 +95,7 @@ def write_decoder(model: ModelConfig, max_positions: int, graph: Graph, attend: 
 def _embed(model: ModelConfig, max_positions: int, graph: Graph) -> Stream:
     """Embeddings of the token ids, cosines and sines of the positions.
 
-    The angles are those of engine/model/rope.py, from a table: sines of angles of 100,000 and more are as exact as the
+    The angles are those of core/rope.py, from a table: sines of angles of 100,000 and more are as exact as the
     reduction of the angle, which TensorRT leaves to each GPU's kernels.
     """
     ids = graph.input("ids", torch.int32, (-1,), "tokens")

@@ -15,9 +15,9 @@ from typing import Any
 from rich.table import Table
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.weights import WeightFormat, weight_reader
 from kvseek.builder.printing import Advance, Column, table
-from kvseek.builder.weight_storage import WeightStorage
 from kvseek.core.tensorrt_api import import_tensorrt
 from kvseek.engine.tensorrt.plan_files import parse_plan_index
 

@@ -21,7 +21,7 @@ from tests.support.quantised_models import save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model, save_tokenizer
 from torch import Tensor
 
-from kvseek.builder import build, weight_storage
+from kvseek.builder import build
 from kvseek.builder.calibration import calibrate, perplexity
 from kvseek.builder.calibration.calibrate import (
     CALIBRATION_FILE,
@@ -32,6 +32,7 @@ from kvseek.builder.calibration.calibrate import (
     stored_layers,
 )
 from kvseek.builder.calibration.perplexity import WindowedText
+from kvseek.builder.checkpoints import storage
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.core.config import EngineConfig
@@ -387,7 +388,7 @@ def test_refused_before_weights_are_written(
     text.parent.mkdir()
     if content is not None:
         text.write_bytes(content)
-    monkeypatch.setattr(weight_storage, "write_weights", lambda *values, **options: pytest.fail("weights were written"))
+    monkeypatch.setattr(storage, "write_weights", lambda *values, **options: pytest.fail("weights were written"))
     assert run(model, tmp_path / "engine", text, "--quiet", *flags) == 1
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]

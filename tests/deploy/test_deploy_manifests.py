@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.support.deployment import DOCKER, TARGETS, install, project, read, serve_arguments, size, target
 
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, LEAST_KEY_CHARACTERS, Nodes
-from kvseek.server import launch, replicas
+from kvseek.server import launch, replicas, serve
 from kvseek.server.ports import Ports
 from kvseek.server.settings import SERVE_FLAGS, ServeSettings, settings_of
 
@@ -290,7 +290,7 @@ def test_all_hosts_run_ranks_of_one_engine(
         settings = settings_of(arguments, SERVE_FLAGS)
         assert arguments.node_rank == rank
         if rank:
-            launch._check_node(arguments)
+            serve._check_node(arguments)
         nodes.append(settings.nodes)
         assert settings.nodes.ranks(plan["tp_size"], rank)
         threads.append(settings.threads)

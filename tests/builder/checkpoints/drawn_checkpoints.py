@@ -21,7 +21,7 @@ from kvseek.builder.checking.reference import generated_logits
 from kvseek.builder.options import build_options
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 
 Tensors = dict[str, torch.Tensor]
 ABSENT = "(absent)"  # a value that takes the key out of config.json

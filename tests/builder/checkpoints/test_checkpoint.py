@@ -27,7 +27,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.core.config import RopeScaling
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.rope import frequencies
+from kvseek.core.rope import frequencies
 
 PROMPT = torch.arange(150).mul(11).remainder(100).tolist()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -28,16 +28,16 @@ from kvseek.core.ranks import rank_config
 from kvseek.core.request import Request
 from kvseek.core.sizes import readable
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.cache.activation_memory import prefill_bytes, work_bytes
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
-from kvseek.engine.cache.prefix_cache import PrefixCache
-from kvseek.engine.cache.prefix_rows import PrefixRows
+from kvseek.engine.cache.prefixes.cache import PrefixCache
+from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.model.host_products import HostProducts
-from kvseek.engine.model.linear import Linear, Products
+from kvseek.engine.model.activation_memory import prefill_bytes, work_bytes
+from kvseek.engine.model.cpu.products import HostProducts
+from kvseek.engine.model.reference.products import Linear, Products
 from kvseek.engine.model.weights import load_weights
-from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
+from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.sampling import Sampler
 from kvseek.engine.schedule.scheduler import Scheduler
