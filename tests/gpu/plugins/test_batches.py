@@ -38,9 +38,9 @@ def make_index(method: str, settings: dict[str, object], lengths: Sequence[int])
     index = entry.create(context)
     for slot, keys in enumerate(gpu_context.keys_of_slots(lengths, DIM, "bfloat16")):
         queries = torch.randn(KV_HEADS * GROUP, min(keys.shape[1], 500), DIM).to(keys).to(gpu_context.PLACE)
-        built = index.build(slot, keys.to(gpu_context.PLACE), queries)
-        if built.ticket is not None:
-            built.ticket.wait()
+        work = index.build(slot, keys.to(gpu_context.PLACE), queries)
+        if work is not None:
+            work.wait()
     return index
 
 
