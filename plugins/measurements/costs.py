@@ -1,4 +1,4 @@
-"""Costs of a method's decode step beside the matrices, for the benchmark's floor model (benchmarks/device/floors.py).
+"""Costs of a method's decode step beside the matrices, for the benchmark's floor model (bench/speed/device/floors.py).
 
 `costs(config, model, length, itemsize) -> SelectionCosts`, in costs.py of a method's folder, is for a step over a
 retrieval region of `length` tokens; `itemsize` is the bytes of a number of the row pool. All counts are for one request,

@@ -24,7 +24,7 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.model.linear import KernelHead, KernelLinear, KernelProducts
 from kvseek.engine.model.product_kernels import ALIGNMENT, SHAPES, ProductKernels, choose_shape
 from kvseek.engine.model.weight_only import NONE, PRECISIONS, dequantise, quantise
-from kvseek.measurement.gpu_kernels import load_kernels
+from kvseek.bench.methods import load_kernels
 
 pytestmark = pytest.mark.gpu
 
