@@ -24,7 +24,9 @@ LOAD_ENGINE := .cache/engines/smollm2-load
 LOAD_RESULT ?= build/load.json
 PERF_ARGS ?=
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results tables load-tools check check-install lint sizes types links format install model engine clean
+COMMIT ?= main
+
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools check check-install lint sizes types links format install model engine clean
 
 demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -64,6 +66,9 @@ perf-results: ## make perf, and put its figures where docs/load_testing.md shows
 	$(MAKE) perf LOAD_RESULT=bench/results/load-cpu-smollm2.json
 	rm bench/results/load-cpu-smollm2.svg
 	$(MAKE) tables
+
+perf-gate: install ## is this tree slower than COMMIT by more than 2 %? full, nested and pariskv in turns, on a GPU; some ten minutes
+	$(BIN)/python -m kvseek.bench.perf_gate --commit $(COMMIT)
 
 tables: install ## write the tables and pictures of measured figures into the documents, from bench/results
 	$(BIN)/python -m kvseek.bench.documents

@@ -50,8 +50,9 @@ def at_least_one(arguments: argparse.Namespace, *names: str) -> None:
     """Raise ConfigError if one of these flags is below 1."""
     for name in names:
         value = getattr(arguments, name)
-        if min(value if isinstance(value, list) else [value]) < 1:
-            raise ConfigError(f"--{name} = {value}: must be >= 1; leave it out for the default")
+        least = min(value) if isinstance(value, list) else value
+        if least < 1:
+            raise ConfigError(f"--{name} = {least}: must be >= 1; leave it out for the default")
 
 
 def add_output_flags(parser: argparse.ArgumentParser, written: str = "") -> None:

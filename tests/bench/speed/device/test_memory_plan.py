@@ -66,8 +66,8 @@ class TestPlan:
         assert (phase.cells, phase.baseline, phase.skipped) == (cells, cells, {})
 
     def test_filling_is_counted(self) -> None:
-        """At 768K tokens 1.5 GiB of a layer's keys, of a KV head 1/8 as they are and 4/8 in float32; 5 × 1/8 of chunks."""
-        assert self.filling == (1.5 + 5 * 1.5 / 8 + 5 / 8) * GIB
+        """At 768K tokens 1.5 GiB of a layer's keys, and 5 × 1/8 of chunks."""
+        assert self.filling == (1.5 + 5 / 8) * GIB
         more = fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 1), Cell(4096, 2)], 2)
         assert more == self.filling, "the longest text counts"
         assert fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 2)], 2) == self.filling + SLOT_STRIDE * 2 * KIB
