@@ -75,7 +75,7 @@ def table(name: str, document: Path, results_folder: Path = FOLDER) -> str:
     if name not in TABLES:
         raise TableError(f"{document}: table: {name}: must be one of {', '.join(TABLES)}")
     results = Results(results_folder)
-    lines = markdown(TABLES[name](results))
+    lines = markdown(list(TABLES[name](results)))
     return f"{lines}\n" if name == SUMMARY else f"{lines}\n\n{sources(results, document.parent)}\n"
 
 

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvseek.bench.load import cells as load_cells
-from kvseek.bench.output import GIB, read_result
+from kvseek.bench.output import GIB, Figure, read_result
 from kvseek.bench.speed.parts import part_groups
 from kvseek.core.errors import KvseekError
 
@@ -31,7 +31,8 @@ TASKS = {  # of bench/accuracy/needle.py, and their headings
 }
 
 Row = tuple[str, ...]
-Rows = Sequence[Row]  # headings first
+Rows = Iterable[Row]  # headings first
+Columns = Mapping[str, Figure]  # by their headings
 
 
 class TableError(KvseekError):
@@ -80,6 +81,18 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
+def rows(columns: Columns, entries: Iterable[dict[str, Any]]) -> Rows:
+    """A row for each entry."""
+    return [tuple(columns), *(tuple(figure(entry) for figure in columns.values()) for entry in entries)]
+
+
+COLUMNS: Columns = {  # that several tables have
+    "tokens": lambda entry: f"{entry['context']:,}",
+    "method": lambda entry: f"`{entry['method'].partition(':')[0]}`",
+    "layers with rows in host memory": lambda entry: str(entry["host_layers"]),
+}
+
+
 def with_ratio(entry: dict[str, Any]) -> str:
     """Milliseconds of a step; in brackets those over the baseline's, of every method but the baseline."""
     ratio = entry["to_baseline"]
@@ -88,32 +101,29 @@ def with_ratio(entry: dict[str, Any]) -> str:
 
 def one_request(results: Results) -> Rows:
     today, narrow = results("methods-h200"), results("methods-h200-layers-together")
-    rows: list[Row] = [("method", "index bytes a key and KV head", "rows in GPU memory", "rows in host memory")]
+    yield ("method", "index bytes a key and KV head", "rows in GPU memory", "rows in host memory")
     for method, document in (*((method, today) for method in METHODS), (INT8, narrow)):
         entries = [step(document, method, offload, 128 * K) for offload in ("never", "always")]
         index = entries[0]["index_bytes_per_token_and_kv_head"]
         times = [with_ratio(entry) for entry in entries]
-        rows.append((f"`{method}`", f"{index:.1f}" if index else "", times[0], times[1] if method != "full" else ""))
-    return rows
+        yield (f"`{method}`", f"{index:.1f}" if index else "", times[0], times[1] if method != "full" else "")
 
 
 def paper_presets(results: Results) -> Rows:
     document = results("paper-presets-h200")
-    rows: list[Row] = [("", "rows in GPU memory", "rows in host memory")]
+    yield ("", "rows in GPU memory", "rows in host memory")
     for name in ("prkv", "pariskv", "ctkvr", "clusterkv"):
         times = (with_ratio(step(document, f"{name}:paper", offload, 128 * K)) for offload in ("never", "always"))
-        rows.append((f"`{name}:paper`", *times))
-    return rows
+        yield (f"`{name}:paper`", *times)
 
 
 def parts(results: Results) -> Rows:
     document = results("methods-h200")
-    rows: list[Row] = [("method", "products", "selection", "attention", "the rest", "bytes read, GB")]
+    yield ("method", "products", "selection", "attention", "the rest", "bytes read, GB")
     for method in METHODS:
         entry = step(document, method, "never", 128 * K)
         groups = part_groups(entry["stages"])
-        rows.append((f"`{method}`", *map(milliseconds, groups.values()), f"{sum(entry['bytes'].values()) / 1e9:.1f}"))
-    return rows
+        yield (f"`{method}`", *map(milliseconds, groups.values()), f"{sum(entry['bytes'].values()) / 1e9:.1f}")
 
 
 LONG = (  # result file, contexts, method, where its rows lie
@@ -129,40 +139,42 @@ LONG = (  # result file, contexts, method, where its rows lie
 
 
 def long_contexts(results: Results) -> Rows:
-    rows: list[Row] = [
-        ("tokens", "method", "layers with rows in host memory", "index, GiB", "a step, ms", "`full`, at least, ms")
-    ]
+    yield ("tokens", "method", "layers with rows in host memory", "index, GiB", "a step, ms", "`full`, at least, ms")
     for name, context, method, offload in LONG:
         entry = step(results(name), method, offload, context)
         fits = entry["to_baseline"] is not None
         floor = "" if fits else f"{entry['dense_floor_seconds'] * 1e3:,.0f}"
         index = f"{entry['index_bytes'] / GIB:.1f}" if entry["index_bytes"] else ""
         time = with_ratio(entry) if fits else milliseconds(entry["step_seconds"]["median"])
-        rows.append((f"{context:,}", f"`{method}`", str(entry["host_layers"]), index, time, floor))
-    return rows
+        yield (f"{context:,}", f"`{method}`", str(entry["host_layers"]), index, time, floor)
 
 
 def throughput(results: Results) -> Rows:
     entries = results("throughput-nested-int8-h200")["results"]
-    rows: list[Row] = [("method", "requests", "layers with rows in host memory", "a step, ms", "tokens/s")]
-    for entry in entries:
-        peak = max(other["tokens_per_second"] for other in entries if other["method"] == entry["method"])
-        rate = f"{entry['tokens_per_second']:,.0f}"
-        rate = f"**{rate}**" if entry["tokens_per_second"] == peak else rate
-        time = milliseconds(entry["step_seconds"]["median"])
-        rows.append((f"`{entry['method']}`", str(entry["batch"]), str(entry["host_layers"]), time, rate))
-    return rows
+    peaks = {one["tokens_per_second"] for one in results("throughput-nested-int8-h200")["peaks"]}
+
+    def rate(entry: dict[str, Any]) -> str:
+        mark = "**" if entry["tokens_per_second"] in peaks else ""
+        return f"{mark}{entry['tokens_per_second']:,.0f}{mark}"
+
+    columns: Columns = {
+        "method": lambda entry: f"`{entry['method']}`",
+        "requests": lambda entry: str(entry["batch"]),
+        "layers with rows in host memory": COLUMNS["layers with rows in host memory"],
+        "a step, ms": lambda entry: milliseconds(entry["step_seconds"]["median"]),
+        "tokens/s": rate,
+    }
+    return rows(columns, entries)
 
 
 def evictions(results: Results) -> Rows:
-    rows: list[Row] = [
-        ("tokens", "method", "layers with rows in host memory", "a step, ms", "the longest beside an eviction, ms")
-    ]
-    for name in ("evictions-1m-h100-nested", "evictions-1m-h100-pariskv", "evictions-2m-h200"):
-        (entry,) = results(name)["results"]
-        times = (milliseconds(entry["step_seconds"]), milliseconds(entry["longest_seconds"]))
-        rows.append((f"{entry['context']:,}", f"`{entry['method']}`", str(entry["host_layers"]), *times))
-    return rows
+    columns: Columns = {
+        **COLUMNS,
+        "a step, ms": lambda entry: milliseconds(entry["step_seconds"]),
+        "the longest beside an eviction, ms": lambda entry: milliseconds(entry["longest_seconds"]),
+    }
+    names = ("evictions-1m-h100-nested", "evictions-1m-h100-pariskv", "evictions-2m-h200")
+    return rows(columns, (entry for name in names for entry in results(name)["results"]))
 
 
 def long_request(results: Results) -> Rows:
@@ -180,20 +192,14 @@ def long_request(results: Results) -> Rows:
 
 
 def selections(results: Results) -> Rows:
-    rows: list[Row] = [("method", "tokens", "requests", "a layer, µs", "bytes read, TB/s")]
-    for entry in results("selection-h200")["results"]:
-        seconds = entry["layer_seconds"]["median"]
-        rate = entry["bytes"] / seconds / 1e12
-        rows.append(
-            (
-                f"`{entry['method']}`",
-                f"{entry['context']:,}",
-                str(entry["batch"]),
-                f"{seconds * 1e6:.1f}",
-                f"{rate:.2f}",
-            )
-        )
-    return rows
+    columns: Columns = {
+        "method": COLUMNS["method"],
+        "tokens": COLUMNS["tokens"],
+        "requests": lambda entry: str(entry["batch"]),
+        "a layer, µs": lambda entry: f"{entry['layer_seconds']['median'] * 1e6:.1f}",
+        "bytes read, TB/s": lambda entry: f"{entry['bytes'] / entry['layer_seconds']['median'] / 1e12:.2f}",
+    }
+    return rows(columns, results("selection-h200")["results"])
 
 
 PROMPTS = (
@@ -207,7 +213,7 @@ PROMPT_TOKENS = (32 * K, 128 * K, 512 * K)
 
 
 def prompts(results: Results) -> Rows:
-    rows: list[Row] = [("", *(f"{tokens:,} tokens" for tokens in PROMPT_TOKENS))]
+    yield ("", *(f"{tokens:,} tokens" for tokens in PROMPT_TOKENS))
     for name, method in PROMPTS:
         cells = []
         for tokens in PROMPT_TOKENS:
@@ -215,8 +221,7 @@ def prompts(results: Results) -> Rows:
             entries = results("prefill-sparse-512k-h200" if longest else name)["results"]
             found = [entry for entry in entries if (entry["method"], entry["tokens"]) == (method, tokens)]
             cells.append(_prompt(found[0], method) if found else "")
-        rows.append((f"`{method}`", *cells))
-    return rows
+        yield (f"`{method}`", *cells)
 
 
 def _prompt(entry: dict[str, Any], method: str) -> str:
@@ -226,15 +231,15 @@ def _prompt(entry: dict[str, Any], method: str) -> str:
 
 def prompt_parts(results: Results) -> Rows:
     document = results("prefill-sparse-h200")
-    rows: list[Row] = [("tokens", "prompts", "attention", "products, with the activation", "the rest")]
+    yield ("tokens", "prompts", "attention", "products, with the activation", "the rest")
     for entry in document["results"]:
         if "samples" not in entry["method"]:
             times, counts = entry["part_seconds"], entry["operations"]
             rates = [f"{times[name]:.2f} s, {count / times[name] / 1e12:.0f} TFLOP/s" for name, count in counts.items()]
             kind = "dense" if entry["method"] == "full" else "sparse"
-            rows.append((f"{entry['tokens']:,}", kind, *rates, f"{times['others']:.2f} s"))
+            yield (f"{entry['tokens']:,}", kind, *rates, f"{times['others']:.2f} s")
     best = f"{document['best_product_rate'] / 1e12:.0f} TFLOP/s"
-    return [*rows, ("", "a product of two matrices of 8,192 × 8,192", "", best, "")]
+    yield "", "a product of two matrices of 8,192 × 8,192", "", best, ""
 
 
 def needle(name: str) -> Callable[[Results], Rows]:
@@ -242,14 +247,13 @@ def needle(name: str) -> Callable[[Results], Rows]:
 
     def table(results: Results) -> Rows:
         document = results(name)
-        rows: list[Row] = [("", *TASKS.values(), "right answers")]
+        yield ("", *TASKS.values(), "right answers")
         for engine in document["engines"]:
             cells = {cell["task"]: cell for cell in document["cells"] if cell["engine"] == engine}
             right = sum(_right(cell) for cell in cells.values())
             asked = sum(cell["questions"] for cell in cells.values())
             shown = (_percent(cells[task]) if task in cells else "" for task in TASKS)
-            rows.append((f"`{engine}`", *shown, f"{right} of {asked}"))
-        return rows
+            yield (f"`{engine}`", *shown, f"{right} of {asked}")
 
     return table
 
@@ -269,48 +273,42 @@ def _counted(cell: dict[str, Any]) -> str:
 def ctkvr_lists(results: Results) -> Rows:
     document = results("needle-128k-ctkvr-lists")
     tasks = ("niah_multikey_dense", "niah_multivalue")
-    rows: list[Row] = [("", *(TASKS[task] for task in tasks))]
+    yield ("", *(TASKS[task] for task in tasks))
     for engine in document["engines"]:
-        rows.append((f"`{engine}`", *(_counted(one(document["cells"], engine=engine, task=task)) for task in tasks)))
-    return rows
+        yield (f"`{engine}`", *(_counted(one(document["cells"], engine=engine, task=task)) for task in tasks))
 
 
 def sparse_answers(results: Results) -> Rows:
     cells = results("needle-sparse-h100")["cells"]
-    rows: list[Row] = [("tokens", "", *TASKS.values())]
+    yield ("tokens", "", *TASKS.values())
     for length in (32 * K, 130_048):
         for engine in ("full", *(f"{m}{SPARSE}{chunks}" for chunks in ("", CHUNKS) for m in ("full", "pariskv"))):
             found = {c["task"]: c for c in cells if (c["engine"], c["length"]) == (engine, length)}
             if found:
                 shown = (_counted(found[task]) if task in found else "" for task in TASKS)
-                rows.append((f"{length:,}", f"`{engine}`", *shown))
-    return rows
+                yield (f"{length:,}", f"`{engine}`", *shown)
 
 
 def sparse_settings(results: Results) -> Rows:
     cells, times = results("needle-sparse-h100")["cells"], results("prefill-sparse-settings-h100")["results"]
-    rows: list[Row] = [("", "right answers", "a prompt, s")]
+    yield ("", "right answers", "a prompt, s")
     for setting in ("", "query_block=256", "budget=16384", "samples=64", "dense_layers=2"):
         field = f",block_sparse.{setting}" if setting else ""
         cell = one(cells, engine=f"full{SPARSE}{field}{CHUNKS}", task="niah_multivalue", length=130_048)
         entry = one(times, method=f"full{SPARSE}{CHUNKS}{field}")
         ratio = f" ({entry['to_baseline']:.2f} ×)" if setting else ""
-        rows.append(
-            (f"`{setting}`" if setting else "defaults", _counted(cell), f"{entry['seconds']['median']:.2f}{ratio}")
-        )
-    return rows
+        yield (f"`{setting}`" if setting else "defaults", _counted(cell), f"{entry['seconds']['median']:.2f}{ratio}")
 
 
 def cached_prompts(results: Results) -> Rows:
     document = results("cached-prompts-h200")
-    rows: list[Row] = [("method", "rows", "dense", '`cache.cached_prefill = "sparse"`', "steps wait, s")]
+    yield ("method", "rows", "dense", '`cache.cached_prefill = "sparse"`', "steps wait, s")
     for offload, where in (("always", "in host memory"), ("never", "in GPU memory")):
         for method in ("full", "nested", "prkv"):
             entries = [e for e in document["results"] if (e["method"], e["offload"]) == (method, offload)]
             found = {entry["form"]: f"{entry['questions']['100']['seconds']:.2f}" for entry in entries}
             left = f"{one(entries, form='dense')['left']:.3f}"
-            rows.append((f"`{method}`", where, found["dense"], found.get("sparse", ""), left))
-    return rows
+            yield (f"`{method}`", where, found["dense"], found.get("sparse", ""), left)
 
 
 def prefixes_on_disk(results: Results) -> Rows:
@@ -341,40 +339,38 @@ def prefixes_on_disk(results: Results) -> Rows:
 
 def ranks_steps(results: Results) -> Rows:
     device, host = results("ranks-h200-128k-device")["results"], results("ranks-h200-128k-host")["results"]
-    rows: list[Row] = [("", "1 rank", "2 ranks", "× 1 rank")]
+    yield ("", "1 rank", "2 ranks", "× 1 rank")
     for method in ("full", "nested", "pariskv"):
         before, after = (one(device, method=method, tp_size=size) for size in (1, 2))
         times = (milliseconds(entry["seconds"]["median"]) for entry in (before, after))
-        rows.append((f"`{method}`, rows in GPU memory", *times, f"{after['to_one_rank']:.2f}"))
+        yield (f"`{method}`, rows in GPU memory", *times, f"{after['to_one_rank']:.2f}")
     for entry in host:
         time = milliseconds(entry["seconds"]["median"])
-        rows.append((f"`{entry['method']}`, rows in host memory", "", time, ""))
-    return rows
+        yield (f"`{entry['method']}`, rows in host memory", "", time, "")
 
 
 def ranks_prompts(results: Results) -> Rows:
-    rows: list[Row] = [("", "1 rank, s", "2 ranks, s", "× 1 rank")]
+    yield ("", "1 rank, s", "2 ranks, s", "× 1 rank")
     for name in ("ranks-h200-prefill", "ranks-h200-prefill-chunks"):
         entries = results(name)["results"]
         for method in dict.fromkeys(entry["method"] for entry in entries):
             before, after = (one(entries, method=method, tp_size=size) for size in (1, 2))
             times = (f"{entry['seconds']['median']:.2f}" for entry in (before, after))
-            rows.append((f"`{method}`", *times, f"{after['to_one_rank']:.2f}"))
-    return rows
+            yield (f"`{method}`", *times, f"{after['to_one_rank']:.2f}")
 
 
 def ranks_long(results: Results) -> Rows:
-    rows: list[Row] = [
-        ("tokens", "method", "ranks", "layers with rows in host memory", "a step, ms", "× 1 rank", "the prompt, s")
-    ]
-    for name in ("ranks-h200-1m-auto", "ranks-h200-2m-auto"):
-        for entry in sorted(results(name)["results"], key=lambda entry: int(entry["tp_size"])):
-            ratio = f"{entry['to_one_rank']:.2f}" if entry["tp_size"] > 1 else ""
-            method = entry["method"].partition(":")[0]
-            time, prompt = milliseconds(entry["seconds"]["median"]), f"{entry['prefill_seconds']:.1f}"
-            where = str(entry["host_layers"])
-            rows.append((f"{entry['context']:,}", f"`{method}`", str(entry["tp_size"]), where, time, ratio, prompt))
-    return rows
+    columns: Columns = {
+        "tokens": COLUMNS["tokens"],
+        "method": COLUMNS["method"],
+        "ranks": lambda entry: str(entry["tp_size"]),
+        "layers with rows in host memory": COLUMNS["layers with rows in host memory"],
+        "a step, ms": lambda entry: milliseconds(entry["seconds"]["median"]),
+        "× 1 rank": lambda entry: f"{entry['to_one_rank']:.2f}" if entry["tp_size"] > 1 else "",
+        "the prompt, s": lambda entry: f"{entry['prefill_seconds']:.1f}",
+    }
+    found = (results(name)["results"] for name in ("ranks-h200-1m-auto", "ranks-h200-2m-auto"))
+    return rows(columns, (entry for one in found for entry in sorted(one, key=lambda entry: int(entry["tp_size"]))))
 
 
 def ranks_72b(results: Results) -> Rows:
@@ -394,12 +390,11 @@ def cpu_steps(name: str) -> Callable[[Results], Rows]:
 
     def table(results: Results) -> Rows:
         (part,) = results(name)["contexts"]
-        rows: list[Row] = [("", "a step, ms", "× `full`", "products", "selection", "attention", "the rest")]
+        yield ("", "a step, ms", "× `full`", "products", "selection", "attention", "the rest")
         for entry in part["results"]:
             shown = (f"{seconds * 1e3:.1f}" for seconds in part_groups(entry["parts"]).values())
             time = f"{entry['tpot_seconds']['median'] * 1e3:.1f}"
-            rows.append((f"`{entry['name']}`", time, f"{entry['to_baseline']:.2f}", *shown))
-        return rows
+            yield (f"`{entry['name']}`", time, f"{entry['to_baseline']:.2f}", *shown)
 
     return table
 
@@ -467,16 +462,16 @@ CODES = {  # what is said of it, and the changes from the defaults under which t
 
 def codes(results: Results) -> Rows:
     found = results("key-codes-smollm2-8k")["results"]
-    rows: list[Row] = [("", "recall", "mass")]
+    yield ("", "recall", "mass")
     for words, changes in CODES.items():
         entry = one(found, changes=changes)
-        rows.append((words, f"{entry['recall']:.3f}", f"{entry['mass']:.3f}"))
-    return rows
+        yield (words, f"{entry['recall']:.3f}", f"{entry['mass']:.3f}")
 
 
 def summary(results: Results) -> Rows:
     """The page that a busy engineer finishes: one line a question."""
-    return [("", "`full`", "`nested`", "other"), *_summary(results)]
+    yield "", "`full`", "`nested`", "other"
+    yield from _summary(results)
 
 
 def _summary(results: Results) -> Iterator[Row]:

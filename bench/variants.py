@@ -1,4 +1,4 @@
-"""Variants of methods for measurements: a registered name, with other values for fields of the method or of the cache.
+"""Variants of methods for measurements: a registered name, with other values for fields of the method, the cache or the engine.
 
 For example BASELINE,NAME,NAME:field=value,field=value,OTHER:cache.local=256,OTHER:paper names five.
 """
@@ -15,17 +15,14 @@ from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineCo
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 from kvseek.core.sizes import optional_size
-from kvseek.engine.model.weight_only import NONE
 from kvseek.plugins.registry import CACHE_PREFIX, PAPER, Method, get_method
 
-DENSE = "dense"
+DENSE = EngineConfig.prefill_attention
 BLOCK_SPARSE_PREFIX = "block_sparse."
-# The engine's fields that a variant may set.
-PRECISION, QUANTIZE_HEAD, PREFILL_ATTENTION = "weight_only_precision", "quantize_lm_head", "prefill_attention"
-CHUNK, CHUNK_TOKENS = "prefill_chunk_tokens", EngineConfig.prefill_chunk_tokens
+ENGINE_FIELDS = ("weight_only_precision", "quantize_lm_head", "prefill_attention", "prefill_chunk_tokens")
 FORM = (
     f"NAME, NAME:field=value,field=value or NAME:{PAPER},field=value, which begins with the settings of its paper; fields of "
-    f"the cache are cache.NAME, of the engine {PRECISION}, {QUANTIZE_HEAD}, {PREFILL_ATTENTION}, block_sparse.NAME and {CHUNK}"
+    f"the cache are cache.NAME, of the engine block_sparse.NAME, {', '.join(ENGINE_FIELDS)}"
 )
 
 
@@ -37,29 +34,16 @@ class Variant:
     ----------
     label : str
         The variant as it was written; unique in a run.
-    fields, cache_fields : dict
-        Fields that differ from the defaults of the method, and of its cache.
-    weight_only_precision : str
-        Precision of the layers' weights; see EngineConfig.
-    quantize_lm_head : bool
-        Whether the output head has int8 weights, too; see EngineConfig.
-    prefill_attention : str
-        What prompts attend to; see EngineConfig.
-    block_sparse_fields : dict
-        Fields of `block_sparse` that differ from its defaults.
-    prefill_chunk_tokens : int
-        Prompt tokens that one unit of prefill processes; see EngineConfig.
+    fields, cache_fields, block_sparse_fields, engine_fields : dict
+        Fields that differ from the defaults: of the method, its cache, BlockSparseConfig, and of EngineConfig (ENGINE_FIELDS).
     """
 
     label: str
     method: str
     fields: dict[str, Any] = field(default_factory=dict, hash=False)
     cache_fields: dict[str, Any] = field(default_factory=dict, hash=False)
-    weight_only_precision: str = NONE
-    prefill_attention: str = DENSE
     block_sparse_fields: dict[str, Any] = field(default_factory=dict, hash=False)
-    quantize_lm_head: bool = False
-    prefill_chunk_tokens: int = CHUNK_TOKENS
+    engine_fields: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def entry(self) -> Method:
@@ -78,31 +62,37 @@ class Variant:
         return from_dict(CacheConfig, {**defaults, **self.cache_fields}, "cache")
 
     @property
-    def block_sparse(self) -> BlockSparseConfig:
-        """What prompts attend to with prefill_attention = "block_sparse"."""
-        return from_dict(BlockSparseConfig, self.block_sparse_fields, "block_sparse")
+    def engine(self) -> dict[str, Any]:
+        """Fields of EngineConfig: ENGINE_FIELDS, and `block_sparse`, what prompts attend to."""
+        sparse = from_dict(BlockSparseConfig, self.block_sparse_fields, "block_sparse")
+        return (
+            {name: getattr(EngineConfig, name) for name in ENGINE_FIELDS}
+            | self.engine_fields
+            | {"block_sparse": sparse}
+        )
+
+    @property
+    def weights(self) -> tuple[str, bool]:
+        """weight_only_precision and quantize_lm_head."""
+        return self.engine["weight_only_precision"], self.engine["quantize_lm_head"]
 
     @property
     def prompt_attention(self) -> tuple[str, BlockSparseConfig]:
         """What prompts attend to."""
-        return self.prefill_attention, self.block_sparse
+        return self.engine["prefill_attention"], self.engine["block_sparse"]
 
     def flags(self) -> list[str]:
         """Return the flags of `kvseek build` that make such an engine."""
-        named = {f"{self.method}.{name}": value for name, value in self.fields.items()}
+        named = dict(self.engine_fields)
+        named |= {f"{self.method}.{name}": value for name, value in self.fields.items()}
         named |= {CACHE_PREFIX + name: value for name, value in self.cache_fields.items()}
         named |= {BLOCK_SPARSE_PREFIX + name: value for name, value in self.block_sparse_fields.items()}
         words = ["--method", self.method]
-        if self.weight_only_precision != NONE:
-            words += [f"--{PRECISION}", self.weight_only_precision]
-        if self.quantize_lm_head:
-            words.append(f"--{QUANTIZE_HEAD}")
-        if self.prefill_attention != DENSE:
-            words += [f"--{PREFILL_ATTENTION}", self.prefill_attention]
-        if self.prefill_chunk_tokens != CHUNK_TOKENS:
-            words += [f"--{CHUNK}", str(self.prefill_chunk_tokens)]
         for name, value in named.items():
-            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+            if name != "quantize_lm_head":
+                words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+            elif value:
+                words.append(f"--{name}")
         return words
 
     def laid_out_as(self, cache: CacheConfig) -> Variant:
@@ -114,6 +104,10 @@ class Variant:
     def with_fields(self, **values: Any) -> Variant:
         """Make the same variant with further fields set; fields that it already sets are kept."""
         return dataclasses.replace(self, fields={**values, **self.fields})
+
+    def with_engine(self, **values: Any) -> Variant:
+        """Make the same variant with these fields of the engine."""
+        return dataclasses.replace(self, engine_fields={**self.engine_fields, **values})
 
 
 def parse_variants(text: str) -> list[Variant]:
@@ -131,7 +125,7 @@ def parse_variants(text: str) -> list[Variant]:
         raise ConfigError(f"--methods = {text!r}: must name each once; leave the second out")
     variants = [_parse(label) for label in labels]
     for variant in variants:
-        _ = variant.settings, variant.cache, variant.block_sparse  # raises if a field does not exist or is out of range
+        _ = variant.settings, variant.cache, variant.engine  # raises if a field does not exist or is out of range
     return variants
 
 
@@ -140,35 +134,36 @@ def _parse(label: str) -> Variant:
     assignments = listed.split(",") if colon else []
     preset = assignments.pop(0) if assignments[:1] == [PAPER] else None
     own, cache = get_method(method).preset(preset)
-    block_sparse: dict[str, Any] = {}
+    block_sparse, engine = dict[str, Any](), dict[str, Any]()
     for assignment in assignments:
-        name, equals, value = assignment.partition("=")
+        name, equals, text = assignment.partition("=")
         if not name or not equals:
             raise ConfigError(f"--methods = {label!r}: must be {FORM}")
         if name.startswith(CACHE_PREFIX):
-            cache[name.removeprefix(CACHE_PREFIX)] = _size(name, value) if name.endswith("_bytes") else _value(value)
+            cache[name.removeprefix(CACHE_PREFIX)] = _size(name, text) if name.endswith("_bytes") else _value(text)
         elif name.startswith(BLOCK_SPARSE_PREFIX):
-            block_sparse[name.removeprefix(BLOCK_SPARSE_PREFIX)] = _value(value)
+            block_sparse[name.removeprefix(BLOCK_SPARSE_PREFIX)] = _value(text)
+        elif name in ENGINE_FIELDS:
+            engine[name] = _engine_value(name, _value(text))
         else:
-            own[name] = _value(value)
-    precision, attention = (
-        _choice(own, name, usual) for name, usual in ((PRECISION, NONE), (PREFILL_ATTENTION, DENSE))
-    )
-    idle, remedy = attention == DENSE and bool(block_sparse), f"name {PREFILL_ATTENTION}=block_sparse, too"
+            own[name] = _value(text)
+    idle = bool(block_sparse) and engine.get("prefill_attention", DENSE) == DENSE
+    remedy = "name prefill_attention=block_sparse, too"
     require(not idle, "--methods: block_sparse", block_sparse, "left out with dense prompts", remedy)
-    head = own.pop(QUANTIZE_HEAD, False)
-    require(isinstance(head, bool), f"--methods: {QUANTIZE_HEAD}", head, "true or false", "leave it out for false")
-    chunk = own.pop(CHUNK, CHUNK_TOKENS)
-    whole = type(chunk) is int and chunk > 0
-    require(whole, f"--methods: {CHUNK}", chunk, "a whole number > 0", f"leave it out for {CHUNK_TOKENS}")
-    return Variant(label, method, own, cache, precision, attention, block_sparse, head, chunk)
+    return Variant(label, method, own, cache, block_sparse, engine)
 
 
-def _choice(fields: dict[str, Any], name: str, usual: str) -> str:
-    """Take an engine's field out of a variant's."""
-    value, choices = fields.pop(name, usual), CHOICES[name]
-    require(value in choices, f"--methods: {name}", value, f"one of {choices}", f"leave it out for {usual}")
-    return str(value)
+def _engine_value(name: str, value: Any) -> Any:
+    """The value of one of ENGINE_FIELDS; raises ConfigError if it is of another kind than the default."""
+    usual = getattr(EngineConfig, name)
+    if name in CHOICES:
+        fits, limit = value in CHOICES[name], f"one of {CHOICES[name]}"
+    elif isinstance(usual, bool):
+        fits, limit = isinstance(value, bool), "true or false"
+    else:
+        fits, limit = type(value) is int and value > 0, "a whole number > 0"
+    require(fits, f"--methods: {name}", value, limit, f"leave it out for {json.dumps(usual)}")
+    return value
 
 
 def _size(name: str, text: str) -> int | None:

@@ -27,7 +27,7 @@ from kvseek.bench.accuracy.needle_tasks.facts import Score, score
 from kvseek.bench.accuracy.needle_tasks.tasks import ROUNDS, TASKS, Dialogue, make_dialogues
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import add_output_flags, progress, run_command, write_result
-from kvseek.bench.variants import CHUNK, DENSE, PRECISION, PREFILL_ATTENTION, QUANTIZE_HEAD
+from kvseek.bench.variants import DENSE
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import FinishReason
@@ -103,11 +103,11 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
     fields, own_cache = method.preset(preset)
     defaults = dataclasses.asdict(method.configure(fields))
     changed = {name: value for name, value in settings.items() if value != defaults[name]}
-    changed |= unusual(config, PRECISION, QUANTIZE_HEAD, "tp_size", PREFILL_ATTENTION)
+    changed |= unusual(config, "weight_only_precision", "quantize_lm_head", "tp_size", "prefill_attention")
     if config.prefill_attention != DENSE:
         own, usual = dataclasses.asdict(config.block_sparse), dataclasses.asdict(BlockSparseConfig())
         changed |= {f"block_sparse.{name}": value for name, value in own.items() if value != usual[name]}
-    changed |= unusual(config, CHUNK)
+    changed |= unusual(config, "prefill_chunk_tokens")
     if with_cache:
         usual = dataclasses.asdict(CacheConfig(**{**method.traits().cache_defaults, **own_cache}))
         cache = dataclasses.asdict(config.cache)

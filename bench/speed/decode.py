@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import sys
 import tempfile
@@ -151,18 +150,14 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
             f"--tp_size, --methods: ask for {several} engines of several ranks, a process can have one; time the others in "
             "runs of their own, each beside the same engine of one rank"
         )
-    if arguments.methods is None:
-        for name in ("weight_only_precision", "quantize_lm_head"):
-            if getattr(arguments, name):
+    for name in ("weight_only_precision", "quantize_lm_head"):
+        if value := getattr(arguments, name):
+            if arguments.methods is None:
                 raise ConfigError(f"--{name}: must come with --methods; engine directories have their own")
-    elif arguments.weight_only_precision is not None:
-        own = [variant.label for variant in arguments.methods if variant.weight_only_precision != NONE]
-        if own:
-            raise ConfigError(f"--methods: {own[0]!r}: must not name a precision beside --weight_only_precision")
-        change = {"weight_only_precision": arguments.weight_only_precision}
-        arguments.methods = [dataclasses.replace(variant, **change) for variant in arguments.methods]
-    if arguments.quantize_lm_head:
-        arguments.methods = [dataclasses.replace(variant, quantize_lm_head=True) for variant in arguments.methods]
+            own = [variant.label for variant in arguments.methods if name in variant.engine_fields]
+            if own:
+                raise ConfigError(f"--methods: {own[0]!r}: must not have {name} beside --{name}; name it once")
+            arguments.methods = [variant.with_engine(**{name: value}) for variant in arguments.methods]
     return arguments
 
 

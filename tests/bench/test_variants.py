@@ -25,13 +25,13 @@ def test_a_variant_may_have_sparse_prompts() -> None:
 
 def test_a_variant_may_have_a_head_of_8_bits() -> None:
     (variant,) = parse_variants("full:weight_only_precision=int8,quantize_lm_head=true")
-    assert (variant.weight_only_precision, variant.quantize_lm_head) == ("int8", True)
+    assert variant.weights == ("int8", True)
     assert variant.flags() == ["--method", "full", "--weight_only_precision", "int8", "--quantize_lm_head"]
 
 
 def test_a_variant_may_read_prompts_in_other_chunks() -> None:
     usual, own = parse_variants("full,full:prefill_chunk_tokens=4096")
-    assert (usual.prefill_chunk_tokens, own.prefill_chunk_tokens) == (EngineConfig.prefill_chunk_tokens, 4096)
+    assert [one.engine["prefill_chunk_tokens"] for one in (usual, own)] == [EngineConfig.prefill_chunk_tokens, 4096]
     assert own.flags() == [*usual.flags(), "--prefill_chunk_tokens", "4096"]
 
 

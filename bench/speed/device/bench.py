@@ -49,11 +49,7 @@ def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Seque
         cache=variant.cache,
         dtype=dtype,
         device="cuda",
-        weight_only_precision=variant.weight_only_precision,
-        quantize_lm_head=variant.quantize_lm_head,
-        prefill_attention=variant.prefill_attention,
-        block_sparse=variant.block_sparse,
-        prefill_chunk_tokens=variant.prefill_chunk_tokens,
+        **variant.engine,
         max_batch_size=max(cell.batch for cell in cells),
         max_input_len=longest,
         max_seq_len=longest,
@@ -135,9 +131,8 @@ class Bench:
     def load(self) -> None:
         """Make the weights of the variants in use: after the plan has been checked, as it takes a while."""
         self.weights = RandomWeights(self.model, self.dtype, self.device, self.arguments.seed)
-        precisions = {(variant.weight_only_precision, variant.quantize_lm_head) for variant in self.variants}
-        plain = self.weights.tensors
-        self._tensors = {(bits, head): quantised(plain, bits, quantize_lm_head=head) for bits, head in precisions}
+        kinds, plain = {variant.weights for variant in self.variants}, self.weights.tensors
+        self._tensors = {(bits, head): quantised(plain, bits, quantize_lm_head=head) for bits, head in kinds}
 
     def load_alone(self, variant: Variant) -> None:
         """Plan for one variant from now on, and hold its weights alone: `weights`, which a plain read reads, are gone then."""
@@ -209,7 +204,7 @@ class Bench:
     ) -> BenchDecoder:
         """A decoder of the random weights; several may share a cache and indexes."""
         retrieval, kernels = self.retrieval(variant, cache, indexes, cells, hot_rows), self.kernels(variant)
-        tensors = self._tensors[variant.weight_only_precision, variant.quantize_lm_head]
+        tensors = self._tensors[variant.weights]
         attention, products = prompt_attention(retrieval, kernels), device_products(retrieval.config, kernels)
         model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, products)
         return BenchDecoder(model, retrieval, GraphSteps(model, retrieval))
