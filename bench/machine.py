@@ -72,12 +72,6 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
 
 
-def resident_bytes() -> int:
-    """Resident set of this process now; raises OSError where the system has no /proc."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
-
-
 class PlainRead:
     """Reads `size` bytes of memory in order with all threads: no program that reads as many bytes can be faster."""
 

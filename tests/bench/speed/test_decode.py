@@ -12,7 +12,7 @@ import torch
 from tests.conftest import BuildEngine
 from tests.support.random_models import save_random_model
 
-from kvseek.bench.machine import describe, installed_version, peak_memory_bytes, resident_bytes
+from kvseek.bench.machine import describe, installed_version, peak_memory_bytes
 from kvseek.bench.speed import decode
 from kvseek.bench.speed.contestants import row_bytes
 from kvseek.bench.speed.decode import add_ratios, print_report
@@ -104,7 +104,6 @@ def test_machine_description() -> None:
     assert described["cpu"]
     assert json.loads(json.dumps(described)) == described
     assert peak_memory_bytes() > 50e6  # torch alone needs more
-    assert 50e6 < resident_bytes() <= peak_memory_bytes() * 1.01  # the system counts the two at different moments
     assert installed_version("a-package-that-nobody-made") is None
 
 
@@ -209,14 +208,13 @@ def test_engines_of_several_ranks_take_part(tmp_path: Path, capsys: pytest.Captu
         "--contexts",
         "50",
     ]
-    for _ in range(2):  # the ranks of the first run have ended
-        assert decode.main([*arguments, "--tokens", "5", "--threads", "2", "--json"]) == 0
-        document = json.loads(capsys.readouterr().out)
-        one, two = document["contexts"][0]["results"]
-        assert [(entry["name"], entry["tp_size"]) for entry in (one, two)] == [("full", 1), ("full, 2 ranks", 2)]
-        assert two["tokens_as_baseline"] == 1
-        assert two["bytes"] == one["bytes"]
-        assert document["machine"]["threads"] == 2
+    assert decode.main([*arguments, "--tokens", "5", "--threads", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    one, two = document["contexts"][0]["results"]
+    assert [(entry["name"], entry["tp_size"]) for entry in (one, two)] == [("full", 1), ("full, 2 ranks", 2)]
+    assert two["tokens_as_baseline"] == 1
+    assert two["bytes"] == one["bytes"]
+    assert document["machine"]["threads"] == 2
     torch.set_num_threads(threads)
     print_report(document)
     assert "full, 2 ranks" in capsys.readouterr().out
