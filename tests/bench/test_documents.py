@@ -31,7 +31,7 @@ def test_every_table_is_in_a_document() -> None:
 def test_every_result_file_is_read_by_a_table_or_a_picture() -> None:
     results = Results()
     for make in (*TABLES.values(), *documents.PICTURES.values()):
-        make(results)
+        list(make(results))
     assert sorted({path.stem for path in FILES} - set(results.read)) == [], "show these results, or delete them"
 
 
