@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import ModelConfig
-from kvseek.plugins.batch import Batch, RequestState
 from kvseek.plugins.contract import Index
 from kvseek.plugins.measurements.costs import SelectionCosts
 from kvseek.plugins.measurements.stages import Stages

@@ -38,18 +38,19 @@ from kvseek.bench.output import (
     print_whole,
     run_command,
 )
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.core.index_context import LayerRows
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.selection import Selection
 from kvseek.engine.engine import Engine
 from kvseek.engine.observer import Observer
 from kvseek.engine.schedule.sampling import Sampler
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Index, LayerRows
+from kvseek.plugins.contract import Index
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import get_method, method_traits
-from kvseek.plugins.selection import Selection
 
 SPAN = 1000  # steps whose figures are averaged
 DOCUMENT_TASK = "niah_multikey"  # whose context is the document with --needle

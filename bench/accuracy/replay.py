@@ -12,13 +12,14 @@ from torch import Tensor
 from kvseek.bench.accuracy.capture import CapturedLayer
 from kvseek.bench.methods import batch_of
 from kvseek.bench.variants import Variant
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import LAST_QUERIES, IndexContext, LayerRows
-from kvseek.plugins.selection import Selection
+from kvseek.core.index_context import IndexContext, LayerRows
+from kvseek.core.selection import Selection
+from kvseek.plugins.contract import LAST_QUERIES
 
 EXACT_TOKENS = 1 << 24  # token numbers that float32 holds exactly
 

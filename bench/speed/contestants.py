@@ -18,8 +18,8 @@ from kvseek.bench.timing import Clock
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.weight_only import NONE
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.weight_only import NONE
 from kvseek.engine.observer import Observer
 
 OUTSIDE = "outside"  # what a step takes beside its parts

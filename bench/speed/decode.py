@@ -48,8 +48,8 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, MOST_POSITIONS
 from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.weight_only import NONE
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.weight_only import NONE
 
 WARMUP = 2  # steps of each contestant that are not counted
 READ_BYTES = 1 << 30  # of a plain read: more than a last-level cache holds

@@ -14,7 +14,7 @@ from kvseek.bench.speed.shapes import prompt_operations
 from kvseek.bench.timing import Samples, interleave
 from kvseek.bench.variants import Variant
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.prompt_attention import PromptAttention, described_attention
+from kvseek.engine.model.cuda.attention import PromptAttention, described_attention
 
 from .bench import Bench
 from .decode import compared_variants

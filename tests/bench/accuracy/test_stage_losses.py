@@ -23,7 +23,7 @@ from kvseek.bench.accuracy.stage_losses import Losses, measure_layer, total
 from kvseek.bench.methods import stages_of
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.plugins.codes.store import CodeStore
+from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.plugins.ctkvr.build import largest
 from kvseek.plugins.measurements.stages import Stage, Stages, by_place
 from kvseek.plugins.prkv.summaries import Summaries
