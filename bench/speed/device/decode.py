@@ -22,7 +22,7 @@ from .bench import ROOM, Bench
 from .contestant import PART_REPEATS, DeviceContestant
 from .floors import Rates, costs_of
 from .memory_plan import Cell, Phase
-from .memory_rates import PAGE_ROWS, PoolSample, Probe, random_row_offsets
+from .memory_rates import Probe
 from .options import MOST_STEPS, WARMUP
 from .results import decode_result, pooled
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 Save = Callable[[], None]
 READ_BYTES = 8 << 30  # of weights that a plain read reads
-PROBED_ROWS = 100_000  # scattered rows that are gathered to measure their rate
-PROBED_PAGES = 20_000
 
 
 class PhasePools:
@@ -99,7 +97,8 @@ class Comparison:
             timed = interleave(calls, steps, arguments.block, warmup, timer=device_seconds)
             samples = {name: turns(one, arguments.block) for name, one in timed.items()}
             if "rates" not in found:
-                found["rates"] = dataclasses.asdict(self.rates(probe))
+                memory = self.bench.weights.flat[: READ_BYTES // self.bench.dtype.itemsize]
+                found["rates"] = dataclasses.asdict(probe.rates(memory))
             self._record(cell, found, baseline, contestant, samples)
             used = contestant.done if contestant is not None else 0
 
@@ -111,24 +110,6 @@ class Comparison:
         costs = costs_of(bench.config(self.variant, [cell]), cell.context, bench.dtype.itemsize)
         after = min(MOST_STEPS - 1, costs.upkeep_after)
         return min(MOST_STEPS - after, costs.upkeep_steps), after
-
-    def rates(self, probe: Probe) -> Rates:
-        """What the memory can do at this moment; rows of the last layer, which lie in host memory if any layer's do."""
-        cache, bench = self.targets[0][0], self.bench
-        model, itemsize, layer = bench.model, bench.dtype.itemsize, bench.model.num_layers - 1
-        pool = cache.rows.of_layer(layer)
-        shape = (
-            cache.rows.layout.capacity,
-            pool.extent_stride,
-            model.num_kv_heads,
-            model.head_dim,
-            itemsize,
-            bench.device,
-        )
-        rows = random_row_offsets(PROBED_ROWS, *shape)
-        pages = random_row_offsets(PROBED_PAGES, *shape, PAGE_ROWS)
-        sample = PoolSample(pool.pointer, 2 * model.head_dim * itemsize, rows, pages)
-        return probe.rates(bench.weights.flat[: READ_BYTES // itemsize], sample)
 
     def _record(
         self,

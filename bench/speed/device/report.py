@@ -126,11 +126,7 @@ def _details(console: Console, cell: dict[str, Any]) -> None:
     """Print what else there is of a cell: three tables, and the floors."""
     rates, results = cell["rates"], cell["results"]
     table = figures_table("times of a step", "contestant", TIMES, results, "name")
-    table.caption = (
-        f"floor: {rates['read'] / 1e12:.2f} TB/s; from the pool {rates['host_rows'] / 1e6:.1f} M rows/s, pages "
-        f"{rates['host_pages'] / 1e9:.1f} GB/s; host cores {rates['host_memory'] / 1e9:.0f} GB/s; {rates['node'] * 1e6:.2f} µs a "
-        f"node, {rates['host_function'] * 1e6:.0f} µs a host function"
-    )
+    table.caption = "floor: " + ", ".join(f"{name.replace('_', ' ')} {rate:.3g}" for name, rate in rates.items())
     print_whole(table)
     title = "parts of a step: their own graph, with events in it"
     print_whole(figures_table(title, "contestant", PARTS, results, "name"))

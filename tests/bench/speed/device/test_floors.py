@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from tests.bench.speed.device.configs import config_for
 
 from kvseek.bench.speed.device import floors
-from kvseek.bench.speed.device.floors import COMMON_NODES, STEP_NODES, Rates, Step, Work, work
-from kvseek.bench.speed.device.memory_rates import host_memory_rate, random_row_offsets
+from kvseek.bench.speed.device.floors import Rates, Step, Work, work
+from kvseek.bench.speed.device.memory_rates import host_memory_rate
 from kvseek.bench.speed.device.report import over_baseline
 from kvseek.bench.speed.device.results import borrow_baselines, dense_floor, peak_tokens_per_second, pooled, with_times
 from kvseek.bench.speed.shapes import LLAMA_3_1_8B
@@ -24,7 +22,11 @@ CPU = torch.device("cpu")
 
 
 class TestFloor:
-    rates = Rates(4.4e12, host_rows=31e6, host_pages=49e9, host_memory=100e9, node=0.6e-6, host_function=46e-6)
+    rates = Rates(4.4e12, host_link=50e9, host_memory=100e9)
+
+    def moved(self, costs: SelectionCosts, step: Step, monkeypatch: pytest.MonkeyPatch) -> Work:
+        monkeypatch.setattr(floors, "costs_of", lambda config, length, itemsize: costs)
+        return work(config_for(LLAMA_3_1_8B, "full", 131_072, 1), step, 2)
 
     def test_dense_attention_at_128k(self) -> None:
         """The design's figures for one H200: 3.4 ms of matrices at the full rate, 3.9 ms of rows."""
@@ -36,76 +38,47 @@ class TestFloor:
         assert floor["total"] == pytest.approx(sum(value for part, value in floor.items() if part != "total"))
 
     def test_pariskv_at_a_million_tokens(self) -> None:
-        """The design's figures: 1.0 ms of scan and 0.6 ms of rerank per million tokens, 0.8 ms for 25,600 host rows."""
-        config = config_for(LLAMA_3_1_8B, "pariskv", 1_000_000, 1)
-        moved = work(config, Step(1_000_000, 0, 1, 32), 2)
+        """The design's figures: 1.0 ms of scan and 0.6 ms of rerank per million tokens, 25,600 rows over the host link."""
+        moved = work(config_for(LLAMA_3_1_8B, "pariskv", 1_000_000, 1), Step(1_000_000, 0, 1, 32), 2)
         floor = moved.floor(self.rates)
         assert floor["scan"] == pytest.approx(0.98e-3, rel=0.06)
         assert floor["rerank"] == pytest.approx(0.56e-3, rel=0.01)
-        assert moved.host_rows == 25_600
-        assert floor["host_rows"] == pytest.approx(0.83e-3, rel=0.01)
-        assert floor["nodes"] < 0.3e-3
-        assert moved.nodes == 32 * (COMMON_NODES + 4) + STEP_NODES
+        assert moved.host_rows == 25_600 * 512
+        assert floor["host_rows"] == pytest.approx(25_600 * 512 / 50e9)
 
     def test_hot_rows_are_read_on_the_device(self) -> None:
         config = config_for(LLAMA_3_1_8B, "pariskv", 131_072, 2)
         cold, hot = (work(config, Step(100_000, 320, 2, 16, rate), 2) for rate in (0.0, 0.75))
-        assert cold.host_rows == 2 * 8 * 16 * 100
+        assert cold.host_rows == 2 * 8 * 16 * 100 * 512
         assert hot.host_rows == cold.host_rows / 4
-        assert hot.device_rows - cold.device_rows == 0.75 * cold.host_rows * 512
-        assert hot.bytes_by_part()["host_rows"] == hot.host_rows * 512
+        assert hot.device_rows - cold.device_rows == 0.75 * cold.host_rows
 
     def test_small_regions_and_unknown_methods(self) -> None:
         short = work(config_for(LLAMA_3_1_8B, "pariskv", 4096, 1), Step(50, 320, 1, 32), 2)
-        assert short.host_rows == 32 * 8 * 50
+        assert short.host_rows == 32 * 8 * 50 * 512
         with pytest.raises(ConfigError, match="--methods: 'flat': must say what its step moves"):
             work(config_for(LLAMA_3_1_8B, "flat", 4096, 1), Step(50, 320, 1, 32), 2)
         with pytest.raises(ConfigError, match="hit_rate ="):
             Step(1, 1, 1, 1, 1.5)
 
-    def moved(self, costs: SelectionCosts, step: Step, monkeypatch: pytest.MonkeyPatch) -> Work:
-        monkeypatch.setattr(floors, "costs_of", lambda config, length, itemsize: costs)
-        return work(config_for(LLAMA_3_1_8B, "full", 131_072, 1), step, 2)
-
-    def test_dense_attention_from_the_host_is_read_in_pages(self) -> None:
-        moved = work(config_for(LLAMA_3_1_8B, "full", 131_072, 1), Step(1000, 320, 1, 32), 2)
-        assert moved.host_page_bytes == 32 * 8 * 1000 * 512
-        assert (moved.host_rows, moved.device_rows) == (0, 32 * 8 * 320 * 512)
-
-    def test_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of 1,024 rows a quarter was kept."""
-        costs = SelectionCosts(rows=1024, neighbours=32, kernels=2)
-        moved = self.moved(costs, Step(100_000, 0, 1, 32, 0.25), monkeypatch)
-        lists = 32 * 8
-        assert moved.host_page_bytes == lists * 768 * 512
-        assert moved.device_rows == lists * 256 * 512
-        assert moved.floor(self.rates)["host_pages"] == pytest.approx(lists * 768 * 512 / 49e9)
-        assert moved.nodes == 32 * (COMMON_NODES + 2) + STEP_NODES
-
-    def test_host_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Half of the layers on the device: their keys are reranked there; the others take a host function each."""
-        costs = SelectionCosts(rows=512, reranked_keys=6144, host_functions=1, host_cores=True)
+    @pytest.mark.parametrize("host_cores", [True, False])
+    def test_keys_and_rows_in_host_memory(self, host_cores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Half of the layers on the device: their keys are reranked there."""
+        costs = SelectionCosts(rows=512, reranked_keys=6144, host_cores=host_cores)
         moved = self.moved(costs, Step(100_000, 320, 2, 16), monkeypatch)
         lists = 2 * 16 * 8
-        assert moved.host_core_bytes == lists * (512 * 512 + 6144 * 256)
+        away = lists * (512 * 512 + 6144 * 256)
+        assert (moved.host_rows, moved.host_cores) == ((0, away) if host_cores else (away, 0))
         assert moved.rerank == lists * 6144 * 256
-        assert (moved.host_rows, moved.host_functions) == (0, 16)
-        floor = moved.floor(self.rates)
-        assert floor["host_functions"] == pytest.approx(16 * 46e-6)
-        assert floor["host_cores"] == pytest.approx(moved.host_core_bytes / 100e9)
-        over_pcie = self.moved(dataclasses.replace(costs, host_cores=False), Step(100_000, 320, 2, 16), monkeypatch)
-        assert over_pcie.host_rows == lists * (512 + 6144)
+        assert moved.floor(self.rates)["host_cores"] == pytest.approx(moved.host_cores / 100e9)
 
     @pytest.mark.parametrize("host_layers", [0, 31, 32])
     def test_dense_layers_come_first(self, host_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        costs = SelectionCosts(rows=100, kernels=3, dense_layers=2)
-        moved = self.moved(costs, Step(5000, 320, 1, host_layers), monkeypatch)
-        dense_on_host = max(0, 2 - (32 - host_layers))
-        assert moved.host_page_bytes == 8 * dense_on_host * 5000 * 512
-        assert moved.host_rows == 8 * (host_layers - dense_on_host) * 100
+        moved = self.moved(SelectionCosts(rows=100, dense_layers=2), Step(5000, 320, 1, host_layers), monkeypatch)
+        dense = max(0, 2 - (32 - host_layers))
+        assert moved.host_rows == 8 * 512 * (dense * 5000 + (host_layers - dense) * 100)
         in_all = 8 * 512 * (2 * 5000 + 30 * 100 + 32 * 320)
         assert sum(moved.bytes_by_part().values()) - moved.weights == in_all
-        assert moved.nodes == 32 * COMMON_NODES + 30 * 3 + STEP_NODES
 
 
 def entry(method: str, median: float, baseline: float | None) -> dict[str, object]:
@@ -128,7 +101,7 @@ def test_a_baseline_that_does_not_fit_is_replaced_by_its_floor() -> None:
     config, step = config_for(LLAMA_3_1_8B, "full", 1_000_000, 1), Step(1_000_000, 576, 1, 10, hit_rate=0.5)
     found = dense_floor(config, step, 2, TestFloor.rates)
     weights, rows = 15.0e9 / 4.4e12, 8 * 512 * 1e6
-    assert found == pytest.approx(weights + rows * (22 / 4.4e12 + 10 / 49e9), rel=0.01)
+    assert found == pytest.approx(weights + rows * (22 / 4.4e12 + 10 / 50e9), rel=0.01)
     alone = {**entry("pariskv", 0.09, None), "dense_floor_seconds": found}
     assert over_baseline(alone) == f"{0.09 / found:.3f}†"
     assert over_baseline({**alone, "to_baseline": 0.5}) == "0.500"
@@ -163,14 +136,6 @@ def test_variants() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             parse_variants(text)
-
-
-def test_random_pages_begin_at_pages() -> None:
-    layer = 2 * 1024 * 2 * 16
-    offsets = random_row_offsets(10_000, 3, 4 * layer, 2, 16, 2, CPU, neighbours=32)
-    inside = offsets % (4 * layer * 2)
-    assert (inside % (32 * 2 * 16 * 2) == 0).all()
-    assert inside.max() == (layer - 32 * 2 * 16) * 2
 
 
 def test_host_memory_is_read() -> None:

@@ -5,7 +5,6 @@ tests/gpu/bench/test_device_bench.py runs the whole of them.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 from pathlib import Path
@@ -16,7 +15,6 @@ from tests.bench.speed.device.configs import KIB, METHODS, config_for
 
 from kvseek.bench.speed import decode
 from kvseek.bench.speed.device.memory_plan import IndexNeeds, Needs
-from kvseek.bench.speed.device.memory_rates import KERNELS, ReadArguments, RowsArguments, random_row_offsets
 from kvseek.bench.speed.device.options import parse
 from kvseek.bench.speed.device.random_weights import RandomWeights, quantised
 from kvseek.bench.speed.parts import part_groups
@@ -87,34 +85,6 @@ def test_random_weights_are_what_a_decoder_reads() -> None:
 def test_parts_of_a_step_are_grouped_and_none_is_lost() -> None:
     parts = {"qkv": 1.0, "o": 2.0, "select": 4.0, "attend": 8.0, "norm": 16.0, "a new one": 32.0}
     assert part_groups(parts) == {"GEMMs": 3.0, "select": 4.0, "attend": 8.0, "others": 48.0}
-
-
-def test_random_rows_lie_inside_the_pool() -> None:
-    """A layer of a pool of 3 extents and 4 layers, 2 KV heads of 16 channels."""
-    layer = 2 * 1024 * 2 * 16
-    offsets = random_row_offsets(10_000, 3, 4 * layer, 2, 16, 2, CPU)
-    extent, inside = offsets // (4 * layer * 2), offsets % (4 * layer * 2)
-    assert set(extent.tolist()) == {0, 1, 2}
-    assert inside.max() <= (layer - 2 * 16) * 2
-    assert (offsets % (2 * 16 * 2) == 0).all()
-
-
-def test_probe_arguments_mirror_the_kernels() -> None:
-    text = (KERNELS / "plugins/probe/probe.cu").read_text(encoding="utf-8")
-    for structure, name in ((ReadArguments, "ProbeReadArguments"), (RowsArguments, "ProbeRowsArguments")):
-        body = text.partition(f"struct {name} {{")[2].partition("};")[0]
-        fields = [line.partition(";")[0].split()[-1].lstrip("*") for line in body.splitlines() if ";" in line]
-        assert fields == [field[0] for field in structure._fields_]
-        assert ctypes.sizeof(structure) % 8 == 0
-
-
-def test_probe_compiles() -> None:
-    pytest.importorskip("cuda.core")
-    from kvseek.builder.compile.cuda import Specialisation, compile_cubin
-
-    image = compile_cubin(Specialisation("bfloat16", 128, 1, "probe"), 90, roots=[KERNELS])
-    assert b"kvseek_probe_read" in image
-    assert b"kvseek_probe_rows" in image
 
 
 def test_lists_are_sorted_and_checked() -> None:
