@@ -7,10 +7,25 @@ import dataclasses
 import pytest
 
 from kvseek.bench.variants import parse_variants
-from kvseek.core.config import BlockSparseConfig, EngineConfig
+from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 
 SPARSE = "full:prefill_attention=block_sparse"
+
+
+def test_labels_fields_and_flags() -> None:
+    full, plain, other, paged = parse_variants("full,ctkvr,ctkvr:execution=cpu,top_k=1024,prkv:cache.local=128")
+    assert [v.label for v in (full, plain, other, paged)] == [
+        "full",
+        "ctkvr",
+        "ctkvr:execution=cpu,top_k=1024",
+        "prkv:cache.local=128",
+    ]
+    assert other.fields == {"execution": "cpu", "top_k": 1024}
+    assert other.flags() == ["--method", "ctkvr", "--ctkvr.execution", "cpu", "--ctkvr.top_k", "1024"]
+    assert (other.settings.execution, plain.settings.execution) == ("cpu", "codes")
+    assert (paged.cache.local, paged.cache.sink) == (128, CacheConfig().sink)
+    assert full.laid_out_as(paged.cache).cache == paged.cache
 
 
 def test_a_variant_may_have_sparse_prompts() -> None:
@@ -73,6 +88,11 @@ def test_a_variant_may_begin_with_the_settings_of_its_paper() -> None:
         ),
         ("nested:paper", "preset = 'paper': method nested has none of that name"),
         ("pariskv:top_k=1,paper", "method = 'paper': unknown"),
+        ("full,full", "must name each once"),
+        ("ctkvr:speed=7", "unknown key 'speed'"),
+        ("ctkvr:cache.speed=7", "unknown key 'speed'"),
+        ("ctkvr:execution", "must be NAME, NAME:field=value"),
+        ("nothing", "choose one of"),
         ("full:weight_only_precision=int4", r"--methods: weight_only_precision = 'int4': must be one of"),
     ],
 )

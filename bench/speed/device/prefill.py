@@ -21,7 +21,6 @@ from .decode import compared_variants
 from .memory_plan import Cell
 from .memory_rates import product_rate
 from .observers import PromptClock, observing
-from .results import prefill_result
 
 if TYPE_CHECKING:
     from kvseek.engine.cache.row_storage import RowStorage
@@ -125,3 +124,9 @@ def prefill(decoder: BenchDecoder, ids: list[int]) -> None:
     prompt.finish()
     torch.cuda.synchronize()
     decoder.cache.close(0)
+
+
+def prefill_result(method: str, tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
+    """Figures of one method's prompts of one length."""
+    samples = Samples(list(seconds))
+    return {"method": method, "tokens": tokens, "seconds": samples.summary(), "rate": tokens / samples.median}

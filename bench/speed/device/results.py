@@ -135,17 +135,3 @@ def borrow_baselines(document: dict[str, Any], baseline: str) -> None:
             if entry["to_baseline"] is None and median is not None:
                 entry["to_baseline"] = entry["step_seconds"]["median"] / median
                 entry["baseline_of_another_phase"] = True
-
-
-def peak_tokens_per_second(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Best tokens per second of each method over its batches."""
-    best: dict[str, float] = {}
-    for entry in results:
-        best[entry["method"]] = max(best.get(entry["method"], 0.0), entry["tokens_per_second"])
-    return best
-
-
-def prefill_result(method: str, tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
-    """Figures of one method's prompts of one length."""
-    median = statistics.median(seconds)
-    return {"method": method, "tokens": tokens, "seconds": Samples(list(seconds)).summary(), "rate": tokens / median}

@@ -20,7 +20,7 @@ from .decode import device_seconds
 from .filling import Filler
 from .memory_plan import Cell
 from .options import WARMUP
-from .results import memory, peak_tokens_per_second
+from .results import memory
 
 MOST_SECONDS = 15.0  # that a cell's steps may take, as long as there are at least LEAST_STEPS
 LEAST_STEPS = 5
@@ -37,7 +37,7 @@ def run_throughput(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict
         free_memory()
         for context in bench.arguments.contexts:
             _run_method(bench, variant, context, filler, document, save)
-    document["peaks"] = _peaks(document["results"], variants[0].label)
+    document["peaks"] = peaks(document["results"], variants[0].label)
     return document
 
 
@@ -111,12 +111,15 @@ def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict
     }
 
 
-def _peaks(results: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Best tokens per second of each method at each context, and the ratio of the bests."""
-    peaks = []
-    for context in sorted({entry["context"] for entry in results}):
-        best = peak_tokens_per_second([entry for entry in results if entry["context"] == context])
-        for method, rate in best.items():
-            ratio = rate / best[baseline] if baseline in best else None
-            peaks.append({"context": context, "method": method, "tokens_per_second": rate, "to_baseline": ratio})
-    return peaks
+def peaks(results: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
+    """Best tokens per second of each method at each context over its batches, and the ratio of the bests."""
+    best: dict[tuple[int, str], float] = {}
+    for entry in results:
+        key = entry["context"], entry["method"]
+        best[key] = max(best.get(key, 0.0), entry["tokens_per_second"])
+    found = []
+    for (context, method), rate in best.items():
+        base = best.get((context, baseline))
+        ratio = None if base is None else rate / base
+        found.append({"context": context, "method": method, "tokens_per_second": rate, "to_baseline": ratio})
+    return sorted(found, key=lambda peak: int(peak["context"]))

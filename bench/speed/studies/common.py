@@ -9,15 +9,17 @@ from typing import Any
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import Figure, add_output_flags, figures_table, print_whole
 from kvseek.bench.speed.device.bench import Bench
-from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.bench.speed.device.options import parse
+from kvseek.bench.speed.device.options import cells_of, parse
 
-FLAGS = {
+FLAGS = {  # of `kvseek bench --shape`
     "shape": "whose weights are random",
+    "dtype": "of weights and rows",
     "methods": "comma list",
     "contexts": "comma list of tokens",
+    "batches": "comma list of requests a step",
     "offload": "where rows lie",
     "host_memory": "pinned, for rows",
+    "repeats": "what is timed, so often",
 }
 
 
@@ -30,11 +32,11 @@ def study_parser(description: str | None, **defaults: str) -> argparse.ArgumentP
     return parser
 
 
-def make_bench(own: argparse.Namespace, *flags: str, requests: int = 1, alone: bool = False) -> Bench:
-    """A bench for `requests` requests of each of the contexts; `flags` are more of `kvseek bench --shape`."""
+def make_bench(own: argparse.Namespace, *flags: str, layers: int | None = None, alone: bool = False) -> Bench:
+    """A bench of these settings; `flags` are more of `kvseek bench --shape`, `layers` and `alone` as of Bench."""
     given = [word for name in FLAGS if name in own for word in (f"--{name}", getattr(own, name))]
     arguments = parse([*flags, *given])
-    return Bench(arguments, [Cell(context, requests) for context in arguments.contexts], alone=alone)
+    return Bench(arguments, cells_of(arguments), layers, alone=alone)
 
 
 def result(name: str, bench: Bench, results: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:

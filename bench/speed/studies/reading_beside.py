@@ -96,7 +96,7 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
     """Every context."""
     # Every prompt is to be read from its first token on.
     own.offload, own.methods = "always", f"{own.method}{',' if ':' in own.method else ':'}cache.reuse=false"
-    bench, results = make_bench(own, "--prefill", requests=2), list[dict[str, Any]]()
+    bench, results = make_bench(own, "--prefill", "--batches", "2"), list[dict[str, Any]]()
     bench.load()
     for cell in bench.cells:
         engine = make_engine(bench, bench.variants[0], cell)

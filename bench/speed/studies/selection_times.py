@@ -19,29 +19,18 @@ import torch
 from torch import Tensor
 
 from kvseek.bench.engines import free_memory
-from kvseek.bench.machine import describe, describe_gpu
-from kvseek.bench.output import (
-    GIB,
-    Figure,
-    add_output_flags,
-    at_least_one,
-    figures_table,
-    numbers,
-    print_whole,
-    run_command,
-)
+from kvseek.bench.output import Figure, run_command
 from kvseek.bench.speed.device.bench import Bench
 from kvseek.bench.speed.device.decode import skipped
 from kvseek.bench.speed.device.floors import costs_of
 from kvseek.bench.speed.device.memory_plan import Cell
 from kvseek.bench.speed.device.memory_rates import elapsed_seconds, timing_event
 from kvseek.bench.speed.device.observers import capture_stream
-from kvseek.bench.speed.device.options import DTYPES, SHORTEST, WORK_MEMORY, cells_of
 from kvseek.bench.speed.device.results import describe_variant
+from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
 from kvseek.bench.timing import Samples
-from kvseek.bench.variants import FORM, Variant, parse_variants
+from kvseek.bench.variants import Variant
 from kvseek.core.errors import ConfigError
-from kvseek.core.sizes import memory_size
 
 if TYPE_CHECKING:
     from kvseek.bench.speed.device.filling import Filler
@@ -143,66 +132,41 @@ FIGURES: dict[str, Figure] = {
 
 def print_report(document: dict[str, Any]) -> None:
     """Print a row for each variant, context and batch."""
-    title = f"{document['shape']} {document['dtype']}: one selection in a graph of {SELECTIONS}"
-    print_whole(figures_table(title, "method", FIGURES, document["results"], "method"))
+    print_figures(document, FIGURES)
     for missing in document["skipped"]:
         print(f"{missing['context']:,} × {missing['batch']} {missing['reason']}")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line to settings; raises ConfigError."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--methods", required=True, help=f"comma list of {FORM}")
-    add("--shape", default="llama-3.1-8b")
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--contexts", default="131072", help="comma list of cached tokens a request")
-    add("--batches", default="1", help="comma list of requests a step")
-    add("--layers", type=int, default=4, help=f"indexes that are searched in turn; a divisor of {SELECTIONS}")
-    add("--offload", choices=("never", "always"), default="never", help="where rows lie, which some methods read")
-    add("--repeats", type=int, default=31, help="replays that are timed")
-    about = "pinned host memory that rows may use (default: 64GiB)"
-    add("--host_memory", type=memory_size, metavar="SIZE", default=64 * GIB, help=about)
-    add("--seed", type=int, default=0)
-    add_output_flags(parser)
-    arguments = parser.parse_args(argv)
-    arguments.contexts = numbers("contexts", arguments.contexts, SHORTEST)
-    arguments.batches = numbers("batches", arguments.batches, 1)
-    if arguments.layers < 1 or SELECTIONS % arguments.layers:
-        raise ConfigError(f"--layers = {arguments.layers}: must divide {SELECTIONS}; 4 is the default")
-    at_least_one(arguments, "repeats")
-    arguments.methods = parse_variants(arguments.methods)
-    # What Bench reads beside these: nothing here is a whole decode step.
-    vars(arguments).update(hot_rows="off", prefill=False, gpu_memory=None, work_memory=WORK_MEMORY)
-    return arguments
-
-
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(own: argparse.Namespace) -> dict[str, Any]:
     """Measure every variant in every cell; the JSON-able document."""
-    bench = Bench(arguments, cells_of(arguments), arguments.layers)
-    (phase,) = bench.phases([arguments.offload])
+    if own.layers < 1 or SELECTIONS % own.layers:
+        raise ConfigError(f"--layers = {own.layers}: must divide {SELECTIONS}; 4 is the default")
+    bench = make_bench(own, "--hot_rows", "off", layers=own.layers)
+    offload, *more = bench.arguments.offload
+    if more:
+        raise ConfigError(f"--offload = {own.offload!r}: must be one mode; name one")
+    (phase,) = bench.phases([offload])
     if not phase.cells:
         raise ConfigError(f"--contexts, --batches: no cell fits ({'; '.join(phase.skipped.values())}); lower them")
-    rows, filler = bench.row_storage(arguments.offload, phase.cells), bench.filler()
+    rows, filler = bench.row_storage(offload, phase.cells), bench.filler()
     results = []
-    for variant in bench.variants:
-        for cell in phase.cells:
-            results.append(measure(bench, variant, rows, filler, cell))
-            free_memory()
-    return {
-        "benchmark": "device selection times",
-        "machine": describe(),
-        "gpu": describe_gpu(bench.device),
-        "methods": {variant.label: describe_variant(variant) for variant in bench.variants},
-        **{name: getattr(arguments, name) for name in ("shape", "dtype", "layers", "offload", "repeats", "seed")},
-        "skipped": skipped(phase),
-        "results": results,
-    }
+    for variant, cell in itertools.product(bench.variants, phase.cells):
+        results.append(measure(bench, variant, rows, filler, cell))
+        free_memory()
+    settings = {name: getattr(bench.arguments, name) for name in ("dtype", "repeats", "seed")}
+    described = {variant.label: describe_variant(variant) for variant in bench.variants}
+    settings |= {"layers": own.layers, "offload": offload, "methods": described, "skipped": skipped(phase)}
+    return result("device selection times", bench, results, **settings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
-    return run_command(argv, parse, run, print_report)
+    usual = {"methods": "pariskv,nested", "contexts": "131072", "batches": "1", "offload": "never", "repeats": "31"}
+    parser = study_parser(__doc__, **usual, dtype="bfloat16", host_memory="64GiB")
+    parser.add_argument(
+        "--layers", type=int, default=4, help=f"indexes that are searched in turn; a divisor of {SELECTIONS}"
+    )
+    return run_command(argv, parser.parse_args, run, print_report)
 
 
 if __name__ == "__main__":

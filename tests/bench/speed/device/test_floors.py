@@ -10,11 +10,10 @@ from kvseek.bench.speed.device import floors
 from kvseek.bench.speed.device.floors import Rates, Step, Work, work
 from kvseek.bench.speed.device.memory_rates import host_memory_rate
 from kvseek.bench.speed.device.report import over_baseline
-from kvseek.bench.speed.device.results import borrow_baselines, dense_floor, peak_tokens_per_second, pooled, with_times
+from kvseek.bench.speed.device.results import borrow_baselines, dense_floor, pooled, with_times
+from kvseek.bench.speed.device.throughput import peaks
 from kvseek.bench.speed.shapes import LLAMA_3_1_8B
 from kvseek.bench.timing import Samples
-from kvseek.bench.variants import parse_variants
-from kvseek.core.config import CacheConfig
 from kvseek.core.errors import ConfigError
 from kvseek.plugins.measurements.costs import SelectionCosts
 
@@ -93,7 +92,11 @@ def test_ratios_and_borrowed_baselines() -> None:
     borrow_baselines(document, "full")
     assert [e["to_baseline"] for e in (*with_baseline, *without, *other)] == [1.0, 0.25, 0.25, None]
     assert ["baseline_of_another_phase" in e for e in (*with_baseline, *without)] == [False, False, True]
-    assert peak_tokens_per_second(with_baseline + without) == {"full": 125.0, "pariskv": 500.0}
+    found = peaks([{**one, "context": 10} for one in with_baseline + without], "full")
+    assert [(one["method"], one["tokens_per_second"], one["to_baseline"]) for one in found] == [
+        ("full", 125.0, 1.0),
+        ("pariskv", 500.0, 4.0),
+    ]
 
 
 def test_a_baseline_that_does_not_fit_is_replaced_by_its_floor() -> None:
@@ -112,30 +115,6 @@ def test_a_baseline_of_several_rounds() -> None:
     assert found["samples"] == [0.008, 0.004, 0.006]
     assert (found["step_seconds"]["median"], found["to_baseline"]) == (0.006, 1.0)
     assert found["wall_seconds"]["count"] == 3
-
-
-def test_variants() -> None:
-    full, plain, other, paged = parse_variants("full,ctkvr,ctkvr:execution=cpu,top_k=1024,prkv:cache.local=128")
-    assert [v.label for v in (full, plain, other, paged)] == [
-        "full",
-        "ctkvr",
-        "ctkvr:execution=cpu,top_k=1024",
-        "prkv:cache.local=128",
-    ]
-    assert other.fields == {"execution": "cpu", "top_k": 1024}
-    assert other.flags() == ["--method", "ctkvr", "--ctkvr.execution", "cpu", "--ctkvr.top_k", "1024"]
-    assert (other.settings.execution, plain.settings.execution) == ("cpu", "codes")
-    assert (paged.cache.local, paged.cache.sink) == (128, CacheConfig().sink)
-    assert full.laid_out_as(paged.cache).cache == paged.cache
-    for text, message in (
-        ("full,full", "must name each once"),
-        ("ctkvr:speed=7", "unknown key 'speed'"),
-        ("ctkvr:cache.speed=7", "unknown key 'speed'"),
-        ("ctkvr:execution", "must be NAME, NAME:field=value"),
-        ("nothing", "choose one of"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            parse_variants(text)
 
 
 def test_host_memory_is_read() -> None:
