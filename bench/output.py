@@ -106,12 +106,9 @@ def figures_table(
 
 
 def print_whole(table: Table) -> None:
-    """Print a table whose numbers are never cut off: on a terminal that is too narrow its lines go on below.
-
-    Its columns of numbers are to be no_wrap, and their headings to have line ends in the place of spaces.
-    """
+    """Print a table of which nothing is cut off: on a terminal that is too narrow its lines go on below."""
     console = Console()
-    console.width = max(console.width, Console(width=WIDEST).measure(table).minimum)
+    console.width = max(console.width, Console(width=WIDEST).measure(table).maximum)
     console.print(table, highlight=False)
 
 

@@ -160,6 +160,7 @@ def test_command_line_prints_json_and_tables(
     assert recall.main([*arguments, "--per_layer", "--layers", "1"]) == 0
     printed = capsys.readouterr().out
     assert f"{report['results'][1]['layers'][1]['ratio']:.3f}" in printed
+    assert printed.count("pariskv:top_k=20") == 2, "names are whole in both tables"
 
 
 def test_captures_are_kept(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

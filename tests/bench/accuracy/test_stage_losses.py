@@ -261,6 +261,8 @@ def test_command_line_prints_json_and_tables(
     printed = " ".join(capsys.readouterr().out.split())
     assert "tells no stages" in printed
     assert "length: 1" in printed
+    assert "…" not in printed
+    assert "niah_multiquery" in printed
     assert f"pages {cells[1]['layers'][0]['lost_share_by_stage']['pages']:.1%}, codes" in printed
 
 
