@@ -17,7 +17,7 @@ import torch
 from tests.support.structs import compiled_part
 
 from kvseek.builder.compile.cuda import Specialisation
-from kvseek.builder.compile.roots import package_roots
+from kvseek.builder.compile.shared import package_roots
 from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
 
 SOURCES = {
