@@ -60,6 +60,9 @@ def steps_of(document: Mapping[str, Any]) -> Steps:
     if document["benchmark"] == "decode":
         parts = [(f"{part['context']:,} tokens", part["results"], "tpot_seconds") for part in document["contexts"]]
     else:
+        missing = [one for phase in document["phases"] for one in (*phase["skipped"], *phase["errors"])]
+        if missing:  # else nobody would see that a method is not watched
+            raise KvseekError(f"not all was timed: {missing[0]}; name what fits this GPU")
         cells = [cell for phase in document["phases"] for cell in phase["cells"]]
         parts = [(f"{cell['context']:,} tokens × {cell['batch']}", cell["results"], "step_seconds") for cell in cells]
     found: dict[str, list[float]] = {}

@@ -65,7 +65,6 @@ def check_entry(entry: dict[str, Any], cell: dict[str, Any]) -> None:
     assert entry["stages"].keys() == PARTS
     selected = 100 if selects else (cell["context"] - 1 - WINDOW) // 256 * 256
     assert WINDOW < entry["attended_tokens"] - selected <= WINDOW + 256, "window and what was generated"
-    assert (0 < entry["overlap"] < 1) if selects else entry["overlap"] is None
     assert (entry["index_bytes"] > 0) == selects
     if selects:
         assert 0 <= entry["hit_rate"] < 1
