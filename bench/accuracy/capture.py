@@ -163,7 +163,6 @@ class AttentionRecorder:
         self._kept = queries
         self._queries: list[Tensor | None] = [None] * layers
         self._keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers  # [G, tokens, D] of each layer, as the cache holds them
         self._scaling = [0.0] * layers
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
@@ -172,7 +171,7 @@ class AttentionRecorder:
         both = query[0] if earlier is None else torch.cat((earlier, query[0]), dim=1)
         self._queries[number] = both[:, -self._kept :].clone()
         # The whole cache so far; the last call's is the one that stays.
-        self._keys[number], self.values[number] = key[0], value[0]
+        self._keys[number] = key[0]
         self._scaling[number] = module.scaling
         return self._attention(module, query, key, value, mask, **options)
 

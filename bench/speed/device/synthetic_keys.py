@@ -21,8 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.core.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class Spectrum:
@@ -37,13 +35,6 @@ class Spectrum:
     zipf: float = 1.1
     run_tokens: int = 24
     sharpness: float = 12.0
-
-    def __post_init__(self) -> None:
-        for name, low in (("topics", 2), ("run_tokens", 1), ("outlier_channels", 0)):
-            if getattr(self, name) < low:
-                raise ConfigError(f"spectrum.{name} = {getattr(self, name)}: must be >= {low}; see its default")
-        if not 0 < self.topic_share < 1:
-            raise ConfigError(f"spectrum.topic_share = {self.topic_share}: must be between 0 and 1; 0.6 is the default")
 
 
 class SyntheticKeys:

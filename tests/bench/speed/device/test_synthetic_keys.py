@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvseek.bench.speed.device.synthetic_keys import Spectrum, SyntheticKeys
-from kvseek.core.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -64,9 +63,3 @@ class TestSynthetic:
         assert torch.equal(first.queries(4, 5), second.queries(4, 5))
         assert not torch.equal(first.keys(50), first.keys(50))
         assert first.values(7, torch.float16).shape == (2, 7, 16)
-
-    def test_bad_spectra_are_named(self) -> None:
-        with pytest.raises(ConfigError, match=r"spectrum.topic_share = 1: must be between 0 and 1"):
-            Spectrum(topic_share=1)
-        with pytest.raises(ConfigError, match=r"spectrum.run_tokens = 0: must be >= 1"):
-            Spectrum(run_tokens=0)
