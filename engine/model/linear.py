@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .product_kernels import MOST_ROWS
 from .weight_only import dequantise
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ class Product(Protocol):
     """A map from x [rows, inputs] to [rows, outputs], such as a Linear."""
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """Multiply x. With `prompt`, what a row gives depends to the bit on neither the number nor the other rows of x.
+        """Multiply x. What a row gives depends to the bit on neither the number nor the other rows of x, but on `prompt`.
 
-        So a prompt's rows are the same whether it is read whole, in chunks, in a pack or behind a reused beginning. That holds
-        for numbers of 16 bits; in float32, and with PyTorch's operator alone, last bits may differ.
+        So a request's rows are the same in any batch of a decode step, and with `prompt` however its prompt is read: whole, in
+        chunks, in a pack or behind a reused beginning. That holds for numbers of 16 bits; in float32, and with PyTorch's
+        operator alone, last bits may differ.
         """
         ...
 
@@ -86,9 +88,9 @@ class Embedding:
 class KernelLinear(Linear):
     """A linear map on a GPU, with a weight in the dtype of x or of 8 bits.
 
-    The few rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Prompts and large batches
-    are multiplied by cuBLAS, for which a weight of 8 bits is first written out in the dtype of x: cuBLAS then multiplies faster
-    than a kernel that converts while it multiplies.
+    The rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Prompts are multiplied by cuBLAS,
+    for which a weight of 8 bits is first written out in the dtype of x: cuBLAS then multiplies faster than a kernel that
+    converts while it multiplies.
 
     Parameters
     ----------
@@ -109,18 +111,18 @@ class KernelLinear(Linear):
         counts: RowCounts,
     ) -> None:
         super().__init__(weight, bias)
-        self.scale, self._kernels, self._few, self._counts = scale, kernels, kernels.most_rows(weight), counts
+        self.scale, self._kernels, self._counts = scale, kernels, counts
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""
-        if not prompt and x.shape[0] <= self._few:
+        if not prompt:
             return self._kernels.linear(x, self.weight, self.scale, self.bias)
         weight = self.weight if self.scale is None else self._kernels.dequantise(self.weight, self.scale)
-        return self._counts.multiply(x, weight, self.bias) if prompt else F.linear(x, weight, self.bias)
+        return self._counts.multiply(x, weight, self.bias)
 
     def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor], *, prompt: bool = False) -> Tensor:
         """See Linear.gated. The kernel does both."""
-        if not prompt and x.shape[0] <= self._few:
+        if not prompt:
             return self._kernels.linear(x, self.weight, self.scale, self.bias, gated=True)
         return super().gated(x, silu_mul, prompt=prompt)
 
@@ -128,21 +130,19 @@ class KernelLinear(Linear):
 class KernelHead(Linear):
     """The head of 8 bits on a GPU, which is never written out: it is the largest matrix, and mostly multiplied with few rows.
 
-    More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups. `weight` and `scale` are those
-    of KernelLinear.
+    More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups, since a row's result does not
+    depend on the others. `weight` and `scale` are those of KernelLinear.
     """
 
     def __init__(self, kernels: ProductKernels, weight: Tensor, scale: Tensor) -> None:
         super().__init__(weight)
-        self.scale, self._kernels, self._most = scale, kernels, kernels.most_rows(weight)
+        self.scale, self._kernels = scale, kernels
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear. The rows of a prompt are all multiplied by the kernel of the most rows."""
+        """See Linear."""
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        for start in range(0, x.shape[0], self._most):
-            rows = slice(start, start + self._most)
-            kernel_rows = self._most if prompt else None
-            self._kernels.linear(x[rows], self.weight, self.scale, None, out=out[rows], kernel_rows=kernel_rows)
+        for rows, products in zip(x.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
+            self._kernels.linear(rows, self.weight, self.scale, None, out=products)
         return out
 
 
