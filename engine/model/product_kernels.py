@@ -56,13 +56,13 @@ class Shape:
 SHAPES: dict[int, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
     16: (
         (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 4))),
-        (40, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 3), Shape(64, 8, 3))),
+        (40, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 3))),
         (24, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 1), Shape(64, 8, 2))),
         (0, (Shape(8, 16, 1), Shape(16, 16, 1), Shape(32, 16, 1), Shape(64, 16, 1))),
     ),
     8: (
-        (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 3), Shape(64, 4, 4))),
-        (40, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 3), Shape(64, 8, 3))),
+        (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 4))),
+        (40, (Shape(8, 8, 1), Shape(16, 8, 2), Shape(32, 8, 3), Shape(64, 8, 3))),
         (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
 }

@@ -61,24 +61,21 @@ struct Shape {
     static constexpr int PIECE_EIGHTS = PIECE / 8;
     static constexpr int BLOCK = HALVES * 4 * PIECE;      // weights of a row
     static constexpr int EIGHTS = HALVES * PIECE_EIGHTS;  // of a row of x and a block that a lane multiplies
-    static constexpr int PARTS = ROW_TILES * 2;           // rows of the weight that a lane multiplies
-    static constexpr int PIECES = PARTS * HALVES;         // of a lane and a block
+    static constexpr int PARTS = ROW_TILES * 2;    // eight rows of the weight each, of which a lane multiplies one
+    static constexpr int PIECES = PARTS * HALVES;  // of a lane and a block
     static constexpr int TILES = ROW_TILES * COLUMN_TILES;
-    static constexpr int CHANNELS = ROW_TILES * (GATED ? 8 : 16);  // of the result
-    // Copies of whole lines of 128 bytes are faster than those of half the lines of twice as many rows where x is much
-    // to load, too. But then lanes read what others have copied.
-    static constexpr bool LINES = COLUMN_TILES > 1;
 
-    // The channel of the result that row g of a part belongs to.
-    __device__ __forceinline__ static int channel(int part, int g) {
-        return blockIdx.x * CHANNELS + (GATED ? part / 2 : part) * 8 + g;
+    // The first channel of the result of a part: in this thread block, and of all.
+    __device__ __forceinline__ static constexpr int channel(int part) { return (GATED ? part / 2 : part) * 8; }
+    __device__ __forceinline__ static int channel_of_all(int part) {
+        return blockIdx.x * channel(PARTS) + channel(part);
     }
 };
 
 // Shared memory: of each warp a block that is multiplied and one on its way; at the end the warps' sums.
 template <class S>
 union Shared {
-    uint4 blocks[S::SPLIT][2][S::PIECES][32];
+    uint4 blocks[S::SPLIT][2][S::PARTS][HALVES][32];
     float4 sums[S::SPLIT][S::TILES][32];
 };
 
@@ -87,47 +84,50 @@ template <class S>
 class Blocks {
   public:
     __device__ __forceinline__ Blocks(const LinearArguments& a, Shared<S>& shared)
-        : weight_(static_cast<const Weight*>(a.weight)),
-          outputs_(a.outputs),
-          inputs_(a.inputs),
-          blocks_(shared.blocks[threadIdx.x / 32]) {}
+        : pieces_(a.inputs / S::PIECE), up_(a.outputs * pieces_), blocks_(shared.blocks[threadIdx.x / 32]) {
+        const int lane = threadIdx.x % 32, row = lane / 8, half = lane % 8 / 4;
+        const int channel = S::channel_of_all(0) + row;
+        from_ = static_cast<const uint4*>(a.weight) + static_cast<long long>(channel) * pieces_;
+        channels_ = a.outputs - channel;
+        to_ = half * 32 + place(row * 4 + lane % 4, half);
+    }
 
-    // Start a block on its way. Beyond the end of a row there are zeros, and a group to wait for.
+    // Start a block on its way, four rows' lines of 128 bytes at a time. Beyond a row's end there are zeros.
     __device__ __forceinline__ void start(int block, int stage) {
-        const int lane = threadIdx.x % 32;
+        const int piece = block * HALVES * 4 + threadIdx.x % 8;
+        const uint4* from = from_ + piece;
 #pragma unroll
-        for (int i = 0; i < S::PIECES; ++i) {
-            const int part = i / HALVES, half = S::LINES ? lane % 8 / 4 : i % HALVES;
-            const int g = S::LINES ? i % HALVES * 4 + lane / 8 : lane / 4;
-            const int input = block * S::BLOCK + (half * 4 + lane % 4) * S::PIECE, channel = S::channel(part, g);
-            const int row = channel + (S::GATED && part % 2 ? outputs_ : 0);
-            const bool valid = channel < outputs_ && input < inputs_;
-            copy_once_16_or_zeros(&blocks_[stage][part * HALVES + half][place(g * 4 + lane % 4, half)],
-                                  valid ? weight_ + static_cast<long long>(row) * inputs_ + input : weight_, valid);
+        for (int channel = 0; channel < S::channel(S::PARTS); channel += 4) {
+            const bool valid = channel < channels_ && piece < pieces_;
+#pragma unroll
+            for (int up = 0; up < (S::GATED ? 2 : 1); ++up) {
+                uint4* to = blocks_[stage][S::GATED ? channel / 8 * 2 + up : channel / 8][0] + channel % 8 * 4 + to_;
+                copy_once_16_or_zeros(to, up ? from + up_ : from, valid);
+            }
+            from += 4 * pieces_;
         }
         close_copy_group();
     }
 
-    // Wait for all that has been started. The block before has been multiplied by all lanes, then.
+    // Wait for all that has been started. All lanes have multiplied the block before, then.
     __device__ __forceinline__ void await() {
         await_copy_groups<0>();
-        if (S::LINES) __syncwarp();
+        __syncwarp();
     }
 
     // A lane's piece of a block: of row lane / 4 of a part.
     __device__ __forceinline__ uint4 piece(int stage, int part, int half) const {
-        return blocks_[stage][part * HALVES + half][place(threadIdx.x % 32, half)];
+        return blocks_[stage][part][half][place(threadIdx.x % 32, half)];
     }
 
   private:
-    using Weight = typename S::Weight;
-
     // Where a lane's piece lies: the halves of a line in different banks.
-    __device__ __forceinline__ static int place(int lane, int half) { return S::LINES ? lane ^ half * 4 : lane; }
+    __device__ __forceinline__ static int place(int lane, int half) { return lane ^ half * 4; }
 
-    const Weight* weight_;
-    int outputs_, inputs_;
-    uint4 (*blocks_)[S::PIECES][32];
+    int pieces_, up_;    // of a row of the weight; from a gate's row to that of its up
+    const uint4* from_;  // the first row that a lane copies
+    int channels_, to_;
+    uint4 (*blocks_)[S::PARTS][HALVES][32];
 };
 
 // Eight channels of a lane's rows of x: registers of two numbers each.
@@ -141,29 +141,31 @@ template <class S>
 class Columns {
   public:
     __device__ __forceinline__ Columns(const LinearArguments& a)
-        : x_(static_cast<const Number*>(a.x)), inputs_(a.inputs) {
+        : x_(static_cast<const char*>(a.x)), inputs_(a.inputs) {
 #pragma unroll
         for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
             const int row = tile * 8 + threadIdx.x % 32 / 4;
-            starts_[tile] = (row < a.rows ? row : a.rows - 1) * a.inputs;  // what is beyond the last is not stored
+            const int read = row < a.rows ? row : a.rows - 1;  // what is beyond the last is not stored
+            starts_[tile] = static_cast<unsigned>(read * inputs_) * sizeof(Number);
         }
     }
 
-    // Channels that belong to a lane's pieces of weights.
+    // Channels that belong to a lane's pieces of weights. Beyond a row's end, where weights are zeros, its last ones.
     __device__ __forceinline__ Eight<S> load(int block, int eight) const {
         const int piece = eight / S::PIECE_EIGHTS * 4 + threadIdx.x % 4;
         const int input = block * S::BLOCK + piece * S::PIECE + eight % S::PIECE_EIGHTS * 8;
+        const char* from = x_ + min(input, inputs_ - 8) * sizeof(Number);
         Eight<S> loaded;
 #pragma unroll
         for (int tile = 0; tile < S::COLUMN_TILES; ++tile)
-            loaded.rows[tile] =
-                input < inputs_ ? *reinterpret_cast<const uint4*>(x_ + starts_[tile] + input) : make_uint4(0, 0, 0, 0);
+            loaded.rows[tile] = *reinterpret_cast<const uint4*>(from + starts_[tile]);
         return loaded;
     }
 
   private:
-    const Number* x_;
-    int inputs_, starts_[S::COLUMN_TILES];
+    const char* x_;
+    int inputs_;
+    unsigned starts_[S::COLUMN_TILES];  // in bytes
 };
 
 template <class S>
@@ -171,7 +173,7 @@ using Sums = float[S::ROW_TILES][S::COLUMN_TILES][4];
 
 template <class S>
 __device__ __forceinline__ void multiply(Sums<S>& sums, const Blocks<S>& blocks, int stage, int eight,
-                                         const Eight<S>& x) {
+                                         const Eight<S>& x, unsigned zero) {
     using Weight = typename S::Weight;
     const int half = eight / S::PIECE_EIGHTS;
 #pragma unroll
@@ -183,6 +185,12 @@ __device__ __forceinline__ void multiply(Sums<S>& sums, const Blocks<S>& blocks,
             unsigned low_numbers[2], high_numbers[2];
             four_numbers(lower, eight % S::PIECE_EIGHTS * 2 + step, low_numbers, Weight());
             four_numbers(upper, eight % S::PIECE_EIGHTS * 2 + step, high_numbers, Weight());
+            // The tensor cores take neighbouring registers. Weights as they were loaded would be moved there anew for
+            // every tile; what comes from an operation, even one that changes nothing, is put there at once.
+            if (sizeof(Weight) == sizeof(Number)) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) low_numbers[i] ^= zero, high_numbers[i] ^= zero;
+            }
 #pragma unroll
             for (int column = 0; column < S::COLUMN_TILES; ++column)
                 multiply_16x8x16(sums[tile][column], low_numbers[0], high_numbers[0], low_numbers[1], high_numbers[1],
@@ -203,7 +211,7 @@ template <class S>
 __device__ __forceinline__ void store(const LinearArguments& a, const float (&sums)[4], int row_tile, int column_tile) {
 #pragma unroll
     for (int part = 0; part < (S::GATED ? 1 : 2); ++part) {
-        const int output = S::channel(row_tile * 2 + part, threadIdx.x % 32 / 4);
+        const int output = S::channel_of_all(row_tile * 2 + part) + threadIdx.x % 32 / 4;
         if (output >= a.outputs) continue;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -252,6 +260,7 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
     Eight<S> ahead[S::AHEAD > 0 ? S::AHEAD : 1];
 #pragma unroll
     for (int eight = 0; eight < S::AHEAD; ++eight) ahead[eight] = columns.load(first, eight);
+    const unsigned zero = a.rows >> 31;  // which the compiler does not know
     Sums<S> sums = {};
     for (int block = first, stage = 0; block < count; block += S::SPLIT, stage ^= 1) {
         blocks.await();
@@ -262,9 +271,9 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
                 const Eight<S> current = ahead[eight % S::AHEAD];
                 const int later = eight + S::AHEAD;
                 ahead[eight % S::AHEAD] = columns.load(block + later / S::EIGHTS * S::SPLIT, later % S::EIGHTS);
-                multiply<S>(sums, blocks, stage, eight, current);
+                multiply<S>(sums, blocks, stage, eight, current, zero);
             } else {
-                multiply<S>(sums, blocks, stage, eight, columns.load(block, eight));
+                multiply<S>(sums, blocks, stage, eight, columns.load(block, eight), zero);
             }
         }
     }
@@ -290,9 +299,9 @@ KVSEEK_PRODUCT(linear, Number, 16, 4, 2, 2, 1)
 KVSEEK_PRODUCT(linear, Number, 32, 4, 2, 0, 3)
 KVSEEK_PRODUCT(linear, Number, 64, 4, 4, 0, 1)
 KVSEEK_PRODUCT(linear, Number, 8, 8, 1, 2, 4)
-KVSEEK_PRODUCT(linear, Number, 16, 8, 1, 1, 1)
-KVSEEK_PRODUCT(linear, Number, 32, 8, 1, 1, 1)
-KVSEEK_PRODUCT(linear, Number, 32, 8, 3, 1, 1)
+KVSEEK_PRODUCT(linear, Number, 16, 8, 1, 1, 2)
+KVSEEK_PRODUCT(linear, Number, 32, 8, 1, 1, 2)
+KVSEEK_PRODUCT(linear, Number, 32, 8, 2, 1, 2)
 KVSEEK_PRODUCT(linear, Number, 64, 8, 2, 1, 1)
 KVSEEK_PRODUCT(linear, Number, 64, 8, 3, 1, 1)
 KVSEEK_PRODUCT(linear, Number, 8, 16, 1, 2, 2)
@@ -303,12 +312,13 @@ KVSEEK_PRODUCT(linear, Number, 64, 16, 1, 1, 1)
 #if KVSEEK_WEIGHT != 0
 KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 4, 1, 4, 8)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 4, 2, 2, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 3, 1, 2)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 4, 0, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 2, 0, 4)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 4, 0, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 8, 1, 4, 4)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 1, 1, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 1, 2, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 2, 2, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 2, 1, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 3, 0, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 3, 1, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 8, 2, 0, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 8, 3, 0, 1)
 
