@@ -1,4 +1,4 @@
-"""Launches the kernels of engine/model/cuda/products.cu: products of few rows, with weights of 16 or 8 bits.
+"""Launches the kernels of engine/model/cuda/products.cu: products of decode steps, with weights of 16 or 8 bits.
 
 Functions launch on the current stream, can be captured in a CUDA graph and read nothing back. Tensors are contiguous and on
 the kernels' GPU.
@@ -52,16 +52,16 @@ class Shape:
 
 # By the bits of a weight. For weights in descending order of their rows per multiprocessor, each with the fewest: kernels for
 # ever more rows of x. The bits of a sum depend on `split`, which is therefore the same for any number of rows of x. Measured on
-# an H200 with the matrices of Llama-3.1-8B, Llama-3.2-1B and Qwen2.5-0.5B.
+# an H200 with the matrices of Llama-3.1-8B and Llama-3.2-1B.
 SHAPES: dict[int, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
     16: (
-        (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 4))),
+        (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 3))),
         (40, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 3))),
         (24, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 1), Shape(64, 8, 2))),
         (0, (Shape(8, 16, 1), Shape(16, 16, 1), Shape(32, 16, 1), Shape(64, 16, 1))),
     ),
     8: (
-        (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 4))),
+        (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 3))),
         (40, (Shape(8, 8, 1), Shape(16, 8, 2), Shape(32, 8, 3), Shape(64, 8, 3))),
         (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),

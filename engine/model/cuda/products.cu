@@ -2,11 +2,10 @@
 // out = (x wᵀ) scale + bias, x and out in the engine's type; gated, out = silu(gate) up of the two halves of that.
 //
 // A decode step multiplies a few rows with matrices of many megabytes: its time is that of reading the weights once. So
-// each lane keeps many loads of 16 bytes on their way, from before the kernel before this one has ended, and weights of
-// 8 bits become 16-bit numbers in registers, exactly. The tensor cores' 16 rows are output channels, their 8 columns
-// are rows of x. The order of a sum's terms is free, so a lane's neighbouring weights serve as they lie, and the same
-// channels of x with them.
-// engine/model/product_kernels.py launches these kernels; builder/compile/cuda.py sets KVSEEK_WEIGHT.
+// each warp keeps many loads on their way, from before the kernel before this one has ended, and weights of 8 bits
+// become 16-bit numbers in registers, exactly. The tensor cores' 16 rows are output channels, their 8 columns are rows
+// of x. The order of a sum's terms is free, so a lane's neighbouring weights serve as they lie, and the same channels
+// of x with them. engine/model/product_kernels.py launches these kernels; builder/compile/cuda.py sets KVSEEK_WEIGHT.
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"
 
@@ -42,7 +41,7 @@ struct DequantiseArguments {
 namespace products {
 
 constexpr int DEQUANTISE_THREADS = 256;
-constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane loads of one block: a row's part of it is a line
+constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane multiplies of one block: a row's part is a line
 
 // What a kernel's thread block computes: ROW_TILES * 16 rows of the weight, times up to COLUMN_TILES * 8 rows of x. Its
 // SPLIT warps take turns at the blocks of a row's channels. With GATED, the tensor cores' rows g are gates and g + 8
@@ -297,7 +296,7 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
 KVSEEK_PRODUCT(linear, Number, 8, 4, 1, 2, 8)
 KVSEEK_PRODUCT(linear, Number, 16, 4, 2, 2, 1)
 KVSEEK_PRODUCT(linear, Number, 32, 4, 2, 0, 3)
-KVSEEK_PRODUCT(linear, Number, 64, 4, 4, 0, 1)
+KVSEEK_PRODUCT(linear, Number, 64, 4, 3, 1, 1)
 KVSEEK_PRODUCT(linear, Number, 8, 8, 1, 2, 4)
 KVSEEK_PRODUCT(linear, Number, 16, 8, 1, 1, 2)
 KVSEEK_PRODUCT(linear, Number, 32, 8, 1, 1, 2)
@@ -313,7 +312,7 @@ KVSEEK_PRODUCT(linear, Number, 64, 16, 1, 1, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 4, 1, 4, 8)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 4, 2, 2, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 2, 0, 4)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 4, 0, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 3, 0, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 8, 1, 4, 4)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 1, 2, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 2, 2, 1)
