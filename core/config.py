@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, KvseekError
 
 FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
@@ -34,10 +34,12 @@ CHOICES = {  # the values that EngineConfig's fields of type str allow
 NO_REUSE = {"reuse": False, "reuse_host_bytes": None, "cached_prefill": "dense"}
 
 
-def require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
-    """Raise ConfigError that names the field, its value, the limit and the remedy unless `condition` holds."""
+def require(
+    condition: bool, name: str, value: object, limit: str, remedy: str, error: type[KvseekError] = ConfigError
+) -> None:
+    """Raise an error that names the field, its value, the limit and the remedy unless `condition` holds."""
     if not condition:
-        raise ConfigError(f"{name} = {value!r}: must be {limit}; {remedy}")
+        raise error(f"{name} = {value!r}: must be {limit}; {remedy}")
 
 
 def _require_positive(name: str, value: float | None) -> None:
@@ -344,7 +346,7 @@ class EngineConfig:
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
-    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (engine/model/weight_only.py); `quantize_lm_head`
+    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (core/weight_only.py); `quantize_lm_head`
     says whether the output head has int8 weights too. `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.

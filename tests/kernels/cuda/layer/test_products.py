@@ -1,0 +1,84 @@
+"""Kernels of products without a GPU: their shapes are those of the source, and which products they make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvseek.core.batch import BUCKETS
+from kvseek.core.errors import KernelError
+from kvseek.core.weight_only import dequantise, quantise
+from kvseek.engine.model.cuda.products import KernelHead, RowCounts
+from kvseek.kernels.cuda.layer import products as product_kernels
+from kvseek.kernels.cuda.layer.products import MOST_ROWS, SHAPES, ProductKernels, Shape, choose_shape
+
+SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
+
+
+def test_shapes_are_those_of_the_source() -> None:
+    source = (Path(product_kernels.__file__).parent / "products.cu").read_text(encoding="utf-8")
+    for bits, name in ((16, "linear, Number"), (8, "weight_only_linear, Byte")):
+        compiled = re.findall(rf"^KVSEEK_PRODUCT\({name}, (\d+), (\d+), (\d+), \d+, \d+\)", source, re.MULTILINE)
+        shapes = {shape for _, listed in SHAPES[bits] for shape in listed}
+        assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes
+        assert max(shape.shared_bytes for shape in shapes) <= SHARED_BYTES
+        assert all([shape.rows for shape in listed] == [8, 16, 32, 64] for _, listed in SHAPES[bits])
+        assert SHAPES[bits][-1][0] == 0, "a weight of any size has a shape"
+
+
+@pytest.mark.parametrize("bits", SHAPES)
+def test_a_sum_is_divided_alike_for_any_number_of_rows(bits: int) -> None:
+    """So a request's bits do not depend on its batch, and no decode step leaves its rows to a library."""
+    for weight_rows in (0.5, *(fewest for fewest, _ in SHAPES[bits]), 1000):
+        chosen = [choose_shape(bits, rows, weight_rows) for rows in range(1, BUCKETS[-1] + 1)]
+        assert len({shape.split for shape in chosen}) == 1
+        assert all(rows <= shape.rows for rows, shape in enumerate(chosen, 1))
+    with pytest.raises(KernelError, match="rows = 65: must be <= 64"):
+        choose_shape(bits, BUCKETS[-1] + 1, 10)
+
+
+class Launches:
+    """Stands in for ProductKernels on the CPU, and refuses more rows than those have room for."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: None, *, out: Tensor) -> Tensor:
+        assert x.shape[0] <= MOST_ROWS
+        assert x.is_contiguous()
+        assert out.is_contiguous()
+        self.rows.append(x.shape[0])
+        return out.copy_(x @ dequantise(weight, scale, x.dtype).T)
+
+
+def test_a_head_of_8_bits_multiplies_rows_in_groups() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, scale = quantise(torch.randn(101, 32, generator=generator), "int8")
+    x = torch.randn(150, 32, generator=generator)
+    for rows, groups in ((1, [1]), (64, [64]), (65, [64, 1]), (150, [64, 64, 22])):
+        launches = Launches()
+        found = KernelHead(cast("ProductKernels", launches), weight, scale)(x[:rows], prompt=rows == 65)
+        torch.testing.assert_close(found, x[:rows] @ dequantise(weight, scale, torch.float32).T)
+        assert launches.rows == groups
+
+
+def test_rows_of_a_prompt_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the next number of rows that is summed in the same order; more than the largest are multiplied in parts."""
+    weight, bias, x = torch.randn(7, 16), torch.randn(7), torch.randn(300, 16)
+    linear, rows = torch.nn.functional.linear, list[int]()
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows.append(x.shape[0])
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr("kvseek.engine.model.cuda.products.F.linear", counted)
+    counts = RowCounts((32, 128))
+    for given, filled in ((1, [32]), (32, [32]), (33, [128]), (128, [128]), (300, [128, 128, 128])):
+        rows.clear()
+        torch.testing.assert_close(counts.multiply(x[:given], weight, bias), linear(x[:given], weight, bias))
+        assert rows == filled
