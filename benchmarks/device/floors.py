@@ -22,7 +22,7 @@ from kvseek.measurement import offers
 from kvseek.plugins.measurements.costs import SelectionCosts
 from kvseek.plugins.registry import get_method
 
-# A layer of up to 8 requests: two norms, four matrix products, one of them with the activation, rotation, attention.
+# A layer: two norms, four matrix products, one of them with the activation, rotation, attention.
 COMMON_NODES = 8
 DEVICE_PARTS = ("weights", "scan", "rerank", "device_rows")  # of Work: bytes read at the rate of a plain read
 STEP_NODES = 4  # embedding, last norm, output head, best token

@@ -76,7 +76,7 @@ class KernelHead(Linear):
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        for rows, products in zip(x.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
+        for rows, products in zip(torch.split(x, MOST_ROWS), torch.split(out, MOST_ROWS), strict=True):
             self._kernels.linear(rows, self.weight, self.scale, None, out=products)
         return out
 
