@@ -107,12 +107,12 @@ class BaseLLM:
     @property
     def config(self) -> EngineConfig:
         """Configuration of the engine: model, method, cache and limits."""
-        return self._service.config
+        return self._service.engine.config
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the engine; may be used from any thread."""
-        return self._service.tokenizer
+        return self._service.engine.tokenizer
 
     @property
     def engine(self) -> Engine:

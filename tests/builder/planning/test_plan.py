@@ -41,7 +41,7 @@ from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.sampling import Sampler
 from kvseek.engine.schedule.scheduler import Scheduler
-from kvseek.engine.schedule.sequence import Sequence
+from kvseek.engine.schedule.sequence import RequestSequence
 from kvseek.plugins.registry import method_traits
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -116,7 +116,7 @@ def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)
         statistics = RequestStatistics(prompt_tokens=context - 8, submitted_at=0.0)
-        scheduler.queue.push(Sequence(number, request, Sampler(request, 384), statistics))
+        scheduler.queue.push(RequestSequence(number, request, Sampler(request, 384), statistics))
     while (sequence := scheduler.admit()) is not None:
         scheduler.open(sequence)
     return len(scheduler.running)
