@@ -60,8 +60,7 @@ struct Shape {
     static constexpr int PIECE_EIGHTS = PIECE / 8;
     static constexpr int BLOCK = HALVES * 4 * PIECE;      // weights of a row
     static constexpr int EIGHTS = HALVES * PIECE_EIGHTS;  // of a row of x and a block that a lane multiplies
-    static constexpr int PARTS = ROW_TILES * 2;    // eight rows of the weight each, of which a lane multiplies one
-    static constexpr int PIECES = PARTS * HALVES;  // of a lane and a block
+    static constexpr int PARTS = ROW_TILES * 2;           // of eight rows of the weight, of which a lane multiplies one
     static constexpr int TILES = ROW_TILES * COLUMN_TILES;
 
     // The first channel of the result of a part: in this thread block, and of all.
@@ -108,7 +107,7 @@ class Blocks {
         close_copy_group();
     }
 
-    // Wait for all that has been started. All lanes have multiplied the block before, then.
+    // Wait for all that has been started; by then all lanes have multiplied the block before.
     __device__ __forceinline__ void await() {
         await_copy_groups<0>();
         __syncwarp();
@@ -129,9 +128,9 @@ class Blocks {
     uint4 (*blocks_)[S::PARTS][HALVES][32];
 };
 
-// Eight channels of a lane's rows of x: registers of two numbers each.
+// Eight channels of each of a lane's rows of x: registers of two numbers each.
 template <class S>
-struct Eight {
+struct RowEights {
     uint4 rows[S::COLUMN_TILES];
 };
 
@@ -150,11 +149,11 @@ class Columns {
     }
 
     // Channels that belong to a lane's pieces of weights. Beyond a row's end, where weights are zeros, its last ones.
-    __device__ __forceinline__ Eight<S> load(int block, int eight) const {
+    __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
         const int piece = eight / S::PIECE_EIGHTS * 4 + threadIdx.x % 4;
         const int input = block * S::BLOCK + piece * S::PIECE + eight % S::PIECE_EIGHTS * 8;
         const char* from = x_ + min(input, inputs_ - 8) * sizeof(Number);
-        Eight<S> loaded;
+        RowEights<S> loaded;
 #pragma unroll
         for (int tile = 0; tile < S::COLUMN_TILES; ++tile)
             loaded.rows[tile] = *reinterpret_cast<const uint4*>(from + starts_[tile]);
@@ -172,7 +171,7 @@ using Sums = float[S::ROW_TILES][S::COLUMN_TILES][4];
 
 template <class S>
 __device__ __forceinline__ void multiply(Sums<S>& sums, const Blocks<S>& blocks, int stage, int eight,
-                                         const Eight<S>& x, unsigned zero) {
+                                         const RowEights<S>& x, unsigned zero) {
     using Weight = typename S::Weight;
     const int half = eight / S::PIECE_EIGHTS;
 #pragma unroll
@@ -256,7 +255,7 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
     await_earlier_kernels();  // weights are constants, x is not
     allow_later_kernels();
     const Columns<S> columns(a);
-    Eight<S> ahead[S::AHEAD > 0 ? S::AHEAD : 1];
+    RowEights<S> ahead[S::AHEAD > 0 ? S::AHEAD : 1];
 #pragma unroll
     for (int eight = 0; eight < S::AHEAD; ++eight) ahead[eight] = columns.load(first, eight);
     const unsigned zero = a.rows >> 31;  // which the compiler does not know
@@ -267,7 +266,7 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
 #pragma unroll
         for (int eight = 0; eight < S::EIGHTS; ++eight) {
             if constexpr (S::AHEAD > 0) {
-                const Eight<S> current = ahead[eight % S::AHEAD];
+                const RowEights<S> current = ahead[eight % S::AHEAD];
                 const int later = eight + S::AHEAD;
                 ahead[eight % S::AHEAD] = columns.load(block + later / S::EIGHTS * S::SPLIT, later % S::EIGHTS);
                 multiply<S>(sums, blocks, stage, eight, current, zero);
