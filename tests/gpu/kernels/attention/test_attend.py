@@ -108,9 +108,7 @@ def test_a_request_attends_the_same_in_any_batch(
     where = {"dtype": getattr(torch, dtype), "device": device, "host_rows": host_rows}
     cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, window_rows=700, sink=60, **where)
     attention = make_attention(kernels, cache, group, entries, kept_steps=0)
-    requests = [
-        cache.request(slot, 60, slot, 640 - 90 * slot, 9, dense=slot % 3 == 0) for slot in range(len(lengths))
-    ]
+    requests = [cache.request(slot, 60, slot, 640 - 90 * slot, 9, dense=slot % 3 == 0) for slot in range(len(lengths))]
     queries, selected = make_queries(cache, len(lengths), group), cache.select(requests, entries)
     for rows in (selected, None):
 
@@ -120,7 +118,14 @@ def test_a_request_attends_the_same_in_any_batch(
             return run(attention, cache, queries[numbers], batch, None if rows is None else rows[numbers], lse), lse
 
         alone = [attend([number]) for number in range(len(lengths))]
-        for numbers in ([0, 1], [3, 2, 0], [5, 6, 7, 4], [7, 1, 2, 3, 0, 5], [*range(8)], [0, 0, 1, *range(8), 3, 2, 7, 6, 5]):
+        for numbers in (
+            [0, 1],
+            [3, 2, 0],
+            [5, 6, 7, 4],
+            [7, 1, 2, 3, 0, 5],
+            [*range(8)],
+            [0, 0, 1, *range(8), 3, 2, 7, 6, 5],
+        ):
             out, lse = attend(numbers)
             for place, number in enumerate(numbers):
                 assert torch.equal(out[place], alone[number][0][0]), (place, numbers)
