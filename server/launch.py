@@ -226,7 +226,7 @@ def _programs(
         ),
         Program(
             DOORS,
-            (*python, "kvseek.server.doors", *own, *http, "--alive", str(doors_alive)),
+            (*python, "kvseek.server.frontend", *own, *http, "--alive", str(doors_alive)),
             STOP_SECONDS,
             asks={DOORS: _ask(doors_alive)},
             start_seconds=ready_seconds,

@@ -110,13 +110,26 @@ class EngineClient:
         """
         if not self.connected:
             raise UnavailableError(NOT_RUNNING)
-        number = next(self._numbers)
-        try:
-            data = frame(Submit(number, request, trace))  # in this thread: long prompts must not hold up the loop
-        except OverflowError as error:
-            raise RequestError(f"a number of the request is too large ({error}); send smaller numbers") from None
+        number, data = self.encoded(request, trace)
         self._loop.call_soon_threadsafe(self._start, number, on_output, data)
         return number
+
+    def encoded(self, request: Request, trace: str = "") -> tuple[int, bytes]:
+        """Give a request a number, and encode what submits it; raises RequestError if one of its numbers has more than 64 bits.
+
+        Any thread may call this: long prompts must not hold up the loop.
+        """
+        number = next(self._numbers)
+        try:
+            return number, frame(Submit(number, request, trace))
+        except OverflowError as error:
+            raise RequestError(f"a number of the request is too large ({error}); send smaller numbers") from None
+
+    def start(self, number: int, data: bytes, on_output: Callback) -> None:
+        """Send what `encoded` has made, on the client's loop; raises UnavailableError if the engine process does not run."""
+        if not self.connected:
+            raise UnavailableError(NOT_RUNNING)
+        self._start(number, on_output, data)
 
     def cancel(self, number: int) -> None:
         """End a request as cancelled, soon; does nothing if it has ended."""

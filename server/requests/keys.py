@@ -76,6 +76,9 @@ class Keys:
         return bool(self._digests)
 
 
+NO_KEYS = Keys(())
+
+
 def keys_of(settings: ServeSettings) -> Keys:
     """Return the keys of a server's settings; raises ServerError if their file cannot be used."""
     keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))

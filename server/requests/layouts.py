@@ -1,7 +1,7 @@
 """The forms that TensorRT-LLM's repository of Triton models has: the models of each, and how kvseek serves them.
 
 The names of layouts are those of TensorRT-LLM's own folders, triton_backend/all_models/LAYOUT, and of the folders in
-model_repository/. A request's tensors make a request of the engine in the same way at every door.
+model_repository/. A request's inputs make a request of the engine in the same way at every port.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from .llmapi_request import LlmApiRequest, llmapi_requests
 from .text_request import TextRequest, text_requests
 from .token_request import TokenRequest, token_requests
-from .translation import Tensors
+from .translation import Inputs
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ServedModel:
     takes_text: bool
     batched: bool
     kind: type[TextRequest | TokenRequest]
-    sequences: Callable[[Tensors, Tokenizer, EngineConfig], Sequence[TextRequest | TokenRequest]]
+    sequences: Callable[[Inputs, Tokenizer, EngineConfig], Sequence[TextRequest | TokenRequest]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ TOKEN_MODEL = ServedModel(
     takes_text=False,
     batched=True,
     kind=TokenRequest,
-    sequences=lambda tensors, _, config: token_requests(tensors, config.model.eos_token_ids),
+    sequences=lambda inputs, _, config: token_requests(inputs, config.model.eos_token_ids),
 )
 TEXT_MODEL = ServedModel(
     "tensorrt_llm_bls", prompt="text_input", takes_text=True, batched=True, kind=TextRequest, sequences=text_requests

@@ -1,4 +1,4 @@
-"""One request of the LLM API layout's model: its tensors become those of the text model, and its outputs have other names.
+"""One request of the LLM API layout's model: its inputs become those of the text model, and its outputs have other names.
 
 Names, defaults and the values that switch something off are those of TensorRT-LLM's model (triton_backend/all_models/llmapi,
 and tensorrt_llm/sampling_params.py, which gives an absent input its meaning).
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from kvseek.core.config import EngineConfig
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .text_request import NAMES as TEXT_NAMES
 from .text_request import TextRequest, text_requests
-from .translation import Tensors, refuse_unsupported, scalar
+from .translation import Inputs, refuse_unsupported, scalar
 
 DEFAULT_MAX_TOKENS = 32
 NAMES = {  # inputs that the text model has under another name
@@ -61,10 +59,10 @@ class LlmApiRequest(TextRequest):
     repeats_text = True
 
     def __init__(
-        self, request: Request, prompt: str, stop_words: tuple[str, ...], tensors: Tensors, tokenizer: Tokenizer
+        self, request: Request, prompt: str, stop_words: tuple[str, ...], inputs: Inputs, tokenizer: Tokenizer
     ) -> None:
-        super().__init__(request, prompt, stop_words, tensors, tokenizer)
-        self._left_out = [name for name, flag in ASKED_FOR.items() if not scalar(tensors, flag, False)]
+        super().__init__(request, prompt, stop_words, inputs, tokenizer)
+        self._left_out = [name for name, flag in ASKED_FOR.items() if not scalar(inputs, flag, False)]
 
     def _chunk(self, text_output: str, reason: str, output: StepOutput) -> dict[str, Any]:
         chunk = super()._chunk(text_output, reason, output)
@@ -81,23 +79,23 @@ class LlmApiRequest(TextRequest):
         return chunk
 
 
-def llmapi_requests(tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig) -> list[TextRequest]:
-    """Make the one sequence that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
-    refuse_unsupported(tensors, NEUTRAL)
-    return text_requests(as_text_model(tensors), tokenizer, config, LlmApiRequest)
+def llmapi_requests(inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> list[TextRequest]:
+    """Make the one sequence that inputs ask for; raises RequestError on any input that cannot be served."""
+    refuse_unsupported(inputs, NEUTRAL)
+    return text_requests(as_text_model(inputs), tokenizer, config, LlmApiRequest)
 
 
-def as_text_model(tensors: Tensors) -> Tensors:
-    """Give the tensors the text model's names, and values that mean there what these mean here.
+def as_text_model(inputs: Inputs) -> Inputs:
+    """Give the inputs the text model's names, and values that mean there what these mean here.
 
     Here a token is drawn at random if temperature, top_k, top_p or min_p is given, unless one of them leaves no choice:
     temperature 0, top_k 1 or top_p 0. In the text model top_p 0 is off, and a temperature alone does not suffice.
     """
-    made = {NAMES.get(name, name): tensor for name, tensor in tensors.items()}
-    made.setdefault("max_tokens", np.array([[DEFAULT_MAX_TOKENS]], np.int32))
+    made = {NAMES.get(name, name): given for name, given in inputs.items()}
+    made.setdefault("max_tokens", [DEFAULT_MAX_TOKENS])
     temperature, top_k, top_p = (scalar(made, name) for name in ("temperature", "top_k", "top_p"))
     if top_p == 0 and (top_k is None or top_k >= 0):
-        made["top_k"] = np.array([[1]], np.int32)
+        made["top_k"] = [1]
     elif top_p is None and not top_k and (temperature, top_k) != (None, None):
-        made["top_p"] = np.array([[1.0]], np.float32)
+        made["top_p"] = [1.0]
     return made

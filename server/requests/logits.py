@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvseek.core.request import Request, StepOutput
+
+
+@dataclass(frozen=True)
+class Logits:
+    """An output of float32 numbers, without the request's dimension."""
+
+    data: bytes
+    shape: tuple[int, ...]
 
 
 class RunningLogits:
@@ -26,20 +32,18 @@ class RunningLogits:
             self._generation.append(output.generation_logits)
 
     def take(self) -> dict[str, Any]:
-        """Return a response's outputs, float32 arrays without the request's dimension.
+        """Return a response's outputs.
 
         `context_logits` [prompt tokens, vocabulary] come with one response, the first after the prompt; `generation_logits`
         [1, tokens, vocabulary] with every response that has tokens, for the tokens since the response before.
         """
         outputs = {}
         if self._context:  # a response comes after the whole prompt
-            outputs["context_logits"] = _rows(self._context, self._prompt_tokens)
+            data = b"".join(self._context)
+            outputs["context_logits"] = Logits(data, (self._prompt_tokens, len(data) // 4 // self._prompt_tokens))
             self._context = []
         if self._generation:
-            outputs["generation_logits"] = _rows(self._generation, len(self._generation))[None]
+            data, tokens = b"".join(self._generation), len(self._generation)
+            outputs["generation_logits"] = Logits(data, (1, tokens, len(data) // 4 // tokens))
             self._generation = []
         return outputs
-
-
-def _rows(parts: list[bytes], rows: int) -> NDArray[np.float32]:
-    return np.frombuffer(b"".join(parts), np.float32).reshape(rows, -1)

@@ -7,7 +7,7 @@ from typing import Any
 from kvseek.core.request import StepOutput
 from kvseek.core.statistics import RequestStatistics
 
-from .translation import Tensors, scalar
+from .translation import Inputs, scalar
 
 NANOSECONDS = 1_000_000_000
 
@@ -19,8 +19,8 @@ class PerfMetrics:
     kvseek's extents, of 1,024 tokens in all layers; no tokens are drafted.
     """
 
-    def __init__(self, tensors: Tensors) -> None:
-        self._wanted = bool(scalar(tensors, "return_perf_metrics", False))
+    def __init__(self, inputs: Inputs) -> None:
+        self._wanted = bool(scalar(inputs, "return_perf_metrics", False))
         self._known: RequestStatistics | None = None
 
     def push(self, output: StepOutput) -> None:

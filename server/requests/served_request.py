@@ -1,8 +1,8 @@
-"""A client's request at a door: its tensors make a request for the engine, whose outputs make the client's chunks."""
+"""A client's request at a door: its inputs make a request for the engine, whose outputs make the client's chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from kvseek.core.request import Request, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 
 from .layouts import Layout
-from .translation import Tensors
+from .translation import Inputs
 
 SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses to one prompt
 MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
@@ -65,30 +65,24 @@ class RequestFactory:
     config: EngineConfig
     tokenizer: Tokenizer
 
-    def make(self, model: str, tensors: Tensors) -> list[list[ServedRequest]]:
-        """Make the requests that tensors, [batch, ...] each, ask `model` for: of each prompt, its sequences.
+    def make(self, model: str, prompts: Sequence[Inputs]) -> list[list[ServedRequest]]:
+        """Make the requests that the inputs of each prompt ask `model` for: of each prompt, its sequences.
 
         Tokenises text, which may take long. Raises RequestError on any input that cannot be served.
         """
-        sizes = {name: tensor.shape[0] for name, tensor in tensors.items()}
-        batch = max(sizes.values())
-        for name, size in sizes.items():
-            if size != batch:
-                raise RequestError(f"{name} has {size} rows: must be {batch}, one for each prompt; send as many")
         served = self.layout.models[model]
-        rows = ({name: each[row : row + 1] for name, each in tensors.items()} for row in range(batch))
         try:
             made: list[list[ServedRequest]] = []
-            for row in rows:
-                made.append([*served.sequences(row, self.tokenizer, self.config)])
+            for inputs in prompts:
+                made.append([*served.sequences(inputs, self.tokenizer, self.config)])
                 made[-1][0].request.validate(self.config)  # the others differ by their seeds
         except RequestError as error:
             raise type(error)(renamed(str(error), served.kind.names)) from None
         return made
 
-    def make_one(self, model: str, tensors: Tensors) -> ServedRequest:
+    def make_one(self, model: str, inputs: Inputs) -> ServedRequest:
         """Make the request of one prompt for one sequence; raises RequestError if more are asked for."""
-        made = self.make(model, tensors)
+        made = self.make(model, [inputs])
         if len(made) != 1 or len(made[0]) != 1:
             count = len(made) * len(made[0])
             raise RequestError(

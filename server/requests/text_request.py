@@ -16,7 +16,7 @@ from .log_probs import RunningLogProbs
 from .logits import RunningLogits
 from .perf_metrics import PerfMetrics
 from .translation import (
-    Tensors,
+    Inputs,
     end_ids,
     make_request,
     numbered,
@@ -26,7 +26,6 @@ from .translation import (
     sequences,
     text,
     texts,
-    values,
 )
 
 # Inputs of the text model, by the names of the engine's errors. A bias is out of range by its weight.
@@ -55,19 +54,19 @@ class TextRequest:
     repeats_text = False  # whether each response of a stream has the text of those before it too
 
     def __init__(
-        self, request: Request, prompt: str, stop_words: tuple[str, ...], tensors: Tensors, tokenizer: Tokenizer
+        self, request: Request, prompt: str, stop_words: tuple[str, ...], inputs: Inputs, tokenizer: Tokenizer
     ) -> None:
         self.request = request
-        self.streaming = bool(scalar(tensors, "stream", False))
+        self.streaming = bool(scalar(inputs, "stream", False))
         self.ended = False
         self._wants = {
-            name: bool(scalar(tensors, name, False))
+            name: bool(scalar(inputs, name, False))
             for name in ("return_prefill_progress", "return_num_input_tokens", "return_num_output_tokens")
         }
-        echo = not self.streaming and not scalar(tensors, "exclude_input_in_output", False)
+        echo = not self.streaming and not scalar(inputs, "exclude_input_in_output", False)
         self._text = prompt if echo else ""
         self._output = TextOutput(tokenizer, request.prompt_ids, stop_words)
-        self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
+        self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(inputs)
         self._logits = RunningLogits(request)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
@@ -107,35 +106,35 @@ class TextRequest:
 
 
 def text_requests(
-    tensors: Tensors, tokenizer: Tokenizer, config: EngineConfig, kind: type[TextRequest] = TextRequest
+    inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig, kind: type[TextRequest] = TextRequest
 ) -> list[TextRequest]:
-    """Make the sequences that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
-    refuse_unsupported(tensors)
+    """Make the sequences that inputs ask for; raises RequestError on any input that cannot be served."""
+    refuse_unsupported(inputs)
     bad_words = tuple(
         spelling
-        for word in check_words("bad_words", texts(tensors, "bad_words"))
+        for word in check_words("bad_words", texts(inputs, "bad_words"))
         for spelling in tokenizer.spellings(word)
     )
-    sampling = sampling_params(tensors, "top_k", "top_p", bad_words, _logit_bias(tensors, tokenizer))
-    count = sequences(tensors)
-    stop_words = check_words("stop_words", texts(tensors, "stop_words"))  # refused before the prompt is tokenised
-    prompt = _prompt(tensors, max_text_bytes(config, tokenizer))
-    use_template = bool(scalar(tensors, "apply_chat_template", False))
+    sampling = sampling_params(inputs, "top_k", "top_p", bad_words, _logit_bias(inputs, tokenizer))
+    count = sequences(inputs)
+    stop_words = check_words("stop_words", texts(inputs, "stop_words"))  # refused before the prompt is tokenised
+    prompt = _prompt(inputs, max_text_bytes(config, tokenizer))
+    use_template = bool(scalar(inputs, "apply_chat_template", False))
     if use_template:
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
     prompt_ids = encode_prompt(tokenizer, prompt, not use_template, config.max_input_len)
-    ends = end_ids(tensors, config.model.eos_token_ids)
-    request = make_request(tensors, prompt_ids, "max_tokens", sampling, ends)
-    return [kind(numbered(request, number), prompt, stop_words, tensors, tokenizer) for number in range(count)]
+    ends = end_ids(inputs, config.model.eos_token_ids)
+    request = make_request(inputs, prompt_ids, "max_tokens", sampling, ends)
+    return [kind(numbered(request, number), prompt, stop_words, inputs, tokenizer) for number in range(count)]
 
 
-def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+def _logit_bias(inputs: Inputs, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Read biases: each token of a word, however the word is spelt, gets the word's weight; several weights add up.
 
     Empty words, which fill up the rows of a batch, count for nothing.
     """
-    check_words("embedding_bias_words", texts(tensors, "embedding_bias_words"))
-    words, weights = values(tensors, "embedding_bias_words"), values(tensors, "embedding_bias_weights")
+    check_words("embedding_bias_words", texts(inputs, "embedding_bias_words"))
+    words, weights = (inputs.get(f"embedding_bias_{name}", []) for name in ("words", "weights"))
     if len(words) != len(weights):
         raise RequestError(
             f"embedding_bias_weights has {len(weights)} numbers: must be {len(words)}, one for each of embedding_bias_words; "
@@ -152,9 +151,9 @@ def _logit_bias(tensors: Tensors, tokenizer: Tokenizer) -> tuple[tuple[int, floa
     return tuple(biases.items())
 
 
-def _prompt(tensors: Tensors, limit: int) -> str:
+def _prompt(inputs: Inputs, limit: int) -> str:
     """Read the text of a request; raises by its bytes, as tokenising a text that cannot fit would take minutes and gigabytes."""
-    value = scalar(tensors, "text_input")
+    value = scalar(inputs, "text_input")
     size = len(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
     if size > limit:
         raise RequestError(

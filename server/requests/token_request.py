@@ -10,7 +10,7 @@ from kvseek.core.request import Request, StepOutput
 from .log_probs import RunningLogProbs
 from .logits import RunningLogits
 from .perf_metrics import PerfMetrics
-from .translation import Tensors, engine_request, numbered, scalar, sequences
+from .translation import Inputs, engine_request, numbered, scalar, sequences
 
 # Inputs of the token model, by the names of the engine's errors.
 NAMES = {"max_tokens": "request_output_len", "top_k": "runtime_top_k", "top_p": "runtime_top_p"}
@@ -21,14 +21,14 @@ class TokenRequest:
 
     names: Mapping[str, str] = NAMES
 
-    def __init__(self, request: Request, tensors: Tensors) -> None:
+    def __init__(self, request: Request, inputs: Inputs) -> None:
         self.request = request
-        self.streaming = bool(scalar(tensors, "streaming", False))
+        self.streaming = bool(scalar(inputs, "streaming", False))
         self.ended = False
-        self._wants_progress = bool(scalar(tensors, "return_prefill_progress", False))
-        self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(tensors)
+        self._wants_progress = bool(scalar(inputs, "return_prefill_progress", False))
+        self._log_probs, self._metrics = RunningLogProbs(request), PerfMetrics(inputs)
         self._logits = RunningLogits(request)
-        excluded = self.streaming or scalar(tensors, "exclude_input_in_output", False)
+        excluded = self.streaming or scalar(inputs, "exclude_input_in_output", False)
         self._ids = [] if excluded else list(self.request.prompt_ids)
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
@@ -58,7 +58,7 @@ class TokenRequest:
             self._ids = []
 
 
-def token_requests(tensors: Tensors, default_end_ids: tuple[int, ...]) -> list[TokenRequest]:
-    """Make the sequences that tensors, [1, ...] each, ask for; raises RequestError on any input that cannot be served."""
-    request = engine_request(tensors, default_end_ids)
-    return [TokenRequest(numbered(request, number), tensors) for number in range(sequences(tensors))]
+def token_requests(inputs: Inputs, default_end_ids: tuple[int, ...]) -> list[TokenRequest]:
+    """Make the sequences that inputs ask for; raises RequestError on any input that cannot be served."""
+    request = engine_request(inputs, default_end_ids)
+    return [TokenRequest(numbered(request, number), inputs) for number in range(sequences(inputs))]

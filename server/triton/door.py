@@ -39,10 +39,11 @@ from kvseek.server.requests.served_request import (
     after,
 )
 from kvseek.server.requests.status import INTERNAL
-from kvseek.server.requests.translation import Tensors, read_parameters, scalar
+from kvseek.server.requests.translation import read_parameters, scalar
 from kvseek.server.scratch import alive_socket
 from kvseek.server.settings import ServeSettings
 
+from .outputs import rows_of
 from .stream import Part, Stream
 from .stub import require_readable_arrays
 
@@ -54,6 +55,7 @@ KEY_REFUSAL = (
     "header that tritonserver is told to forward"
 )
 logger = logging.getLogger(__name__)
+Tensors = Mapping[str, np.ndarray[Any, Any]]
 
 
 def _connect(engine_dir: Path, settings: ServeSettings, socket: str) -> EngineClient:
@@ -144,7 +146,7 @@ class TritonDoor:
         stream.call, stream.tenant, stream.owner = parameters.kvseek_call, tenant, tenant.owner
         if parameters.kvseek_leave:
             self._leave_call(stream.call)
-        elif scalar(tensors, "stop", False):
+        elif scalar({"stop": tensors["stop"].ravel().tolist()} if "stop" in tensors else {}, "stop", False):
             self._stop(stream.request_id, stream.owner)
         elif not stream.call or stream.call not in self._left:
             self._enqueue(stream, tensors, parameters.traceparent)
@@ -192,7 +194,7 @@ class TritonDoor:
                 f"{asked} = true: must be false, because {self._name} has one response a request (decoupled_mode false); "
                 "leave it out, or write the repository with --decoupled_mode true"
             )
-        made = self._factory.make(self._model, tensors)
+        made = self._factory.make(self._model, rows_of(tensors))
         count = sum(len(sequences) for sequences in made)
         if not self._decoupled and count != 1:
             raise RequestError(

@@ -8,12 +8,14 @@ from typing import Any
 import grpc
 import grpc.aio
 import msgspec
-from aiohttp import web
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from kvseek.server.http_door.errors import HttpError
+from kvseek.server.http.errors import JSON, HttpError
 
 from .durations import clear_durations
 
@@ -54,29 +56,29 @@ class TritonRelay:
         """Disconnect."""
         await self._channel.close()
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[BaseRoute]:
         """Make the routes of the endpoints about the server and its models."""
-        found = [web.get("/v2", self.server), web.get("/v2/models/stats", self.statistics)]
+        found: list[BaseRoute] = [Route("/v2", self.server), Route("/v2/models/stats", self.statistics)]
         for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             handlers = (("", self.model), ("/config", self.config), ("/stats", self.statistics))
-            found += [web.get(f"{start}{end}", handler) for end, handler in handlers]
+            found += [Route(f"{start}{end}", handler) for end, handler in handlers]
         return found
 
-    async def server(self, _: web.Request) -> web.Response:
+    async def server(self, _: Request) -> Response:
         """Name, version and extensions of the server."""
         return _json(await self._answer("ServerMetadata", service_pb2.ServerMetadataRequest()))
 
-    async def model(self, request: web.Request) -> web.Response:
+    async def model(self, request: Request) -> Response:
         """Inputs and outputs of a model."""
         return _json(await self._answer("ModelMetadata", service_pb2.ModelMetadataRequest(**self._name(request))))
 
-    async def config(self, request: web.Request) -> web.Response:
+    async def config(self, request: Request) -> Response:
         """Configuration of a model."""
         config = (await self._answer("ModelConfig", service_pb2.ModelConfigRequest(**self._name(request)))).config
         config.parameters.clear()  # they name this machine's files and the server's shared memory
         return _json(config)
 
-    async def statistics(self, request: web.Request) -> web.Response:
+    async def statistics(self, request: Request) -> Response:
         """Statistics of one model, or of all."""
         answer = await self._answer("ModelStatistics", service_pb2.ModelStatisticsRequest(**self._name(request)))
         clear_durations(answer)
@@ -91,14 +93,14 @@ class TritonRelay:
                 raise HttpError(status, error.details() or "not found") from None
             raise HttpError(503, "Triton does not answer; it is being started or restarted, try again later") from None
 
-    def _name(self, request: web.Request) -> dict[str, str]:
-        model = request.match_info.get("model")
-        names = {"name": self._names.get(model or "", model), "version": request.match_info.get("version")}
+    def _name(self, request: Request) -> dict[str, str]:
+        model = request.path_params.get("model")
+        names = {"name": self._names.get(model or "", model), "version": request.path_params.get("version")}
         return {field: value for field, value in names.items() if value is not None}
 
 
-def _json(message: Message) -> web.Response:
-    return web.Response(body=msgspec.json.encode(plain(message)), content_type="application/json")
+def _json(message: Message) -> Response:
+    return Response(msgspec.json.encode(plain(message)), media_type=JSON)
 
 
 def plain(message: Message) -> dict[str, Any]:
