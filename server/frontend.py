@@ -1,8 +1,8 @@
 """The process that clients reach over HTTP and gRPC, which also serves the metrics. `kvseek serve` starts it.
 
 The gRPC port (server/grpc/) stands in front of Triton's. The HTTP port (server/kserve/) stands in for Triton's own HTTP endpoint,
-which deeply nested JSON and floods of chunks crash, and which lets requests run on that are not streamed and whose client has left.
-The OpenAI port (server/openai/) answers clients of OpenAI's API. These two and the metrics port are servers of one kind
+which deeply nested JSON and floods of chunks crash, and which lets requests run on that are not streamed and whose client has
+left. The OpenAI port (server/openai/) answers clients of OpenAI's API. These two and the metrics port are servers of one kind
 (server/http/). All hand requests to the engine (server/requests/) and ask Triton about itself (server/triton/relay.py).
 """
 

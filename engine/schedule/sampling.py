@@ -10,10 +10,9 @@ from torch import Tensor
 
 from kvseek.core.errors import LogitsError, SamplingError
 from kvseek.core.request import LogProbs, Request
+from kvseek.engine.model.reference.operations import NO_TOKEN
 
 from .guides import GuideMatcher
-
-NO_TOKEN = -1  # stands for a greedy token if the largest logit is not finite
 
 
 class Sampler:
@@ -163,12 +162,6 @@ def log_probabilities(logits: Tensor, tokens: Sequence[int], count: int) -> tupl
     return tuple(
         LogProbs(value, tuple(zip(*top, strict=True))) for value, top in zip(own.tolist(), likeliest, strict=True)
     )
-
-
-def greedy_token(logits: Tensor) -> int:
-    """Return the token of the largest of float32 logits [vocabulary] on the CPU; NO_TOKEN if that logit is not finite."""
-    token = int(logits.argmax())  # the first of equal logits, or a NaN; half the time of max(dim=0)
-    return token if math.isfinite(logits[token]) else NO_TOKEN
 
 
 def check_finite(logits: Tensor) -> None:

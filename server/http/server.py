@@ -1,8 +1,8 @@
 """One port of HTTP: connections and their limits, what holds for every request (keys, ids, errors, CORS), and an end that lets
 responses finish.
 
-uvicorn's connection on llhttp reads requests, the strict parser of Node.js, in C; Starlette's router finds the endpoint. All ports
-are of this class, so the same bytes get the same answer at each, in the form of errors that the port's clients expect.
+uvicorn's connection on llhttp reads requests, the strict parser of Node.js, in C; Starlette's router finds the endpoint. All
+ports are of this class, so the same bytes get the same answer at each, in the form of errors that the port's clients expect.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ LISTS = ("output_ids", "output_log_probs")  # [1, 1, n]: request, beam, tokens
 def as_tensor(name: str, value: Any, batched: bool) -> np.ndarray[Any, Any]:
     """Make the array of an output for Triton, of TensorRT-LLM's shape.
 
-    That is [1, 1, n] for LISTS, [1] for text and for outputs of a model without a batch dimension, [1, ...] for logits, else [1, 1].
+    That is [1, 1, n] for LISTS, [1] for text and for outputs of a model without a batch dimension, [1, ...] for logits, else
+    [1, 1].
     """
     dtype: Any = OUTPUT_DTYPES[name]
     if isinstance(value, Logits):

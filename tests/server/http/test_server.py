@@ -107,10 +107,10 @@ def test_a_host_that_is_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_who_does_not_read_any_response_is_cut_off() -> None:
     """Nor can who asks for health or metrics and does not read hold a connection for ever."""
-    with listening(large, write_seconds=0.2) as (server, port):
-        with slow_reader(port, b"GET / HTTP/1.1\r\nHost: door\r\n\r\n" * 20):
-            wait_for(lambda: server.connections == 1)
-            wait_for(lambda: server.connections == 0)
+    asked = b"GET / HTTP/1.1\r\nHost: door\r\n\r\n" * 20
+    with listening(large, write_seconds=0.2) as (server, port), slow_reader(port, asked):
+        wait_for(lambda: server.connections == 1)
+        wait_for(lambda: server.connections == 0)
 
 
 class Answering:
