@@ -32,6 +32,7 @@ from kvseek.server.http.metrics import ENDPOINTS, MAX_METRICS_CONNECTIONS, Metri
 from kvseek.server.http.server import HEADER_SECONDS, SPARE_CONNECTIONS, HttpServer
 from kvseek.server.kserve import generate
 from kvseek.server.kserve.inputs import body_limit, schemas
+from kvseek.server.kserve.metadata import MetadataRoutes
 from kvseek.server.openai.app import OpenAIPort
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
@@ -81,7 +82,7 @@ class Frontend:
         self._layout = LAYOUTS[settings.layout]
         self._config, self._tokenizer = read_config(engine_dir), Tokenizer(engine_dir)
         self._client = EngineClient(socket, asyncio.get_running_loop())
-        self._triton = TritonRelay(triton_grpc, self._layout.names)
+        self._triton = TritonRelay(triton_grpc)
         self._state = ServerState(self._client, self._triton, self._layout.names)
         self._metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
         unread = settings.unread_answers(self._config, write_seconds)
@@ -89,12 +90,13 @@ class Frontend:
         self._bodies = BodyReader(body_seconds)
         factory = RequestFactory(self._layout, self._config, self._tokenizer)
         models = schemas(self._layout, self._config)
+        metadata = MetadataRoutes(self._triton, self._layout.names)
         generating = generate.GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
         connections = settings.most_connections(self._config)
         keys = keys_of(settings)
         self._grpc = GrpcServer(triton_grpc, self._state, models, unread, connections, self._client.refused, keys)
         self._http = HttpServer(
-            [*self._state.routes(), *generating.routes(), *self._triton.routes()],
+            [*self._state.routes(), *generating.routes(), *metadata.routes()],
             generate.ENDPOINTS,
             connections,
             default=generate.unknown,

@@ -199,7 +199,8 @@ class Connection(HttpToolsProtocol):
         """Answer with an error, and close the connection when the client has read it or LINGER_SECONDS later."""
         self._deaf = True
         status, body = self._server.form(error)
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {len(body)}"]
+        date = self._server.now().decode()
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {len(body)}", f"Date: {date}"]
         lines += [f"{name}: {value}" for name, value in headers_of(status, close=True).items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.write_eof()
@@ -348,7 +349,7 @@ class HttpServer:
         connection: Connection = scope["state"][CONNECTION]
         connection.answering = asyncio.current_task()
         scope["app"] = self  # the router raises what it does not find
-        headers = [(b"date", self._now()), (REQUEST_ID.encode(), _id_of(scope))]
+        headers = [(b"date", self.now()), (REQUEST_ID.encode(), _id_of(scope))]
 
         async def write(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -422,7 +423,8 @@ class HttpServer:
             return HttpError(405, f"{scope['method']} {path}: use {allowed}", "method_not_allowed")
         return HttpError(error.status_code, f"{path} is not found; there are {self._endpoints}", "not_found")
 
-    def _now(self) -> bytes:
+    def now(self) -> bytes:
+        """Return the time as HTTP writes it."""
         second = int(time.time())
         if self._date[0] != second:
             self._date = second, formatdate(second, usegmt=True).encode()
