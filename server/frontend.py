@@ -37,8 +37,7 @@ from kvseek.server.openai.app import OpenAIPort
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.requests.keys import keys_of
-from kvseek.server.requests.layouts import LAYOUTS
-from kvseek.server.requests.served_request import RequestFactory
+from kvseek.server.requests.layouts import LAYOUTS, RequestFactory
 from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.triton.relay import TritonRelay
 

@@ -29,6 +29,7 @@ from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
+from kvseek.server.errors import INTERNAL
 from kvseek.server.processes import leave_no_core
 from kvseek.server.requests.messages import (
     Cancel,
@@ -45,7 +46,6 @@ from kvseek.server.requests.messages import (
     frame,
     read_frame,
 )
-from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
 
 from .metrics import EngineMetrics

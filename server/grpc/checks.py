@@ -16,8 +16,8 @@ from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.json_fields import shortened
 from kvseek.server.kserve.inputs import Input, ModelSchema
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
-from kvseek.server.requests.text_request import max_text_bytes
+from kvseek.server.requests.layouts import MAX_ID_CHARACTERS
+from kvseek.server.requests.translation import max_text_bytes
 
 MAX_PARAMETERS = 8
 MAX_BATCH = 1024  # a batch beyond this is refused whatever max_batch_size is

@@ -12,8 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvseek.core.errors import ErrorCode, KvseekError, code_of
-from kvseek.server.requests.generations import CodedError
-from kvseek.server.requests.status import HTTP_STATUS, INTERNAL
+from kvseek.server.errors import HTTP_STATUS, INTERNAL, CodedError
 
 JSON = "application/json"
 RETRY_AFTER_SECONDS = "1"

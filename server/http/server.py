@@ -31,7 +31,7 @@ from uvicorn.server import ServerState
 
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.keys import NO_KEYS, REFUSAL, Keys, Tenant
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
+from kvseek.server.requests.layouts import MAX_ID_CHARACTERS
 from kvseek.server.requests.unread import WRITE_SECONDS
 
 from .body import ClientLeftError

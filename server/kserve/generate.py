@@ -22,7 +22,8 @@ from kvseek.server.http.json_fields import shortened
 from kvseek.server.http.server import tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.served_request import SEVERAL, Chunk, RequestFactory
+from kvseek.server.requests.layouts import SEVERAL, RequestFactory
+from kvseek.server.requests.outputs import Chunk
 from kvseek.server.requests.translation import scalar
 
 from .inputs import ModelSchema, chunk_to_json

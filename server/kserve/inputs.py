@@ -22,11 +22,9 @@ from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import MAX_FIELD_BYTES, first_character, json_fault, shortened, shown
-from kvseek.server.requests.layouts import Layout, ServedModel
-from kvseek.server.requests.logits import Logits
-from kvseek.server.requests.served_request import MAX_ID_CHARACTERS, Chunk
-from kvseek.server.requests.text_request import max_text_bytes
-from kvseek.server.requests.translation import Inputs
+from kvseek.server.requests.layouts import MAX_ID_CHARACTERS, Layout, ServedModel
+from kvseek.server.requests.outputs import Chunk, Logits
+from kvseek.server.requests.translation import Inputs, max_text_bytes
 
 MAX_LIST = 1024  # most values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000

@@ -27,7 +27,7 @@ from kvseek.server.http.server import HEADER_SECONDS, HttpServer, tenant_of
 from kvseek.server.kserve.inputs import JSON_BYTES_PER_BYTE, JSON_BYTES_PER_ID
 from kvseek.server.requests.generations import Generations
 from kvseek.server.requests.keys import keys_of
-from kvseek.server.requests.text_request import max_text_bytes
+from kvseek.server.requests.translation import max_text_bytes
 from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.settings import ServeSettings
 

@@ -11,8 +11,9 @@ from kvseek.core.errors import ErrorCode, RequestError, renamed
 from kvseek.core.request import MAX_SEED, FinishReason, LogProbs, Request, SamplingParams, StepOutput
 from kvseek.engine.text_output import TextOutput
 from kvseek.engine.tokenizer import TextStream, Tokenizer
-from kvseek.server.requests.generations import CodedError
+from kvseek.server.errors import CodedError
 from kvseek.server.requests.keys import Tenant
+from kvseek.server.requests.outputs import Accumulator
 
 from .errors import FieldError
 from .parameters import MAX_CHOICES, Parameters, require
@@ -90,47 +91,43 @@ class Choice:
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.request, self.streaming, self.ended, self.names = request, streaming, False, names or {}
-        self._output = TextOutput(tokenizer, request.prompt_ids, stop)
-        told = request.sampling.logprobs is not None
-        self._offsets = tokenizer.stream(prompt_ids=request.prompt_ids) if told else None
-        self._echoes, self._due = echo is not None, echo  # what is due has not been told yet
-        self._prompt: list[LogProbs] = []  # of the prompt's tokens but the first
-        self._reused = 0
-        self._length = 0 if echo is None else len(echo.text)  # characters so far, those held back included
-        self._text: list[str] = [] if echo is None else [echo.text]
+        self._new = Accumulator(request, TextOutput(tokenizer, request.prompt_ids, stop))
+        self._new.text = "" if echo is None else echo.text
+        wanted = request.sampling.logprobs is not None
+        self._offsets = tokenizer.stream(prompt_ids=request.prompt_ids) if wanted else None
+        self._echoes, self._due = echo is not None, echo  # what is due has not been given yet
+        self._length = len(self._new.text)  # characters so far, those held back included
         self._tokens: list[tuple[int, LogProbs | None, int]] = []
 
     def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
         """Take one output of the engine; raises CodedError if the server ended the request."""
-        self._prompt += output.prompt_logprobs
-        if self.ended or (output.token_id is None and output.finish_reason is None):
-            return  # progress in reading the prompt, or tokens drawn before the cancellation arrived
+        new = self._new
+        if not new.push(output):
+            return
         if output.finish_reason is not None and output.finish_reason not in REASONS:
             raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
-        if output.statistics is not None:
-            self._reused = output.statistics.reused_tokens
-        self._text.append(self._output.push(output))
         if self._offsets is not None:
-            self._tell(output, self._offsets)
-        reason = self._output.finish_reason
+            self._take_logprobs(output, self._offsets)
+        reason = new.finish_reason
         self.ended = reason is not None
-        if reason is None and not self.streaming:
-            return
-        text = "".join(self._text)
-        if text or self._tokens or reason is not None:
-            count = len(self._output.token_ids)
-            name = None if reason is None else REASONS[reason]
-            piece = {"text": text, "tokens": self._tokens, "count": count, "reused": self._reused}
-            yield piece | {"finish_reason": name}
-            self._text, self._tokens = [], []
+        if (self.streaming and (new.text or self._tokens)) or reason is not None:
+            yield {
+                "text": new.text,
+                "tokens": self._tokens,
+                "count": new.count,
+                "reused": 0 if new.statistics is None else new.statistics.reused_tokens,
+                "finish_reason": None if reason is None else REASONS[reason],
+            }
+            new.text, self._tokens = "", []
 
-    def _tell(self, output: StepOutput, text: TextStream) -> None:
+    def _take_logprobs(self, output: StepOutput, text: TextStream) -> None:
         """Take the log probabilities of an output's token, and before the first one those of the prompt."""
         due, self._due = self._due, None
         if due is not None:
-            if len(self._prompt) < len(due.offsets) - 1:
+            known = self._new.prompt_logprobs
+            if len(known) < len(due.offsets) - 1:
                 raise CodedError(ErrorCode.TIMEOUT, NOT_READ)
-            self._tokens += zip(self.request.prompt_ids, (None, *self._prompt), due.offsets, strict=True)
+            self._tokens += zip(self.request.prompt_ids, (None, *known), due.offsets, strict=True)
         if output.token_id is not None and output.logprobs is not None:
             self._tokens.append((output.token_id, output.logprobs, self._length))
             self._length += len(text.push(output.token_id))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kvseek.core.errors import LEADING_NAMES, ErrorCode, KvseekError, RequestError, code_of, renamed
+from kvseek.server.errors import CodedError
 from kvseek.server.http.errors import HttpError, describe
-from kvseek.server.requests.generations import CodedError
 
 CODES = {
     ErrorCode.QUEUE_FULL: "queue_full",

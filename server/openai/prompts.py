@@ -12,7 +12,7 @@ import msgspec
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError, renamed
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.requests.text_request import PromptTooLongError, encode_prompt, max_text_bytes
+from kvseek.server.requests.translation import PromptTooLongError, encode_prompt, max_text_bytes
 
 from .errors import PARAMS, FieldError, field_of
 from .fields import ABSENT, decode, is_absent

@@ -18,6 +18,7 @@ import uvloop
 from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
+from kvseek.server.errors import INTERNAL
 
 from .messages import (
     Cancel,
@@ -35,7 +36,6 @@ from .messages import (
     frame,
     read_frame,
 )
-from .status import INTERNAL
 
 RETRY_SECONDS = 0.1  # time between attempts to connect: the engine process may be loading, or being restarted
 ANSWER_SECONDS = 10.0  # most time for a ping: longer than a step of the engine, also on a loaded machine

@@ -8,30 +8,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvseek.core.errors import ErrorCode, KvseekError, code_of, renamed
+from kvseek.core.errors import KvseekError, QueueFullError, code_of, renamed
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.core.session import EndedSession
-from kvseek.server.workers import Workers
+from kvseek.server.errors import CodedError
 
 from .engine_client import EngineClient
-from .served_request import Chunk, ServedRequest, after
+from .layouts import after
+from .outputs import Chunk, ServedRequest
 from .unread import UnreadAnswer, UnreadAnswers, logit_bytes, size_of
 
 MAKERS = 2  # threads that tokenise: more would take the engine's cores
 GONE_SECONDS = 2.0  # time without an engine process after which open requests cannot end any more
 T = TypeVar("T")
-
-
-class CodedError(KvseekError):
-    """An error that ended a request, with its code, at the engine or at a door."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(eq=False)
@@ -69,6 +63,50 @@ class Submission:
     served: ServedRequest
     number: int
     data: bytes
+
+
+class Workers:
+    """Threads for work that would hold up the event loop.
+
+    Calls that wait for a thread wait on the loop. So when a client leaves, its call and its data are dropped at once.
+    """
+
+    def __init__(self, threads: int, name: str, max_open: int) -> None:
+        self._loop, self._max_open = asyncio.get_running_loop(), max_open
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = asyncio.Semaphore(threads)
+        self.open = 0
+        """Calls that run or wait."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function in one of the threads; raises QueueFullError if too many calls run or wait already."""
+        if self.open >= self._max_open:
+            raise QueueFullError(
+                f"{self.open} requests are being tokenised: at most max_queue_size + max_batch_size = {self._max_open} may; "
+                "send the request again later"
+            )
+        self.open += 1
+        try:
+            await self._free.acquire()
+        except BaseException:
+            self.open -= 1
+            raise
+        future = self._pool.submit(function)
+        future.add_done_callback(self._done)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Stop the threads; nothing may be under way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, _: Future[T]) -> None:
+        """Take note that a call has ended; runs in any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        self.open -= 1
+        self._free.release()
 
 
 class Generations:

@@ -8,20 +8,49 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingParams
+from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingParams, check_words
 from kvseek.core.session import Session, read_session
+from kvseek.engine.tokenizer import Tokenizer
 
 Inputs = Mapping[str, list[Any]]  # values of each input of one prompt, in order, whatever its shape
 
 SHOWN_CHARACTERS = 40  # most of a text in an error message
 
 MAX_SEQUENCES = 8  # most sequences of a prompt: num_return_sequences
+CHARACTERS_PER_TOKEN = 8  # more than most texts have
+DEFAULT_MAX_TOKENS = 32  # of the LLM API layout's model
+
+# Inputs of each model, by the names of the engine's errors. A bias is out of range by its weight.
+TOKEN_NAMES = {"max_tokens": "request_output_len", "top_k": "runtime_top_k", "top_p": "runtime_top_p"}
+TEXT_NAMES = {
+    "input_ids": "text_input",
+    "messages": "text_input",
+    "bad_words_list": "bad_words",
+    "logit_bias": "embedding_bias_weights",
+}
+LLMAPI_INPUTS = {  # inputs of the LLM API layout's model that the text model has under another name
+    "streaming": "stream",
+    "sampling_param_temperature": "temperature",
+    "sampling_param_top_k": "top_k",
+    "sampling_param_top_p": "top_p",
+    "sampling_param_frequency_penalty": "frequency_penalty",
+    "sampling_param_presence_penalty": "presence_penalty",
+    "sampling_param_max_tokens": "max_tokens",
+    "sampling_param_stop": "stop_words",
+    "sampling_param_seed": "seed",
+    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
+    "sampling_param_return_perf_metrics": "return_perf_metrics",
+    "return_cumulative_logprob": "return_log_probs",
+}
+LLMAPI_NAMES = TEXT_NAMES | {text_name: own for own, text_name in LLMAPI_INPUTS.items()}
 
 # Inputs of TensorRT-LLM's models that kvseek does not support, and the values at which they have no effect.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -29,6 +58,19 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "len_penalty": (0.0, 1.0),
     "length_penalty": (0.0, 1.0),
 }
+LLMAPI_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "image_url": ("",),
+    "sampling_param_best_of": (1, 0),
+    "sampling_param_logits_post_processor_name": ("",),
+    "lora_id": (),
+    "lora_name": ("",),
+    "lora_path": ("",),
+    "lora_ckpt_source": ("",),
+}
+
+
+class PromptTooLongError(RequestError):
+    """A prompt has more tokens than max_input_len."""
 
 
 def scalar(inputs: Inputs, name: str, default: Any = None) -> Any:
@@ -259,3 +301,106 @@ def text(value: object, name: str) -> str:
 def texts(inputs: Inputs, name: str) -> tuple[str, ...]:
     """Return the non-empty strings of an input."""
     return tuple(decoded for value in inputs.get(name, ()) if (decoded := text(value, name)))
+
+
+def text_request(inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> tuple[Request, str, tuple[str, ...]]:
+    """Make the request that the inputs of the text model ask for.
+
+    Tokenises, which may take long. Returns the request, the prompt's text and the words that end the answer; raises RequestError.
+    """
+    refuse_unsupported(inputs)
+    bad_words = tuple(
+        spelling
+        for word in check_words("bad_words", texts(inputs, "bad_words"))
+        for spelling in tokenizer.spellings(word)
+    )
+    sampling = sampling_params(inputs, "top_k", "top_p", bad_words, _logit_bias(inputs, tokenizer))
+    stop_words = check_words("stop_words", texts(inputs, "stop_words"))  # refused before the prompt is tokenised
+    prompt = _prompt(inputs, max_text_bytes(config, tokenizer))
+    use_template = bool(scalar(inputs, "apply_chat_template", False))
+    if use_template:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    prompt_ids = encode_prompt(tokenizer, prompt, not use_template, config.max_input_len)
+    ends = end_ids(inputs, config.model.eos_token_ids)
+    return make_request(inputs, prompt_ids, "max_tokens", sampling, ends), prompt, stop_words
+
+
+def max_text_bytes(config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Return the bytes of UTF-8 beyond which a text certainly has more tokens than max_input_len."""
+    return config.max_input_len * tokenizer.longest_token_bytes
+
+
+def _logit_bias(inputs: Inputs, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Read biases: each token of a word, however the word is spelt, gets the word's weight; several weights add up.
+
+    Empty words, which fill up the rows of a batch, count for nothing.
+    """
+    check_words("embedding_bias_words", texts(inputs, "embedding_bias_words"))
+    words, weights = (inputs.get(f"embedding_bias_{name}", []) for name in ("words", "weights"))
+    if len(words) != len(weights):
+        raise RequestError(
+            f"embedding_bias_weights has {len(weights)} numbers: must be {len(words)}, one for each of embedding_bias_words; "
+            "send as many"
+        )
+    biases: Counter[int] = Counter()
+    for value, weight in zip(words, weights, strict=True):
+        word = text(value, "embedding_bias_words")  # empty: rows of a batch are as long as the longest
+        spelt = {token for spelling in tokenizer.spellings(word) for token in spelling} if word else set()
+        # A space inside of the word belongs to every text, and is not meant.
+        for token in spelt:
+            if word.isspace() or not tokenizer.token_bytes(token).isspace():
+                biases[token] += weight
+    return tuple(biases.items())
+
+
+def _prompt(inputs: Inputs, limit: int) -> str:
+    """Read the text of a request; raises by its bytes, as tokenising a text that cannot fit would take minutes and gigabytes."""
+    value = scalar(inputs, "text_input")
+    size = len(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
+    if size > limit:
+        raise RequestError(
+            f"text_input has {size:,} bytes: must be <= {limit:,}, max_input_len tokens of the tokenizer's longest; shorten it"
+        )
+    prompt = text(value, "text_input")
+    if not prompt:
+        raise RequestError("text_input is empty: must be at least one character; send a prompt")
+    return prompt
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str, add_special_tokens: bool, max_tokens: int, name: str = "text_input"
+) -> list[int]:
+    """Tokenise a prompt, the value of input `name`; raises RequestError, PromptTooLongError for too many tokens.
+
+    A prompt with far too many tokens is refused by its beginning, as tokenising all of it could take a minute.
+    """
+    size = CHARACTERS_PER_TOKEN * max_tokens
+    while size < len(prompt):
+        tokens = len(tokenizer.encode(prompt[:size], add_special_tokens))
+        if tokens > max_tokens + max_tokens // 8 + 8:  # the cut may split one token into several
+            raise PromptTooLongError(
+                f"{name} has {tokens:,} tokens in its first {size:,} of {len(prompt):,} characters: "
+                f"must be <= max_input_len = {max_tokens} in all; shorten it or build with a larger max_input_len"
+            )
+        size *= 2
+    return tokenizer.encode(prompt, add_special_tokens)
+
+
+def as_text_model(inputs: Inputs) -> Inputs:
+    """Give inputs of the LLM API layout's model the text model's names, and values that mean there what these mean here.
+
+    Names, defaults and the values that switch something off are those of TensorRT-LLM's model (triton_backend/all_models/llmapi,
+    and tensorrt_llm/sampling_params.py, which gives an absent input its meaning).
+
+    Here a token is drawn at random if temperature, top_k, top_p or min_p is given, unless one of them leaves no choice:
+    temperature 0, top_k 1 or top_p 0. In the text model top_p 0 is off, and a temperature alone does not suffice.
+    """
+    refuse_unsupported(inputs, LLMAPI_NEUTRAL)
+    made = {LLMAPI_INPUTS.get(name, name): given for name, given in inputs.items()}
+    made.setdefault("max_tokens", [DEFAULT_MAX_TOKENS])
+    temperature, top_k, top_p = (scalar(made, name) for name in ("temperature", "top_k", "top_p"))
+    if top_p == 0 and (top_k is None or top_k >= 0):
+        made["top_k"] = [1]
+    elif top_p is None and not top_k and (temperature, top_k) != (None, None):
+        made["top_p"] = [1.0]
+    return made

@@ -26,19 +26,11 @@ from kvseek.core.liveness import answer_from_thread
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
-from kvseek.server.errors import ServerError
+from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.keys import Keys, Tenant, keys_of
-from kvseek.server.requests.layouts import LAYOUTS
-from kvseek.server.requests.served_request import (
-    MAX_ID_CHARACTERS,
-    SEVERAL,
-    Chunk,
-    RequestFactory,
-    ServedRequest,
-    after,
-)
-from kvseek.server.requests.status import INTERNAL
+from kvseek.server.requests.layouts import LAYOUTS, MAX_ID_CHARACTERS, SEVERAL, RequestFactory, after
+from kvseek.server.requests.outputs import Chunk, ServedRequest
 from kvseek.server.requests.translation import read_parameters, scalar
 from kvseek.server.scratch import alive_socket
 from kvseek.server.settings import ServeSettings

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvseek.core.errors import ErrorCode
+from kvseek.server.errors import INTERNAL, TRITON_CODE
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.served_request import Chunk, ServedRequest
-from kvseek.server.requests.status import INTERNAL, TRITON_CODE
+from kvseek.server.requests.outputs import Chunk, ServedRequest
 
 from .outputs import as_tensor
 

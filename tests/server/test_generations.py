@@ -16,9 +16,8 @@ import pytest
 
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.server.requests.generations import Call, CodedError, Generations, Submission
+from kvseek.server.requests.generations import Call, CodedError, Generations, Submission, Workers
 from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, size_of
-from kvseek.server.workers import Workers
 
 UNREAD = UnreadAnswers(1 << 20)
 ANSWER = UnreadAnswer(UNREAD)

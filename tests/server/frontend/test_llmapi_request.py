@@ -23,9 +23,9 @@ from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams,
 from kvseek.core.session import Session
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.requests.layouts import LLMAPI, LLMAPI_MODEL
-from kvseek.server.requests.llmapi_request import ASKED_FOR, NAMES, NEUTRAL
-from kvseek.server.requests.served_request import RequestFactory, ServedRequest
+from kvseek.server.requests.layouts import LLMAPI, LLMAPI_MODEL, RequestFactory
+from kvseek.server.requests.outputs import ASKED_FOR, ServedRequest
+from kvseek.server.requests.translation import LLMAPI_INPUTS, LLMAPI_NEUTRAL
 from kvseek.server.triton.outputs import OUTPUT_DTYPES
 
 PROMPT = "the quick brown fox"
@@ -142,7 +142,7 @@ def test_what_cannot_be_served_is_refused_by_the_name_that_the_client_gave(
 
 
 def test_neutral_values_pass(factory: RequestFactory) -> None:
-    for name, values in NEUTRAL.items():
+    for name, values in LLMAPI_NEUTRAL.items():
         for value in values:
             make(factory, **{name: value})
 
@@ -258,8 +258,10 @@ def test_every_input_of_the_configuration_is_known_and_every_output_comes(
     config = configuration("llmapi/tensorrt_llm")
     inputs = {field.name for field in config.input}
     text_models = {field.name for field in configuration("inflight_batcher_llm/tensorrt_llm_bls").input}
-    assert set(NAMES.values()) <= text_models
-    assert inputs - {*NAMES, *NEUTRAL, *ASKED_FOR.values(), "stop"} <= text_models - set(NAMES.values())
+    assert set(LLMAPI_INPUTS.values()) <= text_models
+    assert inputs - {*LLMAPI_INPUTS, *LLMAPI_NEUTRAL, *ASKED_FOR.values(), "stop"} <= text_models - set(
+        LLMAPI_INPUTS.values()
+    )
     served = make(factory, **{name: True for name in inputs if "return_" in name})
     (chunk,) = outputs(served, tokenizer.encode(" over", False), FinishReason.LENGTH)
     assert set(chunk) == {field.name for field in config.output}

@@ -15,8 +15,8 @@ from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams,
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.generation import Generation
 from kvseek.server.openai.choices import Choice
-from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, LLMAPI, Layout
-from kvseek.server.requests.served_request import RequestFactory, ServedRequest
+from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, LLMAPI, Layout, RequestFactory
+from kvseek.server.requests.outputs import LlmApiRequest, ServedRequest
 
 PROMPT, ANSWER = "France is", " Paris, the lamp"
 MODEL = ModelConfig("llama", 384, 64, 128, 2, 2, 1, 32, 1e-5, 1e4, 512, eos_token_ids=(2,))
@@ -68,7 +68,7 @@ def text_of(tokenizer: Tokenizer, served: Any, stream: bool) -> str:
             continue
         for chunk in served.push(out):
             text = chunk.get("text_output", chunk.get("text"))
-            found = [text] if getattr(served, "repeats_text", False) else [*found, text]
+            found = [text] if isinstance(served, LlmApiRequest) else [*found, text]
     return "".join(found)
 
 

@@ -16,7 +16,7 @@ from tests.support.random_models import save_random_model
 from tests.support.waiting import wait_for
 
 from kvseek.core.errors import UnavailableError
-from kvseek.server.requests.status import INTERNAL
+from kvseek.server.errors import INTERNAL
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton.door import TritonDoor
 
@@ -250,7 +250,7 @@ def test_a_text_that_cannot_be_made_ends_its_request(door: TritonDoor, monkeypat
     def fail(*_: Any) -> Any:
         raise MemoryError("no room for a text")
 
-    monkeypatch.setattr("kvseek.server.requests.token_request.TokenRequest.push", fail)
+    monkeypatch.setattr("kvseek.server.requests.outputs.TokenRequest.push", fail)
     request = ToyRequest(19_000)
     door.execute([request])
     wait_for(request.ended.is_set)

@@ -1,4 +1,4 @@
-"""The same bytes get the same answer at every port of HTTP: of Triton's clients, of OpenAI's, of metrics, and of replicas' metrics."""
+"""The same bytes get the same answer at every port of HTTP: Triton's clients', OpenAI's, metrics, replicas' metrics."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import pytest
 from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode
+from kvseek.server.errors import CodedError
 from kvseek.server.openai.answer import _merged
-from kvseek.server.requests.generations import CodedError
 
 
 async def pieces(*texts: str, error: Exception | None = None, endless: bool = False) -> AsyncIterator[dict[str, Any]]:

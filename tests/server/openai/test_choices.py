@@ -10,10 +10,10 @@ from tests.conftest import BuildEngine, RandomModel
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.errors import CodedError
 from kvseek.server.openai.choices import Choice, Echo
 from kvseek.server.openai.logprobs import LOWEST
 from kvseek.server.openai.replies import ChatReply, CompletionReply, usage
-from kvseek.server.requests.generations import CodedError
 
 TEXT = "the harbour ⚓ lit at dusk"
 
