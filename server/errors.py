@@ -29,7 +29,7 @@ class ServerError(KvseekError, RuntimeError):
 
 
 class CodedError(KvseekError):
-    """An error that ended a request, with its code, at the engine or at a door."""
+    """An error that ended a request, with its code, at the engine or before it."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)

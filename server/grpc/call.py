@@ -1,4 +1,4 @@
-"""One streaming call of a client at the gRPC door: passes its requests on to Triton, and Triton's responses back."""
+"""One streaming call of a client at the gRPC port: passes its requests on to Triton, and Triton's responses back."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class GrpcCall:
                     await self._say_goodbye()
                 await asyncio.wait((back,))
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
-            pass  # Triton has ended, and the call with it; or the door ends, and has closed its channel to Triton
+            pass  # Triton has ended, and the call with it; or the frontend ends, and has closed its channel to Triton
         except TimeoutError:
             logger.error("Triton has not ended a call %g s after its client left; it is cancelled", LEAVE_SECONDS)
         finally:

@@ -1,4 +1,4 @@
-"""The gRPC door: serves Triton's inference protocol in front of Triton, whose own port is for this machine alone.
+"""The gRPC port: serves Triton's inference protocol in front of Triton, whose own port is for this machine alone.
 
 Requests are parsed, checked (checks.py) and passed on; responses go back as they are. Health is the whole server's, and
 what has no use for clients of a model (repository, shared memory, trace, logging) is not passed on.
@@ -272,7 +272,7 @@ class GrpcServer:
         context: Any,
         keeps: bool = False,
     ) -> None:
-        """Pass requests of one client on to Triton, and give Triton's responses and the door's refusals to `write`.
+        """Pass requests of one client on to Triton, and give Triton's responses and refusals to `write`.
 
         `keeps`: see GrpcCall.deliver.
         """

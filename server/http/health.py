@@ -68,7 +68,7 @@ class ServerState:
     Attributes
     ----------
     starting : bool
-        Whether the door itself is not ready yet; set by the door.
+        Whether the frontend itself is not ready yet; set by it.
     """
 
     def __init__(self, client: EngineClient, triton: TritonRelay | None, models: Collection[str] = ()) -> None:

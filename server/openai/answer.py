@@ -26,9 +26,8 @@ from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.unread import UnreadAnswer
 
-from .chat_body import CHAT_FORMAT, ChatBody
+from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, ChatBody, CompletionBody
 from .choices import make_choices
-from .completion_body import COMPLETION_FORMAT, CompletionBody
 from .errors import FieldError, openai_error
 from .replies import ChatReply, CompletionReply, Json, Piece, Reply, usage
 

@@ -15,10 +15,9 @@ from kvseek.server.errors import CodedError
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.outputs import Accumulator
 
-from .errors import FieldError
-from .parameters import MAX_CHOICES, Parameters, require
+from .bodies import MAX_CHOICES, Parameters, read_guide
+from .errors import FieldError, require
 from .prompts import TOO_LONG, Prompt
-from .response_format import read_guide
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
 REASONS = {

@@ -56,6 +56,14 @@ class FieldError(RequestError):
         self.param, self.code = param, code
 
 
+def require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
+    """Raise FieldError unless a condition holds; a value's text is shortened."""
+    if not condition:
+        text = repr(value)
+        shown = text if len(text) <= 60 else f"{text[:60]}…"
+        raise FieldError(name, f"{name} = {shown}: must be {limit}; {remedy}")
+
+
 def openai_error(error: Exception) -> tuple[int, bytes]:
     """Return the HTTP status and the JSON of an error; what is no KvseekError is logged and not shown."""
     status, message = describe(error)

@@ -14,9 +14,8 @@ from kvseek.core.errors import RequestError, renamed
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.requests.translation import PromptTooLongError, encode_prompt, max_text_bytes
 
-from .errors import PARAMS, FieldError, field_of
+from .errors import PARAMS, FieldError, field_of, require
 from .fields import ABSENT, decode, is_absent
-from .parameters import require
 
 TOO_LONG = "context_length_exceeded"
 ROLES = ("system", "user", "assistant")

@@ -1,4 +1,4 @@
-"""JSON of the answers of both endpoints, whole and in pieces."""
+"""JSON of the answers of both endpoints, whole and in pieces, with log probabilities in the two forms that OpenAI has."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvseek.core.request import LogProbs
 from kvseek.engine.tokenizer import Tokenizer
-
-from .logprobs import chat_logprobs, completion_logprobs
 
 Json = dict[str, Any]
 Piece = dict[str, Any]  # see Choice
+LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot write; OpenAI's number
+# Token id, its log probabilities, length of the text before it. The first token of an echoed prompt has no log probabilities.
+Tokens = Sequence[tuple[int, LogProbs | None, int]]
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
@@ -129,3 +131,48 @@ class CompletionReply(Reply):
     def _choice(self, index: int, piece: Piece) -> Json:
         logprobs = completion_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
         return {"index": index, "text": piece["text"], "logprobs": logprobs, "finish_reason": piece["finish_reason"]}
+
+
+def chat_logprobs(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the log probabilities of a chat's tokens."""
+    content = []
+    for token, logprobs, _ in tokens:
+        assert logprobs is not None, "a chat has no echo"
+        top = [_chat_token(each, value, tokenizer) for each, value in logprobs.top]
+        content.append(_chat_token(token, logprobs.token, tokenizer) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the log probabilities of a completion's tokens. The token itself is always among the likeliest, as with OpenAI."""
+    return {
+        "tokens": [token_text(token, tokenizer) for token, _, _ in tokens],
+        "token_logprobs": [None if logprobs is None else max(logprobs.token, LOWEST) for _, logprobs, _ in tokens],
+        "top_logprobs": [
+            None if logprobs is None else _likeliest(token, logprobs, tokenizer) for token, logprobs, _ in tokens
+        ],
+        "text_offset": [offset for _, _, offset in tokens],
+    }
+
+
+def _likeliest(token: int, logprobs: LogProbs, tokenizer: Tokenizer) -> dict[str, float]:
+    likeliest: dict[str, float] = {}
+    for each, value in (*logprobs.top, (token, logprobs.token)):
+        likeliest.setdefault(token_text(each, tokenizer), max(value, LOWEST))
+    return likeliest
+
+
+def token_text(token: int, tokenizer: Tokenizer) -> str:
+    """Return the text of a token. Where it has none, or bytes that are no UTF-8 alone, these are spelt out."""
+    data = tokenizer.token_bytes(token)
+    if not data:
+        return f"token_id:{token}"
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _chat_token(token: int, value: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token)
+    return {"token": token_text(token, tokenizer), "logprob": max(value, LOWEST), "bytes": list(data)}

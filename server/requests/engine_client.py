@@ -1,4 +1,4 @@
-"""A door's connection to the engine process, for any number of requests: submit, cancel, outputs by callback."""
+"""A frontend's connection to the engine process, for any number of requests: submit, cancel, outputs by callback."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvseek.server.errors import INTERNAL
 from .messages import (
     Cancel,
     EndSession,
-    FromDoor,
     FromEngine,
+    FromFrontend,
     Metrics,
     Outputs,
     Ping,
@@ -187,7 +187,7 @@ class EngineClient:
         else:
             self._send(Refused(code, count))
 
-    def _send(self, message: FromDoor) -> None:
+    def _send(self, message: FromFrontend) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(message))
 

@@ -110,7 +110,7 @@ class Workers:
 
 
 class Generations:
-    """Runs the requests of one door process. All methods must be called on the event loop.
+    """Runs the requests of one frontend process. All methods must be called on the event loop.
 
     Parameters
     ----------

@@ -145,7 +145,7 @@ class RequestFactory:
 
 
 def after(request: Request, seconds: float) -> Request:
-    """Note the `seconds` that a request has spent at a door; raises TimeoutExpiredError if its time limit has passed."""
+    """Note the `seconds` that a request has spent at a frontend; raises TimeoutExpiredError if its time limit has passed."""
     limit = request.timeout_seconds
     if limit is not None and 0 < limit <= seconds:  # of a limit that is not above 0 the engine says what is wrong
         raise TimeoutExpiredError(

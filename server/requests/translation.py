@@ -105,9 +105,9 @@ class Parameters:
     Streaming : bool
         What NVIDIA's clients send beside the input `streaming`, which decides.
     authorization : str
-        `Bearer KEY`, where clients reach the model without a door of kvseek in between, or empty.
+        `Bearer KEY`, where clients reach the model without kvseek's gRPC port in between, or empty.
     kvseek_call : str
-        The gRPC door's name of the client's call, or empty. Clients cannot send it.
+        The gRPC port's name of the client's call, or empty. Clients cannot send it.
     kvseek_owner : str
         Whose requests may stop this one: a name of the client's API key, or else of its connection. Clients cannot send it.
     kvseek_secret : str

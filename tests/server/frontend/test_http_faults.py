@@ -34,7 +34,7 @@ from kvseek.server.processes import require_open_files
 from kvseek.server.requests.messages import (
     UNSOUND_REQUESTS,
     Cancel,
-    FromDoor,
+    FromFrontend,
     Metrics,
     Outputs,
     Ping,
@@ -80,7 +80,7 @@ class FakeEngine:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
-        decoder = msgspec.msgpack.Decoder(FromDoor)
+        decoder = msgspec.msgpack.Decoder(FromFrontend)
         while True:
             try:
                 message = await read_frame(reader, decoder)

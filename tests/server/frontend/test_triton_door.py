@@ -18,7 +18,7 @@ from tests.support.waiting import wait_for
 from kvseek.core.errors import UnavailableError
 from kvseek.server.errors import INTERNAL
 from kvseek.server.settings import ServeSettings
-from kvseek.server.triton.door import TritonDoor
+from kvseek.server.triton.model import TritonModel
 
 FINAL = 1
 CODES = SimpleNamespace(INVALID_ARG=1, UNAVAILABLE=2, CANCELLED=3, INTERNAL=4)
@@ -96,7 +96,7 @@ class ToyRequest:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Iterator[TritonDoor]:
+def door(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Iterator[TritonModel]:
     folder = tmp_path_factory.mktemp("door")
     model = save_random_model(folder / "llama", "llama", max_position_embeddings=20_000)
     directory = build_engine(model, "full", "--max_batch_size", "2", "--max_seq_len", "20000")
@@ -113,19 +113,19 @@ def door(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) ->
         "parameters": {name: {"string_value": value} for name, value in parameters.items()},
     }
     with engine_process(directory, socket, settings):
-        door = TritonDoor(TRITON, {"model_config": json.dumps(config)})
+        door = TritonModel(TRITON, {"model_config": json.dumps(config)})
         wait_for(lambda: door._client.connected)
         yield door
         door.finalize()
 
 
-def running(door: TritonDoor, request: ToyRequest) -> ToyRequest:
+def running(door: TritonModel, request: ToyRequest) -> ToyRequest:
     door.execute([request])
     wait_for(lambda: request.responses)
     return request
 
 
-def test_a_late_request_of_a_client_that_has_left_ends_no_other(door: TritonDoor) -> None:
+def test_a_late_request_of_a_client_that_has_left_ends_no_other(door: TritonModel) -> None:
     """Its id may be another client's too."""
     other = running(door, ToyRequest(19_000, "same", kvseek_call="b"))
     door.execute([ToyRequest(4, "same", kvseek_call="a", kvseek_leave=True)])
@@ -140,7 +140,7 @@ def test_a_late_request_of_a_client_that_has_left_ends_no_other(door: TritonDoor
     assert other.reason == "cancelled"
 
 
-def test_stop_ends_the_requests_of_an_id(door: TritonDoor) -> None:
+def test_stop_ends_the_requests_of_an_id(door: TritonModel) -> None:
     kept, stopped = running(door, ToyRequest(19_000, "kept")), running(door, ToyRequest(19_000, "stopped"))
     stopper = ToyRequest(4, "stopped")
     stopper._tensors["stop"] = np.array([[True]])
@@ -154,7 +154,7 @@ def test_stop_ends_the_requests_of_an_id(door: TritonDoor) -> None:
     wait_for(kept.ended.is_set)
 
 
-def test_stop_ends_no_request_of_another_client(door: TritonDoor) -> None:
+def test_stop_ends_no_request_of_another_client(door: TritonModel) -> None:
     """It is answered like one of an id that nobody has."""
     own = running(door, ToyRequest(19_000, "same", kvseek_call="own", kvseek_owner="first"))
     answers = []
@@ -173,7 +173,7 @@ def test_stop_ends_no_request_of_another_client(door: TritonDoor) -> None:
     wait_for(own.ended.is_set)
 
 
-def test_each_secret_shares_what_was_read_with_itself_alone(door: TritonDoor) -> None:
+def test_each_secret_shares_what_was_read_with_itself_alone(door: TritonModel) -> None:
     rates = []
     for secret in ("aa", "bb", "aa", "bb"):
         request = ToyRequest(2, kvseek_call="c", kvseek_owner=secret, kvseek_secret=secret)
@@ -185,7 +185,7 @@ def test_each_secret_shares_what_was_read_with_itself_alone(door: TritonDoor) ->
     assert rates == [0, 0, 1, 1]
 
 
-def test_a_part_that_cannot_be_submitted_ends_the_others(door: TritonDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_cannot_be_submitted_ends_the_others(door: TritonModel, monkeypatch: pytest.MonkeyPatch) -> None:
     submit, numbers = door._client.submit, list[int]()
 
     def submit_once(*arguments: Any) -> int:
@@ -206,7 +206,7 @@ def test_a_part_that_cannot_be_submitted_ends_the_others(door: TritonDoor, monke
     assert len(request.responses) == count, "nothing follows the last response"
 
 
-def test_exceptions_that_nobody_has_foreseen_stay_inside(door: TritonDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_that_nobody_has_foreseen_stay_inside(door: TritonModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise ValueError("/private/path")
 
@@ -220,7 +220,7 @@ def test_exceptions_that_nobody_has_foreseen_stay_inside(door: TritonDoor, monke
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_response_that_cannot_be_sent_ends_its_request(
-    last: bool, door: TritonDoor, monkeypatch: pytest.MonkeyPatch
+    last: bool, door: TritonModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For want of shared memory, say. All sequences of the request end, and there is one last response."""
     request, finals, failing = ToyRequest(40 if last else 19_000), list[Any](), [True]
@@ -246,7 +246,7 @@ def test_a_response_that_cannot_be_sent_ends_its_request(
     assert final.error.code == TritonError.INTERNAL
 
 
-def test_a_text_that_cannot_be_made_ends_its_request(door: TritonDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_be_made_ends_its_request(door: TritonModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise MemoryError("no room for a text")
 

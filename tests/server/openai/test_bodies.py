@@ -18,11 +18,9 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.openai.chat_body import CHAT_FORMAT, CHAT_NEUTRAL
+from kvseek.server.openai.bodies import CHAT_FORMAT, CHAT_NEUTRAL, COMPLETION_FORMAT, COMPLETION_NEUTRAL, WITHOUT_EFFECT
 from kvseek.server.openai.choices import Choice, make_choices
-from kvseek.server.openai.completion_body import COMPLETION_FORMAT, COMPLETION_NEUTRAL
 from kvseek.server.openai.errors import FieldError, openai_error
-from kvseek.server.openai.parameters import WITHOUT_EFFECT
 from kvseek.server.openai.prompts import message_texts, read_messages
 from kvseek.server.requests.keys import Tenant
 

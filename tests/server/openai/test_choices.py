@@ -12,8 +12,7 @@ from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams,
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.errors import CodedError
 from kvseek.server.openai.choices import Choice, Echo
-from kvseek.server.openai.logprobs import LOWEST
-from kvseek.server.openai.replies import ChatReply, CompletionReply, usage
+from kvseek.server.openai.replies import LOWEST, ChatReply, CompletionReply, usage
 
 TEXT = "the harbour ⚓ lit at dusk"
 

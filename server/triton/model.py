@@ -1,7 +1,7 @@
-"""A Triton model as a door: passes requests on to the engine process, and the engine's outputs back to Triton.
+"""A Triton model as a frontend: passes requests on to the engine process, and the engine's outputs back to Triton.
 
 No thread waits for a request. Worker threads translate requests (tokenising takes long), the engine client's thread sends
-responses. Behind `kvseek serve`, the gRPC door tells when a client has left. Triton is asked only where there is no such door,
+responses. Behind `kvseek serve`, the gRPC port tells when a client has left. Triton is asked only where there is no such port,
 and never while a response is sent: once in some ten thousand requests, 2.51 crashes if it looks whether the client has left
 while the last response is being sent.
 """
@@ -41,7 +41,7 @@ from .stub import require_readable_arrays
 
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
-OF_DOORS = "kvseek_"  # how parameters begin that the gRPC door sends
+OF_FRONTENDS = "kvseek_"  # how parameters begin that the gRPC port sends
 KEY_REFUSAL = (
     "authorization: has none of the repository's API keys; send Bearer KEY as this parameter of the request, or over gRPC as a "
     "header that tritonserver is told to forward"
@@ -67,7 +67,7 @@ def _connect(engine_dir: Path, settings: ServeSettings, socket: str) -> EngineCl
     return client
 
 
-class TritonDoor:
+class TritonModel:
     """Serves one Triton model with the engine process.
 
     Parameters
@@ -92,7 +92,7 @@ class TritonDoor:
         self._factory = RequestFactory(layout, engine_config, tokenizer)
         if self._served.takes_text:
             tokenizer.encode("")  # reads the files now rather than in the first request
-        # Whether clients reach the model without a door of kvseek in between.
+        # Whether clients reach the model without a frontend of kvseek in between.
         self._for_anyone = not parameters["socket"]
         self._keys = keys_of(settings) if self._for_anyone else Keys(())
         self._client = _connect(directory, settings, parameters["socket"])
@@ -125,15 +125,15 @@ class TritonDoor:
         if not self._served.batched:
             tensors = {name: tensor[np.newaxis] for name, tensor in tensors.items()}
         parameters = read_parameters(request.parameters(), self._name)
-        own = {name: value for name, value in vars(parameters).items() if name.startswith(OF_DOORS) and value}
+        own = {name: value for name, value in vars(parameters).items() if name.startswith(OF_FRONTENDS) and value}
         if self._for_anyone and own:
             raise RequestError(
-                f"{', '.join(own)}: {self._name} has no such inputs, which only doors of kvseek send; leave them out"
+                f"{', '.join(own)}: {self._name} has no such inputs, which only kvseek's gRPC port sends; leave them out"
             )
         tenant = self._keys.tenant(parameters.authorization)
         if tenant is None:
             raise RequestError(KEY_REFUSAL)
-        if not self._for_anyone:  # the door has asked for a key
+        if not self._for_anyone:  # the frontend has asked for a key
             tenant = Tenant(bytes.fromhex(parameters.kvseek_secret), parameters.kvseek_owner)
         stream.call, stream.tenant, stream.owner = parameters.kvseek_call, tenant, tenant.owner
         if parameters.kvseek_leave:
