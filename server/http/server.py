@@ -89,7 +89,7 @@ class Connection(HttpToolsProtocol):
         if self._server.make_room():
             self._look()
         else:
-            self._end_with(HttpError(503, FULL))
+            self._end_with(HttpError(503, FULL), linger=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, and cancel what the client waits for."""
@@ -195,14 +195,20 @@ class Connection(HttpToolsProtocol):
         self._fault = fault
         raise fault
 
-    def _end_with(self, error: HttpError) -> None:
-        """Answer with an error, and close the connection when the client has read it or LINGER_SECONDS later."""
+    def _end_with(self, error: HttpError, linger: bool = True) -> None:
+        """Answer with an error and close the connection; with `linger` when the client has closed it, or LINGER_SECONDS later.
+
+        A client that is still sending when its connection is closed gets a reset, and may never read the answer.
+        """
         self._deaf = True
         status, body = self._server.form(error)
         date = self._server.now().decode()
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Length: {len(body)}", f"Date: {date}"]
         lines += [f"{name}: {value}" for name, value in headers_of(status, close=True).items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        if not linger:
+            self.transport.close()
+            return
         self.transport.write_eof()
         if self._watch is not None:
             self._watch.cancel()
