@@ -11,10 +11,59 @@ from collections.abc import Iterable
 
 import msgspec
 
+from kvseek.core.errors import RequestError
+
 MAX_FIELD_BYTES = 1 << 20  # most bytes of JSON for a field that is not the prompt
 MAX_HALVES = 1 << 16  # places of a faulty body that are looked at, as each takes 0.5 µs
 SHOWN_CHARACTERS = 40  # most characters of a value in an error message
 KINDS = {'"': "a string", "{": "an object", "[": "a list", "t": "true", "f": "false", "n": "null"}
+
+
+class JsonFault(RequestError):
+    """A body that is no JSON object of known fields.
+
+    Parameters
+    ----------
+    field : str
+        The field at fault; empty if there is none.
+    unknown : bool
+        Whether there is no such field.
+    """
+
+    def __init__(self, field: str, message: str, unknown: bool = False) -> None:
+        super().__init__(message)
+        self.field, self.unknown = field, unknown
+
+
+class FieldSplitter:
+    """Splits bodies into their fields. An unknown field ends that at once, because a body could have a million of them."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(dict.fromkeys(names))
+        fields = [(name, msgspec.Raw, None) for name in self.names]
+        self._decoder = msgspec.json.Decoder(msgspec.defstruct("Body", fields, forbid_unknown_fields=True))
+
+    def split(self, body: bytes | bytearray) -> dict[str, msgspec.Raw]:
+        """Return the JSON of each field that is there; its syntax is right. Raises JsonFault."""
+        try:
+            found = self._decoder.decode(body)
+        except RecursionError:
+            raise JsonFault("", "the body nests too deeply: must be an object of fields; send such") from None
+        except msgspec.ValidationError as error:
+            unknown = re.search(r"unknown field `(.*)`", str(error), re.DOTALL)
+            if unknown is None:
+                raise JsonFault(
+                    "", "the body is not a JSON object; send {...} with the fields of the request"
+                ) from None
+            name = shortened(unknown[1])
+            raise JsonFault(
+                name, f"{name}: there is no such field; check the spelling, or leave it out", unknown=True
+            ) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise JsonFault(*_fault(body, error, self.names)) from None
+        fields = ((name, getattr(found, name)) for name in self.names)
+        return {name: raw for name, raw in fields if raw is not None}
+
 
 # An escape that is half of a surrogate pair: a first half before no second one, or a second behind no first.
 _HALF = re.compile(
@@ -34,7 +83,7 @@ def _half_character(body: bytes | bytearray, end: int) -> int | None:
     return None
 
 
-def json_fault(body: bytes | bytearray, error: Exception, names: Iterable[str]) -> tuple[str, str]:
+def _fault(body: bytes | bytearray, error: Exception, names: Iterable[str]) -> tuple[str, str]:
     """Find what is wrong with a body that msgspec refuses as JSON; its message does not always tell.
 
     Parameters

@@ -21,7 +21,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.health import MODEL_VERSION
-from kvseek.server.http.json_fields import MAX_FIELD_BYTES, first_character, json_fault, shortened, shown
+from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
 from kvseek.server.requests.layouts import MAX_ID_CHARACTERS, Layout, ServedModel
 from kvseek.server.requests.outputs import Chunk, Logits
 from kvseek.server.requests.translation import Inputs, max_text_bytes
@@ -29,8 +29,7 @@ from kvseek.server.requests.translation import Inputs, max_text_bytes
 MAX_LIST = 1024  # most values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
 JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
-Fields = dict[str, msgspec.Raw]  # JSON of each field; its syntax has been checked, but no values are built from it
-_fields = msgspec.json.Decoder(Fields)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _string = msgspec.json.Decoder(str)
 WANTED = {
     "INT32": "an integer",
@@ -162,14 +161,17 @@ class ModelSchema:
         text = re.sub(r"\$\{\w+\}", "1", path.read_text(encoding="utf-8"))
         message = text_format.Parse(text, model_config_pb2.ModelConfig())
         self.inputs = {each.name: self._input(each, config.max_input_len) for each in message.input}
-        # An unknown field ends the decoding, because a body could have a million of them.
-        names = (*self.inputs, "id", "parameters")
-        known = msgspec.defstruct("Body", [(name, msgspec.Raw, None) for name in names], forbid_unknown_fields=True)
-        self._decoder = msgspec.json.Decoder(known)
+        self._fields = FieldSplitter((*self.inputs, "id", "parameters"))
 
     def read(self, body: bytes | bytearray) -> GenerateBody:
         """Read the body of a request; raises RequestError that names the field at fault."""
-        fields = self._split(body)
+        try:
+            fields = self._fields.split(body)
+        except JsonFault as fault:
+            if not fault.unknown:
+                raise
+            what = f"{self.model} has no such input; check the spelling, or leave it out"
+            raise RequestError(f"{fault.field}: {what}") from None
         request_id = _request_id(fields.pop("id", None))
         _refuse_parameters(fields.pop("parameters", None), self.model)
         for name, field in self.inputs.items():
@@ -182,26 +184,6 @@ class ModelSchema:
         prompt = message.name == self.served.prompt
         limit = MAX_LIST if not prompt else 1 if self.served.takes_text else max_input_len
         return Input(message.name, datatype, tuple(message.dims), message.optional, limit, prompt)
-
-    def _split(self, body: bytes | bytearray) -> Fields:
-        try:
-            found = self._decoder.decode(body)
-            fields = ((name, getattr(found, name)) for name in found.__struct_fields__)
-            return {name: raw for name, raw in fields if raw is not None}
-        except RecursionError:
-            raise RequestError(
-                "the body nests too deeply: must be an object of values and flat lists; send such"
-            ) from None
-        except msgspec.ValidationError as error:
-            unknown = re.search(r"unknown field `(.*)`", str(error), re.DOTALL)
-            if unknown is not None:
-                name = shortened(unknown[1])
-                raise RequestError(
-                    f"{name}: {self.model} has no such input; check the spelling, or leave it out"
-                ) from None
-            raise RequestError("the body is not a JSON object; send {...} with the model's inputs as fields") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RequestError(json_fault(body, error, (*self.inputs, "id", "parameters"))[1]) from None
 
 
 def schemas(layout: Layout, config: EngineConfig) -> Mapping[str, ModelSchema]:

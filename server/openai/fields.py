@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvseek.server.http.json_fields import MAX_FIELD_BYTES, first_character, json_fault, shortened, shown
+from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
 
 from .errors import FieldError
 
@@ -48,43 +48,23 @@ class BodyFormat(Generic[T]):
         self._kind, self._prompt, self._neutral, self._ignored = kind, prompt, neutral, frozenset(without_effect)
         fields = msgspec.structs.fields(kind)
         self._decoders = {field.name: msgspec.json.Decoder(field.type) for field in fields}
-        # An unknown field ends the decoding, because a body could have a million of them.
-        self._names = tuple(dict.fromkeys((*self._decoders, *neutral, *self._ignored)))
-        body = msgspec.defstruct(
-            "Body", [(name, msgspec.Raw, None) for name in self._names], forbid_unknown_fields=True
-        )
-        self._outer = msgspec.json.Decoder(body)
+        self._fields = FieldSplitter((*self._decoders, *neutral, *self._ignored))
 
     def read(self, body: bytes | bytearray) -> T:
         """Read a body; raises FieldError that names the field at fault."""
-        found = self._split(body)
+        try:
+            found = self._fields.split(body)
+        except JsonFault as fault:
+            raise FieldError(fault.field, str(fault), "unknown_parameter" if fault.unknown else None) from None
         values: dict[str, Any] = {}
-        for name in found.__struct_fields__:
-            raw = getattr(found, name)
-            if raw is None or name in self._ignored or first_character(raw) == "n":  # null is the same as nothing
+        for name, raw in found.items():
+            if name in self._ignored or first_character(raw) == "n":  # null is the same as nothing
                 continue
             if name in self._neutral:
                 self._refuse(name, raw)
             else:
                 values[name] = self._value(name, raw)
         return self._kind(**values)
-
-    def _split(self, body: bytes | bytearray) -> Any:
-        try:
-            return self._outer.decode(body)
-        except RecursionError:
-            raise FieldError("", "the body nests too deeply: must be an object of fields; send such") from None
-        except msgspec.ValidationError as error:
-            unknown = re.search(r"unknown field `(.*)`", str(error), re.DOTALL)
-            if unknown is None:
-                raise FieldError(
-                    "", "the body is not a JSON object; send {...} with the fields of the request"
-                ) from None
-            name = shortened(unknown[1])
-            message = f"{name}: there is no such field; check the spelling, or leave it out"
-            raise FieldError(name, message, "unknown_parameter") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FieldError(*json_fault(body, error, self._names)) from None
 
     def _value(self, name: str, raw: msgspec.Raw) -> Any:
         size = memoryview(raw).nbytes

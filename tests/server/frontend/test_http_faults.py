@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from kvseek.core.request import StepOutput
 from kvseek.server.errors import ServerError
 from kvseek.server.frontend import Frontend
-from kvseek.server.http.metrics import MAX_METRICS_CONNECTIONS
-from kvseek.server.http.server import IDLE_SECONDS, SPARE_CONNECTIONS
 from kvseek.server.ports import Ports
 from kvseek.server.processes import require_open_files
 from kvseek.server.requests.messages import (
@@ -262,71 +259,6 @@ def test_bodies_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Pat
         assert (status, "a body must arrive" in answer["error"]) == (408, True)
 
     in_process(directory, tmp_path, check, body_seconds=0.5)
-
-
-def test_a_client_that_does_not_read_its_stream_is_given_up(directory: Path, tmp_path: Path) -> None:
-    engine = FakeEngine(tmp_path / "engine.sock", [StepOutput(1, token_id=7)] * 100_000)
-
-    def check(door: Door) -> None:
-        wait_for(lambda: door.post(PATH, TOKENS | {"streaming": True}).status_code == 400)
-        with door.send(f"{PATH}_stream", STREAM | {"request_output_len": 19_000}):
-            wait_for(lambda: engine.cancelled, seconds=20.0)
-
-    in_process(directory, tmp_path, check, write_seconds=0.5)
-
-
-def test_headers_that_come_too_slowly_are_given_up(directory: Path, tmp_path: Path) -> None:
-    def check(door: Door) -> None:
-        began = time.monotonic()
-        with socket.create_connection(("127.0.0.1", door.port), SECONDS) as slow:
-            slow.sendall(b"POST /v2 HTTP/1.1\r\nHost: door\r\n")
-            assert slow.recv(100) == b"", "closed"
-        assert 0.5 < time.monotonic() - began < 5.0
-
-    in_process(directory, tmp_path, check, header_seconds=1.0)
-
-
-def test_too_many_connections_are_refused_and_health_is_not(directory: Path, tmp_path: Path) -> None:
-    def check(door: Door) -> None:
-        limit = SETTINGS.max_queue_size + 2 + 256
-        idle = [door.connect(PATH, b"", "Content-Length: 10") for _ in range(limit)]
-        time.sleep(1.2 * IDLE_SECONDS)  # none of them may be closed: the server waits for their bodies
-        status, answer = reply(door.send(PATH, TOKENS))
-        assert (status, "open connections" in answer["error"]) == (503, True)
-        assert requests.get(f"{door.url}/health/live", timeout=SECONDS).status_code == 200
-        more = [door.connect(PATH, b"", "Content-Length: 10") for _ in range(100)]
-        assert b"503" in more[-1].recv(100)
-        assert all(one.send(b"{") == 1 for one in idle)
-        for connection in idle + more:
-            connection.close()
-        wait_for(lambda: reply(door.send(PATH, TOKENS))[1]["error"].startswith("the engine is not running"))
-
-    in_process(directory, tmp_path, check)
-
-
-@pytest.mark.parametrize("port", ["http", "metrics", "openai"])
-def test_idle_connections_keep_nobody_from_connecting(
-    port: str, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not those that ask for health, say, from finding it at any port."""
-    sent = (b"", b"GET / HTTP", b"GET /v2/health/live HTTP/1.1\r\nHost: door\r\n\r\n")
-
-    def check(door: Door) -> None:
-        place = ("127.0.0.1", {"http": door.port, "metrics": door.metrics_port, "openai": door.openai_port}[port])
-        most = (MAX_METRICS_CONNECTIONS if port == "metrics" else SETTINGS.max_queue_size + 2 + 256) + SPARE_CONNECTIONS
-        with contextlib.ExitStack() as idle:
-            for number in range(most + 10):
-                connection = idle.enter_context(socket.create_connection(place, SECONDS))
-                connection.sendall(sent[number % len(sent)])
-            time.sleep(1.2 * IDLE_SECONDS)
-            path = "health" if port == "openai" else "v2/health/live"
-            for _ in range(3):
-                answer = requests.get(f"http://127.0.0.1:{place[1]}/{path}", timeout=SECONDS)
-                assert answer.status_code == (503 if port == "openai" else 200), "openai: there is no engine"
-                assert "open connections" not in answer.text
-
-    in_process(directory, tmp_path, check)
-    assert not caplog.records, "no traceback for a connection"
 
 
 def test_limits_on_connections_that_open_files_do_not_suffice_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

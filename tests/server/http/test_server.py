@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.support.waiting import SECONDS, wait_for
 from kvseek.server.errors import ServerError
 from kvseek.server.http.answers import PIECE_BYTES, Writer
 from kvseek.server.http.errors import HttpError, kserve_error
-from kvseek.server.http.server import SPARE_CONNECTIONS, HttpServer
+from kvseek.server.http.server import IDLE_SECONDS, SPARE_CONNECTIONS, HttpServer
 from kvseek.server.openai.errors import openai_error
 from kvseek.server.requests.unread import UnreadAnswers
 
@@ -54,7 +55,7 @@ def listening(endpoint: Any, most: int = 10, **options: Any) -> Iterator[tuple[H
     thread.start()
 
     async def start() -> tuple[HttpServer, int]:
-        server = HttpServer(routes, "/", most, header_seconds=5.0, **options)
+        server = HttpServer(routes, "/", most, **options)
         return server, await server.start("127.0.0.1", 0, "--http_port")
 
     server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(SECONDS)
@@ -236,3 +237,27 @@ def test_pages_of_other_origins_may_ask_if_a_flag_says_so() -> None:
             before = requests.options(url, headers={"Origin": page, **asked}, timeout=SECONDS)
             assert before.headers.get("Access-Control-Allow-Origin") == allowed
             assert (before.status_code == 200) is (allowed is not None)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost: x\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_connection_whose_next_headers_come_too_slowly_is_closed(sent: bytes) -> None:
+    with listening(small, header_seconds=0.3) as (_, port):
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", port), SECONDS) as slow:
+            slow.sendall(sent)
+            while slow.recv(1000):
+                pass
+        assert time.monotonic() - began > 0.2
+
+
+def test_idle_connections_keep_nobody_from_connecting(caplog: pytest.LogCaptureFixture) -> None:
+    """Not those that ask for health, say, from finding it."""
+    sent = (b"", b"GET / HTTP", b"GET /health HTTP/1.1\r\nHost: door\r\n\r\n")
+    with listening(small, most=3) as (_, port), ExitStack() as idle:
+        for number in range(3 + SPARE_CONNECTIONS + 10):
+            connection = idle.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
+            connection.sendall(sent[number % len(sent)])
+        time.sleep(1.2 * IDLE_SECONDS)
+        for _ in range(3):
+            assert requests.get(f"http://127.0.0.1:{port}/health", timeout=SECONDS).status_code == 204
+    assert not caplog.records, "no traceback for a connection"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -15,14 +14,12 @@ import pytest
 import requests
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.door_processes import CLOSED_PORT, Door, doors, engine_process, write_keys
+from tests.support.door_processes import Door, doors, engine_process, write_keys
 from tests.support.metrics import running
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.server.errors import ServerError
-from kvseek.server.frontend import Frontend
 from kvseek.server.launch import running_server
-from kvseek.server.ports import Ports
 from kvseek.server.settings import ServeSettings
 
 NAME, KEY = "org/my model", "sk-one-of-the-tests"
@@ -104,43 +101,6 @@ def test_the_model_has_the_name_that_serve_gives_it(door: Door, engine: Any) -> 
     assert [card.id for card in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME, "a slash in the name is part of the path"
     assert client.completions.create(**ASK).model == NAME
-
-
-def test_a_slow_clients_connection_is_closed(directory: Path, tmp_path: Path) -> None:
-    async def serve() -> None:
-        door = Frontend(
-            directory,
-            tmp_path / "engine.sock",
-            ServeSettings(),
-            CLOSED_PORT,
-            CLOSED_PORT,
-            body_seconds=0.3,
-            header_seconds=0.3,
-        )
-        try:
-            ports = await door.start("127.0.0.1", Ports(0, 0, 0, 0))
-            assert await beginning(ports.openai, b"GET /health HTTP/1.1\r\nHost") == b"", "half of the headers"
-            assert await beginning(ports.openai, b"") == b"", "nothing"
-            half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
-            assert (await beginning(ports.openai, half)).startswith(b"HTTP/1.1 408"), "half of the body"
-            answered = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-            assert (await beginning(ports.openai, answered)).startswith(b"HTTP/1.1 200"), "an idle connection"
-        finally:
-            await door.close()
-
-    asyncio.run(serve())
-
-
-async def beginning(port: int, sent: bytes) -> bytes:
-    """What a server answers, until it closes the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
-    try:
-        return await asyncio.wait_for(reader.read(-1), SECONDS)
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
 
 
 def test_the_doors_end_although_a_stream_runs(
