@@ -26,7 +26,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvseek.server.errors import ServerError
@@ -65,6 +65,8 @@ class Connection(HttpToolsProtocol):
     ----------
     answering : asyncio.Task or None
         Answers the request that the client waits for; it is cancelled when the client leaves.
+    current : RequestResponseCycle or None
+        That request and its response; uvicorn's `cycle` is the latest, which may wait behind it.
     left : bool
         Whether the client has left.
     """
@@ -73,6 +75,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, state, {CONNECTION: self})
         self._server = server
         self.answering: asyncio.Task[Any] | None = None
+        self.current: RequestResponseCycle | None = None
         self.left = False
         self.idle_since = self.loop.time()
         self._deaf = False  # whether nothing that still comes is a request
@@ -164,13 +167,22 @@ class Connection(HttpToolsProtocol):
         self.idle_since = self.loop.time()
         super().on_response_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.current = cycle
+        super()._start_asgi_task(cycle, app)
+
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request. A request before it is still answered, and then the connection ends."""
+        """Refuse what is no request. The requests before it are still answered, and then the connection ends."""
         cycle = self.cycle
         if self.is_idle:
             self._end_with(self._fault)
-        elif not cycle.more_body:
-            self._deaf, cycle.keep_alive = True, False
+        elif not cycle.more_body or cycle is not self.current:
+            last: RequestResponseCycle | None = cycle
+            if cycle.more_body:  # it waits behind others, and its body is at fault
+                self.pipeline.popleft()
+                last = self.pipeline[0][0] if self.pipeline else self.current
+            assert last is not None
+            self._deaf, last.keep_alive = True, False
         elif cycle.response_started:
             self.transport.abort()
         else:  # the fault is in the body that the request's endpoint waits for
@@ -353,7 +365,9 @@ class HttpServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request: every answer has the request's id, and a client that leaves or does not read ends its request."""
         connection: Connection = scope["state"][CONNECTION]
-        connection.answering = asyncio.current_task()
+        task, cycle = asyncio.current_task(), connection.current
+        assert cycle is not None
+        connection.answering = task
         scope["app"] = self  # the router raises what it does not find
         headers = [(b"date", self.now()), (REQUEST_ID.encode(), _id_of(scope))]
 
@@ -378,12 +392,13 @@ class HttpServer:
             traceback.clear_frames(
                 error.__traceback__
             )  # a cycle of the error and its task would keep the answer for long
-            connection.cycle.disconnected = True
+            cycle.disconnected = True
         except asyncio.CancelledError:  # the client has left, or `close` ends what is open
             connection.transport.abort()
-            connection.cycle.disconnected = True
+            cycle.disconnected = True
         finally:
-            connection.answering = None
+            if connection.answering is task:  # else the next request is being answered
+                connection.answering = None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or have its endpoint answer; an error is answered unless the response has begun."""

@@ -144,6 +144,15 @@ TABLE: dict[str, tuple[str, tuple[list[int], bool]]] = {
     "chunks twice": (request(POST, HOST, "Transfer-Encoding: chunked, chunked", body="0\r\n\r\n"), BAD),
     "chunks of HTTP/1.0": (request("POST {ask} HTTP/1.0", CHUNKED, body="0\r\n\r\n"), BAD),
     "a page, then no HTTP": (request(GET, HOST) + "nothing\r\n\r\n", ([200], True)),
+    "a page, then a faulty body": (request(GET, HOST) + request(POST, HOST, CHUNKED, body="zz\r\n"), ([200], True)),
+    "two pages, then a faulty body": (
+        request(GET, HOST) * 2 + request(POST, HOST, CHUNKED, body="zz\r\n"),
+        ([200, 200], True),
+    ),
+    "a page, then a long header": (
+        request(GET, HOST) + request(GET, HOST, f"X: {'y' * MAX_HEADER_BYTES}"),
+        ([200], True),
+    ),
     "one long header": (request(GET, HOST, f"X: {'y' * MAX_HEADER_BYTES}"), LARGE),
     "a header without an end": (f"GET {{page}} HTTP/1.1\r\nX: {'y' * (2 * MAX_HEADER_BYTES)}", LARGE),
     "many headers": (request(GET, HOST, *[f"X{number}: y" for number in range(20_000)]), LARGE),
