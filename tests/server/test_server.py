@@ -21,6 +21,7 @@ import pytest
 import requests
 import tritonclient.grpc as grpc
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.grpc_inputs import grpc_input
 from tests.support.metrics import metric
 from tests.support.waiting import wait_for
 
@@ -88,12 +89,6 @@ def test_streamed_text_is_the_engines(server: RunningServer, engine: Engine) -> 
     assert 0 < last.attended_tokens < last.cached_tokens
 
 
-def test_http_generate_and_generate_stream(server: RunningServer) -> None:
-    client, expected = HttpClient(server.http_url, TIMEOUT), answer(server)
-    assert client.generate(PROMPT, SHORT).text == expected
-    assert "".join(chunk.text for chunk in client.generate_stream(PROMPT, SHORT)) == expected
-
-
 def test_a_plain_tensorrt_llm_request_over_http(server: RunningServer) -> None:
     url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
     body = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "bad_words": "", "stop_words": ""}
@@ -103,13 +98,8 @@ def test_a_plain_tensorrt_llm_request_over_http(server: RunningServer) -> None:
 
 def infer(server: RunningServer, model: str, *inputs: tuple[str, str, Any], **options: Any) -> Any:
     """ModelInfer's result for inputs (name, datatype, values)."""
-    made = []
-    for name, datatype, values in inputs:
-        array = np.array(values, dtype={"BYTES": object, "INT32": np.int32, "BOOL": bool}[datatype])
-        made.append(grpc.InferInput(name, list(array.shape), datatype))
-        made[-1].set_data_from_numpy(array)
     with grpc.InferenceServerClient(server.grpc_url) as client:
-        return client.infer(model, made, **options)
+        return client.infer(model, [grpc_input(*each) for each in inputs], **options)
 
 
 def test_model_infer_and_the_other_name_of_the_text_model(server: RunningServer) -> None:
@@ -159,14 +149,9 @@ def test_rows_of_a_batch_are_as_many(server: RunningServer) -> None:
 def infer_stream(server: RunningServer, *inputs: tuple[str, str, Any]) -> list[Any]:
     """Results of ModelStreamInfer; raises the first error."""
     results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    made = []
-    for name, datatype, values in inputs:
-        array = np.array(values, dtype={"BYTES": object, "INT32": np.int32}[datatype])
-        made.append(grpc.InferInput(name, list(array.shape), datatype))
-        made[-1].set_data_from_numpy(array)
     with grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: results.put((result, error)))
-        client.async_stream_infer("tensorrt_llm_bls", made)
+        client.async_stream_infer("tensorrt_llm_bls", [grpc_input(*each) for each in inputs])
         client.stop_stream()
     found = [results.get() for _ in range(results.qsize())]
     for _, error in found:
@@ -210,11 +195,7 @@ def token_request(server: RunningServer, **values: Any) -> list[dict[str, np.nda
 
     with grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(collect)
-        inputs = []
-        for name, (dtype, data) in values.items():
-            array = np.array([data], dtype={"INT32": np.int32, "BOOL": bool, "FP32": np.float32}[dtype])
-            inputs.append(grpc.InferInput(name, list(array.shape), dtype))
-            inputs[-1].set_data_from_numpy(array)
+        inputs = [grpc_input(name, dtype, [data]) for name, (dtype, data) in values.items()]
         client.async_stream_infer("tensorrt_llm", inputs, enable_empty_final_response=True)
         assert ended.wait(TIMEOUT)
         client.stop_stream()
@@ -302,31 +283,18 @@ def test_bad_input_is_refused_and_other_streams_go_on(server: RunningServer) -> 
 
 
 def test_bad_bytes_and_bad_ids_are_refused(server: RunningServer) -> None:
-    tensor = grpc.InferInput("text_input", [1, 1], "BYTES")
-    tensor.set_data_from_numpy(np.array([[b"ab\xff"]], dtype=object))
-    length = grpc.InferInput("max_tokens", [1, 1], "INT32")
-    length.set_data_from_numpy(np.array([[4]], dtype=np.int32))
+    sent = [grpc_input("text_input", "BYTES", [[b"ab\xff"]]), grpc_input("max_tokens", "INT32", [[4]])]
     errors: list[Any] = []
     replied = threading.Event()
     with grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: (errors.append(error), replied.set()))
-        client.async_stream_infer("tensorrt_llm_bls", [tensor, length])
+        client.async_stream_infer("tensorrt_llm_bls", sent)
         assert replied.wait(TIMEOUT)
         client.stop_stream()
     assert "text_input: byte 2 (0xff) is not UTF-8" in errors[0].message()
     with pytest.raises(Exception, match=r"input_ids = 999999: must be in \[0, "):
         token_request(server, input_ids=("INT32", [5, 999999]), request_output_len=("INT32", [3]))
     assert answer(server), "the server goes on"
-
-
-def test_a_misspelt_field_is_refused(server: RunningServer) -> None:
-    url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
-    body = {"text_input": PROMPT, "max_tokens": 4, "temprature": 1}
-    reply = requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=TIMEOUT)
-    assert (reply.status_code, reply.json()["error"].split(";")[0]) == (
-        400,
-        "temprature: tensorrt_llm_bls has no such input",
-    )
 
 
 def test_prompts_are_not_logged(server: RunningServer, log: Path) -> None:

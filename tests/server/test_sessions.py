@@ -111,25 +111,6 @@ def test_chat_of_the_command_line(server: RunningServer, layout: str, capsys: py
     assert OpenAIClient(server.openai_url, SECONDS).end_session("shell", "s") > 100
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"session_id": "a" * 257}, "session_id has 257 characters: must be 1 to 256"),
-        ({"session_id": "a", "retention_priority": 101}, "retention_priority = 101: must be in"),
-        ({"session_id": "a", "retention_seconds": -1}, "retention_seconds = -1.0: must be > 0"),
-        ({"retention_priority": 5}, "retention_priority = 5: is for requests of a session"),
-        ({"cache_salt": "a" * 257}, "cache_salt has 257 characters: must be 1 to 256"),
-    ],
-)
-def test_fields_out_of_range_are_refused(
-    server: RunningServer, model: TextModel, fields: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ClientError, match=message):
-        list(GrpcClient(server.grpc_url, SECONDS, model).generate_stream("a", GenerateOptions(**fields)))
-    with pytest.raises(ClientError, match=message):
-        list(HttpClient(server.http_url, SECONDS, model).generate_stream("a", GenerateOptions(**fields)))
-
-
 @pytest.mark.parametrize("layout", ["inflight_batcher_llm"], indirect=True)
 def test_rows_of_a_batch_of_token_ids_have_sessions_of_their_own(server: RunningServer) -> None:
     results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()

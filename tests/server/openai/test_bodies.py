@@ -307,6 +307,14 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", r"stream_options.x: there is no such field"),
     ({"stream": "yes"}, "stream", "got `str`"),
     ({"user": 1, "tools_": []}, "tools_", "there is no such field"),
+    ({"session_id": ""}, "session_id", "session_id has 0 characters: must be 1 to 256"),
+    ({"session_id": "a" * 257}, "session_id", "session_id has 257 characters"),
+    ({"session_id": 5}, "session_id", "session_id = 5: "),
+    ({"session_id": "a", "retention_priority": 101}, "retention_priority", "retention_priority = 101: must be in"),
+    ({"session_id": "a", "retention_seconds": 0}, "retention_seconds", "retention_seconds = 0.0: must be > 0"),
+    ({"retention_seconds": 5}, "retention_seconds", "retention_seconds = 5.0: is for requests of a session"),
+    ({"cache_salt": ""}, "cache_salt", "cache_salt has 0 characters: must be 1 to 256"),
+    ({"cache_salt": "a" * 257}, "cache_salt", "cache_salt has 257 characters"),
 ]
 
 

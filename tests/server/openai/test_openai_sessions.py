@@ -139,25 +139,6 @@ def test_a_salt_is_a_tenant_of_a_key(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"session_id": ""}, "session_id", "session_id has 0 characters: must be 1 to 256"),
-        ({"session_id": "a" * 257}, "session_id", "session_id has 257 characters"),
-        ({"session_id": 5}, "session_id", "session_id = 5: "),
-        ({"session_id": "a", "retention_priority": 101}, "retention_priority", "retention_priority = 101: must be in"),
-        ({"session_id": "a", "retention_seconds": 0}, "retention_seconds", "retention_seconds = 0.0: must be > 0"),
-        ({"retention_seconds": 5}, "retention_seconds", "retention_seconds = 5.0: is for requests of a session"),
-        ({"cache_salt": ""}, "cache_salt", "cache_salt has 0 characters: must be 1 to 256"),
-        ({"cache_salt": "a" * 257}, "cache_salt", "cache_salt has 257 characters"),
-    ],
-)
-def test_fields_out_of_range_are_400(client: OpenAI, fields: dict[str, Any], param: str, message: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=message) as caught:
-        ask(client, "hello", **fields)
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize(
     ("path", "status", "message"),
     [
         ("sessions/a?cache_sald=x", 400, "cache_sald: there is no such parameter"),
