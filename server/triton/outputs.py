@@ -72,7 +72,7 @@ def rows_of(tensors: Mapping[str, NDArray[Any]]) -> list[Inputs]:
     for name, tensor in tensors.items():
         if tensor.shape[0] != batch:
             raise RequestError(f"{name} has {tensor.shape[0]} rows: must be {batch}, one for each prompt; send as many")
-    return [{name: _values(tensor[row]) for name, tensor in tensors.items()} for row in range(batch)]
+    return [{name: _values(tensor[row : row + 1]) for name, tensor in tensors.items()} for row in range(batch)]
 
 
 def _values(tensor: NDArray[Any]) -> list[Any]:

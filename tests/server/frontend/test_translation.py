@@ -170,6 +170,7 @@ def test_tensors_become_the_inputs_of_each_prompt() -> None:
         "stop_words_list": np.array([[[1, 2], [2, -1]]] * 2, np.int32),
         "text_input": np.array([[b"a"], [b"b"]], object),
         "stream": np.array([[True], [False]]),
+        "cache_salt": np.array([b"one", b"two"], object),  # of Triton, without a second dimension
     }
     first, second = rows_of(tensors)
     assert first == {
@@ -178,6 +179,7 @@ def test_tensors_become_the_inputs_of_each_prompt() -> None:
         "stop_words_list": [1, 2, 2, -1],
         "text_input": [b"a"],
         "stream": [True],
+        "cache_salt": [b"one"],
     }
     assert (second["temperature"], second["stream"]) == ([0.7], [False])
     with pytest.raises(RequestError, match="seed has 1 rows: must be 2, one for each prompt"):
