@@ -371,9 +371,18 @@ class HttpServer:
         scope["app"] = self  # the router raises what it does not find
         headers = [(b"date", self.now()), (REQUEST_ID.encode(), _id_of(scope))]
 
+        unframed = False  # whether the end of the connection is the end of the response, as HTTP/1.0 knows no chunks
+
         async def write(message: Message) -> None:
+            nonlocal unframed
             if message["type"] == "http.response.start":
+                unframed = scope["http_version"] == "1.0" and all(
+                    name != b"content-length" for name, _ in message["headers"]
+                )
+                cycle.chunked_encoding = False if unframed else None
                 message["headers"] = [*message["headers"], *headers]
+            elif unframed:
+                cycle.expected_content_length = len(message.get("body", b""))
             if connection.transport.is_closing():
                 raise ClientLeftError
             if not connection.flow.write_paused:

@@ -137,6 +137,23 @@ async def endless(out: Writer) -> None:
     await out.stream(events(), kserve_error)
 
 
+async def short(out: Writer) -> None:
+    async def events() -> Any:
+        yield b"one"
+        yield b"two"
+
+    await out.stream(events(), kserve_error)
+
+
+@pytest.mark.parametrize(("version", "body"), [("1.0", "{}{}"), ("1.1", "b\r\n{}\r\nb\r\n{}\r\n0\r\n\r\n")])
+def test_a_stream_has_chunks_for_clients_that_know_them(version: str, body: str) -> None:
+    sent = f"GET / HTTP/{version}\r\nHost: door\r\nConnection: close\r\n\r\n".encode()
+    with listening(Answering(UnreadAnswers(1 << 20), short)) as (_, port), slow_reader(port, sent) as client:
+        head, _, found = client.makefile("rb").read().partition(b"\r\n\r\n")
+    assert found.decode() == body.format("data: one\n\n", "data: two\n\n")
+    assert (b"transfer-encoding" in head.lower()) is (version == "1.1")
+
+
 async def waiting(_: Writer) -> None:
     await asyncio.Event().wait()
 
