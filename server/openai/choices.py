@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Protocol
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ErrorCode, RequestError, renamed
 from kvseek.core.request import MAX_SEED, FinishReason, LogProbs, Request, SamplingParams, StepOutput
-from kvseek.engine.text_output import TextOutput
+from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.errors import CodedError
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.outputs import Accumulator
 
 from .bodies import MAX_CHOICES, Parameters, read_guide
 from .errors import FieldError, require
@@ -90,7 +89,7 @@ class Choice:
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.request, self.streaming, self.ended, self.names = request, streaming, False, names or {}
-        self._new = Accumulator(request, TextOutput(tokenizer, request.prompt_ids, stop))
+        self._new = Accumulator(request, tokenizer, stop)
         self._new.text = "" if echo is None else echo.text
         wanted = request.sampling.logprobs is not None
         self._offsets = tokenizer.stream(prompt_ids=request.prompt_ids) if wanted else None

@@ -1,7 +1,6 @@
 """From the engine's outputs to what clients of Triton's models get: texts or token ids, log probabilities, logits, metrics.
 
-One accumulator gathers what the outputs of a request have made; each model writes its responses from it, with TensorRT-LLM's
-names. No tensors here.
+Each model writes its responses from what the accumulator has gathered, with TensorRT-LLM's names. No tensors here.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.text_output import TextOutput
+from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import Tokenizer
 
 from .translation import LLMAPI_NAMES, TEXT_NAMES, TOKEN_NAMES, Inputs, scalar
@@ -63,114 +62,49 @@ class Logits:
     shape: tuple[int, ...]
 
 
-class Accumulator:
-    """Gathers the outputs of one request, until a response takes what is new.
+def taken_logits(new: Accumulator, request: Request) -> Chunk:
+    """Return the logits that are new, if the request asks for them.
 
-    Parameters
-    ----------
-    text : TextOutput or None
-        Makes text of the tokens and finds stop words in it; None: the client wants token ids.
-
-    Attributes
-    ----------
-    text, token_ids, logprobs
-        What is new: text, token ids, and the log probabilities of the tokens.
-    prompt_logprobs : list of LogProbs
-        Those of the prompt's tokens but the first, so far.
-    count : int
-        Tokens so far.
-    finish_reason : FinishReason or None
-        Why the answer has ended.
-    statistics : RequestStatistics or None
-        The latest.
+    `context_logits` [prompt tokens, vocabulary] come with one response, the first after the prompt; `generation_logits`
+    [1, tokens, vocabulary] with every response that has tokens, for the tokens since the response before.
     """
+    outputs = {}
+    if new.context_logits:  # a response comes after the whole prompt
+        data, tokens = b"".join(new.context_logits), len(request.prompt_ids)
+        outputs["context_logits"] = Logits(data, (tokens, len(data) // 4 // tokens))
+        new.context_logits = []
+    if new.generation_logits:
+        data, tokens = b"".join(new.generation_logits), len(new.generation_logits)
+        outputs["generation_logits"] = Logits(data, (1, tokens, len(data) // 4 // tokens))
+        new.generation_logits = []
+    return outputs
 
-    def __init__(self, request: Request, text: TextOutput | None = None) -> None:
-        self._request, self._words = request, text
-        self.text, self.count = "", 0
-        self.finish_reason: FinishReason | None = None
-        self.token_ids, self.logprobs, self.prompt_logprobs = list[int](), list[LogProbs](), list[LogProbs]()
-        self.statistics: RequestStatistics | None = None
-        self._sum = 0.0
-        self._context, self._generation = list[bytes](), list[bytes]()
 
-    def push(self, output: StepOutput) -> bool:
-        """Take one output.
+def perf_metrics(statistics: RequestStatistics | None) -> Chunk:
+    """Return the metrics that are known so far; 0 stands for what has not happened yet, and for what kvseek does not do.
 
-        Returns whether it is a part of the answer: neither progress in reading the prompt nor a token that was drawn after the
-        end, before the cancellation arrived.
-        """
-        self.prompt_logprobs += output.prompt_logprobs
-        if output.context_logits:
-            self._context.append(output.context_logits)
-        if self.finish_reason is not None or (output.token_id is None and output.finish_reason is None):
-            return False
-        if output.generation_logits:
-            self._generation.append(output.generation_logits)
-        if output.statistics is not None:  # at the first token and at the end
-            self.statistics = output.statistics
-        if output.token_id is not None:
-            self.count += 1
-            self.token_ids.append(output.token_id)
-            if output.logprobs is not None:
-                self._sum += output.logprobs.token
-                self.logprobs.append(output.logprobs)
-        if self._words is None:
-            self.finish_reason = output.finish_reason
-        else:
-            self.text += self._words.push(output)
-            self.finish_reason = self._words.finish_reason
-        return True
-
-    def taken_log_probs(self) -> Chunk:
-        """Return the sum for all tokens so far and a number for each new one; nothing unless the request asks for them."""
-        if self._request.sampling.logprobs is None:
-            return {}
-        new, self.logprobs = [each.token for each in self.logprobs], []
-        return {"cum_log_probs": self._sum, "output_log_probs": new}
-
-    def taken_logits(self) -> Chunk:
-        """Return the logits that are new, if the request asks for them.
-
-        `context_logits` [prompt tokens, vocabulary] come with one response, the first after the prompt; `generation_logits`
-        [1, tokens, vocabulary] with every response that has tokens, for the tokens since the response before.
-        """
-        outputs = {}
-        if self._context:  # a response comes after the whole prompt
-            data, tokens = b"".join(self._context), len(self._request.prompt_ids)
-            outputs["context_logits"] = Logits(data, (tokens, len(data) // 4 // tokens))
-            self._context = []
-        if self._generation:
-            data, tokens = b"".join(self._generation), len(self._generation)
-            outputs["generation_logits"] = Logits(data, (1, tokens, len(data) // 4 // tokens))
-            self._generation = []
-        return outputs
-
-    def perf_metrics(self) -> Chunk:
-        """Return the metrics that are known so far; 0 stands for what has not happened yet, and for what kvseek does not do.
-
-        Times are those of the engine process's steady clock, so only their differences mean something. Blocks of the KV cache
-        are kvseek's extents, of 1,024 tokens in all layers; no tokens are drafted.
-        """
-        known = self.statistics or RequestStatistics(0, 0.0)
-        own, missed = known.extents - known.shared_extents, known.prompt_extents - known.reused_extents
-        seconds = {
-            "arrival_time_ns": known.submitted_at,
-            "first_scheduled_time_ns": known.started_at,
-            "first_token_time_ns": known.first_token_at,
-            "last_token_time_ns": known.last_token_at,
-        }
-        return {
-            "kv_cache_alloc_new_blocks": own,
-            "kv_cache_reused_blocks": known.reused_extents,
-            "kv_cache_missed_blocks": missed,
-            "kv_cache_alloc_total_blocks": own,
-            "kv_cache_hit_rate": known.reused_extents / max(1, known.prompt_extents),
-            **{name: round(value * NANOSECONDS) for name, value in seconds.items()},
-            "acceptance_rate": 0.0,
-            "total_accepted_draft_tokens": 0,
-            "total_draft_tokens": 0,
-        }
+    Times are those of the engine process's steady clock, so only their differences mean something. Blocks of the KV cache
+    are kvseek's extents, of 1,024 tokens in all layers; no tokens are drafted.
+    """
+    known = statistics or RequestStatistics(0, 0.0)
+    own, missed = known.extents - known.shared_extents, known.prompt_extents - known.reused_extents
+    seconds = {
+        "arrival_time_ns": known.submitted_at,
+        "first_scheduled_time_ns": known.started_at,
+        "first_token_time_ns": known.first_token_at,
+        "last_token_time_ns": known.last_token_at,
+    }
+    return {
+        "kv_cache_alloc_new_blocks": own,
+        "kv_cache_reused_blocks": known.reused_extents,
+        "kv_cache_missed_blocks": missed,
+        "kv_cache_alloc_total_blocks": own,
+        "kv_cache_hit_rate": known.reused_extents / max(1, known.prompt_extents),
+        **{name: round(value * NANOSECONDS) for name, value in seconds.items()},
+        "acceptance_rate": 0.0,
+        "total_accepted_draft_tokens": 0,
+        "total_draft_tokens": 0,
+    }
 
 
 class TokenRequest:
@@ -179,13 +113,15 @@ class TokenRequest:
     names: Mapping[str, str] = TOKEN_NAMES
     stream_field = "streaming"
 
-    def __init__(self, request: Request, inputs: Inputs, text: TextOutput | None = None) -> None:
+    def __init__(
+        self, request: Request, inputs: Inputs, tokenizer: Tokenizer | None = None, stop_words: tuple[str, ...] = ()
+    ) -> None:
         self.request, self.ended = request, False
         self.streaming = bool(scalar(inputs, self.stream_field, False))
         self._echoes = not (self.streaming or scalar(inputs, "exclude_input_in_output", False))
         self._progress = bool(scalar(inputs, "return_prefill_progress", False))
         self._metrics = bool(scalar(inputs, "return_perf_metrics", False))
-        self._new = Accumulator(request, text)
+        self._new, self._sum = Accumulator(request, tokenizer, stop_words), 0.0
         if self._echoes:
             self._new.token_ids += request.prompt_ids
 
@@ -199,7 +135,7 @@ class TokenRequest:
             return
         self.ended = reason is FinishReason.STOP_WORD and output.finish_reason is None
         if self.streaming or reason is not None:
-            yield self._chunk(output, reason or "", progress=False) | self._new.taken_logits()
+            yield self._chunk(output, reason or "", progress=False) | taken_logits(self._new, self.request)
             self._forget()
 
     def _chunk(self, output: StepOutput, reason: str, progress: bool) -> Chunk:
@@ -210,9 +146,17 @@ class TokenRequest:
             "cached_tokens": output.cached_tokens,
             "attended_tokens": output.attended_tokens,
             "prefill_progress": output.prefill_progress,
-            **self._new.taken_log_probs(),
-            **(self._new.perf_metrics() if self._metrics else {}),
+            **self._log_probs(),
+            **(perf_metrics(self._new.statistics) if self._metrics else {}),
         }
+
+    def _log_probs(self) -> Chunk:
+        """Return the sum for all tokens so far and a number for each new one; nothing unless the request asks for them."""
+        if self.request.sampling.logprobs is None:
+            return {}
+        new, self._new.logprobs = [each.token for each in self._new.logprobs], []
+        self._sum += sum(new)
+        return {"cum_log_probs": self._sum, "output_log_probs": new}
 
     def _answer(self, progress: bool) -> Chunk:
         ids = [] if progress else self._new.token_ids
@@ -232,8 +176,7 @@ class TextRequest(TokenRequest):
     def __init__(
         self, request: Request, prompt: str, stop_words: tuple[str, ...], inputs: Inputs, tokenizer: Tokenizer
     ) -> None:
-        self._output = TextOutput(tokenizer, request.prompt_ids, stop_words)
-        super().__init__(request, inputs, self._output)
+        super().__init__(request, inputs, tokenizer, stop_words)
         if self._echoes:
             self._new.text = prompt
         self._counts = {
@@ -263,7 +206,7 @@ class LlmApiRequest(TextRequest):
     def _chunk(self, output: StepOutput, reason: str, progress: bool) -> Chunk:
         chunk = super()._chunk(output, reason, progress)
         chunk["finish_reason"] = FINISH_REASONS.get(reason, reason) or NONE
-        chunk["stop_reason"] = self._output.stop_word or NONE
+        chunk["stop_reason"] = self._new.stop_word or NONE
         chunk.pop("output_log_probs", None)
         if "cum_log_probs" in chunk:
             chunk["cumulative_logprob"] = chunk.pop("cum_log_probs")
