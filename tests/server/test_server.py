@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +19,7 @@ import pytest
 import requests
 import tritonclient.grpc as grpc
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.grpc_inputs import grpc_input
+from tests.support.grpc_inputs import grpc_input, stream_infer
 from tests.support.metrics import metric
 from tests.support.waiting import wait_for
 
@@ -147,17 +145,7 @@ def test_rows_of_a_batch_are_as_many(server: RunningServer) -> None:
 
 
 def infer_stream(server: RunningServer, *inputs: tuple[str, str, Any]) -> list[Any]:
-    """Results of ModelStreamInfer; raises the first error."""
-    results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: results.put((result, error)))
-        client.async_stream_infer("tensorrt_llm_bls", [grpc_input(*each) for each in inputs])
-        client.stop_stream()
-    found = [results.get() for _ in range(results.qsize())]
-    for _, error in found:
-        if error is not None:
-            raise error
-    return [result for result, _ in found]
+    return stream_infer(server.grpc_url, "tensorrt_llm_bls", [grpc_input(*each) for each in inputs])
 
 
 def test_each_prompt_of_a_batch_has_its_sequences(server: RunningServer) -> None:
@@ -185,27 +173,10 @@ def test_each_prompt_of_a_batch_has_its_sequences(server: RunningServer) -> None
 
 def token_request(server: RunningServer, **values: Any) -> list[dict[str, np.ndarray]]:
     """Responses of tensorrt_llm to tensors given as name=(dtype, list)."""
-    responses: list[Any] = []
-    ended = threading.Event()
-
-    def collect(result: Any, error: Any) -> None:
-        responses.append(error or result)
-        if error or result.get_response().parameters["triton_final_response"].bool_param:
-            ended.set()
-
-    with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(collect)
-        inputs = [grpc_input(name, dtype, [data]) for name, (dtype, data) in values.items()]
-        client.async_stream_infer("tensorrt_llm", inputs, enable_empty_final_response=True)
-        assert ended.wait(TIMEOUT)
-        client.stop_stream()
-    for response in responses:
-        if isinstance(response, Exception):
-            raise response
-    assert responses[-1].get_response().outputs, "the last response is the end: no empty one follows it"
-    return [
-        {o.name: r.as_numpy(o.name) for o in r.get_response().outputs} for r in responses if r.get_response().outputs
-    ]
+    inputs = [grpc_input(name, dtype, [data]) for name, (dtype, data) in values.items()]
+    responses = [result.get_response() for result in (results := stream_infer(server.grpc_url, "tensorrt_llm", inputs))]
+    assert all(response.outputs for response in responses), "the last response is the end: no empty one follows it"
+    return [{output.name: each.as_numpy(output.name) for output in each.get_response().outputs} for each in results]
 
 
 def test_token_ids_streaming_and_not(server: RunningServer, engine: Engine) -> None:
@@ -284,14 +255,8 @@ def test_bad_input_is_refused_and_other_streams_go_on(server: RunningServer) -> 
 
 def test_bad_bytes_and_bad_ids_are_refused(server: RunningServer) -> None:
     sent = [grpc_input("text_input", "BYTES", [[b"ab\xff"]]), grpc_input("max_tokens", "INT32", [[4]])]
-    errors: list[Any] = []
-    replied = threading.Event()
-    with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: (errors.append(error), replied.set()))
-        client.async_stream_infer("tensorrt_llm_bls", sent)
-        assert replied.wait(TIMEOUT)
-        client.stop_stream()
-    assert "text_input: byte 2 (0xff) is not UTF-8" in errors[0].message()
+    with pytest.raises(grpc.InferenceServerException, match=r"text_input: byte 2 \(0xff\) is not UTF-8"):
+        stream_infer(server.grpc_url, "tensorrt_llm_bls", sent)
     with pytest.raises(Exception, match=r"input_ids = 999999: must be in \[0, "):
         token_request(server, input_ids=("INT32", [5, 999999]), request_output_len=("INT32", [3]))
     assert answer(server), "the server goes on"
