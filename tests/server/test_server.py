@@ -174,9 +174,10 @@ def test_each_prompt_of_a_batch_has_its_sequences(server: RunningServer) -> None
 def token_request(server: RunningServer, **values: Any) -> list[dict[str, np.ndarray]]:
     """Responses of tensorrt_llm to tensors given as name=(dtype, list)."""
     inputs = [grpc_input(name, dtype, [data]) for name, (dtype, data) in values.items()]
-    responses = [result.get_response() for result in (results := stream_infer(server.grpc_url, "tensorrt_llm", inputs))]
-    assert all(response.outputs for response in responses), "the last response is the end: no empty one follows it"
-    return [{output.name: each.as_numpy(output.name) for output in each.get_response().outputs} for each in results]
+    results = stream_infer(server.grpc_url, "tensorrt_llm", inputs)
+    outputs = [[output.name for output in result.get_response().outputs] for result in results]
+    assert outputs[-1], "the last response is the end: no empty one follows it"
+    return [{name: result.as_numpy(name) for name in own} for result, own in zip(results, outputs, strict=True)]
 
 
 def test_token_ids_streaming_and_not(server: RunningServer, engine: Engine) -> None:
