@@ -47,7 +47,7 @@ BACKLOG = 1024
 ABSENT = (
     errno.EADDRNOTAVAIL,
     errno.EAFNOSUPPORT,
-)  # of IPv6 where a machine has none, though its names have such addresses
+)  # of IPv6, which a machine may lack though its names have such addresses
 CONNECTION, TENANT = "connection", "tenant"  # in the state of a request: its connection, and whose it is
 REQUEST_ID = "x-request-id"
 METHODS = ("GET", "POST", "DELETE")  # that pages of other origins may use, if any
@@ -79,10 +79,8 @@ class Connection(HttpToolsProtocol):
         self.left = False
         self.idle_since = self.loop.time()
         self._deaf = False  # whether nothing that still comes is a request
-        self._head, self._unread = (
-            0,
-            0,
-        )  # bytes of the headers so far; bytes since the parser last made something of them
+        self._head = 0  # bytes of the headers so far
+        self._unread = 0  # bytes since the parser last made something of them
         self._fault = NOT_HTTP
         self._watch: asyncio.TimerHandle | None = None
 
@@ -205,7 +203,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, fault: HttpError) -> None:
         """End parsing."""
         self._fault = fault
-        raise fault
+        raise ValueError(str(fault))  # a new error each time: one that is kept would keep the frames that it has passed
 
     def _end_with(self, error: HttpError, linger: bool = True) -> None:
         """Answer with an error and close the connection; with `linger` when the client has closed it, or LINGER_SECONDS later.
@@ -370,7 +368,6 @@ class HttpServer:
         connection.answering = task
         scope["app"] = self  # the router raises what it does not find
         headers = [(b"date", self.now()), (REQUEST_ID.encode(), _id_of(scope))]
-
         unframed = False  # whether the end of the connection is the end of the response, as HTTP/1.0 knows no chunks
 
         async def write(message: Message) -> None:
@@ -398,9 +395,8 @@ class HttpServer:
         try:
             await self._app(scope, receive, write)
         except ConnectionError as error:  # nobody waits for an answer
-            traceback.clear_frames(
-                error.__traceback__
-            )  # a cycle of the error and its task would keep the answer for long
+            traceback.clear_frames(error.__traceback__)  # the error and its task would keep the answer for long
+            connection.transport.abort()
             cycle.disconnected = True
         except asyncio.CancelledError:  # the client has left, or `close` ends what is open
             connection.transport.abort()
