@@ -44,10 +44,8 @@ SPARE_CONNECTIONS = 64  # connections beyond the limit that get an orderly 503; 
 IDLE_SECONDS = 1.0  # time without a request after which a connection may have to make room for others
 LAST_SECONDS = 1.0  # time for answers that are being written when the server ends
 BACKLOG = 1024
-ABSENT = (
-    errno.EADDRNOTAVAIL,
-    errno.EAFNOSUPPORT,
-)  # of IPv6, which a machine may lack though its names have such addresses
+# Of addresses of IPv6, which a machine may lack although its names have some.
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 CONNECTION, TENANT = "connection", "tenant"  # in the state of a request: its connection, and whose it is
 REQUEST_ID = "x-request-id"
 METHODS = ("GET", "POST", "DELETE")  # that pages of other origins may use, if any

@@ -183,9 +183,8 @@ async def _numbered(index: int, pieces: AsyncIterator[Piece]) -> AsyncGenerator[
 
 async def _merged(streams: Sequence[AsyncIterator[Piece]]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Give the pieces of several choices as they come; raises the first error that one of them raises."""
-    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue(
-        1
-    )  # the others wait where they are counted
+    # One at a time: the others wait where they are counted.
+    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue(1)
 
     async def pass_on(index: int, pieces: AsyncIterator[Piece]) -> None:
         try:

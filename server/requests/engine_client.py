@@ -76,9 +76,7 @@ class EngineClient:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._connected_at = 0.0  # time.monotonic of the last connection
-        self._uncounted: Counter[str] = (
-            Counter()
-        )  # requests that ended while there was no engine to count them, by code
+        self._uncounted = Counter[str]()  # requests that ended while there was no engine to count them, by code
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._thread: threading.Thread | None = None
         if loop is None:

@@ -238,7 +238,7 @@ async def _chunks(
     kept, given = (
         0,
         False,
-    )  # bytes of outputs that are still in memory, and whether the client has read all that was made of them
+    )  # bytes of outputs that are still in memory; whether the client has read what was made of them
     while True:
         output = await outputs.get()
         if given:
@@ -250,8 +250,7 @@ async def _chunks(
         for chunk in served.push(output):
             yield chunk
         kept += size_of(output)
-        given = (
-            served.streaming and output.token_id is not None
-        )  # before the first token, what the prompt has is gathered
+        # Before the first token, what the prompt has is gathered.
+        given = served.streaming and output.token_id is not None
         if output.finish_reason is not None or served.ended:
             return
