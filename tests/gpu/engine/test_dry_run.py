@@ -15,7 +15,7 @@ from kvseek.engine.loading.dry_run import DryRun, GpuTraits
 from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.loading.memory import measured_bytes
 from kvseek.engine.loading.supported import needs_cpu_library
-from kvseek.measurement.gpu_kernels import load_kernels
+from kvseek.bench.methods import load_kernels
 from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,7 @@ from kvseek.engine.parallel.ranks import Ranks, find_store
 from kvseek.engine.parallel.reports import Reporter
 from kvseek.engine.parallel.cuda.sums import BUFFER_BYTES, SMALL_BYTES, SymmetricSums, inbox_rows, measure
 from kvseek.engine.parallel.watch import RELEASE_SECONDS
-from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.bench.methods import method_kernels
 from kvseek.plugins.registry import get_method
 
 SECONDS, HIDDEN = 60.0, 4096

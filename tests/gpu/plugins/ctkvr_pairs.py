@@ -12,7 +12,7 @@ from tests.plugins.index_cases import KV_HEADS, context_of, select_rows
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.bench.methods import method_kernels
 from kvseek.core.index_context import LayerRows
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex

@@ -10,7 +10,7 @@ from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.bench.methods import method_kernels
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.registry import get_method
 

@@ -14,7 +14,7 @@ from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.streams import SideStream
-from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.bench.methods import method_kernels
 from kvseek.plugins.clusterkv import kmeans
 from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluster_means, cluster_sums, nearest
 from kvseek.plugins.clusterkv.config import Config

@@ -21,10 +21,10 @@ from kvseek.builder.calibration.calibrate import Calibration
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine
+from kvseek.bench.methods import load_kernels
 from kvseek.engine.model.cuda.products import KernelHead, KernelLinear, KernelProducts
 from kvseek.kernels.cuda.layer.products import ALIGNMENT, SHAPES, ProductKernels, choose_shape
 from kvseek.core.weight_only import NONE, PRECISIONS, dequantise, quantise
-from kvseek.measurement.gpu_kernels import load_kernels
 
 pytestmark = pytest.mark.gpu
 
