@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvseek.core.errors import KvseekError, UnavailableError, renamed
-from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
-from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.text_output import TextOutput
+from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import Tokenizer
 
 from .outputs import OutputPiece, RequestOutput
@@ -63,35 +62,27 @@ class Generation:
         self.index, self.request, self._names = index, request, names
         self.output: RequestOutput | None = None
         self._prompt = prompt
-        self._words = TextOutput(tokenizer, request.prompt_ids, stop)
+        self._new = Accumulator(request, tokenizer, stop)
         self._text: list[str] = []
         self._cached: list[int] = []  # tokens in the cache, at each decode step
         self._attended: list[float] = []  # of those, attended to
-        self._logprobs: list[LogProbs] = []
-        self._prompt_logprobs: list[LogProbs] = []  # of the prompt's tokens but the first
-        self._statistics: RequestStatistics | None = None
 
     def push(self, output: StepOutput) -> OutputPiece | None:
         """Take an output of the engine and return its piece; None for progress in reading the prompt, and after the end.
 
         The engine does not know stop texts, and goes on after one, so the caller has to cancel the request then.
         """
-        self._prompt_logprobs += output.prompt_logprobs
-        if self.output is not None or (output.token_id is None and output.finish_reason is None):
-            return None
         if output.finish_reason in (FinishReason.CANCELLED, FinishReason.SHUTDOWN):  # not by this request's caller
             output = replace(output, finish_reason=FinishReason.ERROR, error=f"{UnavailableError.__name__}: {CLOSED}")
-        if output.statistics is not None:
-            self._statistics = output.statistics
+        if not self._new.push(output):
+            return None
         if output.cached_tokens:
             self._cached.append(output.cached_tokens)
             self._attended.append(output.attended_tokens)
-        if output.token_id is not None and output.logprobs is not None:
-            self._logprobs.append(output.logprobs)
-        text = self._words.push(output)
+        text, self._new.text = self._new.text, ""
         self._text.append(text)
         ids = () if output.token_id is None else (output.token_id,)
-        reason = self._words.finish_reason
+        reason = self._new.finish_reason
         if reason is not None:
             self.output = self._complete(
                 reason, renamed(output.error, self._names) if reason is FinishReason.ERROR else ""
@@ -100,13 +91,13 @@ class Generation:
 
     def _complete(self, reason: FinishReason, error: str) -> RequestOutput:
         steps = max(1, len(self._cached))
-        times = self._statistics
+        times = self._new.statistics
         return RequestOutput(
             index=self.index,
             prompt=self._prompt,
             prompt_token_ids=self.request.prompt_ids,
             text="".join(self._text),
-            token_ids=tuple(self._words.token_ids),
+            token_ids=tuple(self._new.token_ids),
             finish_reason=reason,
             attended_tokens=sum(self._attended) / steps,
             cached_tokens=sum(self._cached) / steps,
@@ -114,7 +105,9 @@ class Generation:
             queue_seconds=0.0 if times is None else times.queue_seconds,
             ttft_seconds=0.0 if times is None else times.ttft_seconds,
             tpot_seconds=0.0 if times is None else times.tpot_seconds,
-            logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),
-            prompt_logprobs=None if self.request.sampling.prompt_logprobs is None else (None, *self._prompt_logprobs),
+            logprobs=None if self.request.sampling.logprobs is None else tuple(self._new.logprobs),
+            prompt_logprobs=None
+            if self.request.sampling.prompt_logprobs is None
+            else (None, *self._new.prompt_logprobs),
             error=error,
         )

@@ -5,13 +5,13 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from kvseek.server.triton.door import TritonDoor
+from kvseek.server.triton.model import TritonModel
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO)
-        self.door = TritonDoor(pb_utils, args)
+        self.door = TritonModel(pb_utils, args)
 
     def execute(self, requests: list[Any]) -> None:
         self.door.execute(requests)

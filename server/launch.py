@@ -1,4 +1,4 @@
-"""Runs a server over an engine directory (engine process, doors and Triton), for `kvseek serve`, the demo and the tests."""
+"""Runs a server over an engine directory (engine process, frontend and Triton), for `kvseek serve`, the demo and the tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STOP_SECONDS = 5.0  # time for a process to end once nothing runs in it any more
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOPBACK = "127.0.0.1"
 TRITON_NUMBER = 1  # Triton puts a colon and its port behind any address: of a socket in a folder they end the name
-ENGINE, DOORS, TRITON = "engine", "doors", "triton"
+ENGINE, FRONTEND, TRITON = "engine", "doors", "triton"  # as metrics and logs name them
 STATE_FILE = "restarts.json"
 STANDARD_OUTPUT = Path("-")  # log to standard output, where a container's log belongs
 
@@ -183,13 +183,13 @@ def _programs(
     open_models: bool,
     ready_seconds: float,
 ) -> list[Program]:
-    """Describe the engine process, the doors and Triton, in the order in which they start and end.
+    """Describe the engine process, the frontend and Triton, in the order in which they start and end.
 
-    `held`: names of those of `ports` that are held for the doors; `inner`: Triton's metrics port, on loopback.
+    `held`: names of those of `ports` that are held for the frontend; `inner`: Triton's metrics port, on loopback.
     """
     server, socket = find_server(scratch), scratch / "engine.sock"
     repository, triton, models = scratch / "models", scratch / "triton", LAYOUTS[settings.layout].models
-    engine_alive, doors_alive = alive_socket(scratch, ENGINE), alive_socket(scratch, DOORS)
+    engine_alive, frontend_alive = alive_socket(scratch, ENGINE), alive_socket(scratch, FRONTEND)
     triton_metrics = f"http://{LOOPBACK}:{inner.metrics}/metrics"
     write_models(repository, engine_dir, settings, socket)
     own = ("--engine_dir", str(engine_dir.resolve()), "--socket", str(socket), "--settings", settings.to_json())
@@ -213,10 +213,10 @@ def _programs(
             core_dumps=settings.core_dumps,
         ),
         Program(
-            DOORS,
-            (*python, "kvseek.server.doors", *own, *http, "--alive", str(doors_alive)),
+            FRONTEND,
+            (*python, "kvseek.server.frontend", *own, *http, "--alive", str(frontend_alive)),
             STOP_SECONDS,
-            asks={DOORS: _ask(doors_alive)},
+            asks={FRONTEND: _ask(frontend_alive)},
             start_seconds=ready_seconds,
             core_dumps=settings.core_dumps,
         ),
@@ -226,10 +226,10 @@ def _programs(
             2 * STOP_SECONDS,
             server.environment,
             is_up=lambda: close_shared_memory(scratch, len(models)),
-            ends_with=DOORS,  # the dead doors' calls are cancelled, which may crash Triton 2.51, and nobody waits for answers
+            ends_with=FRONTEND,  # a dead frontend's calls are cancelled, which may crash Triton 2.51, and nobody waits
             workers=tuple(f"/models/{model}/" for model in models),
-            # Its gRPC endpoint is asked by the doors, which use it; doors that do not answer say nothing of Triton.
-            asks={TRITON: lambda seconds: answers(triton_metrics, seconds) and ask(doors_alive, seconds) != TRITON}
+            # Its gRPC endpoint is asked by the frontend, which uses it; one that does not answer says nothing of Triton.
+            asks={TRITON: lambda seconds: answers(triton_metrics, seconds) and ask(frontend_alive, seconds) != TRITON}
             | {f"/models/{model}/": _ask(alive_socket(scratch, model)) for model in models},
             start_seconds=ready_seconds,
             clean_up=lambda: free_shared_memory(scratch),
@@ -241,7 +241,7 @@ def _programs(
 def _triton_command(
     server: TritonServer, repository: Path, socket: Path, metrics_port: int, verbose: bool
 ) -> tuple[str, ...]:
-    """Make Triton's command line: gRPC is for the doors alone, at a socket in a folder of this user's (docs/security.md)."""
+    """Make Triton's command line: gRPC is for the frontend alone, at a socket in a folder of this user's (docs/security.md)."""
     return (
         str(server.binary),
         f"--model-repository={repository}",
@@ -264,7 +264,7 @@ def reachable(host: str) -> str:
 
 
 def _is_ready(url: str) -> bool:
-    """Whether the doors call the server ready."""
+    """Whether the frontend calls the server ready."""
     try:
         return get(url).status_code == 200
     except requests.RequestException:

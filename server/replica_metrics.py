@@ -14,21 +14,28 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import aiohttp
 import uvloop
-from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import KvseekError, UnavailableError
 from kvseek.core.liveness import answer_at
 
-from .http_door.errors import error_response
-from .http_door.listener import HEADER_SECONDS, HttpServer
-from .http_door.metrics import CONTENT_TYPE, MAX_METRICS_CONNECTIONS, UP, restarts_in
-from .process_metrics import server_text
+from .http.metrics import (
+    ENDPOINTS,
+    MAX_METRICS_CONNECTIONS,
+    UP,
+    fetched,
+    metrics_response,
+    restarts_in,
+    server_text,
+)
+from .http.server import HttpServer
 
 LABEL = "replica"
 ANSWER_SECONDS = 5.0  # most time for a replica's metrics, for two of which it waits for its engine and for Triton
@@ -52,52 +59,41 @@ class ReplicaMetrics:
 
     def __init__(self, replicas: Sequence[str], router: str, state: Path) -> None:
         self._replicas, self._router, self._state = replicas, router, state
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS))
 
-    async def close(self) -> None:
-        """Disconnect."""
-        await self._session.close()
-
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[BaseRoute]:
         """Make the routes of the handlers."""
         return [
-            web.get("/metrics", self.metrics),
-            web.get("/v2/health/live", self.live),
-            web.get("/v2/health/ready", self.ready),
+            Route("/metrics", self.metrics),
+            Route("/v2/health/live", self.live),
+            Route("/v2/health/ready", self.ready),
         ]
 
-    async def metrics(self, _: web.Request) -> web.Response:
+    async def metrics(self, _: Request) -> Response:
         """Answer with the metrics of all replicas, and those of the router's process."""
         router, *found = await asyncio.gather(
-            self._get(f"{self._router}/health"), *(self._get(f"http://{place}/metrics") for place in self._replicas)
+            fetched(f"{self._router}/health", ANSWER_SECONDS),
+            *(fetched(f"http://{place}/metrics", ANSWER_SECONDS) for place in self._replicas),
         )
         texts = {str(number): SILENT if text is None else text for number, text in enumerate(found)}
         up = f'{UP}kvseek:up{{process="router"}} {int(router is not None)}\n'
         own = server_text(None, restarts_in(self._state)) + up
-        return web.Response(body=merged(texts, own), headers={"Content-Type": CONTENT_TYPE})
+        return metrics_response(merged(texts, own))
 
-    async def live(self, _: web.Request) -> web.Response:
+    async def live(self, _: Request) -> Response:
         """Answer 200 while this process runs."""
-        return web.Response()
+        return Response()
 
-    async def ready(self, _: web.Request) -> web.Response:
+    async def ready(self, _: Request) -> Response:
         """Answer 200 if the router answers and a replica is ready, else 503."""
         router, *found = await asyncio.gather(
-            self._get(f"{self._router}/health"),
-            *(self._get(f"http://{place}/v2/health/ready") for place in self._replicas),
+            fetched(f"{self._router}/health", ANSWER_SECONDS),
+            *(fetched(f"http://{place}/v2/health/ready", ANSWER_SECONDS) for place in self._replicas),
         )
         if router is None:
-            return error_response(503, "not ready: the router does not answer")
-        return error_response(503, "not ready: no replica is") if set(found) == {None} else web.Response()
-
-    async def _get(self, url: str) -> str | None:
-        """Return what a process of this machine answers with status 200, or None."""
-        try:
-            async with self._session.get(url) as response:
-                text = await response.text("utf-8", "replace")
-                return text if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError):
-            return None
+            raise UnavailableError("not ready: the router does not answer")
+        if set(found) == {None}:
+            raise UnavailableError("not ready: no replica is")
+        return Response()
 
 
 def merged(texts: Mapping[str, str], own: str = "") -> bytes:
@@ -129,7 +125,7 @@ async def run(arguments: argparse.Namespace) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     metrics = ReplicaMetrics(arguments.replicas, arguments.router, arguments.state)
-    server = HttpServer(metrics.routes(), MAX_METRICS_CONNECTIONS, HEADER_SECONDS)
+    server = HttpServer(metrics.routes(), ENDPOINTS, MAX_METRICS_CONNECTIONS)
     try:
         await server.start(arguments.host, arguments.port, "--metrics_port")
         answering = await answer_at(arguments.alive)
@@ -137,7 +133,6 @@ async def run(arguments: argparse.Namespace) -> None:
         answering.close()
     finally:
         await server.close()
-        await metrics.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

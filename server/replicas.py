@@ -113,7 +113,8 @@ def running_replicas(
         pass  # an error now, before replicas are started in vain
     ranks = read_config(engine_dir).tp_size
     threads = settings.threads or len(os.sched_getaffinity(0))
-    settings = dataclasses.replace(settings, threads=max(1, threads // replicas))
+    origins = settings.cors_origins  # the router's alone, as browsers do not reach the replicas
+    settings = dataclasses.replace(settings, threads=max(1, threads // replicas), cors_origins=())
     with ExitStack() as running, scratch_folder() as folder:
         servers = [
             running.enter_context(
@@ -137,7 +138,9 @@ def running_replicas(
             port, url = ports[0].openai, f"http://{reachable(host)}:{ports[0].openai}"
             arguments = folder / "arguments.json"
             arguments.touch(mode=0o600)
-            arguments.write_text(json.dumps(flags(workers, host, port, ports[1].metrics, key)), encoding="utf-8")
+            arguments.write_text(
+                json.dumps(flags(workers, host, port, ports[1].metrics, key, origins)), encoding="utf-8"
+            )
             program = Program(
                 ROUTER,
                 (sys.executable, "-P", "-c", START_ROUTER, str(arguments)),
@@ -187,7 +190,9 @@ def check_router() -> None:
         raise ServerError(f"--replicas: the router smg is not installed; {REMEDY}")
 
 
-def flags(workers: Sequence[str], host: str, port: int, metrics: int, key: str) -> tuple[str, ...]:
+def flags(
+    workers: Sequence[str], host: str, port: int, metrics: int, key: str, origins: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Return the router's flags, as of smg 1.13; docker/kubernetes/router.yaml has those from --policy on too."""
     return (
         *("launch", "--worker-urls", *workers, "--host", host, "--port", str(port)),
@@ -198,6 +203,7 @@ def flags(workers: Sequence[str], host: str, port: int, metrics: int, key: str) 
         *("--health-success-threshold", "1", "--disable-load-monitoring"),
         # Without a key every client could add workers and remove them.
         *("--control-plane-api-keys", f"{ROUTER}:kvseek:admin:{key}"),
+        *(("--cors-allowed-origins", *origins) if origins else ()),
     )
 
 

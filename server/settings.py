@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 from .requests.unread import LARGEST_AT_ONCE, LOGIT_BYTES, OTHER_UNREAD_BYTES, WRITE_SECONDS, UnreadAnswers
 
 MAX_NAME_CHARACTERS = 256
+ORIGIN = re.compile(r"\*|https?://[^\s/,?#@]+")
 MIN_HANG_SECONDS = 5.0  # a busy machine may hold a process up for seconds
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
@@ -36,6 +38,10 @@ def _yes(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(f"{text} is neither true nor false")
     return text == "true"
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
 
 
 ENGINE_FLAGS: Flags = {
@@ -59,6 +65,10 @@ KEY_FLAGS: Flags = {
 }
 OPENAI_FLAGS: Flags = {
     "served_model_name": (str, "name of the model at the OpenAI port instead of the checkpoint's"),
+    "cors_origins": (
+        _origins,
+        "origins, with commas between, whose web pages may ask from a browser (CORS); * stands for all",
+    ),
     **KEY_FLAGS,
 }
 SERVE_FLAGS: Flags = {
@@ -110,7 +120,9 @@ class ServeSettings:
         Where the ranks of other hosts find rank 0, HOST:PORT, and the file of the key that all have; None: with one host, and a
         key from the environment.
     served_model_name : str or None
-        Name of the model at the OpenAI door; None: the checkpoint's name in the engine's manifest.
+        Name of the model at the OpenAI port; None: the checkpoint's name in the engine's manifest.
+    cors_origins : tuple of str
+        Origins whose web pages may ask from a browser, such as https://chat.example.org; "*" stands for all, () for none.
     api_key_file : str or None
         File of the API keys, one a line, of which requests at all ports have to send one; None: none is asked for.
     share_prefixes : str
@@ -135,6 +147,7 @@ class ServeSettings:
     rdzv_endpoint: str | None = None
     ranks_key_file: str | None = None
     served_model_name: str | None = None
+    cors_origins: tuple[str, ...] = ()
     api_key_file: str | None = None
     share_prefixes: str = SHARE_BY_KEY
     core_dumps: bool = False
@@ -179,6 +192,9 @@ class ServeSettings:
         named = name is None or (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable())
         limit = f"1 to {MAX_NAME_CHARACTERS} printable characters"
         _require(named, "served_model_name", name, limit, "leave it out for the checkpoint's name")
+        for origin in self.cors_origins:
+            limit = "* or an origin such as https://chat.example.org, without a path"
+            _require(bool(ORIGIN.fullmatch(origin)), "cors_origins", origin, limit, "leave it out for none")
 
     @property
     def nodes(self) -> Nodes:
@@ -197,11 +213,11 @@ class ServeSettings:
 
     @property
     def most_unread_bytes(self) -> int:
-        """Most bytes of answers that a door may leave unread, and that a door's clients may."""
+        """Most bytes of answers that a frontend may leave unread, and that a frontend's clients may."""
         return OTHER_UNREAD_BYTES + LARGEST_AT_ONCE * LOGIT_BYTES * self.max_logits
 
     def unread_answers(self, config: EngineConfig, seconds: float = WRITE_SECONDS) -> UnreadAnswers:
-        """Make the room for the answers that a door's clients have not read; `seconds`: see UnreadAnswers."""
+        """Make the room for the answers that a frontend's clients have not read; `seconds`: see UnreadAnswers."""
         return UnreadAnswers(self.most_unread_bytes, seconds, self.max_logits, config.model.vocab_size)
 
     def to_json(self) -> str:
@@ -211,7 +227,8 @@ class ServeSettings:
     @classmethod
     def from_json(cls, text: str) -> ServeSettings:
         """Read settings that `to_json` wrote."""
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**values | {"cors_origins": tuple(values["cors_origins"])})
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
@@ -219,7 +236,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
     default = ServeSettings()
     for name, (kind, text) in flags.items():
         value = getattr(default, name)
-        shown = "none" if value is None else f"{value:g}" if kind is float else value
+        shown = "none" if value in (None, ()) else f"{value:g}" if kind is float else value
         shown = str(value).lower() if isinstance(value, bool) else shown
         shown = {"threads": "torch's choice", "disk_bytes": "16GiB"}.get(name, shown)
         parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})")

@@ -184,7 +184,7 @@ class Supervisor:
         logger.error("%s; it is started again in %g s, %d of %d times", reason, delay, watched.in_a_row, self._restarts)
 
     def _end_all(self) -> None:
-        """End the programs one after the other: the engine first, so that the doors can pass on how requests ended."""
+        """End the programs one after the other: the engine first, so that the frontends can pass on how requests ended."""
         for watched in self._watched:
             if watched.child is not None:
                 watched.child.terminate()

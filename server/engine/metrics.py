@@ -130,7 +130,7 @@ class EngineMetrics(Collector):
             steps["refresh_time_seconds"].observe(report.refresh_seconds)
 
     def refused(self, code: str, count: int = 1) -> None:
-        """Count requests that a door refused with an ErrorCode, before the engine got them."""
+        """Count requests that a frontend refused with an ErrorCode, before the engine got them."""
         with self._lock:
             self._outcomes[code if code in self._outcomes else ErrorCode.INTERNAL.value] += count
 

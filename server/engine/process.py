@@ -1,7 +1,7 @@
-"""The engine process: serves one engine to the doors of this machine on a Unix socket. `kvseek serve` starts it.
+"""The engine process: serves one engine to the frontends of this machine on a Unix socket. `kvseek serve` starts it.
 
-Only this process loads weights and owns the cache. Doors (the models in Triton, server/doors.py) are thin: when one of them
-dies, its requests are cancelled and all others go on; when this process dies, the doors tell their clients at once.
+Only this process loads weights and owns the cache. Frontends (the models in Triton, server/frontend.py) are thin: when one of
+them dies, its requests are cancelled and all others go on; when this process dies, the frontends tell their clients at once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
+from kvseek.server.errors import INTERNAL
 from kvseek.server.processes import leave_no_core
 from kvseek.server.requests.messages import (
     Cancel,
     EndSession,
-    FromDoor,
     FromEngine,
+    FromFrontend,
     Metrics,
     Outputs,
     Ping,
@@ -45,7 +46,6 @@ from kvseek.server.requests.messages import (
     frame,
     read_frame,
 )
-from kvseek.server.requests.status import INTERNAL
 from kvseek.server.settings import ServeSettings
 
 from .metrics import EngineMetrics
@@ -55,7 +55,7 @@ from .tracing import RequestTracer
 FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 ENDING_SECONDS = 5.0  # that an orderly end may take then, in which threads or other ranks may wait for ever
-ALONE_SECONDS = 2.0  # time without doors after which a shared engine process ends
+ALONE_SECONDS = 2.0  # time without frontends after which a shared engine process ends
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -66,52 +66,52 @@ class Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._items: deque[tuple[Door, int, StepOutput]] = deque()
+        self._items: deque[tuple[FrontendConnection, int, StepOutput]] = deque()
         self._woken = False
 
-    def put(self, door: Door, number: int, output: StepOutput) -> None:
-        """Add an output for a door; from any thread."""
+    def put(self, frontend: FrontendConnection, number: int, output: StepOutput) -> None:
+        """Add an output for a frontend; from any thread."""
         with self._lock:
-            self._items.append((door, number, output))
+            self._items.append((frontend, number, output))
             wake, self._woken = not self._woken, True
         if wake:
             self._loop.call_soon_threadsafe(self.flush)
 
     def flush(self) -> None:
-        """Send everything, in order, one message a door."""
+        """Send everything, in order, one message a frontend."""
         with self._lock:
             items, self._items, self._woken = self._items, deque(), False
-        outputs: dict[Door, list[tuple[int, StepOutput]]] = {}
-        for door, number, output in items:
-            outputs.setdefault(door, []).append((number, output))
-        for door, own in outputs.items():
-            door.pass_on(own)
+        outputs: dict[FrontendConnection, list[tuple[int, StepOutput]]] = {}
+        for frontend, number, output in items:
+            outputs.setdefault(frontend, []).append((number, output))
+        for frontend, own in outputs.items():
+            frontend.pass_on(own)
 
 
-class Door:
-    """One connection of a door, with the requests that came over it."""
+class FrontendConnection:
+    """One connection of a frontend, with the requests that came over it."""
 
     def __init__(self, server: EngineServer, writer: asyncio.StreamWriter) -> None:
         self._server, self._writer = server, writer
-        self._handles: dict[int, int] = {}  # the door's number of a request → the service's handle
+        self._handles: dict[int, int] = {}  # the frontend's number of a request → the service's handle
 
     def send(self, message: FromEngine) -> None:
-        """Send a message, unless the door has gone; a door that has stopped reading is disconnected."""
-        if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other doors would be lost
+        """Send a message, unless the frontend has gone; a frontend that has stopped reading is disconnected."""
+        if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other frontends would be lost
             return
         unread = int(self._writer.transport.get_write_buffer_size())
         if unread > self._server.settings.most_unread_bytes:
-            logger.error("a door has left %d bytes unread: it is disconnected", unread)
+            logger.error("a frontend has left %d bytes unread: it is disconnected", unread)
             self._writer.transport.abort()
             return
         self._writer.write(frame(message))
 
     def pass_on(self, outputs: list[tuple[int, StepOutput]]) -> None:
-        """Send outputs of the engine; a door to which that fails is disconnected, so that it ends its requests itself."""
+        """Send outputs of the engine; a frontend to which that fails is disconnected, so that it ends its requests itself."""
         try:
             self.send_outputs(outputs)
-        except Exception:  # for want of memory, say; outputs of other doors go on
-            logger.exception("outputs could not be sent to a door: it is disconnected")
+        except Exception:  # for want of memory, say; outputs of other frontends go on
+            logger.exception("outputs could not be sent to a frontend: it is disconnected")
             self._writer.transport.abort()
 
     def send_outputs(self, outputs: list[tuple[int, StepOutput]]) -> None:
@@ -128,8 +128,8 @@ class Door:
         if message:
             self.send(Outputs(message))
 
-    def take(self, message: FromDoor) -> None:
-        """Do what a message of the door asks for."""
+    def take(self, message: FromFrontend) -> None:
+        """Do what a message of the frontend asks for."""
         service, metrics = self._server.service, self._server.metrics
         if isinstance(message, Submit):
             self._submit(message)
@@ -173,7 +173,7 @@ class Door:
             self.pass_on([(number, end)])
 
     def leave(self) -> None:
-        """Cancel all requests of a door that has gone, because nobody waits for them."""
+        """Cancel all requests of a frontend that has gone, because nobody waits for them."""
         for handle in self._handles.values():
             self._server.service.cancel(handle)
         self._writer.close()
@@ -189,12 +189,12 @@ def _observed(function: Callable[[], T]) -> T | None:
 
 
 class EngineServer:
-    """Serves the doors of one engine until it is told to stop or the engine fails.
+    """Serves the frontends of one engine until it is told to stop or the engine fails.
 
     Parameters
     ----------
     shared : bool
-        Whether nobody but the doors looks after this process (server/engine/shared.py), so that it ends when the last of them
+        Whether nobody but the frontends looks after this process (server/engine/shared.py), so that it ends when the last of them
         has left.
     """
 
@@ -209,9 +209,9 @@ class EngineServer:
         self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
         self.outbox = Outbox(asyncio.get_running_loop())
         self._loop = asyncio.get_running_loop()
-        self._decoder = msgspec.msgpack.Decoder(FromDoor)
+        self._decoder = msgspec.msgpack.Decoder(FromFrontend)
         self._draining = False
-        self._shared, self._doors, self._used_at = shared, 0, time.monotonic()
+        self._shared, self._frontends, self._used_at = shared, 0, time.monotonic()
 
     def with_defaults(self, request: Request) -> Request:
         """Complete a request: it gets the server's time limit if it has none of its own."""
@@ -219,7 +219,7 @@ class EngineServer:
             return replace(request, timeout_seconds=self.settings.default_timeout)
         return request
 
-    def answer(self, door: Door, ping: Ping) -> None:
+    def answer(self, frontend: FrontendConnection, ping: Ping) -> None:
         """Answer a ping from the engine's own loop; an engine that hangs or has failed does not answer."""
 
         def on_loop() -> None:
@@ -231,16 +231,16 @@ class EngineServer:
                 self._draining,
                 service.engine.unsound_in_a_row,
             )
-            self._loop.call_soon_threadsafe(door.send, pong)
+            self._loop.call_soon_threadsafe(frontend.send, pong)
 
         self.service.call(on_loop)
 
-    def end_session(self, door: Door, message: EndSession) -> None:
+    def end_session(self, frontend: FrontendConnection, message: EndSession) -> None:
         """End a session between two steps of the engine's loop."""
 
         def on_loop() -> None:
             ended = self.service.engine.end_session(message.session_id, message.cache_salt)
-            self._loop.call_soon_threadsafe(door.send, SessionEnded(message.number, ended))
+            self._loop.call_soon_threadsafe(frontend.send, SessionEnded(message.number, ended))
 
         self.service.call(on_loop)
 
@@ -258,14 +258,14 @@ class EngineServer:
                 if self.service.failure:
                     logger.critical("%s: its process ends", self.service.failure)
                     self.outbox.flush()
-                    await asyncio.sleep(0.2)  # the doors still get the errors of their requests
+                    await asyncio.sleep(0.2)  # the frontends still get the errors of their requests
                     _end_within(ENDING_SECONDS)
                     return STATUS_FAILED
                 probe.look()
-                if self._doors or not self._shared:
+                if self._frontends or not self._shared:
                     self._used_at = time.monotonic()
                 elif time.monotonic() - self._used_at > ALONE_SECONDS:
-                    logger.info("no door is connected any more: the engine process ends")
+                    logger.info("no frontend is connected any more: the engine process ends")
                     return 0
             drained.result()
             return 0
@@ -283,24 +283,24 @@ class EngineServer:
         await asyncio.sleep(0.2)  # so that written messages leave this process
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        door = Door(self, writer)
-        self._doors += 1
+        frontend = FrontendConnection(self, writer)
+        self._frontends += 1
         try:
             while True:
                 message = await read_frame(reader, self._decoder)
                 try:
-                    door.take(message)
-                except Exception:  # one message must not end the door's connection, and all its requests
-                    logger.exception("a message of a door could not be handled")
+                    frontend.take(message)
+                except Exception:  # one message must not end the frontend's connection, and all its requests
+                    logger.exception("a message of a frontend could not be handled")
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the door's process has ended
+            pass  # the frontend's process has ended
         except asyncio.CancelledError:
             pass  # the loop ends; Python 3.11 would log a traceback if this task ended as cancelled
         except msgspec.MsgspecError as error:
-            logger.error("a door sent what is no message: %s", error)
+            logger.error("a frontend sent what is no message: %s", error)
         finally:
-            self._doors -= 1
-            door.leave()
+            self._frontends -= 1
+            frontend.leave()
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -312,7 +312,7 @@ async def run(arguments: argparse.Namespace) -> int:
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
     disk = DiskSettings(None if settings.disk_dir is None else Path(settings.disk_dir), settings.disk_bytes)
     numbers = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
-    if arguments.shared:  # its doors wait however long loading takes, and kill a process that does not answer meanwhile
+    if arguments.shared:  # its frontends wait however long loading takes, and kill what does not answer meanwhile
         answering = await answer_at(arguments.alive)  # noqa: F841  until the loop ends
     service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *numbers, disk, settings.nodes)
     await asyncio.to_thread(_load_vocabulary, service)
@@ -351,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--alive", type=Path, help="socket at which whoever looks after the process asks whether it works"
     )
-    parser.add_argument("--shared", action="store_true", help="end when the last door has left")
+    parser.add_argument("--shared", action="store_true", help="end when the last frontend has left")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         status = uvloop.run(run(parser.parse_args(argv)))

@@ -61,8 +61,8 @@ class SharedEngine:
         self._engine_dir, self._settings = engine_dir.resolve(), settings
         self.config = read_config(self._engine_dir)
         fingerprint = read_manifest(self._engine_dir).fingerprint  # a directory that was built anew is another engine
-        of_doors = {name: getattr(ServeSettings, name) for name in ("layout", *KEY_FLAGS)}  # their own
-        own = replace(settings, **of_doors).to_json()
+        of_frontends = {name: getattr(ServeSettings, name) for name in ("layout", *KEY_FLAGS)}  # their own
+        own = replace(settings, **of_frontends).to_json()
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         # Programs of another kvseek have other messages: they get an engine process of their own.
         identity = (str(self._engine_dir), fingerprint, own, devices, sys.prefix, version("kvseek"))

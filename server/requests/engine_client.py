@@ -1,4 +1,4 @@
-"""A door's connection to the engine process, for any number of requests: submit, cancel, outputs by callback."""
+"""A frontend's connection to the engine process, for any number of requests: submit, cancel, outputs by callback."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ import uvloop
 from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
+from kvseek.server.errors import INTERNAL
 
 from .messages import (
     Cancel,
     EndSession,
-    FromDoor,
     FromEngine,
+    FromFrontend,
     Metrics,
     Outputs,
     Ping,
@@ -35,7 +36,6 @@ from .messages import (
     frame,
     read_frame,
 )
-from .status import INTERNAL
 
 RETRY_SECONDS = 0.1  # time between attempts to connect: the engine process may be loading, or being restarted
 ANSWER_SECONDS = 10.0  # most time for a ping: longer than a step of the engine, also on a loaded machine
@@ -76,9 +76,7 @@ class EngineClient:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._connected_at = 0.0  # time.monotonic of the last connection
-        self._uncounted: Counter[str] = (
-            Counter()
-        )  # requests that ended while there was no engine to count them, by code
+        self._uncounted = Counter[str]()  # requests that ended while there was no engine to count them, by code
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._thread: threading.Thread | None = None
         if loop is None:
@@ -110,13 +108,26 @@ class EngineClient:
         """
         if not self.connected:
             raise UnavailableError(NOT_RUNNING)
-        number = next(self._numbers)
-        try:
-            data = frame(Submit(number, request, trace))  # in this thread: long prompts must not hold up the loop
-        except OverflowError as error:
-            raise RequestError(f"a number of the request is too large ({error}); send smaller numbers") from None
+        number, data = self.encoded(request, trace)
         self._loop.call_soon_threadsafe(self._start, number, on_output, data)
         return number
+
+    def encoded(self, request: Request, trace: str = "") -> tuple[int, bytes]:
+        """Give a request a number, and encode what submits it; raises RequestError if one of its numbers has more than 64 bits.
+
+        Any thread may call this: long prompts must not hold up the loop.
+        """
+        number = next(self._numbers)
+        try:
+            return number, frame(Submit(number, request, trace))
+        except OverflowError as error:
+            raise RequestError(f"a number of the request is too large ({error}); send smaller numbers") from None
+
+    def start(self, number: int, data: bytes, on_output: Callback) -> None:
+        """Send what `encoded` has made, on the client's loop; raises UnavailableError if the engine process does not run."""
+        if not self.connected:
+            raise UnavailableError(NOT_RUNNING)
+        self._start(number, on_output, data)
 
     def cancel(self, number: int) -> None:
         """End a request as cancelled, soon; does nothing if it has ended."""
@@ -174,7 +185,7 @@ class EngineClient:
         else:
             self._send(Refused(code, count))
 
-    def _send(self, message: FromDoor) -> None:
+    def _send(self, message: FromFrontend) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(message))
 

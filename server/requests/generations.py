@@ -1,4 +1,4 @@
-"""Runs a door process's requests: reads and tokenises them in threads, submits them, passes answers on, and cancels requests.
+"""Runs the requests of a process: makes them in threads, submits them, passes answers on, and cancels requests.
 
 Every endpoint uses this module, which knows nothing of HTTP.
 """
@@ -10,16 +10,17 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvseek.core.errors import ErrorCode, KvseekError, code_of, renamed
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.errors import KvseekError, QueueFullError, code_of, renamed
+from kvseek.core.request import FinishReason, StepOutput
 from kvseek.core.session import EndedSession
-from kvseek.server.workers import Workers
+from kvseek.server.errors import CodedError
 
-from .engine_client import Callback, EngineClient
-from .served_request import Chunk, ServedRequest, after
+from .engine_client import EngineClient
+from .layouts import after
+from .outputs import Chunk, ServedRequest
 from .unread import UnreadAnswer, UnreadAnswers, logit_bytes, size_of
 
 MAKERS = 2  # threads that tokenise: more would take the engine's cores
@@ -27,41 +28,89 @@ GONE_SECONDS = 2.0  # time without an engine process after which open requests c
 T = TypeVar("T")
 
 
-class CodedError(KvseekError):
-    """An error that ended a request, with its code, at the engine or at a door."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @dataclass(eq=False)
-class Ticket:
-    """One request at this door, from when its body is read to its end.
+class Call:
+    """What a client has asked for at once, from when its headers have arrived to its end: one request of the engine, or several.
 
     Attributes
     ----------
-    request_id : str
-        The client's own id of the request; may be empty.
+    arrived : float
+        Time at which the headers had arrived, in seconds of time.monotonic.
+    trace : str
+        The client's W3C traceparent, or empty.
     owner : str
         Whose requests may stop this one (Tenant.owner); empty: nobody's.
-    arrived : float
-        Time at which the request's headers had arrived, in seconds of time.monotonic.
-    number : int or None
-        Number of the request at the engine; None before it is submitted.
+    request_id : str
+        The client's own id; empty if it has none, or until the body is parsed.
+    numbers : list of int
+        Numbers at the engine of those that have been submitted.
     stopped : bool
         Whether another request has asked for the end of this one.
     """
 
-    request_id: str
     arrived: float
+    trace: str = ""
     owner: str = ""
-    number: int | None = None
+    request_id: str = ""
+    numbers: list[int] = field(default_factory=list)
     stopped: bool = False
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A request that is ready for the engine: its number there, and the message that submits it."""
+
+    served: ServedRequest
+    number: int
+    data: bytes
+
+
+class Workers:
+    """Threads for work that would hold up the event loop.
+
+    Calls that wait for a thread wait on the loop. So when a client leaves, its call and its data are dropped at once.
+    """
+
+    def __init__(self, threads: int, name: str, max_open: int) -> None:
+        self._loop, self._max_open = asyncio.get_running_loop(), max_open
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = asyncio.Semaphore(threads)
+        self.open = 0
+        """Calls that run or wait."""
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function in one of the threads; raises QueueFullError if too many calls run or wait already."""
+        if self.open >= self._max_open:
+            raise QueueFullError(
+                f"{self.open} requests are being tokenised: at most max_queue_size + max_batch_size = {self._max_open} may; "
+                "send the request again later"
+            )
+        self.open += 1
+        try:
+            await self._free.acquire()
+        except BaseException:
+            self.open -= 1
+            raise
+        future = self._pool.submit(function)
+        future.add_done_callback(self._done)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Stop the threads; nothing may be under way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, _: Future[T]) -> None:
+        """Take note that a call has ended; runs in any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        self.open -= 1
+        self._free.release()
+
+
 class Generations:
-    """Runs the requests of one door process. All methods must be called on the event loop.
+    """Runs the requests of one frontend process. All methods must be called on the event loop.
 
     Parameters
     ----------
@@ -76,56 +125,48 @@ class Generations:
     def __init__(self, client: EngineClient, max_making: int, unread: UnreadAnswers) -> None:
         self._client, self.unread = client, unread
         self._makers = Workers(MAKERS, "tokenise", max_making)
-        # Threads of their own, so that reading and submitting do not wait for texts that are being tokenised.
-        self._readers = Workers(1, "read-json", max_making)
-        self._senders = ThreadPoolExecutor(1, thread_name_prefix="submit")
-        self._tickets: set[Ticket] = set()
+        # A thread of its own, so that prompts of token ids do not wait for texts that are being tokenised.
+        self._readers = Workers(1, "read-ids", max_making)
+        self._calls: set[Call] = set()
         self.open = 0
         """Requests whose callers wait."""
 
-    async def read(self, function: Callable[[], T]) -> T:
-        """Call a function of some milliseconds in a worker thread; raises QueueFullError if too many calls wait already."""
-        return await self._readers.run(function)
+    async def make(self, make: Callable[[], T], tokenises: bool = True) -> T:
+        """Call a function that makes requests from a body in a worker thread; raises QueueFullError if too many wait already."""
+        return await (self._makers if tokenises else self._readers).run(make)
 
-    async def make(self, function: Callable[[], T]) -> T:
-        """Call a function that tokenises in a worker thread; raises QueueFullError if too many calls wait already."""
-        return await self._makers.run(function)
+    def submission(self, served: ServedRequest, call: Call) -> Submission:
+        """Encode a request, in the thread that makes it: encoding a long prompt takes milliseconds.
 
-    @asynccontextmanager
-    async def made(self, ticket: Ticket, make: Callable[[], ServedRequest], slow: bool) -> AsyncIterator[ServedRequest]:
-        """Make a request by calling `make` in a worker thread; `stop` can end the request until the context ends.
-
-        Parameters
-        ----------
-        slow : bool
-            Whether `make` tokenises.
-
-        Raises
-        ------
-        QueueFullError
-            If too many requests wait to be made already.
+        Raises TimeoutExpiredError if the request's time is over, and RequestError if one of its numbers is too large.
         """
-        self._tickets.add(ticket)
+        request = after(served.request, time.monotonic() - call.arrived)
+        return Submission(served, *self._client.encoded(request, call.trace))
+
+    @contextmanager
+    def stoppable(self, call: Call) -> Iterator[None]:
+        """Let `stop` end a call until the context ends."""
+        self._calls.add(call)
         try:
-            yield await (self._makers if slow else self._readers).run(make)
+            yield
         finally:
-            self._tickets.discard(ticket)
+            self._calls.discard(call)
 
     @asynccontextmanager
     async def generate(
-        self, served: ServedRequest, ticket: Ticket, answer: UnreadAnswer, trace: str = ""
+        self, submission: Submission, call: Call, answer: UnreadAnswer
     ) -> AsyncIterator[AsyncIterator[Chunk]]:
         """Let the engine serve a request, and give its chunks; if the context ends before the last, the request is cancelled.
 
         What the engine puts out counts as unread: in a stream until the client has read it and the next output comes, else until
         `answer` ends.
 
-        Entering the context raises UnavailableError if there is no engine, TimeoutExpiredError if the request's time is over, and
-        QueueFullError or RequestError if there is no room for the logits that it asks for. Iterating raises CodedError when the
-        engine ends the request with an error, and QueueFullError if there is no room for the answer.
+        Entering the context raises UnavailableError if there is no engine, and QueueFullError or RequestError if there is no
+        room for the logits that it asks for. Iterating raises CodedError when the engine ends the request with an error, and
+        QueueFullError if there is no room for the answer.
         """
         outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
-        reserved = 0
+        reserved, number = 0, submission.number
 
         def take(output: StepOutput) -> None:
             nonlocal reserved
@@ -138,16 +179,16 @@ class Generations:
         self.open += 1
         try:
             with self.counting_refusals():
-                reserved = self.unread.reserve(served.request)
-                request = after(served.request, time.monotonic() - ticket.arrived)
-                ticket.number = await self._submit(request, take, trace)
+                reserved = self.unread.reserve(submission.served.request)
+                self._client.start(number, submission.data, take)
+            call.numbers.append(number)
             try:
-                if ticket.stopped:  # before the request had a number
-                    self._client.cancel(ticket.number)
-                async with aclosing(_chunks(served, outputs, answer)) as chunks:
+                if call.stopped:  # before the request was submitted
+                    self._client.cancel(number)
+                async with aclosing(_chunks(submission.served, outputs, answer)) as chunks:
                     yield chunks
             finally:
-                self._client.cancel(ticket.number)  # does nothing if the request has ended
+                self._client.cancel(number)  # does nothing if the request has ended
         finally:
             self.open -= 1
             self.unread.release(reserved)
@@ -155,11 +196,11 @@ class Generations:
 
     def stop(self, request_id: str, owner: str) -> None:
         """End the requests of an owner to which their clients gave this id; an empty id, or owner, matches none."""
-        for ticket in self._tickets:
-            if request_id and owner and (ticket.request_id, ticket.owner) == (request_id, owner):
-                ticket.stopped = True
-                if ticket.number is not None:
-                    self._client.cancel(ticket.number)
+        for call in self._calls:
+            if request_id and owner and (call.request_id, call.owner) == (request_id, owner):
+                call.stopped = True
+                for number in call.numbers:
+                    self._client.cancel(number)
 
     async def end_session(self, session_id: str, cache_salt: str | None) -> EndedSession | None:
         """See EngineClient."""
@@ -178,21 +219,6 @@ class Generations:
         """Stop the threads; nothing may be under way."""
         self._makers.close()
         self._readers.close()
-        self._senders.shutdown(wait=False, cancel_futures=True)
-
-    async def _submit(self, request: Request, take: Callback, trace: str) -> int:
-        """Submit in a thread, because all streams would stand still for the milliseconds that encoding a long prompt takes."""
-        future = self._senders.submit(self._client.submit, request, take, trace)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(self._cancel_submitted)
-            raise
-
-    def _cancel_submitted(self, future: Future[int]) -> None:
-        """Cancel a request whose client left while it was being submitted."""
-        if not future.cancelled() and future.exception() is None:
-            self._client.cancel(future.result())
 
 
 async def wait_for_ends(open_requests: Callable[[], int], client: EngineClient, seconds: float) -> None:
@@ -212,7 +238,7 @@ async def _chunks(
     kept, given = (
         0,
         False,
-    )  # bytes of outputs that are still in memory, and whether the client has read all that was made of them
+    )  # bytes of outputs that are still in memory; whether the client has read what was made of them
     while True:
         output = await outputs.get()
         if given:
@@ -224,8 +250,7 @@ async def _chunks(
         for chunk in served.push(output):
             yield chunk
         kept += size_of(output)
-        given = (
-            served.streaming and output.token_id is not None
-        )  # before the first token, what the prompt has is gathered
+        # Before the first token, what the prompt has is gathered.
+        given = served.streaming and output.token_id is not None
         if output.finish_reason is not None or served.ended:
             return

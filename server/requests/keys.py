@@ -1,4 +1,4 @@
-"""API keys of clients, at all doors: reads them from a file, compares a client's key with all of them in constant time, and keeps
+"""API keys of clients, at all ports: reads them from a file, compares a client's key with all of them in constant time, and keeps
 what is read for one key, and the ids of its requests, apart from those of others.
 """
 
@@ -75,6 +75,9 @@ class Keys:
 
     def __bool__(self) -> bool:
         return bool(self._digests)
+
+
+NO_KEYS = Keys(())
 
 
 class KeySettings(Protocol):

@@ -1,8 +1,8 @@
-"""Messages between doors and the engine process over its Unix socket: one MessagePack document a frame.
+"""Messages between frontends and the engine process over its Unix socket: one MessagePack document a frame.
 
-A door numbers its requests itself; numbers of different doors (connections) are independent of each other. Every
+A frontend numbers its requests itself; numbers of different frontends (connections) are independent of each other. Every
 submitted request gets outputs, of which exactly the last has a finish reason, unless the connection ends first. Then the
-door knows that the engine process has ended, and the engine knows that nobody waits for the door's requests.
+frontend knows that the engine process has ended, and the engine knows that nobody waits for the frontend's requests.
 
 Why a plain socket: the kernel closes it when either process dies, however it dies, so both sides know at once and
 without heartbeats. A broker or a message queue between them would hide just that.
@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Submit(msgspec.Struct, tag="submit"):
-    """Door to engine: generate."""
+    """Frontend to engine: generate."""
 
     number: int
     request: Request
@@ -33,32 +33,32 @@ class Submit(msgspec.Struct, tag="submit"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Door to engine: cancel a request, whose client has left. Without effect if the request has ended."""
+    """Frontend to engine: cancel a request, whose client has left. Without effect if the request has ended."""
 
     number: int
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """Door to engine: number of requests that ended without reaching this engine process, for the metrics."""
+    """Frontend to engine: number of requests that ended without reaching this engine process, for the metrics."""
 
     code: str
     count: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Ping(msgspec.Struct, tag="ping"):
-    """Door to engine: ask whether the engine's loop answers."""
+    """Frontend to engine: ask whether the engine's loop answers."""
 
     number: int
 
 
 class ReadMetrics(msgspec.Struct, tag="read_metrics"):
-    """Door to engine: ask for the metrics."""
+    """Frontend to engine: ask for the metrics."""
 
     number: int
 
 
 class EndSession(msgspec.Struct, tag="end_session"):
-    """Door to engine: forget a session and free what only it has used."""
+    """Frontend to engine: forget a session and free what only it has used."""
 
     number: int
     session_id: str
@@ -66,13 +66,13 @@ class EndSession(msgspec.Struct, tag="end_session"):
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
-    """Engine to door: outputs of requests, in order, as pairs of a request's number and an output."""
+    """Engine to frontend: outputs of requests, in order, as pairs of a request's number and an output."""
 
     outputs: list[tuple[int, StepOutput]]
 
 
 class Pong(msgspec.Struct, tag="pong"):
-    """Engine to door: the answer to Ping, sent by the engine's loop between two steps."""
+    """Engine to frontend: the answer to Ping, sent by the engine's loop between two steps."""
 
     number: int
     waiting: int  # requests in the queue
@@ -82,25 +82,25 @@ class Pong(msgspec.Struct, tag="pong"):
 
 
 class Metrics(msgspec.Struct, tag="metrics"):
-    """Engine to door: the answer to ReadMetrics, in Prometheus' text format."""
+    """Engine to frontend: the answer to ReadMetrics, in Prometheus' text format."""
 
     number: int
     text: str
 
 
 class SessionEnded(msgspec.Struct, tag="session_ended"):
-    """Engine to door: the answer to EndSession, sent by the engine's loop between two steps."""
+    """Engine to frontend: the answer to EndSession, sent by the engine's loop between two steps."""
 
     number: int
     ended: EndedSession | None  # None: there is no such session
 
 
-FromDoor = Submit | Cancel | Refused | Ping | ReadMetrics | EndSession
+FromFrontend = Submit | Cancel | Refused | Ping | ReadMetrics | EndSession
 FromEngine = Outputs | Pong | Metrics | SessionEnded
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: FromDoor | FromEngine) -> bytes:
+def frame(message: FromFrontend | FromEngine) -> bytes:
     """Encode a message, with its length before it."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body

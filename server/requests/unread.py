@@ -1,7 +1,7 @@
-"""What clients have not read yet of their answers: how many bytes all requests of a door's process may hold, and for how long.
+"""What clients have not read yet of their answers: how many bytes all requests of a process may hold, and for how long.
 
 A client that asks and does not read costs the memory of its answer, whatever else is limited. So every answer is counted from
-the moment a part of it arrives at the door until that part has been handed to the system or, over gRPC, to the client. When
+the moment a part of it arrives at the frontend until that part has been handed to the system or, over gRPC, to the client. When
 there is no room for more, the answer ends that costs most: by its bytes, times the seconds for which its client has left a write
 waiting. So clients that read, and those whose answers are small, are not harmed by those that do not read.
 

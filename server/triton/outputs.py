@@ -1,10 +1,16 @@
-"""Arrays of a model's outputs, of TensorRT-LLM's types and shapes."""
+"""Tensors of Triton: values of a model's inputs, and arrays of its outputs, of TensorRT-LLM's types and shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from kvseek.core.errors import RequestError
+from kvseek.server.requests.outputs import Logits
+from kvseek.server.requests.translation import Inputs
 
 OUTPUT_DTYPES = {
     "text_output": object,
@@ -45,13 +51,30 @@ LISTS = ("output_ids", "output_log_probs")  # [1, 1, n]: request, beam, tokens
 def as_tensor(name: str, value: Any, batched: bool) -> np.ndarray[Any, Any]:
     """Make the array of an output for Triton, of TensorRT-LLM's shape.
 
-    That is [1, 1, n] for LISTS, [1] for text and for outputs of a model without a batch dimension, [1, ...] for what is an array
-    already, else [1, 1].
+    That is [1, 1, n] for LISTS, [1] for text and for outputs of a model without a batch dimension, [1, ...] for logits, else
+    [1, 1].
     """
     dtype: Any = OUTPUT_DTYPES[name]
-    if isinstance(value, np.ndarray):
-        return value.astype(dtype, copy=False)[None]
+    if isinstance(value, Logits):
+        return np.frombuffer(value.data, dtype).reshape(1, *value.shape)
     if name in LISTS:
         return np.asarray(value, dtype=dtype).reshape(1, 1, -1)
     array = np.array([[str(value).encode("utf-8") if dtype is object else value]], dtype=dtype)
     return array if batched and name != "text_output" else array[0]
+
+
+def rows_of(tensors: Mapping[str, NDArray[Any]]) -> list[Inputs]:
+    """Return the inputs of each prompt from tensors, [batch, ...] each; raises RequestError.
+
+    A float32 becomes the shortest number that it can stand for, which is what the client has written: 0.1, not 0.10000000149.
+    """
+    batch = max(tensor.shape[0] for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        if tensor.shape[0] != batch:
+            raise RequestError(f"{name} has {tensor.shape[0]} rows: must be {batch}, one for each prompt; send as many")
+    return [{name: _values(tensor[row : row + 1]) for name, tensor in tensors.items()} for row in range(batch)]
+
+
+def _values(tensor: NDArray[Any]) -> list[Any]:
+    flat = tensor.reshape(-1)
+    return [float(str(value)) for value in flat] if flat.dtype == np.float32 else flat.tolist()

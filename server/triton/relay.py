@@ -1,43 +1,31 @@
-"""Asks Triton about itself and its models over gRPC, and answers as Triton's HTTP endpoint would."""
+"""Asks Triton about itself and its models over gRPC."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
-import msgspec
-from aiohttp import web
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-
-from kvseek.server.http_door.errors import HttpError
-
-from .durations import clear_durations
+from tritonclient.grpc import service_pb2_grpc
 
 ANSWER_SECONDS = 2.0
 TO_TRITON = [  # options of channels: after a restart Triton is found again soon; no proxy stands in between
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
-STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.INVALID_ARGUMENT: 400, grpc.StatusCode.UNIMPLEMENTED: 404}
 
 
 class TritonRelay:
-    """Passes questions of HTTP clients on to Triton.
+    """Passes questions on to Triton.
 
     Parameters
     ----------
     target : str
         host:port of Triton's gRPC endpoint.
-    names : mapping
-        Names under which clients may ask for models, and those that Triton knows.
     """
 
-    def __init__(self, target: str, names: Mapping[str, str]) -> None:
-        self._names = names
+    def __init__(self, target: str) -> None:
         self._channel = grpc.aio.insecure_channel(target, options=TO_TRITON)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -53,75 +41,3 @@ class TritonRelay:
     async def close(self) -> None:
         """Disconnect."""
         await self._channel.close()
-
-    def routes(self) -> list[web.RouteDef]:
-        """Make the routes of the endpoints about the server and its models."""
-        found = [web.get("/v2", self.server), web.get("/v2/models/stats", self.statistics)]
-        for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            handlers = (("", self.model), ("/config", self.config), ("/stats", self.statistics))
-            found += [web.get(f"{start}{end}", handler) for end, handler in handlers]
-        return found
-
-    async def server(self, _: web.Request) -> web.Response:
-        """Name, version and extensions of the server."""
-        return _json(await self._answer("ServerMetadata", service_pb2.ServerMetadataRequest()))
-
-    async def model(self, request: web.Request) -> web.Response:
-        """Inputs and outputs of a model."""
-        return _json(await self._answer("ModelMetadata", service_pb2.ModelMetadataRequest(**self._name(request))))
-
-    async def config(self, request: web.Request) -> web.Response:
-        """Configuration of a model."""
-        config = (await self._answer("ModelConfig", service_pb2.ModelConfigRequest(**self._name(request)))).config
-        config.parameters.clear()  # they name this machine's files and the server's shared memory
-        return _json(config)
-
-    async def statistics(self, request: web.Request) -> web.Response:
-        """Statistics of one model, or of all."""
-        answer = await self._answer("ModelStatistics", service_pb2.ModelStatisticsRequest(**self._name(request)))
-        clear_durations(answer)
-        return _json(answer)
-
-    async def _answer(self, method: str, message: Message) -> Any:
-        try:
-            return await self.ask(method, message)
-        except grpc.aio.AioRpcError as error:
-            status = STATUS.get(error.code())
-            if status is not None:
-                raise HttpError(status, error.details() or "not found") from None
-            raise HttpError(503, "Triton does not answer; it is being started or restarted, try again later") from None
-
-    def _name(self, request: web.Request) -> dict[str, str]:
-        model = request.match_info.get("model")
-        names = {"name": self._names.get(model or "", model), "version": request.match_info.get("version")}
-        return {field: value for field, value in names.items() if value is not None}
-
-
-def _json(message: Message) -> web.Response:
-    return web.Response(body=msgspec.json.encode(plain(message)), content_type="application/json")
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """Convert a message to JSON values in Triton's own form: absent fields have their defaults, 64-bit integers are numbers.
-
-    google.protobuf.json_format would make strings of the integers, and [-1] dimensions ["-1"].
-    """
-    values: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            kind = field.message_type.fields_by_name["value"]
-            values[field.name] = {str(key): _plain(kind, value[key]) for key in value}
-        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            values[field.name] = [_plain(field, each) for each in value]
-        elif not field.has_presence or message.HasField(field.name):
-            values[field.name] = _plain(field, value)
-    return values
-
-
-def _plain(field: FieldDescriptor, value: Any) -> Any:
-    if field.message_type is not None:
-        return plain(value)
-    if field.enum_type is not None:
-        return field.enum_type.values_by_number[value].name
-    return value

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvseek.core.errors import ErrorCode
+from kvseek.server.errors import INTERNAL, TRITON_CODE
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.served_request import Chunk, ServedRequest
-from kvseek.server.requests.status import INTERNAL, TRITON_CODE
+from kvseek.server.requests.outputs import Chunk, ServedRequest
 
 from .outputs import as_tensor
 
@@ -47,8 +47,8 @@ class Stream:
     def __init__(self, triton: Any, sender: Any, request_id: str, batched: bool, decoupled: bool) -> None:
         self._triton, self._sender, self._batched, self._decoupled = triton, sender, batched, decoupled
         self.request_id = request_id
-        self.call = ""  # the gRPC door's name of the client's call
-        self.owner = ""  # whose requests may stop this one; without a gRPC door all have the same
+        self.call = ""  # the gRPC port's name of the client's call
+        self.owner = ""  # whose requests may stop this one; without a gRPC port all have the same
         self.tenant = Tenant()
         self.parts: list[Part] = []
         self.left = False  # whether the client has left
@@ -64,7 +64,7 @@ class Stream:
                 self._sender.send(self._response(chunk))
 
     def has_left(self) -> bool:
-        """Ask Triton whether the client has left, at most once in ASK_SECONDS, unless the gRPC door tells."""
+        """Ask Triton whether the client has left, at most once in ASK_SECONDS, unless the gRPC port tells."""
         now = time.monotonic()
         if self.call or now - self._asked_at < ASK_SECONDS:
             return False

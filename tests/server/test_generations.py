@@ -7,7 +7,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,30 +16,28 @@ import pytest
 
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.server.requests.generations import CodedError, Generations, Ticket
+from kvseek.server.requests.generations import Call, CodedError, Generations, Submission, Workers
 from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, size_of
-from kvseek.server.workers import Workers
 
 UNREAD = UnreadAnswers(1 << 20)
 ANSWER = UnreadAnswer(UNREAD)
 
 
 class Client:
-    """Stands for EngineClient: records what it is told; submission waits until `gate` is open."""
+    """Stands for EngineClient: records what it is told."""
 
     def __init__(self) -> None:
         self.cancelled: list[int] = []
         self.counted: list[ErrorCode] = []
         self.requests: list[Any] = []
-        self.gate = threading.Event()
-        self.gate.set()
         self.give: Callable[[StepOutput], None] = lambda _: None
 
-    def submit(self, request: Any, on_output: Callable[[StepOutput], None], trace: str) -> int:
-        self.gate.wait()
+    def encoded(self, request: Any, trace: str) -> tuple[int, bytes]:
         self.requests.append(request)
+        return 7, b""
+
+    def start(self, number: int, data: bytes, on_output: Callable[[StepOutput], None]) -> None:
         self.give = on_output
-        return 7
 
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
@@ -68,8 +67,15 @@ def make(client: Client, max_making: int = 4) -> Generations:
     return Generations(client, max_making, UNREAD)  # type: ignore[arg-type]
 
 
-def ticket(request_id: str = "", waited: float = 0.0) -> Ticket:
-    return Ticket(request_id, time.monotonic() - waited, "owner")
+def call(request_id: str = "", waited: float = 0.0) -> Call:
+    return Call(time.monotonic() - waited, owner="owner", request_id=request_id)
+
+
+def generate(
+    generations: Generations, served: Any, answer: UnreadAnswer = ANSWER, own: Call | None = None
+) -> AbstractAsyncContextManager[AsyncIterator[Any]]:
+    own = call() if own is None else own
+    return generations.generate(generations.submission(served, own), own, answer)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -133,7 +139,7 @@ def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> 
         generations = Generations(client, 4, unread)  # type: ignore[arg-type]
         served.request = Request((1,), 4, SamplingParams(return_generation_logits=True))
         with unread.answer() as answer:
-            async with generations.generate(served, ticket(), answer) as chunks:
+            async with generate(generations, served, answer) as chunks:
                 assert (unread.reserved, unread.bytes) == (160, 0)
                 client.give(StepOutput(7, token_id=5, generation_logits=bytes(40)))
                 assert (unread.reserved, unread.bytes) == (120, size_of(StepOutput(7)) + 40)
@@ -143,9 +149,8 @@ def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> 
             assert unread.reserved == 0
         served.request = Request((1,), 40, served.request.sampling)
         with pytest.raises(RequestError, match="--max_logits"), unread.answer() as answer:
-            async with generations.generate(served, ticket(), answer):
+            async with generate(generations, served, answer):
                 pass
-        assert len(client.requests) == 1
         assert client.counted == [ErrorCode.INVALID]
 
     asyncio.run(run())
@@ -156,19 +161,15 @@ def test_time_at_the_door_counts_towards_the_time_limit() -> None:
         client, served = Client(), Served()
         generations = make(client)
         served.request = Request((1,), 4, timeout_seconds=5.0)
-        async with generations.generate(served, ticket(waited=4.0), ANSWER):
-            assert client.requests[-1].timeout_seconds == 5.0, "errors tell the limit that the client has set"
-            assert 4.0 <= client.requests[-1].waited_seconds < 5.0
-        with pytest.raises(
-            TimeoutExpiredError,
-            match=r"timeout = 5 s: passed before the request was tokenised, after 6\.\d s",
-        ):
-            async with generations.generate(served, ticket(waited=6.0), ANSWER):
-                pass
-        assert client.counted == [ErrorCode.TIMEOUT]
+        generations.submission(served, call(waited=4.0))
+        assert client.requests[-1].timeout_seconds == 5.0, "errors tell the limit that the client has set"
+        assert 4.0 <= client.requests[-1].waited_seconds < 5.0
+        message = r"timeout = 5 s: passed before the request was tokenised, after 6\.\d s"
+        with pytest.raises(TimeoutExpiredError, match=message):
+            generations.submission(served, call(waited=6.0))
         served.request = Request((1,), 4, timeout_seconds=-0.5)
-        async with generations.generate(served, ticket(waited=1.0), ANSWER):
-            assert client.requests[-1].timeout_seconds == -0.5, "the engine says what is wrong with it"
+        generations.submission(served, call(waited=1.0))
+        assert client.requests[-1].timeout_seconds == -0.5, "the engine says what is wrong with it"
         generations.close()
 
     asyncio.run(run())
@@ -176,18 +177,22 @@ def test_time_at_the_door_counts_towards_the_time_limit() -> None:
 
 def test_a_request_that_is_stopped_while_it_is_tokenised_ends() -> None:
     async def run() -> None:
-        client, gate, own = Client(), threading.Event(), ticket("mine")
+        client, gate, own = Client(), threading.Event(), call()
         generations = make(client)
 
+        def read() -> Submission:
+            own.request_id = "mine"
+            gate.wait()
+            return generations.submission(Served(), own)
+
         async def serve() -> None:
-            async with (
-                generations.made(own, lambda: gate.wait() and Served(), slow=True) as served,
-                generations.generate(served, own, ANSWER),
-            ):
-                assert client.cancelled == [7]
+            with generations.stoppable(own):
+                submission = await generations.make(read)
+                async with generations.generate(submission, own, ANSWER):
+                    assert client.cancelled == [7]
 
         task = asyncio.create_task(serve())
-        await asyncio.sleep(0)
+        await until(lambda: own.request_id == "mine")
         generations.stop("mine", "owner")
         gate.set()
         await task
@@ -201,7 +206,7 @@ def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
         client = Client()
         generations = make(client)
         for served, expected in ((Served(), [1, 2, None]), (Served(stops_at=2), [1, 2])):
-            async with generations.generate(served, ticket(), ANSWER) as chunks:
+            async with generate(generations, served) as chunks:
                 for output in (StepOutput(1, 1), StepOutput(1, 2), StepOutput(1, None, FinishReason.LENGTH)):
                     client.give(output)
                 assert [chunk["token"] async for chunk in chunks] == expected
@@ -216,7 +221,7 @@ def test_an_error_of_the_engine_keeps_its_code_and_gets_the_clients_names() -> N
     async def run() -> None:
         client = Client()
         generations = make(client)
-        async with generations.generate(Served(), ticket(), ANSWER) as chunks:
+        async with generate(generations, Served()) as chunks:
             client.give(StepOutput(1, finish_reason=FinishReason.ERROR, error="input_ids: no", code=ErrorCode.TIMEOUT))
             with pytest.raises(CodedError, match=r"^prompt: no") as caught:
                 await anext(chunks)
@@ -226,32 +231,22 @@ def test_an_error_of_the_engine_keeps_its_code_and_gets_the_clients_names() -> N
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("submitted", [False, True])
-def test_a_caller_that_is_cancelled_cancels_its_request(submitted: bool) -> None:
-    """Also while the request is being submitted, when its number is not known yet."""
-
+def test_a_caller_that_is_cancelled_cancels_its_request() -> None:
     async def run() -> None:
         client = Client()
         generations = make(client)
         entered = asyncio.Event()
 
         async def serve() -> None:
-            async with generations.generate(Served(), ticket(), ANSWER) as chunks:
+            async with generate(generations, Served()) as chunks:
                 entered.set()
                 await anext(chunks)
 
-        if not submitted:
-            client.gate.clear()
         task = asyncio.create_task(serve())
-        if submitted:
-            await entered.wait()
-        else:
-            await asyncio.sleep(0.05)
+        await entered.wait()
         task.cancel()
         await asyncio.wait([task])
-        assert client.cancelled == ([7] if submitted else [])
-        client.gate.set()
-        await until(lambda: client.cancelled == [7])
+        assert client.cancelled == [7]
         assert generations.open == 0
         generations.close()
 
@@ -262,15 +257,16 @@ def test_stop_ends_the_requests_of_an_id() -> None:
     async def run() -> None:
         client = Client()
         generations = make(client)
-        own = ticket("mine")
-        async with generations.made(own, Served, slow=False) as served, generations.generate(served, own, ANSWER):
-            generations.stop("", "owner")
-            generations.stop("another", "owner")
-            generations.stop("mine", "another owner")
-            generations.stop("mine", "")
-            assert client.cancelled == []
-            generations.stop("mine", "owner")
-            assert client.cancelled == [7]
+        own = call("mine")
+        with generations.stoppable(own):
+            async with generate(generations, Served(), own=own):
+                generations.stop("", "owner")
+                generations.stop("another", "owner")
+                generations.stop("mine", "another owner")
+                generations.stop("mine", "")
+                assert client.cancelled == []
+                generations.stop("mine", "owner")
+                assert client.cancelled == [7]
         generations.close()
 
     asyncio.run(run())

@@ -202,13 +202,6 @@ def test_stop_ends_the_request_of_the_same_id(server: RunningServer) -> None:
     assert last["finish_reason"].tolist() == [b"cancelled"]
 
 
-def test_a_client_that_leaves_ends_its_request(server: RunningServer) -> None:
-    with Stream(server) as stream:
-        stream.ask(sampling_param_max_tokens=ENDLESS)
-        wait_for(lambda: running(server.metrics_url) == 1)
-    wait_for(lambda: running(server.metrics_url) == 0)
-
-
 def test_the_layouts_model_is_the_only_one(server: RunningServer) -> None:
     url = f"http://{server.http_url}/v2/models"
     assert requests.get(f"{url}/{MODEL}/ready", timeout=TIMEOUT).status_code == 200

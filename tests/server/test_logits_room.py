@@ -10,7 +10,7 @@ import pytest
 
 from kvseek.core.errors import QueueFullError, RequestError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.server.engine.process import FRAME_BYTES, Door
+from kvseek.server.engine.process import FRAME_BYTES, FrontendConnection
 from kvseek.server.requests.messages import MAX_FRAME_BYTES, FromEngine
 from kvseek.server.requests.unread import UnreadAnswers
 from kvseek.server.settings import ServeSettings
@@ -53,7 +53,7 @@ def test_no_message_is_too_large() -> None:
     server: Any = SimpleNamespace(settings=ServeSettings(max_logits=70))
     piece = bytes(FRAME_BYTES // 2)
     outputs = [(number, StepOutput(number, context_logits=piece)) for number in range(5)]
-    Door(server, writer).send_outputs([*outputs, (1, StepOutput(1, 7, FinishReason.LENGTH))])
+    FrontendConnection(server, writer).send_outputs([*outputs, (1, StepOutput(1, 7, FinishReason.LENGTH))])
     assert max(map(len, sent)) < MAX_FRAME_BYTES / 8
     decoder = msgspec.msgpack.Decoder(FromEngine)
     messages: list[Any] = [decoder.decode(frame[4:]) for frame in sent]

@@ -28,8 +28,7 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.service import EngineService
 from kvseek.server.engine.metrics import OUTCOMES, EngineMetrics
 from kvseek.server.engine.tallies import Histogram
-from kvseek.server.http_door.metrics import UP
-from kvseek.server.process_metrics import server_text
+from kvseek.server.http.metrics import UP, server_text
 
 PROMPT = tuple(i * 13 % 101 for i in range(300))
 LONG_PROMPT = tuple(i * 7 % 101 for i in range(700))  # has tokens in the retrieval region

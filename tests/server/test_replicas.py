@@ -173,7 +173,7 @@ def test_the_metrics_of_all_replicas_are_at_one_port(service: Service) -> None:
 
 def test_a_replica_whose_metrics_port_is_silent_shows_as_down(service: Service) -> None:
     wait_for(lambda: all(up(service).values()), "all up", 60)
-    pid = service.process_of(service.replicas[1], "kvseek.server.doors")
+    pid = service.process_of(service.replicas[1], "kvseek.server.frontend")
     os.kill(pid, signal.SIGSTOP)
     try:
         down = {"0": 1.0, "1": 0.0}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +19,7 @@ import pytest
 import requests
 import tritonclient.grpc as grpc
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.grpc_inputs import grpc_input, stream_infer
 from tests.support.metrics import metric
 from tests.support.waiting import wait_for
 
@@ -88,12 +87,6 @@ def test_streamed_text_is_the_engines(server: RunningServer, engine: Engine) -> 
     assert 0 < last.attended_tokens < last.cached_tokens
 
 
-def test_http_generate_and_generate_stream(server: RunningServer) -> None:
-    client, expected = HttpClient(server.http_url, TIMEOUT), answer(server)
-    assert client.generate(PROMPT, SHORT).text == expected
-    assert "".join(chunk.text for chunk in client.generate_stream(PROMPT, SHORT)) == expected
-
-
 def test_a_plain_tensorrt_llm_request_over_http(server: RunningServer) -> None:
     url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
     body = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "bad_words": "", "stop_words": ""}
@@ -103,13 +96,8 @@ def test_a_plain_tensorrt_llm_request_over_http(server: RunningServer) -> None:
 
 def infer(server: RunningServer, model: str, *inputs: tuple[str, str, Any], **options: Any) -> Any:
     """ModelInfer's result for inputs (name, datatype, values)."""
-    made = []
-    for name, datatype, values in inputs:
-        array = np.array(values, dtype={"BYTES": object, "INT32": np.int32, "BOOL": bool}[datatype])
-        made.append(grpc.InferInput(name, list(array.shape), datatype))
-        made[-1].set_data_from_numpy(array)
     with grpc.InferenceServerClient(server.grpc_url) as client:
-        return client.infer(model, made, **options)
+        return client.infer(model, [grpc_input(*each) for each in inputs], **options)
 
 
 def test_model_infer_and_the_other_name_of_the_text_model(server: RunningServer) -> None:
@@ -157,22 +145,7 @@ def test_rows_of_a_batch_are_as_many(server: RunningServer) -> None:
 
 
 def infer_stream(server: RunningServer, *inputs: tuple[str, str, Any]) -> list[Any]:
-    """Results of ModelStreamInfer; raises the first error."""
-    results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    made = []
-    for name, datatype, values in inputs:
-        array = np.array(values, dtype={"BYTES": object, "INT32": np.int32}[datatype])
-        made.append(grpc.InferInput(name, list(array.shape), datatype))
-        made[-1].set_data_from_numpy(array)
-    with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: results.put((result, error)))
-        client.async_stream_infer("tensorrt_llm_bls", made)
-        client.stop_stream()
-    found = [results.get() for _ in range(results.qsize())]
-    for _, error in found:
-        if error is not None:
-            raise error
-    return [result for result, _ in found]
+    return stream_infer(server.grpc_url, "tensorrt_llm_bls", [grpc_input(*each) for each in inputs])
 
 
 def test_each_prompt_of_a_batch_has_its_sequences(server: RunningServer) -> None:
@@ -200,31 +173,11 @@ def test_each_prompt_of_a_batch_has_its_sequences(server: RunningServer) -> None
 
 def token_request(server: RunningServer, **values: Any) -> list[dict[str, np.ndarray]]:
     """Responses of tensorrt_llm to tensors given as name=(dtype, list)."""
-    responses: list[Any] = []
-    ended = threading.Event()
-
-    def collect(result: Any, error: Any) -> None:
-        responses.append(error or result)
-        if error or result.get_response().parameters["triton_final_response"].bool_param:
-            ended.set()
-
-    with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(collect)
-        inputs = []
-        for name, (dtype, data) in values.items():
-            array = np.array([data], dtype={"INT32": np.int32, "BOOL": bool, "FP32": np.float32}[dtype])
-            inputs.append(grpc.InferInput(name, list(array.shape), dtype))
-            inputs[-1].set_data_from_numpy(array)
-        client.async_stream_infer("tensorrt_llm", inputs, enable_empty_final_response=True)
-        assert ended.wait(TIMEOUT)
-        client.stop_stream()
-    for response in responses:
-        if isinstance(response, Exception):
-            raise response
-    assert responses[-1].get_response().outputs, "the last response is the end: no empty one follows it"
-    return [
-        {o.name: r.as_numpy(o.name) for o in r.get_response().outputs} for r in responses if r.get_response().outputs
-    ]
+    inputs = [grpc_input(name, dtype, [data]) for name, (dtype, data) in values.items()]
+    results = stream_infer(server.grpc_url, "tensorrt_llm", inputs)
+    outputs = [[output.name for output in result.get_response().outputs] for result in results]
+    assert outputs[-1], "the last response is the end: no empty one follows it"
+    return [{name: result.as_numpy(name) for name in own} for result, own in zip(results, outputs, strict=True)]
 
 
 def test_token_ids_streaming_and_not(server: RunningServer, engine: Engine) -> None:
@@ -302,31 +255,12 @@ def test_bad_input_is_refused_and_other_streams_go_on(server: RunningServer) -> 
 
 
 def test_bad_bytes_and_bad_ids_are_refused(server: RunningServer) -> None:
-    tensor = grpc.InferInput("text_input", [1, 1], "BYTES")
-    tensor.set_data_from_numpy(np.array([[b"ab\xff"]], dtype=object))
-    length = grpc.InferInput("max_tokens", [1, 1], "INT32")
-    length.set_data_from_numpy(np.array([[4]], dtype=np.int32))
-    errors: list[Any] = []
-    replied = threading.Event()
-    with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: (errors.append(error), replied.set()))
-        client.async_stream_infer("tensorrt_llm_bls", [tensor, length])
-        assert replied.wait(TIMEOUT)
-        client.stop_stream()
-    assert "text_input: byte 2 (0xff) is not UTF-8" in errors[0].message()
+    sent = [grpc_input("text_input", "BYTES", [[b"ab\xff"]]), grpc_input("max_tokens", "INT32", [[4]])]
+    with pytest.raises(grpc.InferenceServerException, match=r"text_input: byte 2 \(0xff\) is not UTF-8"):
+        stream_infer(server.grpc_url, "tensorrt_llm_bls", sent)
     with pytest.raises(Exception, match=r"input_ids = 999999: must be in \[0, "):
         token_request(server, input_ids=("INT32", [5, 999999]), request_output_len=("INT32", [3]))
     assert answer(server), "the server goes on"
-
-
-def test_a_misspelt_field_is_refused(server: RunningServer) -> None:
-    url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
-    body = {"text_input": PROMPT, "max_tokens": 4, "temprature": 1}
-    reply = requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=TIMEOUT)
-    assert (reply.status_code, reply.json()["error"].split(";")[0]) == (
-        400,
-        "temprature: tensorrt_llm_bls has no such input",
-    )
 
 
 def test_prompts_are_not_logged(server: RunningServer, log: Path) -> None:

@@ -91,7 +91,7 @@ def doors(
     *more: str,
 ) -> Iterator[Door]:
     """The doors on free ports."""
-    command = [sys.executable, "-m", "kvseek.server.doors", "--engine_dir", str(directory)]
+    command = [sys.executable, "-m", "kvseek.server.frontend", "--engine_dir", str(directory)]
     command += ["--socket", str(socket_path), "--settings", settings.to_json(), "--host", "127.0.0.1"]
     command += ["--http_port", "0", "--metrics_port", "0", "--triton_grpc", triton_grpc]
     command += ["--triton_metrics", triton_metrics, *more]
@@ -120,7 +120,7 @@ def reply(connection: socket.socket) -> tuple[int, JSON]:
         status, length = int(file.readline().split()[1]), 0
         while line := file.readline().strip():
             name, _, value = line.partition(b": ")
-            length = int(value) if name == b"Content-Length" else length
+            length = int(value) if name.lower() == b"content-length" else length
         return status, json.loads(file.read(length) or b"{}")
 
 

@@ -1,11 +1,14 @@
-"""Inputs of Triton's models for tritonclient."""
+"""Requests to Triton's models by tritonclient."""
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc
+from tests.support.waiting import SECONDS
 
 UNSIGNED = ("seed", "random_seed")
 DTYPES: dict[str, Any] = {"BYTES": object, "BOOL": bool, "UINT64": np.uint64, "FP32": np.float32, "INT32": np.int32}
@@ -17,6 +20,22 @@ def grpc_input(name: str, datatype: str, values: Any) -> grpc.InferInput:
     tensor = grpc.InferInput(name, list(array.shape), datatype)
     tensor.set_data_from_numpy(array)
     return tensor
+
+
+def stream_infer(url: str, model: str, inputs: Sequence[grpc.InferInput]) -> list[Any]:
+    """Results of a request by ModelStreamInfer, until Triton says that one is the last; raises its error."""
+    arrived: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    found: list[Any] = []
+    with grpc.InferenceServerClient(url) as client:
+        client.start_stream(lambda result, error: arrived.put((result, error)))
+        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        while not found or not found[-1].get_response().parameters["triton_final_response"].bool_param:
+            result, error = arrived.get(timeout=SECONDS)
+            if error is not None:
+                raise error
+            found.append(result)
+        client.stop_stream()
+    return found
 
 
 def inputs_of(fields: dict[str, Any]) -> list[grpc.InferInput]:

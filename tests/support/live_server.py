@@ -23,7 +23,7 @@ PREFIX = "triton_python_backend_shm_region_"
 # A text that only the command line of this process has.
 MARKS = {
     "engine": "kvseek.server.engine.process",
-    "doors": "kvseek.server.doors",
+    "doors": "kvseek.server.frontend",
     "triton": "--model-repository=",
     "tensorrt_llm": "/models/tensorrt_llm/",
     "tensorrt_llm_bls": "/models/tensorrt_llm_bls/",

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvseek.server.openai_door.chat_body import ChatBody
-from kvseek.server.openai_door.completion_body import CompletionBody
+from kvseek.server.openai.bodies import ChatBody, CompletionBody
 
 MOST_TOKENS = 8  # of an answer, so that there are many requests a minute
 PART = {

@@ -32,10 +32,10 @@ from kvseek.engine.engine import Engine
 from kvseek.server.engine.process import ALONE_SECONDS
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
-from kvseek.server.openai_door.command import find_engine
+from kvseek.server.openai.command import find_engine
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.settings import ServeSettings
-from kvseek.server.triton.door import _connect
+from kvseek.server.triton.model import _connect
 from kvseek.server.triton.repository import main, read_models, write_models
 
 pytestmark = pytest.mark.server
@@ -186,7 +186,7 @@ def test_bad_requests_are_refused_by_name(triton: OwnTriton) -> None:
             "stream = true: must be false, because two_tensorrt_llm_bls has one response",
         ),
         ("two_tensorrt_llm_bls", {"num_return_sequences": 2}, "1 prompts, 2 sequences: must be 1"),
-        ("one_ensemble", {"kvseek_leave": True}, "which only doors of kvseek send"),
+        ("one_ensemble", {"kvseek_leave": True}, "which only kvseek's gRPC port sends"),
     ):
         answer = generate(triton, model, **field)
         assert answer.status_code >= 400

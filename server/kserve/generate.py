@@ -1,0 +1,163 @@
+"""The HTTP port of Triton's clients: its generate extension for all models, and refusals of what this server does not serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from kvseek.core.errors import RequestError, UnavailableError
+from kvseek.server.http.answers import Writer, trace_of
+from kvseek.server.http.body import BodyReader
+from kvseek.server.http.errors import HttpError, kserve_error
+from kvseek.server.http.health import MODEL_VERSION
+from kvseek.server.http.json_fields import shortened
+from kvseek.server.http.server import tenant_of
+from kvseek.server.requests.generations import Call, Generations, Submission
+from kvseek.server.requests.keys import Tenant
+from kvseek.server.requests.layouts import SEVERAL, RequestFactory
+from kvseek.server.requests.outputs import Chunk
+from kvseek.server.requests.translation import scalar
+
+from .inputs import ModelSchema, chunk_to_json
+
+ADMINISTRATION = "is closed: it would let clients change the server; use the flags of kvseek serve and restart it"
+CLOSED = {  # paths of Triton's HTTP endpoint that are closed on purpose (docs/security.md)
+    "/v2/repository": ADMINISTRATION,
+    "/v2/systemsharedmemory": "is closed: it would give clients this machine's memory; send tensors in requests",
+    "/v2/cudasharedmemory": "is closed: it would give clients the GPU's memory; send tensors in requests",
+    "/v2/trace": ADMINISTRATION,
+    "/v2/logging": ADMINISTRATION,
+}
+ENDPOINTS = "/v2/health, /v2/models/MODEL, /v2/models/MODEL/generate and generate_stream"
+NO_STOP = (
+    "stop = true: over HTTP needs an API key, so that a client ends no other's request, and this server has none "
+    "(kvseek serve --api_key_file); close the connection of the request that is to end"
+)
+
+
+class GenerateRoutes:
+    """Endpoints /generate and /generate_stream.
+
+    Parameters
+    ----------
+    limits : mapping
+        Most bytes of a request's body, for each model. It may be filled in later; requests are refused until then.
+    """
+
+    def __init__(
+        self,
+        generations: Generations,
+        factory: RequestFactory,
+        schemas: Mapping[str, ModelSchema],
+        bodies: BodyReader,
+        limits: Mapping[str, int],
+    ) -> None:
+        self._generations, self._factory, self._schemas = generations, factory, schemas
+        self._bodies, self._limits = bodies, limits
+
+    def routes(self) -> list[BaseRoute]:
+        """Make the routes."""
+        found: list[BaseRoute] = []
+        for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            found.append(Route(f"{start}/generate", Endpoint(self, streams=False), methods=["POST"]))
+            found.append(Route(f"{start}/generate_stream", Endpoint(self, streams=True), methods=["POST"]))
+            found.append(Route(f"{start}/infer", infer, methods=["POST"]))
+        return found
+
+    async def answer(self, request: Request, send: Send, streams: bool) -> None:
+        """Read a request and write its answer."""
+        model = self._model(request)
+        if model not in self._limits:
+            raise UnavailableError("the server is starting; send the request again in some seconds")
+        tenant = tenant_of(request)
+        call = Call(time.monotonic(), trace_of(request), tenant.owner)
+        with self._generations.stoppable(call), self._generations.unread.answer() as answer:
+            with self._generations.counting_refusals():
+                async with self._bodies.read(request, self._limits[model]) as data:
+                    read = partial(self._read, model, data, streams, call, tenant)
+                    made = await self._generations.make(read, self._schemas[model].served.takes_text)
+                    del read  # and with it the body
+            out, write = Writer(request.scope, send, answer), partial(chunk_to_json, model, call.request_id)
+            if made is None:
+                self._generations.stop(call.request_id, call.owner)
+                await (out.empty_stream() if streams else out.whole(write({})))
+            else:
+                async with self._generations.generate(made, call, answer) as chunks:
+                    if streams:
+                        await out.stream((write(chunk) async for chunk in chunks), kserve_error)
+                    else:
+                        await _whole(chunks, write, out)
+
+    def _model(self, request: Request) -> str:
+        model, version = request.path_params["model"], request.path_params.get("version", MODEL_VERSION)
+        if model not in self._schemas:
+            known = ", ".join(self._schemas)
+            raise HttpError(404, f"model {shortened(model)} is not found; there are {known}")
+        model = self._schemas[model].model
+        if version != MODEL_VERSION:
+            raise HttpError(404, f"{model} has no version {shortened(version)}: must be {MODEL_VERSION}; leave it out")
+        return str(model)
+
+    def _read(
+        self, model: str, data: bytes | bytearray, streams: bool, call: Call, tenant: Tenant
+    ) -> Submission | None:
+        """Make the request that a body asks for, None for one that stops others; runs in a worker thread."""
+        body = self._schemas[model].read(data)
+        call.request_id = body.request_id
+        if scalar(body.inputs, "stop", False):
+            if not tenant.owner:  # anybody could end anybody's request: here each has a connection of its own
+                raise RequestError(NO_STOP)
+            return None
+        for name in () if streams else SEVERAL:
+            if scalar(body.inputs, name, False):
+                raise RequestError(
+                    f"{name} = true: must be false with generate; use generate_stream for several responses"
+                )
+        served = self._factory.make_one(model, body.inputs)
+        served.request = replace(served.request, cache_salt=tenant.salt(served.request.cache_salt))
+        return self._generations.submission(served, call)
+
+
+class Endpoint:
+    """One of the endpoints, as an ASGI application."""
+
+    def __init__(self, routes: GenerateRoutes, streams: bool) -> None:
+        self._routes, self._streams = routes, streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        await self._routes.answer(Request(scope, receive), send, self._streams)
+
+
+async def _whole(chunks: AsyncIterator[Chunk], write: Callable[[Chunk], bytes], out: Writer) -> None:
+    """Answer with one response, when the request has ended."""
+    last = Chunk()
+    async for chunk in chunks:
+        last = chunk
+    await out.whole(write(last))
+
+
+async def infer(_: Request) -> Response:
+    """Refuse `infer`, which Triton's HTTP endpoint cannot do either, because the models are decoupled."""
+    raise HttpError(
+        400, "infer: the models send many responses; use generate or generate_stream, or gRPC ModelStreamInfer"
+    )
+
+
+async def unknown(scope: Scope, _: Receive, __: Send) -> None:
+    """Refuse a path with 403 if it is closed on purpose, with 404 if it does not exist."""
+    path: str = scope["path"]
+    if path.endswith("/trace/setting"):
+        raise HttpError(403, f"{shortened(path)} {ADMINISTRATION}")
+    for prefix, reason in CLOSED.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            raise HttpError(403, f"{prefix} {reason}")
+    raise HTTPException(404)

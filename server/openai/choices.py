@@ -1,0 +1,219 @@
+"""One choice of an answer: a request of the engine, and the pieces of text that its outputs make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ErrorCode, RequestError, renamed
+from kvseek.core.request import MAX_SEED, FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.engine.accumulator import Accumulator
+from kvseek.engine.tokenizer import TextStream, Tokenizer
+from kvseek.server.errors import CodedError
+from kvseek.server.requests.keys import Tenant
+
+from .bodies import MAX_CHOICES, Parameters, read_guide
+from .errors import FieldError, require
+from .prompts import TOO_LONG, Prompt
+
+# OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
+REASONS = {
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORD: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMEOUT: "length",
+}
+MAX_PROMPT_LOGPROBS = 1 << 18  # that one request may ask for: a prompt of 128K tokens with its likeliest ones
+NOT_READ = (
+    "timeout: passed before the prompt was read and its log probabilities were computed; send it with a longer timeout"
+)
+BROKEN_OFF = "the server is shutting down and has ended the request before its end; send it again in some seconds"
+
+
+class Body(Protocol):
+    """What the bodies of both endpoints have besides their Parameters."""
+
+    prompt_field: ClassVar[str]
+
+    @property
+    def limit_field(self) -> str | None:
+        """Name of the field that says how many tokens to generate at most; None: the client says nothing."""
+
+    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[Prompt]:
+        """Return every prompt, tokenised."""
+
+    def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
+        """Return the most tokens to generate."""
+
+    def top(self) -> int | None:
+        """Return the number of likeliest tokens to tell; None: no log probabilities."""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt at the beginning of an answer.
+
+    Attributes
+    ----------
+    offsets : sequence of int
+        Length of the text before each token; empty if no log probabilities are asked for.
+    """
+
+    text: str
+    offsets: Sequence[int] = ()
+
+
+class Choice:
+    """See ServedRequest. Its chunks are pieces of the answer, as dicts:
+
+    - `text`: new text;
+    - `tokens`: (token id, its LogProbs, length of the text before it) of new tokens, if log probabilities are asked for. The
+      first token of an echoed prompt has None for LogProbs. After an echo the end token counts too: lm_eval needs an entry for
+      each token that it asked for;
+    - `count`: tokens generated so far;
+    - `reused`: tokens of the prompt that were not read, because an earlier prompt began alike;
+    - `finish_reason`: "stop" or "length" with the last piece, else None.
+
+    If the client does not want a stream, there is one piece, at the end.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        streaming: bool,
+        echo: Echo | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.request, self.streaming, self.ended, self.names = request, streaming, False, names or {}
+        self._new = Accumulator(request, tokenizer, stop)
+        self._new.text = "" if echo is None else echo.text
+        wanted = request.sampling.logprobs is not None
+        self._offsets = tokenizer.stream(prompt_ids=request.prompt_ids) if wanted else None
+        self._echoes, self._due = echo is not None, echo  # what is due has not been given yet
+        self._length = len(self._new.text)  # characters so far, those held back included
+        self._tokens: list[tuple[int, LogProbs | None, int]] = []
+
+    def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
+        """Take one output of the engine; raises CodedError if the server ended the request."""
+        new = self._new
+        if not new.push(output):
+            return
+        if output.finish_reason is not None and output.finish_reason not in REASONS:
+            raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
+        if self._offsets is not None:
+            self._take_logprobs(output, self._offsets)
+        reason = new.finish_reason
+        self.ended = reason is not None
+        if (self.streaming and (new.text or self._tokens)) or reason is not None:
+            yield {
+                "text": new.text,
+                "tokens": self._tokens,
+                "count": new.count,
+                "reused": 0 if new.statistics is None else new.statistics.reused_tokens,
+                "finish_reason": None if reason is None else REASONS[reason],
+            }
+            new.text, self._tokens = "", []
+
+    def _take_logprobs(self, output: StepOutput, text: TextStream) -> None:
+        """Take the log probabilities of an output's token, and before the first one those of the prompt."""
+        due, self._due = self._due, None
+        if due is not None:
+            known = self._new.prompt_logprobs
+            if len(known) < len(due.offsets) - 1:
+                raise CodedError(ErrorCode.TIMEOUT, NOT_READ)
+            self._tokens += zip(self.request.prompt_ids, (None, *known), due.offsets, strict=True)
+        if output.token_id is not None and output.logprobs is not None:
+            self._tokens.append((output.token_id, output.logprobs, self._length))
+            self._length += len(text.push(output.token_id))
+        elif self._echoes and output.end_id is not None and output.logprobs is not None:
+            self._tokens.append((output.end_id, output.logprobs, self._length))
+
+
+def make_choices(
+    body: Body, parameters: Parameters, tenant: Tenant, tokenizer: Tokenizer, config: EngineConfig
+) -> tuple[list[Choice], int]:
+    """Make the choices that a body asks for, those of the first prompt first, and count the tokens of all prompts.
+
+    Tokenises, which may take long. Raises RequestError on any body that cannot be served.
+    """
+    parameters.check()
+    stop, guide, top = parameters.stop_words(), read_guide(parameters.response_format), body.top()
+    sampling = replace(parameters.sampling(tokenizer, top), guide=guide)
+    session = parameters.session
+    ends, streaming = parameters.end_ids(config), bool(parameters.stream)
+    prompts = body.prompts(tokenizer, config)
+    tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * parameters.choices
+    require(
+        count <= MAX_CHOICES,
+        "n",
+        f"{count} choices",
+        f"<= {MAX_CHOICES} for all prompts together",
+        "send fewer prompts in a request",
+    )
+    if prompts[0].echo is not None and top is not None:
+        _check_prompt_logprobs((1 + top) * parameters.choices * tokens)
+    choices = []
+    for ids, text in prompts:
+        max_tokens = _limit(body, len(ids), config, 1 if text is None else 0)
+        scored = None if text is None else _scored(top, max_tokens, config)
+        request = Request(
+            prompt_ids=tuple(ids),
+            max_tokens=max_tokens,
+            sampling=replace(sampling, prompt_ignore_length=len(ids), prompt_logprobs=scored),
+            end_ids=ends,
+            priority=parameters.queue_priority,
+            timeout_seconds=parameters.timeout,
+            cache_salt=tenant.salt(parameters.cache_salt),
+            session=session,
+        )
+        names = {"input_ids": body.prompt_field, "max_tokens": body.limit_field or "max_tokens, by default,"}
+        try:
+            request.validate(config)
+        except RequestError as error:
+            raise RequestError(renamed(str(error), names)) from None
+        echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))
+        for number in range(parameters.choices):
+            own = replace(request, sampling=_seeded(request.sampling, number))
+            choices.append(Choice(own, tokenizer, stop, streaming, echo, names))
+    return choices, tokens
+
+
+def _scored(top: int | None, max_tokens: int, config: EngineConfig) -> int | None:
+    """Return how many likeliest tokens the engine has to tell for each token of an echoed prompt; None: no log probabilities."""
+    if top is None and max_tokens > 0:
+        return None
+    limit = "false, or without logprobs and with max_tokens >= 1, in an engine of TensorRT plans"
+    require(config.runtime == "torch", "echo", True, limit, "plans do not compute the logits of a prompt")
+    return top or 0
+
+
+def _check_prompt_logprobs(count: int) -> None:
+    limit = f"<= {MAX_PROMPT_LOGPROBS:,}, for all prompts and choices together, if echo is true"
+    few = count <= MAX_PROMPT_LOGPROBS
+    require(
+        few, "logprobs", f"{count:,} log probabilities", limit, "ask for fewer likeliest tokens, or send fewer prompts"
+    )
+
+
+def _limit(body: Body, prompt_tokens: int, config: EngineConfig, least: int) -> int:
+    """Return the most tokens to generate; raises FieldError if prompt and answer do not fit together."""
+    limit, left, name = body.limit(prompt_tokens, config), config.max_seq_len - prompt_tokens, body.limit_field
+    if left < least:
+        whole = f"{body.prompt_field} has {prompt_tokens} tokens: must be <= {config.max_seq_len - least}"
+        raise FieldError(
+            body.prompt_field, f"{whole}, to leave room for an answer in max_seq_len; shorten it", TOO_LONG
+        )
+    if name is not None and limit > left:
+        whole = f"{name} = {limit}: must be <= {left}, as the prompt has {prompt_tokens} tokens of max_seq_len"
+        raise FieldError(name, f"{whole} = {config.max_seq_len}; ask for fewer, or shorten the prompt", TOO_LONG)
+    require(limit >= least, name or "max_tokens", limit, f">= {least}", "ask for a token")
+    return limit
+
+
+def _seeded(sampling: SamplingParams, number: int) -> SamplingParams:
+    """Give choice `number` a seed of its own; with one seed all choices would be equal."""
+    return replace(sampling, seed=(sampling.seed + number) & MAX_SEED)

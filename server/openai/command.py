@@ -1,0 +1,136 @@
+"""`kvseek openai`: the OpenAI port alone, for an engine of a repository that `kvseek repository` wrote."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import uvloop
+
+from kvseek.core.command_line import Parser
+from kvseek.core.errors import KvseekError, text_of
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.engine.shared import SharedEngine
+from kvseek.server.errors import ServerError
+from kvseek.server.http.body import BodyReader
+from kvseek.server.http.health import ServerState
+from kvseek.server.http.metrics import MetricsRoutes
+from kvseek.server.ports import Ports
+from kvseek.server.processes import leave_no_core, raise_file_limit
+from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.requests.generations import Generations, wait_for_ends
+from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
+from kvseek.server.triton.repository import read_models
+
+from .app import OpenAIPort
+
+END_SECONDS = 10.0  # time for open requests to end after SIGTERM
+
+
+class OpenAIServer:
+    """The OpenAI port in a process of its own, and its connection to a shared engine process."""
+
+    def __init__(self, engine_dir: Path, engine: SharedEngine, settings: ServeSettings) -> None:
+        self._client = EngineClient(engine.socket, asyncio.get_running_loop(), engine.start_if_absent)
+        self._state = ServerState(self._client, None)
+        unread = settings.unread_answers(engine.config)
+        self._generations = Generations(self._client, settings.most_requests(engine.config), unread)
+        self._port = OpenAIPort(
+            engine_dir,
+            engine.config,
+            Tokenizer(engine_dir),
+            settings,
+            self._generations,
+            BodyReader(),
+            self._state.ready,
+            MetricsRoutes(self._client).metrics,
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and load the tokenizer; returns the port. Raises ServerError."""
+        port = await self._port.start(host, port)
+        self._state.starting = False
+        return port
+
+    async def close(self) -> None:
+        """Take no requests any more, and end those that do not end soon."""
+        self._state.stop_accepting()
+        self._port.server.stop_accepting()
+        await wait_for_ends(lambda: self._generations.open, self._client, END_SECONDS)
+        await self._port.server.close()
+        await self._state.close()
+        self._generations.close()
+        self._client.close()
+
+
+def find_engine(repository: Path, name: str | None) -> Mapping[str, str]:
+    """Return the parameters of the models of a repository's one engine, or of the engine called `name`; raises ServerError."""
+    models = read_models(repository)
+    if name is not None:
+        models = {model: own for model, own in models.items() if model == f"{name}_{own['model']}"}
+        if not models:
+            raise ServerError(
+                f"--name = {name!r}: {repository} has no engine of this name; see kvseek repository --name"
+            )
+    engines = {(own["engine_dir"], own["settings"]): own for own in models.values()}
+    if len(engines) > 1:
+        raise ServerError(f"{repository} has {len(engines)} engines: must be one; choose with --name")
+    return next(iter(engines.values()))
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    parameters = find_engine(arguments.repository, arguments.name)
+    if parameters["socket"]:
+        raise ServerError(
+            f"{arguments.repository} belongs to a kvseek serve, which has an OpenAI port of its own; use that"
+        )
+    engine_dir, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
+    own = settings_of(arguments, OPENAI_FLAGS)
+    given = {name: value for name in OPENAI_FLAGS if (value := getattr(own, name)) != getattr(ServeSettings, name)}
+    settings_here = dataclasses.replace(settings, **given)  # the rest is the repository's, its keys among them
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    with Ports(0, 0, 0, arguments.openai_port).hold(arguments.host):
+        pass  # an error now, before an engine is started in vain
+    raise_file_limit()
+    leave_no_core()
+    server = OpenAIServer(engine_dir, SharedEngine(engine_dir, settings), settings_here)
+    try:
+        port = await server.start(arguments.host, arguments.openai_port)
+        print(f"listening: OpenAI http://{arguments.host}:{port}/v1", flush=True)
+        await stop.wait()
+    finally:
+        await server.close()
+
+
+def make_parser() -> Parser:
+    """Make the parser of `kvseek openai`."""
+    parser = Parser(
+        prog="kvseek openai",
+        description="Offer an OpenAI port for an engine that a tritonserver of your own serves; the engine is started if needed.",
+    )
+    parser.add_argument("--repository", type=Path, required=True, help="what kvseek repository wrote")
+    parser.add_argument("--name", help="of the engine, where the repository has several")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--openai_port", type=int, default=9000, help="default: %(default)s; 0 picks a free port")
+    add_flags(parser, OPENAI_FLAGS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `kvseek openai`; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        uvloop.run(run(make_parser().parse_args(argv)))
+    except (KvseekError, OSError) as error:
+        print(f"error: {text_of(error)}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,110 @@
+"""Reads the JSON body of a request into a typed struct. What is unknown, of a wrong kind or unsupported is refused by name.
+
+A client can send anything. So the body is first split into its fields without building values, and each field is decoded alone,
+by a decoder of its type: nothing nests deeper than the types say, and a field that is not the prompt has a limit in bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
+
+from .errors import FieldError
+
+MAX_NEUTRAL_BYTES = 64  # JSON of a value that switches something off is never longer
+T = TypeVar("T", bound=msgspec.Struct)
+ABSENT = msgspec.Raw()  # stands for a field that is not there, where its JSON is kept: no union may have a Raw
+_json = msgspec.json.Decoder()
+
+
+def is_absent(raw: msgspec.Raw) -> bool:
+    """Whether a field that is kept as JSON was left out; null is the same as nothing."""
+    return bytes(memoryview(raw)[:8]) in (b"", b"null")
+
+
+class BodyFormat(Generic[T]):
+    """The fields that one endpoint takes.
+
+    Parameters
+    ----------
+    kind : type
+        A msgspec.Struct; its fields, with their types, are those that have an effect.
+    prompt : str
+        The field whose size only the limit of the body limits.
+    neutral : mapping
+        Names of fields that kvseek does not support, each with the values at which they have no effect; null always has none.
+    without_effect : iterable of str
+        Names of fields that may have any value, because they never change an answer.
+    """
+
+    def __init__(
+        self, kind: type[T], prompt: str, neutral: Mapping[str, tuple[Any, ...]], without_effect: Iterable[str]
+    ) -> None:
+        self._kind, self._prompt, self._neutral, self._ignored = kind, prompt, neutral, frozenset(without_effect)
+        fields = msgspec.structs.fields(kind)
+        self._decoders = {field.name: msgspec.json.Decoder(field.type) for field in fields}
+        self._fields = FieldSplitter((*self._decoders, *neutral, *self._ignored))
+
+    def read(self, body: bytes | bytearray) -> T:
+        """Read a body; raises FieldError that names the field at fault."""
+        try:
+            found = self._fields.split(body)
+        except JsonFault as fault:
+            raise FieldError(fault.field, str(fault), "unknown_parameter" if fault.unknown else None) from None
+        values: dict[str, Any] = {}
+        for name, raw in found.items():
+            if name in self._ignored or first_character(raw) == "n":  # null is the same as nothing
+                continue
+            if name in self._neutral:
+                self._refuse(name, raw)
+            else:
+                values[name] = self._value(name, raw)
+        return self._kind(**values)
+
+    def _value(self, name: str, raw: msgspec.Raw) -> Any:
+        size = memoryview(raw).nbytes
+        if name != self._prompt and size > MAX_FIELD_BYTES:
+            raise FieldError(name, f"{name} has {size} bytes of JSON: must be <= {MAX_FIELD_BYTES}; send less")
+        return decode(name, self._decoders[name], raw)
+
+    def _refuse(self, name: str, raw: msgspec.Raw) -> None:
+        """Refuse a field that is not supported, unless its value switches it off."""
+        neutral = self._neutral[name]
+        if memoryview(raw).nbytes <= MAX_NEUTRAL_BYTES:
+            value = decode(name, _json, raw)
+            if any(type(value) is type(allowed) and value == allowed for allowed in neutral):  # 0 is not false
+                return
+        wanted = " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None))
+        message = f"{name} = {shown(raw)}: must be {wanted}; kvseek does not support it, leave it out"
+        raise FieldError(name, message, "unsupported_parameter")
+
+
+def decode(name: str, decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw) -> Any:
+    """Decode the JSON of a field; raises FieldError that names the field and the place in it."""
+    try:
+        return decoder.decode(raw)
+    except UnicodeDecodeError as error:
+        raise FieldError(name, f"{name}: not UTF-8 ({error.reason}); send the text encoded as UTF-8") from None
+    except RecursionError:
+        raise FieldError(name, f"{name}: nests too deeply; send flat values") from None
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        unknown = re.search(r"unknown field `(.*)`", reason, re.DOTALL)
+        where = name + place.removesuffix("`")
+        if unknown is not None:
+            where, reason = f"{where}.{shortened(unknown[1])}", "there is no such field"
+        value = "" if place or unknown else f" = {shown(raw)}"
+        message = f"{where}{value}: {shortened_reason(reason)}; correct it, or leave it out for its default"
+        raise FieldError(name, message) from None
+    except msgspec.DecodeError as error:
+        raise FieldError(name, f"{name} = {shown(raw)}: not JSON ({error}); send valid JSON") from None
+
+
+def shortened_reason(reason: str) -> str:
+    """Limit the length of a decoder's message, in which a client's own text may stand."""
+    return reason if len(reason) <= 200 else f"{reason[:200]}…"

@@ -1,0 +1,270 @@
+"""Inputs of the LLM API layout's model to requests, and outputs back, without a server."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from tests.conftest import ROOT, BuildEngine, RandomModel
+from tritonclient.grpc import model_config_pb2
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.config_file import read_config
+from kvseek.core.errors import RequestError
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.session import Session
+from kvseek.core.statistics import RequestStatistics
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.requests.layouts import LLMAPI, LLMAPI_MODEL, RequestFactory
+from kvseek.server.requests.outputs import ASKED_FOR, ServedRequest
+from kvseek.server.requests.translation import LLMAPI_INPUTS, LLMAPI_NEUTRAL
+from kvseek.server.triton.outputs import OUTPUT_DTYPES
+
+PROMPT = "the quick brown fox"
+GREEDY = SamplingParams()
+PREFIX = "sampling_param_"
+
+
+@pytest.fixture(scope="module")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "100")
+
+
+@pytest.fixture(scope="module")
+def config(directory: Path) -> EngineConfig:
+    return read_config(directory)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def factory(config: EngineConfig, tokenizer: Tokenizer) -> RequestFactory:
+    return RequestFactory(LLMAPI, config, tokenizer)
+
+
+def make(factory: RequestFactory, **values: Any) -> ServedRequest:
+    """The request of inputs."""
+    given = {"text_input": PROMPT} | values
+    inputs = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+    return factory.make_one(LLMAPI_MODEL.name, inputs)
+
+
+def test_what_is_absent_means_what_it_does_in_tensorrt_llm(
+    factory: RequestFactory, tokenizer: Tokenizer, config: EngineConfig
+) -> None:
+    served = make(factory)
+    assert served.request == Request(tuple(tokenizer.encode(PROMPT)), 32, GREEDY, config.model.eos_token_ids)
+    assert not served.streaming
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"temperature": 0.5}, SamplingParams(0.5)),
+        ({"top_k": 5}, SamplingParams(1.0, 5)),
+        ({"top_k": 0}, SamplingParams(1.0)),
+        ({"top_p": 0.5}, SamplingParams(1.0, 0, 0.5)),
+        ({"temperature": 0.5, "top_k": 5, "top_p": 0.25}, SamplingParams(0.5, 5, 0.25)),
+        ({"temperature": 0.5, "top_k": 1}, GREEDY),
+        ({"temperature": 0.0, "top_p": 0.5}, SamplingParams(0.0, 0, 0.5)),
+        ({"temperature": 0.5, "top_p": 0.0}, GREEDY),
+        ({"top_k": 5, "top_p": 0.0}, GREEDY),
+        ({"seed": 2**64 - 1}, SamplingParams(seed=2**64 - 1)),
+        (
+            {"presence_penalty": 0.5, "frequency_penalty": -0.5},
+            SamplingParams(presence_penalty=0.5, frequency_penalty=-0.5),
+        ),
+    ],
+)
+def test_sampling(factory: RequestFactory, values: dict[str, Any], expected: SamplingParams) -> None:
+    assert make(factory, **{PREFIX + name: value for name, value in values.items()}).request.sampling == expected
+
+
+def test_kvseeks_own_inputs(factory: RequestFactory, tokenizer: Tokenizer) -> None:
+    own = {
+        "end_id": -1,
+        "min_tokens": 3,
+        "repetition_penalty": 1.5,
+        "priority": 200,
+        "timeout": 2.5,
+        "bad_words": "fox",
+        "cache_salt": "salt",
+        "session_id": "talk",
+        "retention_priority": 90,
+        "retention_seconds": 1.5,
+    }
+    request = make(factory, **own).request
+    assert (request.end_ids, request.priority, request.timeout_seconds) == ((), 200, 2.5)
+    assert (request.cache_salt, request.session) == ("salt", Session("talk", 90, 1.5))
+    assert (request.sampling.min_tokens, request.sampling.repetition_penalty) == (3, 1.5)
+    assert request.sampling.bad_words == tokenizer.spellings("fox")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"text_input": [PROMPT, PROMPT]}, "text_input has 2 values: must be 1"),
+        ({"text_input": ""}, "text_input is empty"),
+        ({"sampling_param_max_tokens": 0}, r"^sampling_param_max_tokens = 0: must be >= 1"),
+        ({"sampling_param_max_tokens": 1000}, r"^sampling_param_max_tokens = 1000: must be <= max_seq_len = 100"),
+        ({"sampling_param_temperature": -1.0}, r"^sampling_param_temperature = -1.0: must be finite and >= 0"),
+        ({"sampling_param_top_p": 1.5}, r"^sampling_param_top_p = 1.5: must be in"),
+        ({"sampling_param_top_k": -1, "sampling_param_top_p": 0.0}, r"^sampling_param_top_k = -1: must be in"),
+        ({"sampling_param_presence_penalty": 1e4}, r"^sampling_param_presence_penalty = 10000.0: must be in"),
+        ({"sampling_param_stop": ["a"] * 65}, r"^sampling_param_stop has 65 words: must be <= 64"),
+        ({"sampling_param_best_of": 2}, r"^sampling_param_best_of = 2: must be 1 or 0; kvseek does not support it"),
+        (
+            {"sampling_param_logits_post_processor_name": "json"},
+            r"_name = 'json': must be ''; kvseek does not support it",
+        ),
+        ({"image_url": ["", "http://" + "x" * 99]}, r"^image_url = 'http://x{32}: must be ''"),
+        ({"lora_id": 0}, r"^lora_id = 0: must be absent"),
+        ({"lora_path": "/tmp"}, r"^lora_path = '/tmp': must be ''"),
+        ({"end_id": 10**6}, r"^end_id = 1000000: must be in \[0, "),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_the_name_that_the_client_gave(
+    factory: RequestFactory, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        make(factory, **values)
+
+
+def test_neutral_values_pass(factory: RequestFactory) -> None:
+    for name, values in LLMAPI_NEUTRAL.items():
+        for value in values:
+            make(factory, **{name: value})
+
+
+@functools.cache
+def configuration(path: str) -> Any:
+    """A model's config.pbtxt."""
+    text = (ROOT / "model_repository" / path / "config.pbtxt").read_text(encoding="utf-8")
+    return text_format.Parse(re.sub(r"\$\{\w+\}", "1", text), model_config_pb2.ModelConfig())
+
+
+def datatype(field: Any) -> str:
+    return str(model_config_pb2.DataType.Name(field.data_type)).removeprefix("TYPE_")
+
+
+DTYPES = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "STRING": object}  # of outputs
+STRANGE = {
+    "INT32": st.integers(-(2**31), 2**31 - 1) | st.sampled_from([-1, 0, 1, 2, 32]),
+    "UINT64": st.integers(0, 2**64 - 1),
+    "FP32": st.floats(width=32) | st.sampled_from([0.0, 0.5, 1.0]),
+    "BOOL": st.booleans(),
+    "STRING": st.binary(max_size=9) | st.sampled_from([b"", b"fox", b"\xff"]),
+}
+
+
+@hypothesis.settings(max_examples=100, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None)
+@hypothesis.given(data=st.data())
+def test_whatever_the_values_are_a_request_is_made_or_refused(factory: RequestFactory, data: st.DataObject) -> None:
+    inputs = configuration("llmapi/tensorrt_llm").input
+    chosen = data.draw(st.sets(st.sampled_from(range(1, len(inputs))), max_size=6))
+    given: dict[str, list[Any]] = {"text_input": [PROMPT.encode()]}
+    for field in (inputs[number] for number in sorted(chosen)):
+        size = 1 if list(field.dims) == [1] else data.draw(st.integers(0, 3))
+        kind = datatype(field)
+        values = data.draw(st.lists(STRANGE[kind], min_size=size, max_size=size))
+        given[field.name] = values
+    with contextlib.suppress(RequestError):
+        assert factory.make_one(LLMAPI_MODEL.name, given).request.max_tokens >= 1
+
+
+def step(token: int, reason: FinishReason | None = None) -> StepOutput:
+    statistics = RequestStatistics(4, 1.0, extents=5, prompt_extents=4, reused_extents=3, shared_extents=2)
+    return StepOutput(0, token, reason, 1.0, 7, 5.0, statistics, logprobs=LogProbs(-0.5))
+
+
+def outputs(served: ServedRequest, ids: list[int], reason: FinishReason | None) -> list[dict[str, Any]]:
+    """Responses to tokens, the last of which has the reason."""
+    steps = [step(token, reason if number == len(ids) else None) for number, token in enumerate(ids, 1)]
+    return [chunk for each in steps for chunk in served.push(each)]
+
+
+def test_a_plain_answer_has_nothing_but_the_text(factory: RequestFactory, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" jumps over", False)
+    assert outputs(make(factory), ids, FinishReason.LENGTH) == [{"text_output": f"{PROMPT} jumps over"}]
+    bare = make(factory, sampling_param_exclude_input_from_output=True)
+    assert outputs(bare, ids, FinishReason.LENGTH) == [{"text_output": " jumps over"}]
+
+
+def test_each_response_of_a_stream_has_the_text_so_far(factory: RequestFactory, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" jumps over", False)
+    texts = [tokenizer.decode(ids[:count]) for count in range(1, len(ids) + 1)]
+    served = make(factory, streaming=True, return_finish_reason=True)
+    found = outputs(served, ids, FinishReason.END_ID)
+    assert [chunk["text_output"] for chunk in found] == texts
+    assert [chunk["finish_reason"] for chunk in found] == ["None"] * (len(ids) - 1) + ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        (FinishReason.END_ID, "stop"),
+        *((each, str(each)) for each in FinishReason if each in ("length", "timeout", "cancelled")),
+    ],
+)
+def test_reasons_are_tensorrt_llms(
+    factory: RequestFactory, tokenizer: Tokenizer, reason: FinishReason, shown: str
+) -> None:
+    served = make(factory, return_finish_reason=True, return_stop_reason=True)
+    (chunk,) = outputs(served, tokenizer.encode(" over", False), reason)
+    assert (chunk["finish_reason"], chunk["stop_reason"]) == (shown, "None")
+
+
+def test_a_stop_word_is_the_stop_reason(factory: RequestFactory, tokenizer: Tokenizer) -> None:
+    served = make(factory, return_finish_reason=True, return_stop_reason=True, sampling_param_stop=["dog", "lazy"])
+    (chunk,) = outputs(served, tokenizer.encode(" over the lazy dog", False), None)
+    assert (chunk["finish_reason"], chunk["stop_reason"]) == ("stop", "lazy")
+    assert chunk["text_output"] == f"{PROMPT} over the "
+    assert served.ended
+
+
+def test_numbers_that_are_asked_for(factory: RequestFactory, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" over the", False)
+    flags = ("return_cumulative_logprob", "return_num_input_tokens", "return_num_output_tokens", *ASKED_FOR.values())
+    served = make(factory, sampling_param_return_perf_metrics=True, **dict.fromkeys(flags, True))
+    assert served.request.sampling.logprobs == 0
+    chunk = outputs(served, ids, FinishReason.LENGTH)[-1]
+    assert chunk["cumulative_logprob"] == -0.5 * len(ids)
+    assert (chunk["num_input_tokens"], chunk["num_output_tokens"]) == (len(tokenizer.encode(PROMPT)), len(ids))
+    assert (chunk["cached_tokens"], chunk["attended_tokens"], chunk["prefill_progress"]) == (7, 5.0, 1.0)
+    blocks = {name: value for name, value in chunk.items() if name.startswith("kv_cache")}
+    assert blocks == {
+        "kv_cache_alloc_new_blocks": 3,
+        "kv_cache_alloc_total_blocks": 3,
+        "kv_cache_missed_block": 1,
+        "kv_cache_reused_block": 3,
+        "kv_cache_hit_rate": 0.75,
+    }
+
+
+def test_every_input_of_the_configuration_is_known_and_every_output_comes(
+    factory: RequestFactory, tokenizer: Tokenizer
+) -> None:
+    config = configuration("llmapi/tensorrt_llm")
+    inputs = {field.name for field in config.input}
+    text_models = {field.name for field in configuration("inflight_batcher_llm/tensorrt_llm_bls").input}
+    assert set(LLMAPI_INPUTS.values()) <= text_models
+    assert inputs - {*LLMAPI_INPUTS, *LLMAPI_NEUTRAL, *ASKED_FOR.values(), "stop"} <= text_models - set(
+        LLMAPI_INPUTS.values()
+    )
+    served = make(factory, **{name: True for name in inputs if "return_" in name})
+    (chunk,) = outputs(served, tokenizer.encode(" over", False), FinishReason.LENGTH)
+    assert set(chunk) == {field.name for field in config.output}
+    for field in config.output:
+        wanted = DTYPES[datatype(field)]
+        assert (field.name, OUTPUT_DTYPES[field.name]) == (field.name, wanted)

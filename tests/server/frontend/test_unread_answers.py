@@ -1,0 +1,114 @@
+"""Clients that ask and do not read: what their answers may take of the doors' memory, and that others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+from tests.server.frontend.test_http_faults import FakeEngine, directory
+from tests.support.door_processes import Door, doors
+from tests.support.waiting import SECONDS, wait_for
+
+from kvseek.core.errors import QueueFullError
+from kvseek.core.request import FinishReason, StepOutput
+from kvseek.server.requests.unread import OTHER_UNREAD_BYTES, UnreadAnswers, UnreadError
+from kvseek.server.settings import ServeSettings
+
+__all__ = ["directory"]  # a fixture
+SETTINGS = ServeSettings(threads=1, max_logits=4096)  # of which this engine knows nothing
+CLIENTS = 24
+NUMBERS = np.random.default_rng(5).random(800_000, np.float32)
+LOGITS = [StepOutput(1, 7, FinishReason.LENGTH, generation_logits=NUMBERS.tobytes())]
+TENSORS = {"input_ids": [5, 6], "request_output_len": 4, "end_id": -1, "return_generation_logits": True}
+ASKED = {"generate": TENSORS, "generate_stream": TENSORS | {"streaming": True}}
+
+
+@pytest.fixture(scope="module")
+def running(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngine, Door]]:
+    path = tmp_path_factory.mktemp("unread") / "engine.sock"
+    engine = FakeEngine(path, LOGITS)
+    with doors(directory, path, SETTINGS) as door:
+        wait_for(lambda: 'process="engine"} 1' in door.metrics())
+        yield engine, door
+        engine.die()
+
+
+def peak_bytes(door: Door) -> int:
+    """The most memory that the doors have had since the last question."""
+    folder = Path(f"/proc/{door.process.pid}")
+    (peak,) = (line for line in (folder / "status").read_text().splitlines() if line.startswith("VmHWM"))
+    (folder / "clear_refs").write_text("5")
+    return int(peak.split()[1]) << 10
+
+
+@pytest.mark.parametrize("name", ["generate", pytest.param("generate_stream", marks=pytest.mark.slow)])
+def test_answers_that_nobody_reads_have_a_limit_and_others_are_served(
+    name: str, running: tuple[FakeEngine, Door]
+) -> None:
+    _, door = running
+    path, data = f"/v2/models/tensorrt_llm/{name}", json.dumps(ASKED[name]).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: door\r\nContent-Length: {len(data)}\r\n\r\n"
+
+    def ask() -> int:
+        return len(requests.post(f"http://127.0.0.1:{door.port}{path}", data=data, timeout=SECONDS).content)
+
+    whole = ask()
+    assert CLIENTS * whole > 4 * OTHER_UNREAD_BYTES
+    before = (peak_bytes(door), peak_bytes(door))[1]
+    with contextlib.ExitStack() as stack:
+        for _ in range(CLIENTS):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+            client.connect(("127.0.0.1", door.port))
+            client.sendall(head.encode() + data)
+        for _ in range(3):
+            assert ask() == whole
+        assert peak_bytes(door) - before < 3 * OTHER_UNREAD_BYTES, "with what writing one takes"
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def test_the_costliest_answer_makes_room() -> None:
+    async def run() -> None:
+        unread = UnreadAnswers(100)
+        with contextlib.ExitStack() as stack:
+            left, small, gathering, other = (stack.enter_context(unread.answer()) for _ in range(4))
+            writing, slow = (asyncio.create_task(each.deliver(size, _never)) for each, size in ((left, 30), (small, 1)))
+            gathering.add(60)
+            await asyncio.sleep(0.1)
+            await other.deliver(39, lambda: asyncio.sleep(0))
+            with pytest.raises(UnreadError, match="30 bytes unread"):
+                await writing
+            assert unread.bytes == 61
+            other.add(40)
+            with pytest.raises(QueueFullError, match=r"have 101 bytes: must be <= 100; .*this answer has 60 bytes"):
+                await gathering.deliver(1, _never)  # it cannot be seen that its client would not read, but it is large
+            await gathering.deliver(0, lambda: asyncio.sleep(0))  # the error
+            for each in (small, other):
+                each.check()
+            assert unread.bytes == 41
+            slow.cancel()
+            await asyncio.wait([slow])
+        other.add(7)  # of an engine that does not know yet
+        assert unread.bytes == 0
+
+    asyncio.run(run())
+
+
+def test_every_write_has_a_time_limit() -> None:
+    async def run() -> None:
+        unread = UnreadAnswers(100, seconds=0.01)
+        with unread.answer() as answer, pytest.raises(UnreadError):
+            await answer.deliver(10, _never)
+        assert unread.bytes == 0
+
+    asyncio.run(run())
