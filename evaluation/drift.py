@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.sampling import Sampler
+from kvseek.engine.schedule.sampling import Drawn, Sampler
 from kvseek.evaluation.needle import check_vocabulary
 from kvseek.evaluation.needle_tasks.tasks import make_dialogues
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure
@@ -56,23 +55,15 @@ class Sample:
 
 
 class ScriptedSampler(Sampler):
-    """Gives a document's tokens, whatever the model makes of them; after the last, what the model draws.
-
-    Never greedy: greedy requests on a GPU ask no sampler.
-    """
+    """Gives a document's tokens, whatever the model makes of them; after the last, what the model draws."""
 
     def __init__(self, request: Request, vocab_size: int, script: Sequence[int]):
         super().__init__(request, vocab_size)
         self._script = iter(script)
 
-    @property
-    def greedy(self) -> bool:
-        """See Sampler.greedy."""
-        return False
-
-    def sample(self, logits: Tensor) -> int:
-        """See Sampler.sample. A token is drawn as in generation, then replaced by the script's; raises as Sampler.sample."""
-        return next(self._script, super().sample(logits))
+    def take(self, drawn: Drawn | int) -> int:
+        """See Sampler.take. A token is drawn as in generation, then replaced by the script's."""
+        return next(self._script, super().take(drawn))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

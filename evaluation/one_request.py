@@ -18,12 +18,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.sampling import Sampler
+from kvseek.engine.schedule.sampling import Drawn, Sampler
 from kvseek.evaluation import needle
 from kvseek.evaluation.needle import EXTRA_TOKENS
 from kvseek.evaluation.needle_results import Results, print_table
@@ -53,24 +51,19 @@ class DialogueSampler(Sampler):
         self.answers: list[list[int]] = [[]]
         self.done = False
 
-    @property
-    def greedy(self) -> bool:
-        """See Sampler.greedy. False, as greedy requests on a GPU ask no sampler."""
-        return False
-
-    def sample(self, logits: Tensor) -> int:
-        """See Sampler.sample. Raises as that."""
-        drawn = super().sample(logits)
+    def take(self, drawn: Drawn | int) -> int:
+        """See Sampler.take."""
+        token = super().take(drawn)
         if self._question:
             return self._question.popleft()
         answer, (_, _, gold) = self.answers[-1], self._rounds[len(self.answers) - 1]
-        answer.append(drawn)
-        if drawn == vocabulary.FULL_STOP or len(answer) == len(gold) + EXTRA_TOKENS:
+        answer.append(token)
+        if token == vocabulary.FULL_STOP or len(answer) == len(gold) + EXTRA_TOKENS:
             self.done = len(self.answers) == len(self._rounds)
             if not self.done:
                 self._question.extend(self._rounds[len(self.answers)][1])
                 self.answers.append([])
-        return drawn
+        return token
 
 
 def converse(engine: Engine, dialogue: Dialogue) -> list[tuple[Score, float]]:

@@ -72,6 +72,7 @@ class UnloadedKernels(CudaKernels):
         shared_bytes: int = 0,
         overlap: bool = False,
         even: bool = False,
+        together: bool = False,
     ) -> None:
         """Do nothing: the meta device holds no numbers to compute with."""
 

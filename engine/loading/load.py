@@ -18,6 +18,8 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.native import NativeDraws
+from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.model import bfloat16, native_attention
 from kvseek.engine.model.attention import causal_attention
 from kvseek.engine.model.host_products import HostProducts
@@ -85,7 +87,8 @@ def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cach
         ops = NativeOperations(library, config.model, dtype)
         attention = partial(native_attention.causal_attention, library=library)
         model = TorchModel(weights, retrieval, ops, products, attention)
-    return Decoder(model, retrieval, HostSteps(model, retrieval))
+    draws = TorchDraws() if library is None else NativeDraws(library)
+    return Decoder(model, retrieval, HostSteps(model, retrieval, draws))
 
 
 def _load_cuda(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.device import DeviceDraws
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.model.kernel_model import KernelModel
@@ -92,7 +93,7 @@ class TorchRuntime:
             reader = GraphSteps(model.with_retrieval(cold), cold)
             reader.prepare()
             model.reader = reader
-        return Decoder(model, retrieval, GraphSteps(model, retrieval))
+        return Decoder(model, retrieval, GraphSteps(model, retrieval, DeviceDraws(kernels)))
 
 
 def layer_kernels(retrieval: Retrieval, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> LayerKernels:

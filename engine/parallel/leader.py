@@ -23,6 +23,7 @@ from kvseek.engine.loading.load import load_part
 from kvseek.engine.model.kernel_model import KernelModel
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 from kvseek.engine.observer import Observer
+from kvseek.engine.schedule.sampling import Drawn, Sampler
 
 from .commands import (
     Advance,
@@ -171,11 +172,11 @@ class LeadDecoder(Decoder):
             return super().decode(tokens, slots)
 
     def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
-    ) -> tuple[list[Tensor | int], list[float]]:
+        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
+    ) -> tuple[list[Drawn | int], list[float]]:
         """See Decoder."""
         with self._followers.doing(self._decode(tokens, slots)):
-            return super().decode_tokens(tokens, slots, greedy)
+            return super().decode_tokens(tokens, slots, samplers)
 
     def observe(self, observer: Observer) -> None:
         """See Decoder."""

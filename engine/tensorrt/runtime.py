@@ -11,6 +11,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.tensorrt_api import load_session_api
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.device import DeviceDraws
 from kvseek.engine.loading.runtime import Footprint, layer_kernels, prompt_attention
 from kvseek.engine.model.graph_steps import GraphSteps
 from kvseek.engine.model.graphs import buckets_for
@@ -36,14 +37,14 @@ class TensorRtRuntime:
 
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
         """See Runtime."""
-        plans, ops = self.session.plans, layer_kernels(retrieval, kernels)
+        plans, ops, draws = self.session.plans, layer_kernels(retrieval, kernels), DeviceDraws(kernels)
         if self.config.tensorrt.form == "segments":
             segments = SegmentsModel(plans, retrieval, ops, prompt_attention(retrieval, kernels))
-            return Decoder(segments, retrieval, GraphSteps(segments, retrieval))
+            return Decoder(segments, retrieval, GraphSteps(segments, retrieval, draws))
         from kvseek.plugins.tensorrt.serving import serving
 
         whole = WholeModel(plans[0], serving, retrieval, ops)
-        return Decoder(whole, retrieval, GraphSteps(whole, retrieval))
+        return Decoder(whole, retrieval, GraphSteps(whole, retrieval, draws))
 
 
 def load_plans(directory: Path, config: EngineConfig, device: torch.device) -> TensorRtRuntime:

@@ -17,6 +17,7 @@ from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.loading.indexes import host_retrieval
 from kvseek.engine.loading.supported import reuses_prefixes
 from kvseek.engine.model.attention import causal_attention_device
@@ -156,4 +157,4 @@ def make_decoder(directory: Path, offload: str = "always", ranks: Ranks | None =
     model = KernelModel(weights, retrieval, layer_ops(retrieval), causal_attention_device, products)
     if retrieval.config.cache.cached_prefill == "sparse":
         model.reader = GraphSteps(model, retrieval, graphs=False)
-    return Decoder(model, retrieval, GraphSteps(model, retrieval, graphs=False))
+    return Decoder(model, retrieval, GraphSteps(model, retrieval, TorchDraws(), graphs=False))

@@ -10,12 +10,14 @@ import ctypes
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 from tests.support.structs import compiled_part
 
+import kvseek.engine
 import kvseek.plugins
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
@@ -26,6 +28,7 @@ SOURCES = {
     "prkv": ("select.cu", "update.cu", "boxes.cu", "encode.cu"),
     "ctkvr": ("probe.cu", "recall.cu", "coded.cu", "rerank.cu"),
 }
+DRAW = "engine/draws/cuda/draw.cu"
 HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
 STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "plugins/shared/instructions.cuh")
 DYNAMIC = "extern __shared__ __align__(16) unsigned char dynamic_memory[];"
@@ -38,6 +41,7 @@ FLAGS = ("-std=c++20", "-O1", "-w", "-mavx2", "-mf16c", "-shared", "-fPIC", "-fn
 
 
 LAUNCH = """
+extern "C" void {name}({arguments});
 extern "C" __attribute__((visibility("default")))
 void emulate_{name}(const void* arguments, unsigned width, unsigned height, int threads) {{
     emulated::launch<{arguments}>({name}, arguments, width, height, threads);
@@ -62,9 +66,11 @@ class EmulatedKernels(UnloadedKernels):
         shared_bytes: int = 0,
         overlap: bool = False,
         even: bool = False,
+        together: bool = False,
     ) -> None:
         """Run a kernel; raises AttributeError if it is none of those that are emulated."""
         assert grid[2] == 1
+        assert grid[0] == 1 or not together, "blocks run one after another"
         assert shared_bytes <= DYNAMIC_BYTES
         getattr(self._library, f"emulate_{name}")(ctypes.byref(arguments), grid[0], grid[1], threads)
 
@@ -73,19 +79,29 @@ class EmulatedKernels(UnloadedKernels):
 def emulated_kernels(unit: Specialisation) -> EmulatedKernels:
     """Compile the kernels of a method that can be emulated; takes seconds."""
     with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
-        return EmulatedKernels(_compile(unit, Path(folder)))
+        return EmulatedKernels(
+            _compile(unit, [f"plugins/{unit.method}/cuda/{name}" for name in SOURCES[unit.method]], folder)
+        )
 
 
-def _compile(unit: Specialisation, folder: Path) -> ctypes.CDLL:
-    root = Path(kvseek.plugins.__file__).parent
-    for path in (*root.rglob("*.cu"), *root.rglob("*.cuh"), *root.rglob("*.h")):
-        copy = folder / "plugins" / path.relative_to(root)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        memory = f"alignas(16) static unsigned char dynamic_memory[{DYNAMIC_BYTES}];"
-        copy.write_text(path.read_text(encoding="utf-8").replace(DYNAMIC, memory), encoding="utf-8")
+@cache
+def emulated_draw(dtype: str) -> EmulatedKernels:
+    """Compile the kernel that draws tokens, for logits of a dtype."""
+    with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
+        return EmulatedKernels(_compile(Specialisation(dtype, 64, 1, ""), [DRAW], folder))
+
+
+def _compile(unit: Specialisation, names: Sequence[str], within: str) -> ctypes.CDLL:
+    folder = Path(within)
+    for root in (Path(kvseek.plugins.__file__).parent, Path(kvseek.engine.__file__).parent):
+        for path in (*root.rglob("*.cu"), *root.rglob("*.cuh"), *root.rglob("*.h")):
+            copy = folder / root.name / path.relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            memory = f"alignas(16) static unsigned char dynamic_memory[{DYNAMIC_BYTES}];"
+            copy.write_text(path.read_text(encoding="utf-8").replace(DYNAMIC, memory), encoding="utf-8")
     for name in STAND_INS:
         (folder / name).write_text("")  # the emulation is included before all
-    sources = [folder / "plugins" / unit.method / "cuda" / name for name in SOURCES[unit.method]]
+    sources = [folder / name for name in names]
     given = {name for name, value in unit.macros if value}
     texts = [compiled_part(path.read_text(encoding="utf-8"), given) for path in sources]
     includes = "".join(f'#include "{path}"\n' for path in sources)

@@ -1,0 +1,163 @@
+"""Writes what the kernels for drawing tokens read of each request, and reads what they write (engine/draws/draw.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvseek.core.errors import SamplingError
+from kvseek.core.request import MAX_LOGPROBS, LogProbs
+from kvseek.core.streams import to_device
+from kvseek.engine.schedule.sampling import Drawn, Sampler, not_finite
+
+from .reference import MOST_INVERSE, least_weight, merged_biases
+
+DRAWN, NOT_FINITE = 0, 1  # status
+Words = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
+
+
+class DrawRow(ctypes.Structure):
+    """DrawRow of draw.h."""
+
+    _fields_ = (
+        ("seed", c_uint64),
+        *((name, c_double) for name in ("inverse_temperature", "top_p")),
+        ("least_weight", c_int64),
+        *((name, c_void_p) for name in ("bias_ids", "biases", "occurrences", "allowed", "banned")),
+        *((name, c_int32) for name in ("row", "number", "greedy", "top_k", "bias_count", "bans", "likeliest")),
+        *((name, c_float) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
+    )
+
+
+class DrawnToken(ctypes.Structure):
+    """DrawnToken of draw.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("token", "status")),
+        *((name, c_float) for name in ("largest", "log_probability")),
+        ("ids", c_int32 * MAX_LOGPROBS),
+        ("log_probabilities", c_float * MAX_LOGPROBS),
+    )
+
+
+ROW_BYTES, DRAWN_WORDS = ctypes.sizeof(DrawRow), ctypes.sizeof(DrawnToken) // 4
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What does not change from one draw of a request to the next, and the tensors that `row` points to."""
+
+    row: bytes
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class DrawRows:
+    """The requests of one draw.
+
+    Attributes
+    ----------
+    buffer : Tensor, uint8, on the device that draws
+        A DrawRow for each request that is drawn for, `work` bytes of zeros for each, and the lists that the rows point to.
+    rows : list of int
+        The row of the logits of each request that is drawn for.
+    """
+
+    buffer: Tensor
+    rows: list[int]
+    _samplers: list[Sampler]
+    _refused: list[Drawn | None]  # for all requests: those whose guide failed before the draw
+
+    def results(self, tokens: Tensor, logits: Sequence[Tensor]) -> list[Drawn]:
+        """Read what a kernel wrote, for all requests.
+
+        Parameters
+        ----------
+        tokens : Tensor, int32 [drawn for, DRAWN_WORDS], on the CPU
+        logits : sequence of Tensor [vocabulary], on the CPU
+            Those of the requests `told`.
+        """
+        found = (DrawnToken * len(self.rows)).from_buffer_copy(tokens.numpy().tobytes())
+        rest = iter(logits)
+        drawn = (_result(one, sampler, rest) for one, sampler in zip(found, self._samplers, strict=True))
+        return [next(drawn) if one is None else one for one in self._refused]
+
+    @property
+    def told(self) -> list[int]:
+        """Rows of the logits that requests ask for."""
+        return [row for row, one in zip(self.rows, self._samplers, strict=True) if one.params.return_generation_logits]
+
+
+def pack_rows(rows: Sequence[int], samplers: Sequence[Sampler], device: torch.device, work: int = 0) -> DrawRows:
+    """Write the requests of a draw, each with its row of the logits, and copy them to the device; the host does not wait."""
+    refused, kept = list[Drawn | None](), list[tuple[int, Sampler, Words | None, Words]]()
+    for row, sampler in zip(rows, samplers, strict=True):
+        try:
+            kept.append((row, sampler, sampler.allowed(), np.array(sampler.banned(), dtype=np.int32)))
+            refused.append(None)
+        except SamplingError as error:
+            refused.append(Drawn(error=error))
+    at = len(kept) * (ROW_BYTES + work)
+    size = at + sum(banned.nbytes + (0 if allowed is None else allowed.nbytes) for _, _, allowed, banned in kept)
+    on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.empty_like(on_host, device=device) if device.type == "cuda" else on_host
+    data, base = on_host.numpy(), on_device.data_ptr()
+    for number, (row, sampler, allowed, banned) in enumerate(kept):
+        prepared = sampler.prepared
+        if not isinstance(prepared, Prepared):
+            sampler.prepared = prepared = _prepare(sampler, device)
+        written = DrawRow.from_buffer_copy(prepared.row)
+        written.row, written.number, written.bans = row, len(sampler.generated), banned.size
+        for name, words in (("allowed", allowed), ("banned", banned)):
+            if words is not None and words.size:
+                data[at : at + words.nbytes] = words.view(np.uint8)
+                setattr(written, name, base + at)
+                at += words.nbytes
+        data[number * ROW_BYTES : (number + 1) * ROW_BYTES] = np.frombuffer(bytes(written), np.uint8)
+    if on_device is not on_host:
+        on_device.copy_(on_host, non_blocking=True)
+    return DrawRows(on_device, [row for row, *_ in kept], [sampler for _, sampler, *_ in kept], refused)
+
+
+def _prepare(sampler: Sampler, device: torch.device) -> Prepared:
+    params, biases, occurrences = sampler.params, merged_biases(sampler.params), sampler.occurrences()
+    added = torch.tensor(list(biases.values()), dtype=torch.float32)
+    tensors = [to_device(list(biases), torch.int32, device), to_device(added, torch.float32, device)]
+    if occurrences is not None:
+        tensors.append(to_device(occurrences, torch.int32, device))
+    row = DrawRow(
+        seed=params.seed,
+        inverse_temperature=0.0 if params.greedy else min(1 / params.temperature, MOST_INVERSE),
+        top_p=params.top_p,
+        least_weight=least_weight(params.min_p),
+        bias_ids=tensors[0].data_ptr(),
+        biases=tensors[1].data_ptr(),
+        occurrences=0 if occurrences is None else tensors[2].data_ptr(),
+        greedy=params.greedy,
+        top_k=params.top_k,
+        bias_count=len(biases),
+        likeliest=-1 if params.logprobs is None else params.logprobs,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+    )
+    return Prepared(bytes(row), tuple(tensors))
+
+
+def _result(one: DrawnToken, sampler: Sampler, logits: Iterator[Tensor]) -> Drawn:
+    params = sampler.params
+    own = next(logits).float().numpy().tobytes() if params.return_generation_logits else b""
+    if one.status != DRAWN:
+        return Drawn(error=not_finite(one.largest) if one.status == NOT_FINITE else sampler.nothing_left())
+    if params.logprobs is None:
+        return Drawn(one.token, None, own)
+    count = min(params.logprobs, sampler.vocab_size)
+    top = tuple(zip(one.ids[:count], one.log_probabilities[:count], strict=True))
+    return Drawn(one.token, LogProbs(one.log_probability, top), own)
