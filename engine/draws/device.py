@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 # As in draw.cu.
 THREADS = 256
-MOST_BLOCKS = 16
+MOST_BLOCKS = 64
 DIGITS = 16
 
 MEETING_BYTES = 8 + 8 * (3 * DIGITS + MOST_BLOCKS + MAX_LOGPROBS)
-LEAST_TOKENS = 4096  # of a block's part of the vocabulary
+LEAST_TOKENS = 2048  # of a block's part of the vocabulary
 BLOCKS_OF_MULTIPROCESSOR = 2  # that run at once on every GPU: they take a third of its shared memory or less
 
 

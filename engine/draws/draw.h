@@ -1,5 +1,5 @@
-// What the CPU's and the GPU's kernels for drawing tokens have in common (cpu/draw.cpp, cuda/draw.cu): the same bits from
-// both. engine/draws/reference.py says what is computed; engine/draws/rows.py fills a DrawRow.
+// What the CPU's and the GPU's kernels for drawing tokens have in common (cpu/draw.cpp, cuda/draw.cu): the same bits
+// from both. engine/draws/reference.py says what is computed; engine/draws/rows.py fills a DrawRow.
 //
 // Whoever includes this defines KVSEEK_DRAW, how a function is declared. Sums of weights are sums of whole numbers, so
 // their order does not matter. Other arithmetic is of single operations and fused ones, which every compiler and every
@@ -16,22 +16,23 @@ struct DrawRow {
     unsigned long long seed;
     double inverse_temperature;
     double top_p;
-    long long least_weight;     // min_p as a weight
-    const int* bias_ids;        // [biases], all different
-    const float* biases;        // [biases]
-    int* occurrences;           // [vocabulary], or null: how often a token has occurred, and SEEN; the draw adds its token
-    const unsigned* allowed;    // [vocabulary / 32, rounded up] bits of the guide's mask, or null
-    const int* banned;          // [bans]
-    int row;                    // of the logits
-    int number;                 // tokens that the request has drawn before
-    int greedy;                 // 1: take the likeliest
-    int top_k;                  // 0: all
+    long long least_weight;  // min_p as a weight
+    const int* bias_ids;     // [biases], all different
+    const float* biases;     // [biases]
+    int* occurrences;        // [vocabulary], or null: how often a token has occurred, and SEEN; the draw adds its token
+    const unsigned* allowed;  // [vocabulary / 32, rounded up] bits of the guide's mask, or null
+    const int* banned;        // [bans]
+    int row;                  // of the logits
+    int number;               // tokens that the request has drawn before
+    int greedy;               // 1: take the likeliest
+    int top_k;                // 0: all
     int bias_count, bans;
-    int likeliest;              // tokens whose log probabilities are asked for; -1: not even the drawn token's
+    int likeliest;  // tokens whose log probabilities are asked for; -1: not even the drawn token's
     float repetition_penalty, presence_penalty, frequency_penalty;
 };
 
-constexpr int SEEN = static_cast<int>(0x80000000u);  // the repetition penalty counts the token; the other bits count for the other penalties
+constexpr int SEEN = static_cast<int>(
+    0x80000000u);  // the repetition penalty counts the token; the other bits count for the other penalties
 
 enum DrawStatus { DRAWN = 0, NOT_FINITE = 1, NOTHING_LEFT = 2 };
 
@@ -39,12 +40,12 @@ struct DrawnToken {
     int token, status;
     float largest;  // logit
     float log_probability;
-    int ids[MOST_LIKELIEST];
-    float log_probabilities[MOST_LIKELIEST];
+    int ids[20];  // MOST_LIKELIEST
+    float log_probabilities[20];
 };
 
-// The number-th 64 random bits of a seed: Philox 4x32 with 10 rounds (Salmon and others, SC 2011), counter (number, 0, 0,
-// 0), the first two words of the result.
+// The number-th 64 random bits of a seed: Philox 4x32 with 10 rounds (Salmon and others, SC 2011), counter (number, 0,
+// 0, 0), the first two words of the result.
 KVSEEK_DRAW unsigned long long random_bits(unsigned long long seed, unsigned number) {
     unsigned x0 = number, x1 = 0, x2 = 0, x3 = 0;
     unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
@@ -73,7 +74,8 @@ KVSEEK_DRAW unsigned long long weight_of(float score, float largest, double inve
     x = x > -40.0 ? x : -40.0;  // whose weight is 0
     const double shifted = fma(x, LOG2_E, TO_WHOLE), whole = shifted - TO_WHOLE;
     const double rest = fma(-whole, LN2_LOW, fma(-whole, LN2_HIGH, x));
-    // Taylor's series to the power 11; |rest| <= ln(2) / 2, so it is wrong by less than a tenth of a unit of the weight.
+    // Taylor's series to the power 11; |rest| <= ln(2) / 2, so it is wrong by less than a tenth of a unit of the
+    // weight.
     double p = 1.0 / 39916800.0;
     p = fma(p, rest, 1.0 / 3628800.0);
     p = fma(p, rest, 1.0 / 362880.0);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from tests.support.emulated_kernels import emulated_draw
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvseek.engine.draws.device import DeviceDraws
 from kvseek.engine.draws.draws import Draws
 from kvseek.engine.draws.native import NativeDraws
 from kvseek.engine.draws.reference import TorchDraws
+from kvseek.engine.schedule.guides import GuideMatcher
 from kvseek.engine.schedule.sampling import Drawn, Sampler
 
 KINDS = ("reference", "native", "emulated")
@@ -22,7 +24,7 @@ VOCABULARY = 500
 
 
 def make_draws(kind: str, dtype: str = "float32") -> Draws:
-    """One of KINDS; an emulated GPU takes vocabularies of one block, 4,096 tokens, and logits of the dtype."""
+    """One of KINDS; an emulated GPU takes vocabularies of one block, 2,048 tokens, and logits of the dtype."""
     if kind == "reference":
         return TorchDraws()
     return NativeDraws(CpuLibrary(cached_cpu_library())) if kind == "native" else DeviceDraws(emulated_draw(dtype))
@@ -82,3 +84,8 @@ def every_kind_of_params(seed: int) -> list[SamplingParams]:
     kinds += [{"bad_words": ((1,), (2, 3)), "min_tokens": 4}, {"temperature": 0.0, "logprobs": 3}]
     kinds.append({name: value for kind in kinds for name, value in kind.items()} | {"temperature": 1.1})
     return [SamplingParams(**({"temperature": 0.8, "seed": seed + n} | kind)) for n, kind in enumerate(kinds)]
+
+
+def allowed_tokens(matcher: GuideMatcher) -> Tensor:
+    """Which tokens a guide lets come next, bool [vocabulary, rounded up to words]."""
+    return torch.from_numpy(np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little").view(np.bool_))

@@ -24,7 +24,7 @@ struct DrawArguments {
 
 namespace {
 
-constexpr int DIGIT = 11;  // bits
+constexpr int DIGIT = 11;                                                  // bits
 constexpr unsigned MINUS_INFINITE = ~0xff800000u, INFINITE = 0xff800000u;  // rank_bits of the infinities
 
 // What a row's draw works with, [vocabulary] each.
@@ -113,8 +113,7 @@ int choose(const DrawRow& row, const float* scores, float largest, int64_t vocab
     uint64_t* weights = space.weights;
     uint64_t total = 0;
     if (ids == nullptr) {
-        for (int64_t id = 0; id < count; id++)
-            weights[id] = weight_of(scores[id], largest, row.inverse_temperature);
+        for (int64_t id = 0; id < count; id++) weights[id] = weight_of(scores[id], largest, row.inverse_temperature);
         for (int64_t id = 0; id < count; id++) total += weights[id];
     } else {
         for (int64_t i = 0; i < count; i++)

@@ -1,10 +1,10 @@
 // Draws the next tokens of requests from their logits; engine/draws/device.py launches it.
 //
-// A team of gridDim.x blocks draws for one request, each block with a part of the vocabulary. All blocks of a launch run
-// at once, so a team can meet: each of its blocks adds to sums in memory and waits until all have. Nothing is sorted.
-// Where top-k, top-p or the likeliest tokens end is searched digit by digit: tokens are counted, or their weights added
-// up, by the first bits of their ranks (rank_of), and the search goes on among those that share the bits where the limit
-// is reached. A meeting is a digit. All sums are of whole numbers, so their order does not matter.
+// A team of gridDim.x blocks draws for one request, each block with a part of the vocabulary. All blocks of a launch
+// run at once, so a team can meet: each of its blocks adds to sums in memory and waits until all have. Nothing is
+// sorted. Where top-k, top-p or the likeliest tokens end is searched digit by digit: tokens are counted, or their
+// weights added up, by the first bits of their ranks (rank_of), and the search goes on among those that share the bits
+// where the limit is reached. A meeting is a digit. All sums are of whole numbers, so their order does not matter.
 #include "plugins/shared/numbers.cuh"
 #include "plugins/shared/overlap.cuh"
 
@@ -25,7 +25,8 @@ struct DrawArguments {
 namespace draw {
 
 constexpr int THREADS = 256;
-constexpr int MOST_BLOCKS = 16;  // of a team
+constexpr int MOST_BLOCKS = 64;  // of a team
+constexpr int TOGETHER = 8;      // tokens that a thread loads before it looks at the first
 constexpr int DIGIT = 4;         // bits
 constexpr int DIGITS = 1 << DIGIT;
 constexpr unsigned MINUS_INFINITE = ~0xff800000u, ABOVE_ALL = 0xff800000u;  // rank_bits of the infinities
@@ -45,8 +46,8 @@ struct Meetings {
 struct Team {
     Meetings* shared;
     unsigned met, turn;
-    Whole* result;  // [DIGITS] in shared memory: what the last meeting found
-    Whole* counts;  // [DIGITS, THREADS] in shared memory
+    Whole* result;    // [DIGITS] in shared memory: what the last meeting found
+    Whole* counts;    // [DIGITS, THREADS] in shared memory
     int first, last;  // tokens of this block
     int id_bits;
 
@@ -84,37 +85,79 @@ struct Team {
     }
 };
 
+// body(id, value of the token) for this thread's tokens of its block's part.
+template <class Load, class Body>
+__device__ __forceinline__ void for_each_token(const Team& team, const Load& load, const Body& body) {
+    for (int start = team.first + threadIdx.x; start < team.last; start += TOGETHER * THREADS) {
+        float values[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) values[i] = load(min(start + i * THREADS, team.last - 1));
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (start + i * THREADS < team.last) body(start + i * THREADS, values[i]);
+    }
+}
+
 __device__ __forceinline__ Whole sum_of_warp(Whole value) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
     return value;
 }
 
-// A value of each thread, added up over the block: known to every thread. `space` [warps] in shared memory.
-__device__ __forceinline__ Whole sum_of_block(Whole value, Whole* space) {
-    value = sum_of_warp(value);
+__device__ __forceinline__ Whole largest_of_warp(Whole value) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, mask));
+    return value;
+}
+
+// Show the block the value of each warp: `space` [warps] in shared memory.
+__device__ __forceinline__ void show(Whole value, Whole* space) {
     __syncthreads();
     if (threadIdx.x % 32 == 0) space[threadIdx.x / 32] = value;
     __syncthreads();
+}
+
+// A value of each thread, added up over the block, and over the threads before this one; the largest. Known to every
+// thread.
+__device__ __forceinline__ Whole sum_of_block(Whole value, Whole* space) {
+    show(sum_of_warp(value), space);
     Whole sum = 0;
     for (int warp = 0; warp < THREADS / 32; ++warp) sum += space[warp];
     return sum;
 }
+__device__ __forceinline__ Whole sum_before(Whole value, Whole* space) {
+    show(sum_of_warp(value), space);
+    Whole sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const Whole other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (threadIdx.x % 32 >= step) sum += other;
+    }
+    sum -= value;
+    for (int warp = 0; warp < threadIdx.x / 32; ++warp) sum += space[warp];
+    return sum;
+}
+__device__ __forceinline__ Whole largest_of_block(Whole value, Whole* space) {
+    show(largest_of_warp(value), space);
+    Whole most = 0;
+    for (int warp = 0; warp < THREADS / 32; ++warp) most = max(most, space[warp]);
+    return most;
+}
 
 // The lowest rank, but for its last `last` bits, whose tokens and all of higher ranks have together the amount
 // `limit_of(the amount of all)` or more. Tokens of ranks below `floor` do not count. `whole`: the scores are Numbers.
-template <class Rank, class Amount, class Limit>
-__device__ Whole lowest_rank(Team& team, Whole floor, int last, bool whole, const Rank& rank, const Amount& amount,
+template <class Load, class Amount, class Limit>
+__device__ Whole lowest_rank(Team& team, Whole floor, int last, bool whole, const Load& load, const Amount& amount,
                              const Limit& limit_of) {
     Whole above = 0, prefix = 0, limit = 0;
     bool first = true;
     for (int shift = 32 + team.id_bits - DIGIT;; shift -= DIGIT) {
         for (int digit = 0; digit < DIGITS; ++digit) team.counts[digit * THREADS + threadIdx.x] = 0;
-        for (int id = team.first + threadIdx.x; id < team.last; id += THREADS) {
-            const Whole own = rank(id);
+        for_each_token(team, load, [&](int id, float score) {
+            const Whole own = rank_of(score, id, team.id_bits);
             if (own >= floor && (own >> shift) >> DIGIT == prefix)
-                team.counts[(own >> shift & (DIGITS - 1)) * THREADS + threadIdx.x] += amount(id);
-        }
+                team.counts[(own >> shift & (DIGITS - 1)) * THREADS + threadIdx.x] += amount(score);
+        });
         __syncthreads();
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         for (int digit = warp; digit < DIGITS; digit += THREADS / 32) {
@@ -151,8 +194,7 @@ __device__ Whole lowest_rank(Team& team, Whole floor, int last, bool whole, cons
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    kvseek_draw(const __grid_constant__ kvseek::DrawArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS) kvseek_draw(const __grid_constant__ kvseek::DrawArguments a) {
     __shared__ Whole counts[DIGITS * THREADS], result[DIGITS], space[THREADS / 32];
     __shared__ DrawRow row;
     await_earlier_kernels();
@@ -168,50 +210,46 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     team.id_bits = DIGIT;
     while (1 << team.id_bits < vocabulary) team.id_bits += DIGIT;
     const auto inside = [&](int id) { return id >= team.first && id < team.last; };
-    const auto raw_rank = [&](int id) { return rank_of(to_float(logits[id]), id, team.id_bits); };
-    const auto rank = [&](int id) { return rank_of(scores[id], id, team.id_bits); };
+    const auto logit_of = [&](int id) { return to_float(logits[id]); };
+    const auto score_of = [&](int id) { return scores[id]; };
 
-    // All that changes logits before the temperature. A NaN ranks above and below all numbers: `not_numbers` counts them.
+    // All that changes logits before the temperature. A NaN ranks above and below all numbers: `not_numbers` counts
+    // them.
     unsigned most = 0, not_numbers = 0;
     Whole best = 0;
-    for (int id = team.first + threadIdx.x; id < team.last; id += THREADS) {
-        const float logit = to_float(logits[id]);
+    for_each_token(team, logit_of, [&](int id, float logit) {
         if (logit != logit) not_numbers = 1;
         most = max(most, rank_bits(logit));
         scores[id] = logit;
-    }
+    });
     __syncthreads();
     for (int i = threadIdx.x; i < row.bias_count; i += THREADS)
         if (inside(row.bias_ids[i])) scores[row.bias_ids[i]] += row.biases[i];
     if (row.bias_count > 0) __syncthreads();
     if (row.occurrences != nullptr || row.allowed != nullptr) {
-        for (int id = team.first + threadIdx.x; id < team.last; id += THREADS) {
-            float score = scores[id];
+        for_each_token(team, score_of, [&](int id, float score) {
             if (row.occurrences != nullptr && row.occurrences[id] != 0)
                 score = penalised(row, score, row.occurrences[id]);
             if (row.allowed != nullptr && (row.allowed[id / 32] >> id % 32 & 1) == 0) score = -INFINITE;
             scores[id] = score;
-        }
+        });
         __syncthreads();
     }
     for (int i = threadIdx.x; i < row.bans; i += THREADS)
         if (inside(row.banned[i])) scores[row.banned[i]] = -INFINITE;
     if (row.bans > 0) __syncthreads();
-    for (int id = team.first + threadIdx.x; id < team.last; id += THREADS) best = max(best, rank(id));
-    counts[threadIdx.x] = not_numbers != 0 ? 1ull << 32 : most;
-    counts[THREADS + threadIdx.x] = best;
-    __syncthreads();
-    Whole ends = 0;
-    if (threadIdx.x < 2)
-        for (int thread = 0; thread < THREADS; ++thread) ends = max(ends, counts[threadIdx.x * THREADS + thread]);
-    team.largest(ends, 2);
+    for_each_token(team, score_of, [&](int id, float score) { best = max(best, rank_of(score, id, team.id_bits)); });
+    const Whole ends[2] = {largest_of_block(not_numbers != 0 ? 1ull << 32 : most, space),
+                           largest_of_block(best, space)};
+    team.largest(threadIdx.x == 0 ? ends[0] : ends[1], 2);
     const Whole found = result[0];
     best = result[1];
     const float largest = found >> 32 != 0 ? __uint_as_float(0x7fc00000u) : of_rank_bits(static_cast<unsigned>(found));
     const float highest = of_rank_bits(static_cast<unsigned>(best >> team.id_bits));
     const bool writes = blockIdx.x == 0 && threadIdx.x == 0;
     if (!is_finite(largest) || !is_finite(highest)) {
-        if (writes) out->token = -1, out->status = is_finite(largest) ? NOTHING_LEFT : NOT_FINITE, out->largest = largest;
+        if (writes)
+            out->token = -1, out->status = is_finite(largest) ? NOTHING_LEFT : NOT_FINITE, out->largest = largest;
         return;
     }
     if (writes) out->status = DRAWN, out->largest = largest;
@@ -221,17 +259,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     double base = 0.0;
     if (row.likeliest >= 0) {
         Whole total = 0;
-        for (int id = team.first + threadIdx.x; id < team.last; id += THREADS)
-            total += weight_of(to_float(logits[id]), largest, 1.0);
+        for_each_token(team, logit_of, [&](int, float logit) { total += weight_of(logit, largest, 1.0); });
         total = sum_of_block(total, space);
         team.add(total, 1);
         base = largest + log(static_cast<double>(result[0]) / (1ull << WEIGHT_BITS));
         const int count = min(row.likeliest, vocabulary);
         if (count > 0) {
-            const Whole lowest = lowest_rank(
-                team, 0, 0, true, raw_rank, [](int) { return 1; }, [&](Whole) { return count; });
-            for (int id = team.first + threadIdx.x; id < team.last; id += THREADS)
-                if (raw_rank(id) >= lowest) team.shared->likeliest[atomicAdd(&team.shared->listed, 1u)] = raw_rank(id);
+            const Whole lowest =
+                lowest_rank(team, 0, 0, true, logit_of, [](float) { return 1; }, [&](Whole) { return count; });
+            for_each_token(team, logit_of, [&](int id, float logit) {
+                const Whole own = rank_of(logit, id, team.id_bits);
+                if (own >= lowest) team.shared->likeliest[atomicAdd(&team.shared->listed, 1u)] = own;
+            });
             team.meet();
             if (blockIdx.x == 0 && threadIdx.x < count) {
                 const Whole own = __ldcg(&team.shared->likeliest[threadIdx.x]);
@@ -258,16 +297,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // The tokens that top-k, top-p and min-p leave are those whose rank and whose weight are not lower than these.
     Whole lowest = 0;
     const Whole least = static_cast<Whole>(row.least_weight);
-    const auto weight = [&](int id) { return weight_of(scores[id], highest, row.inverse_temperature); };
+    const double inverse_temperature = row.inverse_temperature;
+    const auto weight = [&](float score) { return weight_of(score, highest, inverse_temperature); };
     if (row.top_k > 0 && row.top_k < vocabulary)
         lowest = lowest_rank(
-            team, 0, team.id_bits, whole, rank, [](int) { return 1; }, [&](Whole) { return row.top_k; });
+            team, 0, team.id_bits, whole, score_of, [](float) { return 1; }, [&](Whole) { return row.top_k; });
     if (row.top_p < 1)
-        lowest = lowest_rank(team, lowest, 0, whole, rank, weight,
+        lowest = lowest_rank(team, lowest, 0, whole, score_of, weight,
                              [&](Whole total) { return share_of(total, row.top_p); });
     const auto kept = [&](int id) {
-        if (rank(id) < lowest) return Whole(0);
-        const Whole own = weight(id);
+        const float score = scores[id];
+        if (rank_of(score, id, team.id_bits) < lowest) return Whole(0);
+        const Whole own = weight(score);
         return own >= least ? own : 0;
     };
 
@@ -280,17 +321,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Whole part = sum_of_block(own, space);
     if (threadIdx.x == 0) team.shared->parts[blockIdx.x] = part;
     team.meet();
-    Whole total = 0, before = 0;
-    for (int block = 0; block < gridDim.x; ++block) {
-        const Whole other = __ldcg(&team.shared->parts[block]);
-        if (block < blockIdx.x) before += other;
-        total += other;
-    }
+    const Whole other = threadIdx.x < gridDim.x ? __ldcg(&team.shared->parts[threadIdx.x]) : 0;
+    const Whole total = sum_of_block(other, space);
+    Whole before = sum_of_block(threadIdx.x < blockIdx.x ? other : 0, space);
     const Whole target = high_product(random_bits(row.seed, row.number), total);
     if (target < before || target >= before + part) return;
-    counts[threadIdx.x] = own;
-    __syncthreads();
-    for (int thread = 0; thread < threadIdx.x; ++thread) before += counts[thread];
+    before += sum_before(own, space);
     if (target < before || target >= before + own) return;
     for (int id = begin;; ++id) {
         before += kept(id);
