@@ -8,6 +8,7 @@ COPY docker/install.py docker/healthcheck.py /docker/
 COPY kvseek /kvseek
 COPY core /core
 COPY engine /engine
+COPY kernels /kernels
 COPY plugins /plugins
 COPY builder /builder
 COPY server /server

@@ -18,8 +18,8 @@ from kvseek.benchmarks.timing import Clock
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.weight_only import NONE
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.weight_only import NONE
 from kvseek.engine.observer import Observer
 
 PART_STEPS = 9  # steps after the timed ones, whose parts are timed

@@ -29,8 +29,8 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, MOST_POSITIONS
 from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.weight_only import NONE
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.weight_only import NONE
 from kvseek.measurement.machine import PlainRead, describe, peak_memory_bytes
 from kvseek.measurement.output import run_command
 from kvseek.measurement.variants import FORM, Variant, parse_variants

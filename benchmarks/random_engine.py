@@ -17,7 +17,7 @@ from kvseek.builder.build import write_codebooks, write_kernels
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import write_config
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.random_weights import write_random
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from kvseek.benchmarks.contestants import Contestant, TransformersContestant
 from kvseek.benchmarks.parts import GROUPS, part_groups
 from kvseek.benchmarks.timing import Samples
-from kvseek.engine.model.weight_only import NONE
+from kvseek.core.weight_only import NONE
 from kvseek.measurement.output import named, print_whole
 
 Figure = Callable[[dict[str, Any]], str]

@@ -8,8 +8,8 @@ import torch
 
 from kvseek.core.config import EngineConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
+from kvseek.core.weight_only import INPUTS_MULTIPLE, NONE
 from kvseek.engine.model.block_sparse import attended_pairs
-from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
 
 # Source: config.json of meta-llama/Llama-3.1-8B.
 LLAMA_3_1_8B = ModelConfig(
@@ -103,7 +103,7 @@ def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:
 
 
 def _kept_on_host(config: EngineConfig) -> bool:
-    """Whether an engine on the CPU multiplies with 8 bits a weight (host_products.py); else it dequantises when it loads."""
+    """Whether an engine on the CPU multiplies with 8 bits a weight (engine/model/cpu/products.py), or dequantises when loaded."""
     model = config.model
     inputs = (model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
     read = all(size % INPUTS_MULTIPLE == 0 for size in inputs)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
 from kvseek.builder.calibration.calibrate import Calibrator, Text
 from kvseek.builder.calibration.report import Calibration
+from kvseek.builder.checking.report import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
@@ -27,8 +28,11 @@ from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
+from kvseek.builder.inspection import print_engine
 from kvseek.builder.options import BuildOptions, CheckOptions, FitOptions, InspectOptions, Options, parse
+from kvseek.builder.planning.report import print_fit
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
+from kvseek.builder.verification import print_faults
 from kvseek.builder.weight_storage import WeightStorage, weight_storage
 from kvseek.core.command_line import Parser
 from kvseek.core.config import EngineConfig, require
@@ -38,9 +42,9 @@ from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
+from kvseek.core.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
-from kvseek.engine.model.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import method_traits
 
@@ -63,27 +67,19 @@ def make_parser() -> Parser:
 
 
 def _run(options: Options) -> int:
-    """Do what the options ask for; each report's module is imported only when it is used."""
+    """Do what the options ask for."""
     if isinstance(options, BuildOptions):
         with _terminable():
             build_engine(options)
         return 0
     console = Console(markup=False, highlight=False)  # names and messages may hold brackets
     if isinstance(options, FitOptions):
-        from kvseek.builder.planning.report import print_fit
-
         print_fit(options, console)
     elif isinstance(options, InspectOptions):
-        from kvseek.builder.inspection import print_engine
-
         print_engine(options, console)
     elif isinstance(options, CheckOptions):
-        from kvseek.builder.checking.report import check_existing
-
         return check_existing(options, console)
     else:
-        from kvseek.builder.verification import print_faults
-
         return print_faults(options.directory, console)
     return 0
 
@@ -193,8 +189,6 @@ def engine_fingerprint(options: BuildOptions) -> str:
 
 def _check_logits(build: _Build, directory: Path, console: Console) -> None:
     """Compare with transformers, which is imported only for that; raises CheckError if the logits are others."""
-    from kvseek.builder.checking.report import check_engine
-
     with console.status("compare with transformers"):
         found = check_engine(directory, build.checkpoint)
     console.print(found.text, soft_wrap=True)

@@ -13,9 +13,9 @@ import kvseek.builder
 import kvseek.core.config
 import kvseek.core.config_file
 import kvseek.core.manifest
-import kvseek.engine
-import kvseek.engine.model.rope
-import kvseek.engine.model.weight_only
+import kvseek.core.rope
+import kvseek.core.weight_only
+import kvseek.kernels
 import kvseek.plugins
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.manifest import read_manifest, verify
@@ -27,8 +27,8 @@ BUILT_IN = (
     kvseek.core.config,
     kvseek.core.config_file,
     kvseek.core.manifest,
-    kvseek.engine.model.weight_only,
-    kvseek.engine.model.rope,
+    kvseek.core.weight_only,
+    kvseek.core.rope,
 )
 
 
@@ -59,13 +59,13 @@ def up_to_date(directory: Path, build_fingerprint: str) -> bool:
 
 
 def _digest_of_sources() -> str:
-    """Digest of kvseek's code that decides what an engine directory holds, kernels included."""
-    roots = [Path(root) for package in (kvseek.builder, kvseek.plugins) for root in package.__path__]
+    """Digest of kvseek's code that decides what an engine directory holds, kernels included.
+
+    The engine's code is not in it: it runs when an engine is served.
+    """
+    roots = [Path(root) for package in (kvseek.builder, kvseek.kernels, kvseek.plugins) for root in package.__path__]
     paths = [path for root in roots for path in sorted(root.rglob("*")) if path.suffix in SOURCE_SUFFIXES]
-    # Most of the engine's Python code runs when an engine is served; its kernels and what BUILT_IN lists are built in.
-    files = [path for root in kvseek.engine.__path__ for path in sorted(Path(root).rglob("*"))]
-    kernels = [path for path in files if path.suffix in SOURCE_SUFFIXES and path.suffix != ".py"]
     digest = hashlib.sha256()
-    for path in [*paths, *kernels, *(Path(str(module.__file__)) for module in BUILT_IN)]:
+    for path in [*paths, *(Path(str(module.__file__)) for module in BUILT_IN)]:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -19,9 +19,9 @@ from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import cubin_architectures
 from kvseek.core.manifest import read_manifest
 from kvseek.core.sizes import readable
-from kvseek.engine.loading.supported import reuses_prefixes
-from kvseek.engine.model.prompt_attention import expected_attention
-from kvseek.engine.parallel.sums import expected_sums
+from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.model.cuda.attention import expected_attention
+from kvseek.engine.parallel.cuda.sums import expected_sums
 from kvseek.plugins.registry import get_method, method_traits
 
 

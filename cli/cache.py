@@ -19,8 +19,8 @@ from kvseek.builder.printing import Column, print_json, table
 from kvseek.core.command_line import Parser
 from kvseek.core.errors import ConfigError, KvseekError, text_of
 from kvseek.core.sizes import readable
-from kvseek.engine.cache.prefix_file import DamagedFileError, Entry
-from kvseek.engine.cache.prefix_folder import NEW_FILES, BusyFolderError, lock, scan
+from kvseek.engine.cache.prefixes.file import DamagedFileError, Entry
+from kvseek.engine.cache.prefixes.folder import NEW_FILES, BusyFolderError, lock, scan
 
 ENGINE = re.compile("[0-9a-f]{32}")  # name of an engine's folder
 SHOWN = 12  # digits of keys

@@ -11,7 +11,7 @@ from kvseek.core.command_line import did_you_mean
 
 COMMANDS = {
     "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory; plan, inspect, verify or check one"),
-    "serve": ("kvseek.server.launch", "serve an engine directory with Triton"),
+    "serve": ("kvseek.server.serve", "serve an engine directory with Triton"),
     "repository": ("kvseek.server.triton.repository", "write a model repository for a tritonserver of your own"),
     "tritonserver": ("kvseek.server.triton.command", "run tritonserver, also the one of the wheel nvidia-pytriton"),
     "openai": ("kvseek.server.openai_door.command", "an OpenAI port for an engine that such a tritonserver serves"),

@@ -344,7 +344,7 @@ class EngineConfig:
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
-    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (engine/model/weight_only.py); `quantize_lm_head`
+    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (core/weight_only.py); `quantize_lm_head`
     says whether the output head has int8 weights too. `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.

@@ -128,7 +128,7 @@ class CudaKernels:
             Dynamic shared memory of a block.
         overlap : bool
             Let the kernel start while the preceding kernel on the stream ends: only for kernels that follow
-            plugins/shared/overlap.cuh. Without effect below compute capability 9.0.
+            kernels/cuda/overlap.cuh. Without effect below compute capability 9.0.
         even : bool
             With overlap, blocks start where the preceding kernel's end first. Let no multiprocessor take more of them than an
             even share, so that a grid whose blocks all run at once, with equal work, ends everywhere at the same time. They are

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefix_rows import PrefixRows
+from kvseek.engine.cache.prefixes.rows import PrefixRows
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
-from kvseek.engine.schedule.sampling import Drawn, Sampler
 from kvseek.plugins.registry import method_traits
 
 from .observer import Observer
@@ -45,7 +45,7 @@ class PromptModel(Protocol):
 
 
 class Steps(Protocol):
-    """Runs decode steps: engine/model/host_steps.py, engine/model/graph_steps.py."""
+    """Runs decode steps: engine/model/cpu/steps.py, engine/model/cuda/steps.py."""
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         """Append one token per request and compute the logits of the next.

@@ -19,19 +19,19 @@ from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
 from kvseek.core.statistics import RequestStatistics, StepReport
-from kvseek.engine.cache.prefix_cache import PrefixCache
-from kvseek.engine.cache.prefix_store import PrefixStore
+from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
+from kvseek.engine.cache.prefixes.cache import PrefixCache
+from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.draws.sampling import Drawn, Sampler, greedy_token, overflow_remedy
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
-from kvseek.engine.loading.supported import reuses_prefixes, why_no_reuse
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
-from kvseek.engine.schedule.sampling import Drawn, Sampler, greedy_token, overflow_remedy
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import Sequence
 from kvseek.plugins.registry import method_traits

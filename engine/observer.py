@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.selection import Selection
+from kvseek.core.batch import Batch
+from kvseek.core.selection import Selection
 
 # Parts of a step, in order: "begin" and "head" once a step, the others once a layer.
 PARTS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "down", "head")

@@ -8,12 +8,12 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, Ticket
-from kvseek.engine.cache.activation_memory import row_tokens
 from kvseek.engine.cache.cache import Cache
-from kvseek.plugins.attention.hot_rows import HotRows
-from kvseek.plugins.batch import Batch, RequestState
+from kvseek.engine.prompt_windows import row_tokens
+from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import Attention, Effort, Index
 from kvseek.plugins.registry import method_traits
 

@@ -26,8 +26,8 @@ import torch
 
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.sampling import Drawn, Sampler
 from kvseek.evaluation.needle import check_vocabulary
 from kvseek.evaluation.needle_tasks.tasks import make_dialogues
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure

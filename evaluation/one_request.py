@@ -20,8 +20,8 @@ from typing import Any
 
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, SamplingParams
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.sampling import Drawn, Sampler
 from kvseek.evaluation import needle
 from kvseek.evaluation.needle import EXTRA_TOKENS
 from kvseek.evaluation.needle_results import Results, print_table

@@ -13,11 +13,12 @@ from kvseek.core.config import EXTENT_TOKENS, CacheConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.evaluation.capture import CapturedLayer
 from kvseek.evaluation.selection_tap import membership, single_rows
 from kvseek.measurement.index_batch import batch_of
 from kvseek.measurement.variants import Variant
-from kvseek.plugins.contract import LAST_QUERIES, IndexContext, LayerRows
+from kvseek.plugins.contract import LAST_QUERIES
 
 EXACT_TOKENS = 1 << 24  # token numbers that float32 holds exactly
 

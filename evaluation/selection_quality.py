@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.core.index_context import LayerRows
 from kvseek.evaluation.selection_tap import TappedSelection, membership, single_rows
 from kvseek.measurement.index_batch import batch_of
-from kvseek.plugins.contract import Index, LayerRows
+from kvseek.plugins.contract import Index
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import get_method
 

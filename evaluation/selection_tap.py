@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.errors import ConfigError
+from kvseek.core.selection import Selection
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.engine import Engine
 from kvseek.engine.observer import Observer
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.selection import Selection
 
 
 @dataclass(frozen=True)

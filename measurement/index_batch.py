@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvseek.plugins.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState
 from kvseek.plugins.contract import Index
 
 

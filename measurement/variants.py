@@ -15,7 +15,7 @@ from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineCo
 from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 from kvseek.core.sizes import optional_size
-from kvseek.engine.model.weight_only import NONE
+from kvseek.core.weight_only import NONE
 from kvseek.plugins.registry import CACHE_PREFIX, PAPER, Method, get_method
 
 DENSE = "dense"

@@ -11,7 +11,7 @@ An engine on a GPU calls an index on the device's streams, and `select` and `att
 CUDA graph. There both are a fixed sequence of kernel launches: they must not synchronise, must depend on nothing but their
 arguments' shapes, read all that varies between steps from the `Batch`, and skip requests whose `dense` field is set.
 `Batch.requests` is uploaded after the launches of `build`, `publish` and `refresh` and before those of `select`. So a kernel
-of a selection may read their results even before it waits for the preceding kernel of the graph (plugins/shared/overlap.cuh).
+of a selection may read their results even before it waits for the preceding kernel of the graph (kernels/cuda/overlap.cuh).
 """
 
 from __future__ import annotations
@@ -19,94 +19,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
-from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.extents import ExtentTable
+from kvseek.core.batch import Batch
+from kvseek.core.index_context import IndexContext, ShapeLimits
+from kvseek.core.selection import Selection
 from kvseek.core.streams import Ticket
 
-from .batch import Batch
-from .selection import Selection
-
-if TYPE_CHECKING:  # only engines of the GPU load the CUDA packages
-    from kvseek.core.cuda import CudaKernels
-
-
 LAST_QUERIES = 2048  # most queries of a prompt that Index.build is given
-
-
-@dataclass(frozen=True)
-class LayerRows:
-    """The memory that holds the rows of a layer's retrieval regions.
-
-    Attributes
-    ----------
-    pool : Tensor [extents, G, 1024, 2, D]
-        Keys and values by place, addressed through `IndexContext.extents`. The tensor is in host memory (pinned, for an engine
-        on a GPU) or on the engine's device. On a GPU it may be read and written only in the order of the current stream.
-    pointer : int
-        Address of extent 0, KV head 0, place 0 as the engine's device sees it.
-    extent_stride : int
-        Numbers from one extent of the layer to the next.
-    """
-
-    pool: Tensor
-    pointer: int
-    extent_stride: int
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the rows lie in host memory."""
-        return self.pool.device.type == "cpu"
-
-
-@dataclass(frozen=True)
-class IndexContext:
-    """All that an index is told about its layer and engine. Only `layer`, `rows` and `frames` differ between layers."""
-
-    layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scaling: float  # softmax scale, 1/sqrt(D)
-    config: Any  # the method's own Config
-    codebooks: dict[str, Tensor]  # made by Traits.codebooks when the engine was built
-    extents: ExtentTable
-    lengths: list[int]  # retrieval tokens per slot; kept by the cache, read-only for an index
-    dtype: torch.dtype
-    device: torch.device
-    # Tokens that enter a retrieval region together (cache.update): `build` is given a multiple of so many, and `append` starts at
-    # one and is given one. A region's length follows from the number of the request's tokens alone.
-    update: int = 256
-    library: CpuLibrary | None = None  # compiled CPU kernels; None on the CPU: use the PyTorch reference
-    cuda: CudaKernels | None = None  # kernels of the GPU; None on the CPU
-    # None while memory is divided, before rows are placed. The index then allocates what it needs for rows in host memory,
-    # which is the most that it can need.
-    rows: LayerRows | None = None
-    # For each row of the pool, int16 [extents, G, 1024], the frame to which it was copied last, where the engine keeps copies on
-    # a GPU (plugins/attention/hot_rows.py); else None.
-    frames: Tensor | None = None
-    shared: dict[str, Any] = field(default_factory=dict)  # one dictionary for all layers: work space that they share
-    shares_extents: bool = False  # whether slots may have extents in common, and a batch several requests of a slot
-    reuses_prefixes: bool = False  # whether rows of requests that have ended are kept for later ones
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def scratch_extents(self) -> int:
-        """Extents that the regions of a batch's requests have together at most: those of the pool, if none is shared.
-
-        Arrays [scratch extents, G, 1024, ...] hold what a selection writes for each row of a region. Kernels find a request's
-        part by `scratch` of plugins/shared/request.h, and not by its slot's extents, which other requests may have too.
-        """
-        extents = self.extents
-        return (extents.slots - 1) * extents.max_extents if self.shares_extents else extents.capacity
 
 
 @dataclass(frozen=True)
@@ -245,34 +167,6 @@ def _no_queries(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class ShapeLimits:
-    """Shapes of a model that compiled kernels support. This is the one place of each limit beside the kernels' sources.
-
-    Attributes
-    ----------
-    max_head_dim : int
-        Largest head size.
-    max_group_size : int
-        Most query heads that share a KV head.
-    head_dim_step : int
-        Head sizes are multiples of this number.
-    """
-
-    max_head_dim: int
-    max_group_size: int
-    head_dim_step: int = 1
-
-    def fault(self, head_dim: int, group_size: int) -> str | None:
-        """Name the field that is not supported, its value and its limit, for an error message; None if both are."""
-        if head_dim % self.head_dim_step or not 1 <= head_dim <= self.max_head_dim:
-            multiple = f"a multiple of {self.head_dim_step} up to" if self.head_dim_step > 1 else "at most"
-            return f"head_dim = {head_dim}: must be {multiple} {self.max_head_dim}"
-        if not 1 <= group_size <= self.max_group_size:
-            return f"num_heads / num_kv_heads = {group_size}: must be at most {self.max_group_size}"
-        return None
-
-
-@dataclass(frozen=True)
 class Traits:
     """Properties of a method, for one Config of it, that the engine and the builder need before an index exists.
 
@@ -291,7 +185,7 @@ class Traits:
         Whether the method's index for the GPU calls compiled code of the CPU (kernels/cpu.so).
     cpu_limits : ShapeLimits or None
         Shapes that the method's compiled code of the CPU supports; None: all that attention's supports
-        (plugins/attention/native.py). An engine of another shape is refused when it is built, and when it is loaded.
+        (kernels/cpu/attention/attend.py). An engine of another shape is refused when it is built, and when it is loaded.
     prefix_reuse : "entries", "rows" or "copies"
         What requests whose prompts begin alike have in common (docs/conversations.md).
         "entries": whole extents with their rows and index entries. The entries

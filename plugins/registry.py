@@ -18,7 +18,9 @@ from kvseek.core.errors import ConfigError
 from kvseek.core.fields import from_dict
 
 if TYPE_CHECKING:
-    from .contract import Index, IndexContext, Traits
+    from kvseek.core.index_context import IndexContext
+
+    from .contract import Index, Traits
 
 
 def _scan() -> dict[str, str]:

@@ -81,7 +81,7 @@ def _program(scratch: Path, engine_dir: Path, rank: int, threads: int, settings:
     return Program(
         f"rank {rank}",
         (
-            *(sys.executable, "-m", "kvseek.engine.parallel.follower", "--engine_dir", str(engine_dir.resolve())),
+            *(sys.executable, "-m", "kvseek.engine.leading.follower", "--engine_dir", str(engine_dir.resolve())),
             *("--rank", str(rank), "--nnodes", str(settings.nnodes), "--rdzv_endpoint", str(settings.rdzv_endpoint)),
             *("--threads", str(threads), "--up", str(up), "--alive", str(alive), *key),
         ),

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import ServerError
-from .triton.find import SHARED_MEMORY_PREFIX
 
+SHARED_MEMORY_PREFIX = "triton_python_backend_shm_region_"  # Triton keeps clients away from memory with such names
 PREFIX = "kvseek-"
 LOCK = "in_use"
 SHARED_MEMORY = Path("/dev/shm")

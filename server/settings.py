@@ -16,6 +16,7 @@ from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
 from .errors import ServerError
+from .requests.keys import SHARE_ALL, SHARE_BY_KEY
 from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
 from .requests.unread import LARGEST_AT_ONCE, LOGIT_BYTES, OTHER_UNREAD_BYTES, WRITE_SECONDS, UnreadAnswers
 
@@ -23,7 +24,6 @@ MAX_NAME_CHARACTERS = 256
 MIN_HANG_SECONDS = 5.0  # a busy machine may hold a process up for seconds
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
-SHARE_BY_KEY, SHARE_ALL = "key", "all"
 Flags = Mapping[str, tuple[Callable[[str], Any], str]]  # name of a setting → its type, and the help of its flag
 
 

@@ -28,9 +28,7 @@ from kvseek.engine.model import bfloat16
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDLE = ROOT.parent / "shared/needle"
-LEVELS = (
-    (*instruction_levels(), 5) if 4 in instruction_levels() else instruction_levels()
-)  # 5: plugins/shared/level.cpp
+LEVELS = (*instruction_levels(), 5) if 4 in instruction_levels() else instruction_levels()  # 5: kernels/cpu/level.cpp
 THREADS = torch.get_num_threads()
 BuildEngine = Callable[..., Path]
 RandomModel = Callable[..., Path]

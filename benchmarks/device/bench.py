@@ -13,16 +13,16 @@ import torch
 from kvseek.benchmarks.shapes import get_shape
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
-from kvseek.engine.loading.runtime import device_products, layer_kernels, prompt_attention
+from kvseek.engine.loading.runtime import device_products
 from kvseek.engine.loading.supported import needs_cpu_library
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.kernel_model import KernelModel
-from kvseek.engine.model.weight_only import NONE
+from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
+from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.retrieval import Retrieval
 from kvseek.measurement.gpu_kernels import load_kernels
 from kvseek.measurement.variants import Variant

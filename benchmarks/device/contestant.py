@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvseek.core.errors import KvseekError
-from kvseek.plugins.attention.hot_rows import hit_rate
+from kvseek.kernels.cuda.attention.hot_rows import hit_rate
 
 from .filling import with_empty_buffer
 from .memory_plan import Cell
@@ -26,9 +26,9 @@ from .observers import PartClock, SelectedRows, capture_stream, observing, share
 from .options import WARMUP
 
 if TYPE_CHECKING:
+    from kvseek.core.batch import Batch
     from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.graphs import StepResult
-    from kvseek.plugins.batch import Batch
+    from kvseek.engine.model.cuda.graphs import StepResult
 
     from .bench import BenchDecoder
 
@@ -103,7 +103,8 @@ class DeviceContestant:
 
         The events stand between kernels that otherwise overlap a little, so the sum exceeds the time of a step.
         """
-        from kvseek.engine.model.graphs import DecodeStep, bucket_of
+        from kvseek.core.batch import bucket_of
+        from kvseek.engine.model.cuda.graphs import DecodeStep
 
         clock = PartClock()
 
@@ -152,7 +153,7 @@ class DeviceContestant:
     @torch.inference_mode()
     def _load(self) -> None:
         """Count a token per request and upload what the step reads."""
-        from kvseek.engine.model.graphs import bucket_of
+        from kvseek.core.batch import bucket_of
 
         if self._context + self._done - self.cache.lengths[0] >= self.cache.config.sink + self.cache.ring:
             raise KvseekError(f"{self.name}: the update buffer is full after {self._done} steps; time fewer steps")

@@ -14,7 +14,7 @@ from kvseek.benchmarks.shapes import matrix_bytes, row_numbers
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
-from kvseek.engine.model.weight_only import NONE
+from kvseek.core.weight_only import NONE
 
 GIB = 1 << 30
 SLOT_STRIDE = 4099  # tokens between the beginnings of two slots' texts: no two requests hold the same keys

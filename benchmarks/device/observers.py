@@ -15,9 +15,9 @@ from kvseek.engine.observer import Observer
 from .memory_rates import elapsed_seconds, timing_event
 
 if TYPE_CHECKING:
+    from kvseek.core.batch import Batch
+    from kvseek.core.selection import Selection
     from kvseek.engine.retrieval import Retrieval
-    from kvseek.plugins.batch import Batch
-    from kvseek.plugins.selection import Selection
 
 
 class PartClock(Observer):

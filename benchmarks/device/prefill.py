@@ -11,7 +11,7 @@ from kvseek.benchmarks.parts import part_groups
 from kvseek.benchmarks.shapes import prompt_operations
 from kvseek.benchmarks.timing import Samples, interleave
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.prompt_attention import PromptAttention, described_attention
+from kvseek.engine.model.cuda.attention import PromptAttention, described_attention
 from kvseek.measurement.variants import Variant
 
 from .bench import Bench

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
+from kvseek.core.weight_only import HEAD, stored_weight
 from kvseek.engine.model.random_weights import fill_weight, weight_shapes
-from kvseek.engine.model.weight_only import HEAD, stored_weight
 
 ALIGNMENT = 128  # numbers: every matrix begins on a boundary that any kernel is content with
 

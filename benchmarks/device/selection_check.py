@@ -37,7 +37,7 @@ def check_selection(contestant: DeviceContestant, filler: Filler) -> dict[str, A
     -------
     dict
         ``overlap``: share of a step's rows that the step before selected too. ``recall``: share of the top rows by exact
-        score (of the same number, plugins/shared/group.py) that were selected. ``mass``: share
+        score (of the same number, plugins/group.py) that were selected. ``mass``: share
         of the retrieval region's softmax mass on the selected rows; ``best_mass``: on the top rows.
     """
     from kvseek.evaluation.selection_quality import measure

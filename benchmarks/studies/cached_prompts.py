@@ -29,7 +29,7 @@ from kvseek.core.extents import extents_for
 from kvseek.core.request import Request
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
-from kvseek.engine.cache.prefix_tree import pack_tokens
+from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval

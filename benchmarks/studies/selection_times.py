@@ -37,11 +37,11 @@ from kvseek.measurement.variants import FORM, Variant, parse_variants
 
 if TYPE_CHECKING:
     from kvseek.benchmarks.device.filling import Filler
+    from kvseek.core.batch import Batch
     from kvseek.engine.cache.cache import Cache
     from kvseek.engine.cache.row_storage import RowStorage
-    from kvseek.engine.model.graphs import DecodeStep, StepResult
+    from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
     from kvseek.engine.retrieval import Retrieval
-    from kvseek.plugins.batch import Batch
 
 SELECTIONS = 32  # of a graph
 WARMUP = 3  # replays that are not counted
@@ -68,7 +68,7 @@ class SelectionGraph:
         return elapsed_seconds(first, last) / SELECTIONS
 
     def _capture(self) -> DecodeStep:
-        from kvseek.engine.model.graphs import DecodeStep
+        from kvseek.engine.model.cuda.graphs import DecodeStep
 
         cache: Cache = self.retrieval.cache
         step = DecodeStep(self.queries.shape[1], cache.padding_state(), cache.extents.device_table, self._launch)
@@ -77,7 +77,7 @@ class SelectionGraph:
         return step
 
     def _launch(self, batch: Batch) -> StepResult:
-        from kvseek.engine.model.graphs import StepResult
+        from kvseek.engine.model.cuda.graphs import StepResult
 
         indexes, last, made = self.retrieval.indexes, self.queries[0], 0
         dense: set[int] = set()  # layers that attend to every row
@@ -96,7 +96,7 @@ class SelectionGraph:
 
 def measure(bench: Bench, variant: Variant, rows: RowStorage, filler: Filler, cell: Cell) -> dict[str, Any]:
     """A variant at one context and batch."""
-    from kvseek.engine.model.graphs import bucket_of
+    from kvseek.core.batch import bucket_of
 
     cache = bench.new_cache(rows, variant, [cell])
     indexes = bench.indexes(variant, cache, [cell])

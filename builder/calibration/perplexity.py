@@ -16,11 +16,12 @@ from torch import Tensor
 
 from kvseek.builder.printing import Advance
 from kvseek.core.config import ModelConfig
-from kvseek.engine.model.attention import causal_attention, causal_attention_device
+from kvseek.core.rope import RotaryEmbedding
 from kvseek.engine.model.layer import Head, Layer
-from kvseek.engine.model.linear import Products
-from kvseek.engine.model.operations import TorchOperations
-from kvseek.engine.model.rope import RotaryEmbedding
+from kvseek.engine.model.library_attention import causal_attention_device
+from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.model.reference.operations import TorchOperations
+from kvseek.engine.model.reference.products import Products
 
 LOGIT_BYTES = 64 << 20  # bytes of one slice's logits; a handful of tensors of this size exist at a time
 

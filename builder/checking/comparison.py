@@ -14,7 +14,7 @@ from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 
 from .reference import reference_logits
 

@@ -21,7 +21,7 @@ from kvseek.builder.checkpoints.model_config import ARCHITECTURES
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import CheckError
-from kvseek.engine.model.weight_only import NOT_FINITE
+from kvseek.core.weight_only import NOT_FINITE
 
 CPU = torch.device("cpu")
 WHOLE_BYTES = 1_000_000_000  # of a GGUF file's weights as float32: transformers can only dequantise all of them at once

@@ -16,7 +16,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.engine.model import bfloat16
-from kvseek.engine.parallel.gpus import ranks_share_gpus
+from kvseek.engine.parallel.cuda.gpus import ranks_share_gpus
 
 from .comparison import GREEDY_TOKENS, Comparison, compare
 

@@ -16,7 +16,7 @@ import torch
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.rope import frequencies
+from kvseek.core.rope import frequencies
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type → architecture
 HAVE_OUTPUT_BIAS = ("llama", "qwen3")  # model types in which attention_bias is a bias of the output projection too

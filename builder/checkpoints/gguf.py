@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
+from kvseek.core.rope import frequencies
 
 from .checkpoint import Checkpoint, Header
 from .effective_config import check_gguf_metadata
@@ -261,8 +262,6 @@ class GgufCheckpoint(Checkpoint):
         """Recognise Llama 3.1's RoPE scaling by the frequency divisors in the file."""
         if ROPE_FACTORS not in self._tensors:
             return config
-        from kvseek.engine.model.rope import frequencies
-
         factors = torch.tensor(self._tensors[ROPE_FACTORS].data, dtype=torch.float32)
         scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_SCALING}
         scaled = model_config({**values, "rope_scaling": scaling}, config.eos_token_ids)

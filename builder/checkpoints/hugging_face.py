@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.weight_only import HEAD
+from kvseek.core.weight_only import HEAD
 
 from .checkpoint import Checkpoint, Header
 from .effective_config import check_effective_config

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.weight_only import HEAD, NONE, NOT_FINITE, PRECISIONS, is_quantised, quantise
+from kvseek.core.weight_only import HEAD, NONE, NOT_FINITE, PRECISIONS, is_quantised, quantise
 from kvseek.engine.model.weights import index_file
 
 from .checkpoint import Checkpoint

@@ -1,4 +1,4 @@
-"""Compile the C++ of the engine and of the plugins into one shared library that picks its instruction level when it runs."""
+"""Compile the C++ of the kernels and of the plugins into one shared library that picks its instruction level when it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .roots import package_roots
 from .threads import compiling_threads
 
 COMPILERS = ("c++", "g++", "clang++")
-# No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: plugins/shared/parallel.h.
+# No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: kernels/cpu/parallel.h.
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -42,7 +42,7 @@ REMEDY = "install one (Debian, Ubuntu: apt-get install g++), set CXX, or build w
 
 
 def compile_cpu_library(output: Path) -> None:
-    """Compile every ``*.cpp`` below ``engine/`` and ``plugins/`` into the shared library `output`, replacing it atomically.
+    """Compile every ``*.cpp`` below ``kernels/`` and ``plugins/`` into the shared library `output`, replacing it atomically.
 
     On x86-64 each source is compiled for x86-64-v4, x86-64-v3 and the baseline. The library chooses among these at run time,
     so it runs on every x86-64 processor. On other architectures there is only the baseline.
@@ -97,13 +97,13 @@ def find_compiler() -> list[str]:
 
 
 def sources(pattern: str) -> list[Path]:
-    """List the files of the packages engine and plugins that match `pattern`, in a fixed order."""
-    folders = [root / name for root in package_roots() for name in ("engine", "plugins")]
+    """List the files of the packages kernels and plugins that match `pattern`, in a fixed order."""
+    folders = [root / name for root in package_roots() for name in ("kernels", "plugins")]
     return sorted(path for folder in folders for path in folder.rglob(pattern))
 
 
 def instruction_levels() -> tuple[int, ...]:
-    """Return the instruction levels that the sources are compiled for (plugins/shared/kernel.h)."""
+    """Return the instruction levels that the sources are compiled for (kernels/cpu/kernel.h)."""
     return (0, 3, 4) if platform.machine() in ("x86_64", "AMD64") else (0,)
 
 
@@ -113,7 +113,7 @@ def unit_flags(level: int) -> tuple[str, ...]:
 
 
 def include_flags() -> list[str]:
-    """Return the flags by which sources find headers of another folder: ``#include "plugins/shared/simd.h"``."""
+    """Return the flags by which sources find headers of another folder: ``#include "kernels/cpu/simd.h"``."""
     return [f"-I{root}" for root in package_roots()]
 
 

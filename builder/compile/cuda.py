@@ -1,4 +1,4 @@
-"""Compiles the CUDA C++ of the engine, of plugins/shared and of one method into one cubin per GPU architecture.
+"""Compiles the CUDA C++ of kernels/ and of one method into one cubin per GPU architecture.
 
 One translation unit includes every kernel that an engine needs. Macros fix what never changes while an engine runs (number
 type, head size, heads per group, the method's own macros), so no template is instantiated for a shape that is not served.
@@ -18,8 +18,8 @@ from typing import Any
 
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.engine.model.weight_only import INPUTS_MULTIPLE, NONE
-from kvseek.plugins.attention.device import LIMITS
+from kvseek.core.weight_only import INPUTS_MULTIPLE, NONE
+from kvseek.kernels.cuda.attention.attend import LIMITS
 from kvseek.plugins.registry import method_traits
 
 from .cache import cache_folder
@@ -27,8 +27,8 @@ from .roots import package_roots
 from .threads import compiling_threads
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
-DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # plugins/shared/numbers.cuh
-WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # engine/model/cuda/weight_formats.cuh
+DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/cuda/numbers.cuh
+WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # kernels/cuda/layer/weight_formats.cuh
 # No fast math: softmax relies on infinities, and poisoned rows must show. Contraction into fused multiply-add stays on:
 # kernels whose order of roundings matters say so with intrinsics.
 STANDARD = "c++17"
@@ -111,7 +111,7 @@ def compile_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Pat
     arch : int
         Compute capability without the dot: 90 is 9.0.
     roots : sequence of Path, optional
-        Folders that hold engine/ and plugins/; None: those of this installation.
+        Folders that hold kernels/ and plugins/; None: those of this installation.
 
     Returns
     -------
@@ -189,7 +189,7 @@ def unit_sources(method: str, roots: Sequence[Path]) -> list[str]:
     """List the sources of a method's translation unit in order, relative to the roots; raises KernelError without any."""
     names = [
         path.relative_to(root).as_posix()
-        for folder in ("plugins/attention", "engine", f"plugins/{method}")
+        for folder in ("kernels", f"plugins/{method}")
         for root in roots
         for path in sorted((root / folder).rglob("*.cu"))
     ]
@@ -279,7 +279,10 @@ def _digest(specialisation: Specialisation, roots: Sequence[Path]) -> str:
     names = unit_sources(specialisation.method, roots)
     files = [root / name for root in roots for name in names if (root / name).is_file()]
     files += [
-        path for root in roots for folder in ("engine", "plugins") for path in sorted((root / folder).rglob("*.cuh"))
+        path
+        for root in roots
+        for pattern in ("kernels/*.h", "kernels/**/*.cuh", "plugins/**/*.cuh")
+        for path in sorted(root.glob(pattern))
     ]
     for file in files:
         digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import kvseek.engine
+import kvseek.kernels
 import kvseek.plugins
 
 
 def package_roots() -> list[Path]:
-    """Return the folders of this installation that hold engine/ and plugins/; the kernels' includes are relative to them."""
-    return sorted({Path(path).parent for package in (kvseek.engine, kvseek.plugins) for path in package.__path__})
+    """Return the folders of this installation that hold kernels/ and plugins/; the kernels' includes are relative to them."""
+    return sorted({Path(path).parent for package in (kvseek.kernels, kvseek.plugins) for path in package.__path__})

@@ -19,11 +19,11 @@ from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.builder.compile.cuda import specialise
 from kvseek.builder.options import FitOptions
 from kvseek.builder.weight_storage import weight_storage
+from kvseek.core.batch import BUCKETS
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig, require
 from kvseek.core.errors import CapacityError, KernelError
 from kvseek.core.extents import extents_for
 from kvseek.core.ranks import divided
-from kvseek.engine.cache.activation_memory import work_bytes
 from kvseek.engine.cache.host_pool import can_pin
 from kvseek.engine.cache.memory_layout import (
     MemoryLayout,
@@ -36,8 +36,8 @@ from kvseek.engine.cache.memory_layout import (
 from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
-from kvseek.engine.model.graphs import BUCKETS
-from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
+from kvseek.engine.model.activation_memory import work_bytes
+from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.plugins.registry import method_traits
 
 from .host import host_layout, host_weight_bytes, widened_bytes

@@ -12,14 +12,14 @@ from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.memory_layout import MemoryLayout, host_rows, window_bytes
 from kvseek.engine.loading.memory import IndexNeeds
-from kvseek.engine.model.host_products import stays_quantised
+from kvseek.engine.model.cpu.products import stays_quantised
 
 
 def host_weight_bytes(config: EngineConfig, tp_size: int) -> int:
     """Return the bytes of the weights of one of `tp_size` ranks in memory, which may be more than in its files.
 
     Native kernels copy weights into oneDNN's layout, so a head that is tied to the embedding takes memory of its own, and weights
-    of 8 bits that are not multiplied as they are become numbers of the engine's dtype (engine/model/host_products.py). Pages of
+    of 8 bits that are not multiplied as they are become numbers of the engine's dtype (engine/model/cpu/products.py). Pages of
     the files that were copied are not counted, because the system drops them when it needs their memory.
     """
     native, dtype = config.kernels == "native", getattr(torch, config.dtype)

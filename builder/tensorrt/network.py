@@ -1,4 +1,4 @@
-"""The decoder as a TensorRT network, read top to bottom; torch_model.py of engine/model/ is the same computation.
+"""The decoder as a TensorRT network, read top to bottom; engine/model/cpu/model.py is the same computation.
 
 Attention is not part of it: a function adds it where it belongs. builder/tensorrt/network_forms.py has two: one ends a
 network there and goes on in the next, the other adds a layer to the one network.
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kvseek.core.config import ModelConfig
-from kvseek.engine.model.rope import RotaryEmbedding
+from kvseek.core.rope import RotaryEmbedding
 
 from .api import ITensor
 from .graph import Graph
@@ -85,7 +85,7 @@ def write_decoder(model: ModelConfig, max_positions: int, graph: Graph, attend: 
 def _embed(model: ModelConfig, max_positions: int, graph: Graph) -> Stream:
     """Embeddings of the token ids, cosines and sines of the positions.
 
-    The angles are those of engine/model/rope.py, from a table: sines of angles of 100,000 and more are as exact as the
+    The angles are those of core/rope.py, from a table: sines of angles of 100,000 and more are as exact as the
     reduction of the angle, which TensorRT leaves to each GPU's kernels.
     """
     ids = graph.input("ids", torch.int32, (-1,), "tokens")

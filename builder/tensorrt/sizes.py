@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size
+from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
-from kvseek.engine.model.graphs import buckets_for
 from kvseek.engine.tensorrt.plan_files import PlanLimits, Sizes
 
 
 def limits_of(config: EngineConfig) -> PlanLimits:
-    """Calls of an engine: decode steps of up to the largest bucket (engine/model/graphs.py), which come first, and prompts.
+    """Calls of an engine: decode steps of up to the largest bucket (core/batch.py), which come first, and prompts.
 
     Segments read a prompt in chunks, layer by layer. One plan goes through all layers in a call, so it reads prompts whole:
     the attention of a layer wants all of the prompt's keys before the next layer may begin.

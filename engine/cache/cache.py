@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import RequestState
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.streams import InFlight, SideStream, Ticket
-from kvseek.plugins.batch import RequestState
 from kvseek.plugins.contract import Index
 
 from .memory_layout import retrieval_tokens, slot_count

@@ -17,6 +17,25 @@ from kvseek.plugins.registry import method_traits
 
 
 @dataclass(frozen=True)
+class Footprint:
+    """Device memory, in bytes, that loading a runtime has taken.
+
+    Attributes
+    ----------
+    weights : int
+        Weights, or the plans that contain them.
+    outside : int
+        Part of `weights` that PyTorch did not allocate and does not count.
+    plan_work : int
+        Work space of TensorRT's plans, which PyTorch allocated.
+    """
+
+    weights: int
+    outside: int = 0
+    plan_work: int = 0
+
+
+@dataclass(frozen=True)
 class RowLayout:
     """The size of the row pool, and where its rows lie.
 

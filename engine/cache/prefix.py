@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.extents import Span, cut
+from kvseek.plugins.registry import method_traits
 
 from .row_storage import RowStorage
 
@@ -81,3 +82,20 @@ class Prefix(Reuse):
     def _spans(self, start: int, sink: int) -> list[Span]:
         """Cut the places from `start` on of the tokens behind a sink at the borders of extents."""
         return cut(self.extents, start, max(0, self.tokens - sink))
+
+
+def reuses_prefixes(config: EngineConfig) -> bool:
+    """Whether an engine keeps the rows of requests for later ones that begin alike."""
+    return config.runtime == "torch" and config.cache.reuse is not False
+
+
+def why_no_reuse(config: EngineConfig) -> str:
+    """Say why an engine for which `reuses_prefixes` is false keeps nothing, and how one that does is built."""
+    cause = "cache.reuse = False" if config.cache.reuse is False else f"runtime = {config.runtime!r}"
+    remedy = "--cache.reuse true" if config.cache.reuse is False else "--runtime torch"
+    return f"the engine was built with {cause}: leave it out, or build with {remedy}"
+
+
+def shares_extents(config: EngineConfig) -> bool:
+    """Whether requests of an engine may have extents in common."""
+    return reuses_prefixes(config) and method_traits(config).prefix_reuse != "copies"

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import Span
-from kvseek.plugins.contract import LayerRows
+from kvseek.core.index_context import LayerRows
 
 from .host_pool import HostPool
 from .memory_layout import RowLayout

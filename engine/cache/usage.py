@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvseek.plugins.attention.hot_rows import HotRows, hit_rate
+from kvseek.engine.cache.prefixes.cache import PrefixCache, ReuseCounts
+from kvseek.kernels.cuda.attention.hot_rows import HotRows, hit_rate
 
 from .disk_usage import DiskUsage
-from .prefix_cache import PrefixCache, ReuseCounts
 
 
 @dataclass(frozen=True)

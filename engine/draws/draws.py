@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvseek.engine.schedule.sampling import Drawn, Sampler
+from .sampling import Drawn, Sampler
 
 
 class Draws(Protocol):

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kvseek.core.errors import LogitsError, SamplingError
 from kvseek.core.request import SamplingParams
-from kvseek.engine.schedule.sampling import SEEN, Drawn, Sampler, check_finite, log_probabilities
+
+from .sampling import SEEN, Drawn, Sampler, check_finite, log_probabilities
 
 LARGEST_WEIGHT = 1 << 44
 MOST_INVERSE = 1e300  # of the inverse temperature, so that it can be multiplied by 0

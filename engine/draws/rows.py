@@ -1,10 +1,8 @@
-"""Writes what the kernels for drawing tokens read of each request, and reads what they write (engine/draws/draw.h)."""
+"""Writes what the kernels for drawing tokens read of each request, and reads what they write (kernels/draw.h)."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
-from ctypes import c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,41 +11,14 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import SamplingError
-from kvseek.core.request import MAX_LOGPROBS, LogProbs
+from kvseek.core.request import LogProbs
 from kvseek.core.streams import to_device
-from kvseek.engine.schedule.sampling import Drawn, Sampler, not_finite
+from kvseek.kernels.draw_rows import DRAWN, NOT_FINITE, ROW_BYTES, DrawnToken, DrawRow
 
 from .reference import MOST_INVERSE, least_weight, merged_biases
+from .sampling import Drawn, Sampler, not_finite
 
-DRAWN, NOT_FINITE = 0, 1  # status
 Words = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
-
-
-class DrawRow(ctypes.Structure):
-    """DrawRow of draw.h."""
-
-    _fields_ = (
-        ("seed", c_uint64),
-        *((name, c_double) for name in ("inverse_temperature", "top_p")),
-        ("least_weight", c_int64),
-        *((name, c_void_p) for name in ("bias_ids", "biases", "occurrences", "allowed", "banned")),
-        *((name, c_int32) for name in ("row", "number", "greedy", "top_k", "bias_count", "bans", "likeliest")),
-        *((name, c_float) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
-    )
-
-
-class DrawnToken(ctypes.Structure):
-    """DrawnToken of draw.h."""
-
-    _fields_ = (
-        *((name, c_int32) for name in ("token", "status")),
-        *((name, c_float) for name in ("largest", "log_probability")),
-        ("ids", c_int32 * MAX_LOGPROBS),
-        ("log_probabilities", c_float * MAX_LOGPROBS),
-    )
-
-
-ROW_BYTES, DRAWN_WORDS = ctypes.sizeof(DrawRow), ctypes.sizeof(DrawnToken) // 4
 
 
 @dataclass(frozen=True)

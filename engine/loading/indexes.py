@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState, buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
+from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.cache.prefix import reuses_prefixes, shares_extents
+from kvseek.engine.loading.supported import check_device
 from kvseek.engine.retrieval import Retrieval
-from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
-from kvseek.plugins.attention.host import HostAttention
-from kvseek.plugins.attention.hot_rows import HotRows, empty_frames, fitting_steps
-from kvseek.plugins.attention.splits import AttentionScratch
-from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import Attention, Index, IndexContext, LayerRows
+from kvseek.kernels.cpu.attention.attend import HostAttention
+from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
+from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames, fitting_steps
+from kvseek.kernels.cuda.attention.splits import AttentionScratch
+from kvseek.plugins.contract import Attention, Index
 from kvseek.plugins.registry import get_method, method_traits
-
-from .supported import check_device, reuses_prefixes, shares_extents
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def device_retrieval(
     ----------
     hot_rows : bool
         In layers whose rows lie in host memory, keep the rows that each slot's last steps selected on the device
-        (plugins/attention/hot_rows.py).
+        (kernels/cuda/attention/hot_rows.py).
 
     Raises
     ------

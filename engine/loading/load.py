@@ -1,4 +1,4 @@
-"""Loads the decoder of an engine directory: on the CPU, or on a GPU whose memory is divided first (docs/gpu.md)."""
+"""Loads an engine directory, or the part of a rank: on the CPU, or on a GPU whose memory is divided first (docs/gpu.md)."""
 
 from __future__ import annotations
 
@@ -11,47 +11,38 @@ from safetensors.torch import load_file
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cpu_library import LIBRARY_FILE, CpuLibrary
+from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import CapacityError, KvseekError
 from kvseek.core.manifest import CODEBOOKS_FILE
-from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.draws.native import NativeDraws
+from kvseek.engine.draws.compiled import CompiledDraws
+from kvseek.engine.draws.draws import Draws
 from kvseek.engine.draws.reference import TorchDraws
-from kvseek.engine.model import bfloat16, native_attention
-from kvseek.engine.model.attention import causal_attention
-from kvseek.engine.model.host_products import HostProducts
-from kvseek.engine.model.host_steps import HostSteps
-from kvseek.engine.model.linear import Products
-from kvseek.engine.model.native_operations import NativeOperations
-from kvseek.engine.model.operations import TorchOperations
-from kvseek.engine.model.torch_model import TorchModel
-from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
+from kvseek.engine.loading.supported import needs_cpu_library
+from kvseek.engine.model import bfloat16
+from kvseek.engine.model.cpu.model import TorchModel
+from kvseek.engine.model.cpu.products import HostProducts
+from kvseek.engine.model.cpu.steps import HostSteps
+from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.model.reference.operations import TorchOperations
+from kvseek.engine.model.reference.products import Products
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
+from kvseek.kernels.cpu.attention.causal_attention import causal_attention as native_attention
+from kvseek.kernels.cpu.draw.draw import NativeDraw
+from kvseek.kernels.cpu.layer.layer import NativeOperations
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
+from .memory import divide_device_memory
 from .part_weights import read_weights
-from .supported import check_supported, needs_cpu_library
+from .runtime import load_runtime
 
 GIB = 1 << 30
 PINNED_BYTES_PER_SECOND = GIB  # at least, however memory is pinned
 MakeCache = Callable[[EngineConfig, torch.dtype, torch.device, RowStorage], Cache]
-
-
-def load_decoder(directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE) -> Decoder:
-    """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`.
-
-    With several ranks, the processes of the others are started, but for those of other nodes; `Decoder.close` ends them.
-    """
-    check_supported(rank_config(config))
-    nodes.ranks(config.tp_size, 0)
-    if config.tp_size == 1:
-        return load_part(directory, config)
-    from kvseek.engine.parallel.leader import lead
-
-    return lead(directory, config, nodes)
 
 
 def load_part(
@@ -63,8 +54,6 @@ def load_part(
     library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
     if config.device == "cpu":
         return _load_cpu(directory, IndexMaker(config, codebooks, library), ranks, make_cache)
-    from kvseek.core.cuda import CudaKernels
-
     return _load_cuda(directory, IndexMaker(config, codebooks, library, CudaKernels.load(directory)), ranks, make_cache)
 
 
@@ -85,18 +74,13 @@ def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cach
         model = TorchModel(weights, retrieval, TorchOperations(config.model), products, causal_attention)
     else:
         ops = NativeOperations(library, config.model, dtype)
-        attention = partial(native_attention.causal_attention, library=library)
+        attention = partial(native_attention, library=library)
         model = TorchModel(weights, retrieval, ops, products, attention)
-    draws = TorchDraws() if library is None else NativeDraws(library)
+    draws: Draws = TorchDraws() if library is None else CompiledDraws(NativeDraw(library))
     return Decoder(model, retrieval, HostSteps(model, retrieval, draws))
 
 
 def _load_cuda(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:
-    from kvseek.engine.parallel.device_ranks import DeviceRanks
-
-    from .memory import divide_device_memory
-    from .runtime import load_runtime
-
     config, kernels = maker.config, maker.kernels
     assert kernels is not None, "an engine on a GPU has kernels"
     device, dtype = kernels.device, getattr(torch, config.dtype)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.engine.cache.activation_memory import work_bytes
-from kvseek.engine.cache.memory_layout import MemoryLayout, divide_memory
-from kvseek.plugins.attention.device import DeviceAttention
+from kvseek.engine.cache.memory_layout import Footprint, MemoryLayout, divide_memory
+from kvseek.engine.model.activation_memory import work_bytes
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks
+from kvseek.kernels.cuda.attention.attend import DeviceAttention
 from kvseek.plugins.contract import Index
 
 from .indexes import IndexMaker, make_attentions
-
-if TYPE_CHECKING:
-    from kvseek.engine.parallel.device_ranks import DeviceRanks
-
-    from .runtime import Footprint
 
 
 @dataclass(frozen=True)

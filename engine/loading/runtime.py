@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -11,42 +12,25 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.draws.device import DeviceDraws
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.kernel_model import KernelModel
-from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.linear import KernelProducts, Products
+from kvseek.engine.draws.compiled import CompiledDraws
+from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
+from kvseek.engine.model.cuda.products import KernelProducts
+from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.model.prefill import logits_at_once
-from kvseek.engine.model.product_kernels import product_kernels
-from kvseek.engine.model.prompt_attention import SHORTEST_BLOCK, PromptAttention
-from kvseek.engine.parallel.device_ranks import DeviceRanks
-from kvseek.engine.parallel.rank_kernels import RankLayerKernels
+from kvseek.engine.model.reference.products import Products
+from kvseek.engine.parallel.cuda.layer import RankLayerKernels
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankPartProducts
+from kvseek.engine.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.retrieval import Retrieval
+from kvseek.kernels.cuda.draw.draw import DeviceDraw
+from kvseek.kernels.cuda.layer.layer import LayerKernels
+from kvseek.kernels.cuda.layer.products import product_kernels
 
 from .indexes import without_hot_rows
 from .part_weights import read_weights
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Device memory, in bytes, that loading a runtime has taken.
-
-    Attributes
-    ----------
-    weights : int
-        Weights, or the plans that contain them.
-    outside : int
-        Part of `weights` that PyTorch did not allocate and does not count.
-    plan_work : int
-        Work space of TensorRT's plans, which PyTorch allocated.
-    """
-
-    weights: int
-    outside: int = 0
-    plan_work: int = 0
 
 
 class Runtime(Protocol):
@@ -81,10 +65,11 @@ class TorchRuntime:
 
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
         """See Runtime."""
+        make = LayerKernels if self.ranks is None else partial(RankLayerKernels, ranks=self.ranks)
         model = KernelModel(
             self.weights,
             retrieval,
-            layer_kernels(retrieval, kernels, self.ranks),
+            layer_kernels(retrieval, kernels, make),
             prompt_attention(retrieval, kernels),
             device_products(self.config, kernels, self.ranks),
         )
@@ -93,14 +78,7 @@ class TorchRuntime:
             reader = GraphSteps(model.with_retrieval(cold), cold)
             reader.prepare()
             model.reader = reader
-        return Decoder(model, retrieval, GraphSteps(model, retrieval, DeviceDraws(kernels)))
-
-
-def layer_kernels(retrieval: Retrieval, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> LayerKernels:
-    """Make the launcher of the kernels for all that a layer computes besides products, selection and attention."""
-    window, most = retrieval.cache.window, buckets_for(retrieval.config.max_batch_size)[-1]
-    sizes = kernels, retrieval.config.model, window.dtype, window.device, most
-    return LayerKernels(*sizes) if ranks is None else RankLayerKernels(*sizes, ranks)
+        return Decoder(model, retrieval, GraphSteps(model, retrieval, CompiledDraws(DeviceDraw(kernels))))
 
 
 def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> Products:
@@ -113,13 +91,6 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
         chunk = max(config.prefill_chunk_tokens, SHORTEST_BLOCK)
         products = KernelProducts(few, chunk, logits_at_once(config.model))
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
-
-
-def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttention:
-    """Make the attention of prompts that are read in chunks."""
-    config = retrieval.config
-    sizes = config.prefill_chunk_tokens, config.max_input_len
-    return PromptAttention(kernels, config.model, retrieval.cache.window.dtype, *sizes)
 
 
 def load_runtime(

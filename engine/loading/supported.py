@@ -1,16 +1,16 @@
 """What an engine's method and kernels support. A build asks before it writes, and loading asks before it reads weights.
 
-The limits themselves stand beside the kernels: `LIMITS` of plugins/attention/native.py and device.py, `Traits.cpu_limits` and
-`Traits.cuda_macros` of a method, `check_sizes` of engine/model/layer_kernels.py.
+The limits themselves stand beside the kernels: `LIMITS` of kernels/cpu/attention/attend.py and device.py, `Traits.cpu_limits` and
+`Traits.cuda_macros` of a method, `check_sizes` of kernels/cuda/layer/layer.py.
 """
 
 from __future__ import annotations
 
+from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.layer_kernels import check_sizes
-from kvseek.plugins.attention.native import LIMITS
+from kvseek.kernels.cpu.attention.attend import LIMITS
+from kvseek.kernels.cuda.layer.layer import check_sizes
 from kvseek.plugins.registry import METHODS, get_method, method_traits
 
 
@@ -44,23 +44,6 @@ def check_device(config: EngineConfig) -> None:
         f"method = {config.method!r} does not run with device = {device!r}; choose one of "
         f"{', '.join(others) or 'none'}, or build with --device {other}"
     )
-
-
-def reuses_prefixes(config: EngineConfig) -> bool:
-    """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.runtime == "torch" and config.cache.reuse is not False
-
-
-def why_no_reuse(config: EngineConfig) -> str:
-    """Say why an engine for which `reuses_prefixes` is false keeps nothing, and how one that does is built."""
-    cause = "cache.reuse = False" if config.cache.reuse is False else f"runtime = {config.runtime!r}"
-    remedy = "--cache.reuse true" if config.cache.reuse is False else "--runtime torch"
-    return f"the engine was built with {cause}: leave it out, or build with {remedy}"
-
-
-def shares_extents(config: EngineConfig) -> bool:
-    """Whether requests of an engine may have extents in common."""
-    return reuses_prefixes(config) and method_traits(config).prefix_reuse != "copies"
 
 
 def _check_reuse(config: EngineConfig) -> None:

@@ -16,16 +16,10 @@ import torch
 from torch import Tensor
 
 from kvseek.core.config import KEY_BLOCK
+from kvseek.engine.model.library_attention import OCCUPYING_QUERIES, cudnn_attention, flash_attention
+from kvseek.engine.model.reference.attention import BlockAttention, CausalAttention
+from kvseek.engine.prompt_windows import LSE_NUMBERS, power_of_two
 
-from .attention import CausalAttention
-from .prompt_attention import (
-    LSE_NUMBERS,
-    OCCUPYING_QUERIES,
-    PromptAttention,
-    cudnn_attention,
-    flash_attention,
-    power_of_two,
-)
 from .repeated_tokens import MOST_PLACES, RepeatedTokens
 
 if TYPE_CHECKING:
@@ -60,8 +54,8 @@ class BlockSparseAttention:
 
     def __init__(self, config: EngineConfig, dense: CausalAttention, mass: BlockMass) -> None:
         self._dense, self._mass = dense, mass
-        self._together: PromptAttention | None = None  # who reads what was chosen for all query blocks at once
-        if isinstance(dense, PromptAttention) and dense.dtype is not torch.float32:
+        self._together: BlockAttention | None = None  # who reads what was chosen for all query blocks at once
+        if isinstance(dense, BlockAttention) and dense.dtype is not torch.float32:
             self._together = dense
         self._count = config.block_sparse.budget // KEY_BLOCK
         self._repeated = repeated_blocks(self._count)
@@ -110,7 +104,7 @@ class BlockSparseAttention:
 
     def _read_together(
         self,
-        attention: PromptAttention,
+        attention: BlockAttention,
         queries: Tensor,
         chosen: Tensor,
         keys: Tensor,
@@ -229,7 +223,7 @@ def mass_of(config: EngineConfig, dense: CausalAttention) -> BlockMass:
     """Return the computation of a BlockMass that suits an engine whose prompts `dense` reads."""
     if config.device != "cuda" or config.dtype == "float32":
         return block_mass
-    by_cudnn = isinstance(dense, PromptAttention) and dense.refusal is None
+    by_cudnn = isinstance(dense, BlockAttention) and dense.refusal is None
     return partial(block_mass_by_attention, attend=attend_by_cudnn if by_cudnn else attend_by_flash)
 
 

@@ -20,7 +20,7 @@ BLOCK_TOKENS = 32  # least tokens of a block: fewer would hardly take less time,
 
 
 class BlockReader(Protocol):
-    """Runs decode steps of several tokens of one slot: a model on the CPU, engine/model/graph_steps.py on a GPU."""
+    """Runs decode steps of several tokens of one slot: a model on the CPU, engine/model/cuda/steps.py on a GPU."""
 
     @property
     def most_tokens(self) -> int:

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import Products
-from .weight_only import HEAD
+from kvseek.core.weight_only import HEAD
+from kvseek.engine.model.reference.products import Products
 
 if TYPE_CHECKING:
+    from kvseek.core.batch import Batch
     from kvseek.core.config import ModelConfig
-    from kvseek.plugins.batch import Batch
-
-    from .operations import LayerOperations
-    from .rope import Rotation
+    from kvseek.core.rope import Rotation
+    from kvseek.engine.model.reference.operations import LayerOperations
 
 ROW_PARALLEL = ("o", "down")  # products that several ranks divide by inputs (core/ranks.py)
 Mark = Callable[[str], None]

@@ -16,9 +16,9 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import Ticket, wait_for_stream
-from kvseek.engine.cache.activation_memory import prefill_bytes
-from kvseek.engine.model.attention import CausalAttention
+from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
+from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.repeated_tokens import RepeatedTokens
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
@@ -271,7 +271,7 @@ class LayerwisePrefill(Prefill):
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens  # a pack is one chunk
         if len(self.slots) == 1:
-            # Chunks end where those of the whole prompt end: on a GPU with a window (prompt_attention.py).
+            # Chunks end where those of the whole prompt end: on a GPU with a window (engine/prompt_windows.py).
             chunk = self._model.config.prefill_chunk_tokens
             stop = min(start + size, (start // chunk + 1) * chunk, stop)
         attend = partial(self._attend, start)

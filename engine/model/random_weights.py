@@ -17,8 +17,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.ranks import vocabulary_rows
-
-from .weight_only import HEAD, stored_weight
+from kvseek.core.weight_only import HEAD, stored_weight
 
 RANDOM_FILE = "random_weights.json"
 

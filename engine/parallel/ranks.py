@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.linear import Embedding, Linear, Product, Products
+from kvseek.engine.model.reference.products import Embedding, Linear, Product, Products
 
 from .nodes import LOOPBACK, interface_to
 from .reports import Reporter
@@ -28,7 +28,7 @@ EMBEDDED_TOKENS = 8192  # of a prompt whose embeddings are summed at once
 class Ranks:
     """The ranks of an engine, in one of their processes, joined with gloo. A process has at most one engine of several ranks.
 
-    Those of an engine on GPUs are DeviceRanks of device_ranks.py.
+    Those of an engine on GPUs are DeviceRanks of cuda/ranks.py.
 
     Attributes
     ----------

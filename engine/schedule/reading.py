@@ -20,12 +20,12 @@ from torch import Tensor
 
 from kvseek.core.errors import LogitsError
 from kvseek.core.extents import extents_for
-from kvseek.engine.cache.prefix_cache import PrefixCache
+from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.sampling import check_finite
 from kvseek.engine.model.prefill import Prefill
 
 from .pacing import Pacing
-from .sampling import check_finite
 from .sequence import Sequence
 
 IDLE_SECONDS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvseek.engine.cache.prefix_cache import PrefixCache
+from kvseek.engine.cache.prefixes.cache import PrefixCache
 
 from .queue import RequestQueue
 from .sequence import Sequence

@@ -8,10 +8,10 @@ from functools import cached_property
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefix import Prefix
-from kvseek.engine.cache.prefix_tree import pack_tokens
+from kvseek.engine.cache.prefixes.tree import pack_tokens
+from kvseek.engine.draws.sampling import Sampler
 
 from .prompt_scores import PromptScores
-from .sampling import Sampler
 
 
 @dataclass(eq=False)

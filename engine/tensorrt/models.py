@@ -14,14 +14,15 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch, buckets_for
 from kvseek.core.errors import KernelError
 from kvseek.core.streams import to_device
-from kvseek.engine.model.attention import CausalAttention, causal_attention_device
-from kvseek.engine.model.graphs import StepResult, buckets_for
-from kvseek.engine.model.layer_kernels import LayerKernels
+from kvseek.engine.model.cuda.graphs import StepResult
+from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.retrieval import Retrieval
-from kvseek.plugins.batch import Batch
+from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.tensorrt.serving import Attend
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.fields import from_dict
 from kvseek.core.tensorrt_api import PACKAGES, Logging
-from kvseek.engine.model.graphs import buckets_for
 
 PLANS_FILE = "rank0.plans.json"
 REBUILD = "build the engine again"

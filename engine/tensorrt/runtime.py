@@ -7,15 +7,19 @@ from pathlib import Path
 
 import torch
 
+from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.tensorrt_api import load_session_api
+from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.draws.device import DeviceDraws
-from kvseek.engine.loading.runtime import Footprint, layer_kernels, prompt_attention
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.graphs import buckets_for
+from kvseek.engine.draws.compiled import CompiledDraws
+from kvseek.engine.model.cuda.model import layer_kernels, prompt_attention
+from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.retrieval import Retrieval
+from kvseek.kernels.cuda.draw.draw import DeviceDraw
+from kvseek.plugins.tensorrt.plugin import register
+from kvseek.plugins.tensorrt.serving import serving
 
 from .models import SegmentsModel, WholeModel
 from .plan_files import check_version, read_plan_index
@@ -37,12 +41,10 @@ class TensorRtRuntime:
 
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
         """See Runtime."""
-        plans, ops, draws = self.session.plans, layer_kernels(retrieval, kernels), DeviceDraws(kernels)
+        plans, ops, draws = self.session.plans, layer_kernels(retrieval, kernels), CompiledDraws(DeviceDraw(kernels))
         if self.config.tensorrt.form == "segments":
             segments = SegmentsModel(plans, retrieval, ops, prompt_attention(retrieval, kernels))
             return Decoder(segments, retrieval, GraphSteps(segments, retrieval, draws))
-        from kvseek.plugins.tensorrt.serving import serving
-
         whole = WholeModel(plans[0], serving, retrieval, ops)
         return Decoder(whole, retrieval, GraphSteps(whole, retrieval, draws))
 
@@ -53,8 +55,6 @@ def load_plans(directory: Path, config: EngineConfig, device: torch.device) -> T
     index = read_plan_index(directory, config)
     check_version(index, api)
     if index.form == "engine":
-        from kvseek.plugins.tensorrt.plugin import register
-
         register(api)  # a plan with plugin layers loads only after their classes have been registered
     files = [directory / entry.file for entry in index.segments]
     contexts = (OUTSIDE_OF_GRAPHS, *buckets_for(config.max_batch_size))

@@ -55,7 +55,7 @@ class Config:
         score = q·centroid + spread_weight ‖q‖ σ / √D, where σ is the root mean square distance of the keys from their mean.
         0 ranks by the centroid alone, as the paper does.
     rerank_bits : int
-        Bits of the key codes (plugins/codes) by which rows of the best clusters are ranked one by one: 2. 0 keeps no codes and
+        Bits of the key codes by which rows of the best clusters are ranked one by one: 2. 0 keeps no codes and
         takes clusters whole, as the paper does.
     candidates : int
         Rows of the best clusters that codes rank, for each row that is retrieved. Of no effect with rerank_bits 0.

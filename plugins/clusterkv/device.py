@@ -2,7 +2,7 @@
 
 With rerank_bits `choose` lists the rows of more clusters, and a third kernel ranks these rows by their codes (rerank.py).
 
-The paper's cache of recently selected clusters (section IV-D) is the engine's (plugins/attention/hot_rows.py).
+The paper's cache of recently selected clusters (section IV-D) is the engine's (kernels/cuda/attention/hot_rows.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
 from kvseek.core.streams import SideStream
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.device import MIN_DIM, CudaCodeStore
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit
+from kvseek.kernels.arguments import pointers, require_fit
+from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
+from kvseek.plugins.contract import Built, Effort, Index
 
 from .config import Config
 from .kmeans import ClusterArrays, DeviceKMeans

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
-from kvseek.plugins.contract import IndexContext
+from kvseek.core.index_context import IndexContext
 
 from .config import Config
 from .seeding import initial_keys

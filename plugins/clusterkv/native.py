@@ -8,13 +8,13 @@ from ctypes import c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.cpu_library import pointer
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import STEPS
-from kvseek.plugins.codes.native import LIMITS, NativeCodeStore
-from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.native_selection import NativeSelection, require_native
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.cpu.codes.store import LIMITS, NativeCodeStore
+from kvseek.kernels.cpu.selection import NativeSelection, require_native
+from kvseek.kernels.reference.codes.key_codes import STEPS
 
 from .reference import ReferenceIndex
 

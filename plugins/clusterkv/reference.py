@@ -14,14 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, require
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import estimate_at, round_lanes
-from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.codes.store import CodeStore
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, softmax_mean
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
+from kvseek.kernels.reference.codes.rotation import rotate
+from kvseek.kernels.reference.codes.store import CodeStore
+from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.group import best_positions, softmax_mean
 
 from .clustering import cluster_keys
 from .config import Config

@@ -9,12 +9,12 @@ from ctypes import c_float, c_int32, c_void_p
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch, most_requests
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cuda import CudaKernels
-from kvseek.plugins.batch import Batch, most_requests
-from kvseek.plugins.codes.device import CudaCodeStore
-from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.shared.arguments import pointers, require_numbered_rows, require_room
+from kvseek.core.index_context import IndexContext
+from kvseek.kernels.arguments import pointers, require_numbered_rows, require_room
+from kvseek.kernels.cuda.codes.store import CudaCodeStore
 
 from .config import Config
 

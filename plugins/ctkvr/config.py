@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvseek.core.config import require
-from kvseek.plugins.codes.key_codes import BITS
+from kvseek.kernels.reference.codes.key_codes import BITS
 
 MOST_CENTROIDS = 2048  # prompt queries that an index is given to build (LAST_QUERIES of plugins/contract.py)
 DEFAULT_RECENT = 8192  # our choice: so long a generation is ranked key by key, as lists would lose some of its tokens
 EXECUTIONS = ("cpu", "codes")
-ROTATION_SEED = 0  # of the codes: any number will do (plugins/codes/rotation.py)
+ROTATION_SEED = 0  # of the codes: any number will do (kernels/reference/codes/rotation.py)
 
 # What the paper sets: section 4.1; of its two numbers of rows the one that its appendix C.2 calls the default (rho = 2560). It
 # gives no sizes of the window.

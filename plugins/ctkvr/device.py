@@ -8,15 +8,16 @@ import math
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
-from kvseek.plugins.attention.device import LayerAttention
-from kvseek.plugins.attention.splits import address
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.device import MAX_DIM, MIN_DIM, CudaCodeStore
-from kvseek.plugins.contract import Attention, Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.arguments import pointers, require_fit, require_numbered_rows
+from kvseek.kernels.cuda.attention.attend import LayerAttention
+from kvseek.kernels.cuda.attention.splits import address
+from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM, CudaCodeStore
+from kvseek.plugins.contract import Attention, Built, Effort, Index
 
 from .config import Config
 from .device_build import DeviceBuilder
@@ -29,7 +30,7 @@ PROBE_CENTROIDS = 64  # centroids of a block (probe.cu)
 # Shared memory of the recall kernel for an extent: its number, and a bit for each of its places.
 EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
 STATIC_BYTES = 9 << 10  # static shared memory of the recall kernel, rounded up
-QUERY_BYTES = 12  # of a rounded query beside its integers (codes/cuda/queries.cuh)
+QUERY_BYTES = 12  # of a rounded query beside its integers (kernels/cuda/codes/queries.cuh)
 
 
 class CudaIndex(Index):

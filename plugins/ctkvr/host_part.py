@@ -14,13 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.errors import KernelError
-from kvseek.plugins.attention.device import LayerAttention
-from kvseek.plugins.attention.splits import address
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import LayerRows
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers
+from kvseek.core.index_context import LayerRows
+from kvseek.core.selection import Selection
+from kvseek.kernels.arguments import pointers
+from kvseek.kernels.cuda.attention.attend import LayerAttention
+from kvseek.kernels.cuda.attention.splits import address
 
 from .host_cores import usable_cores
 from .native import (

@@ -6,8 +6,9 @@ from functools import partial
 
 from torch import Tensor
 
-from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
-from kvseek.plugins.contract import Index, IndexContext, Traits
+from kvseek.core.index_context import IndexContext
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
+from kvseek.plugins.contract import Index, Traits
 
 from .config import ROTATION_SEED, Config
 from .device import CudaIndex, cuda_macros

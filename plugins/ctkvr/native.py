@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import STEPS
-from kvseek.plugins.codes.native import NativeCodeStore
-from kvseek.plugins.codes.store import CodeStore
-from kvseek.plugins.contract import IndexContext, LayerRows, ShapeLimits
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit
+from kvseek.core.index_context import IndexContext, LayerRows, ShapeLimits
+from kvseek.core.selection import Selection
+from kvseek.kernels.arguments import pointers, require_fit
+from kvseek.kernels.cpu.codes.store import NativeCodeStore
+from kvseek.kernels.reference.codes.key_codes import STEPS
+from kvseek.kernels.reference.codes.store import CodeStore
 
 from .native_build import host_lists, write_lists
 from .reference import ReferenceIndex

@@ -2,7 +2,7 @@
 
 The last queries of the prompt are centroids; each keeps a list of the places that it attends to most. A query recalls the
 lists of the centroids nearest to it, scores the recalled keys exactly, and keeps the best (CTkvr paper, section 3). With
-`execution = "codes"` the scores are estimates from nested key codes (plugins/codes) instead.
+`execution = "codes"` the scores are estimates from nested key codes (kernels/reference/codes) instead.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import estimate_at, round_lanes
-from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.codes.store import CodeStore
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import select_each
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
+from kvseek.kernels.reference.codes.rotation import rotate
+from kvseek.kernels.reference.codes.store import CodeStore
+from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.group import select_each
 
 from .build import attention_values, build_lists, largest, log_weights
 from .centroids import cosines, make_centroids, prompt_means

@@ -8,9 +8,9 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvseek.plugins.batch import most_requests
-from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.shared.arguments import require_room
+from kvseek.core.batch import most_requests
+from kvseek.core.index_context import IndexContext
+from kvseek.kernels.arguments import require_room
 
 TILE = 16  # keys that a warp scores at once (products.cuh)
 LARGEST_KEYS = (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.plugins.contract import Built, Effort, Index, Traits
+from kvseek.plugins.group import best_positions, select_each, softmax_mean
 
 from .config import Config
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
+from kvseek.core.batch import Batch
+from kvseek.core.index_context import IndexContext
+from kvseek.plugins.contract import Built, Effort, Index, Traits
 
 from .config import Config
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvseek.plugins.codes.native import LIMITS
-from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
-from kvseek.plugins.contract import Index, IndexContext, Traits
+from kvseek.core.index_context import IndexContext
+from kvseek.kernels.cpu.codes.store import LIMITS
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
+from kvseek.plugins.contract import Index, Traits
 
 from .config import Config
 from .device import CudaIndex, cuda_macros

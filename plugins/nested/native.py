@@ -7,12 +7,12 @@ from ctypes import c_double, c_int64, c_void_p
 
 from torch import Tensor
 
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import BITS, STEPS
-from kvseek.plugins.codes.native import NativeCodeStore
-from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.native_selection import NativeSelection
+from kvseek.core.batch import Batch
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.cpu.codes.store import NativeCodeStore
+from kvseek.kernels.cpu.selection import NativeSelection
+from kvseek.kernels.reference.codes.key_codes import BITS, STEPS
 
 from .reference import ReferenceIndex
 

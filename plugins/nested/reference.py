@@ -1,6 +1,6 @@
 """The nested method in PyTorch, on any device: the definition of correct for the native and GPU kernels.
 
-The 2 highest bits of all codes find candidates, and all 4 bits choose among them (plugins/codes/key_codes.py).
+The 2 highest bits of all codes find candidates, and all 4 bits choose among them (kernels/reference/codes/key_codes.py).
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import QueryLanes, estimate_all, estimate_at, mean_products, round_lanes
-from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.codes.store import CodeStore
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
+from kvseek.core.batch import Batch
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.reference.codes.key_codes import QueryLanes, estimate_all, estimate_at, mean_products, round_lanes
+from kvseek.kernels.reference.codes.rotation import rotate
+from kvseek.kernels.reference.codes.store import CodeStore
+from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.group import best_positions, select_each, softmax_mean
 
 from .config import Config
 

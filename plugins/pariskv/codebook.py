@@ -1,7 +1,7 @@
 """ParisKV codebooks: Lloyd–Max magnitude levels, nibble packing (paper, section 4).
 
-After the rotation (plugins/codes/rotation.py) a block of m coordinates points in a nearly uniform direction u of the unit
-sphere, so each u_j² is Beta(1/2, (m-1)/2) (proposition 4.1) whatever the model: the levels below need no data.
+After the rotation (kernels/reference/codes/rotation.py) a block of m coordinates points in a nearly uniform direction u of the
+unit sphere, so each u_j² is Beta(1/2, (m-1)/2) (proposition 4.1) whatever the model: the levels below need no data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import beta, betainc, betaincinv
 from torch import Tensor
 
-from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 
 from .config import Config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
-from kvseek.plugins.codes.rotation import padded_dim
+from kvseek.kernels.reference.codes.rotation import padded_dim
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .codebook import BLOCK

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvseek.plugins.contract import Index, IndexContext, Traits
+from kvseek.core.index_context import IndexContext
+from kvseek.plugins.contract import Index, Traits
 
 from . import codebook
 from .config import Config

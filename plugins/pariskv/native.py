@@ -9,12 +9,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.cpu_library import CpuLibrary, pointer
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import IndexContext, ShapeLimits
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import require_fit
-from kvseek.plugins.shared.native_selection import NativeSelection, require_native
+from kvseek.core.index_context import IndexContext, ShapeLimits
+from kvseek.core.selection import Selection
+from kvseek.kernels.arguments import require_fit
+from kvseek.kernels.cpu.selection import NativeSelection, require_native
 
 from .reference import ReferenceIndex
 

@@ -11,12 +11,13 @@ import math
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import best_positions, select_each, softmax_mean
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.reference.codes.rotation import rotate
+from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.group import best_positions, select_each, softmax_mean
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, split_blocks
 from .config import Config

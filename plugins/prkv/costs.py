@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
-from kvseek.plugins.codes.key_codes import FIELDS
-from kvseek.plugins.codes.rotation import padded_dim
-from kvseek.plugins.codes.store import mean_bytes
+from kvseek.kernels.reference.codes.key_codes import FIELDS
+from kvseek.kernels.reference.codes.rotation import padded_dim
+from kvseek.kernels.reference.codes.store import mean_bytes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch, most_requests
 from kvseek.core.config import EXTENT_TOKENS, require
-from kvseek.plugins.batch import Batch, most_requests
-from kvseek.plugins.codes.device import MIN_DIM, CudaCodeStore
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.arguments import pointers, require_fit, require_numbered_rows, require_room
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.arguments import pointers, require_fit, require_numbered_rows, require_room
+from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
+from kvseek.plugins.contract import Built, Effort, Index
 
 from .config import Config
 from .observe import observe, require_rows

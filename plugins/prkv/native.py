@@ -9,14 +9,14 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.codes.key_codes import STEPS
-from kvseek.plugins.codes.native import NativeCodeStore
-from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.native_selection import NativeSelection
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.kernels.cpu.codes.store import NativeCodeStore
+from kvseek.kernels.cpu.selection import NativeSelection
+from kvseek.kernels.reference.codes.key_codes import STEPS
 
 from .reference import ReferenceIndex
 from .summaries import CODE_BITS, Codes

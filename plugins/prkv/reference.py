@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
-from kvseek.plugins.selection import Selection
-from kvseek.plugins.shared.group import softmax_mean
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.group import softmax_mean
 
 from .config import Config
 from .static import candidates, choose, observation_scores

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.plugins.codes.key_codes import estimate_all, round_lanes
-from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.codes.store import CodeStore
-from kvseek.plugins.contract import IndexContext
+from kvseek.core.index_context import IndexContext
+from kvseek.kernels.reference.codes.key_codes import estimate_all, round_lanes
+from kvseek.kernels.reference.codes.rotation import rotate
+from kvseek.kernels.reference.codes.store import CodeStore
 
 from .config import Config
 from .static import static_first
@@ -161,7 +161,7 @@ class Boxes(Summaries):
 
 
 class Codes(Summaries):
-    """Nested key codes of 2 bits of every row (plugins/codes): a page scores what its rows weigh together in the softmax.
+    """Nested key codes of 2 bits of every row: a page scores what its rows weigh together in the softmax.
 
     Page p is tokens p * page and on, whichever of them are static: static tokens weigh nothing there.
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvseek.core.index_context import IndexContext
 from kvseek.core.streams import SideStream, Ticket
-from kvseek.plugins.contract import IndexContext
 
 from .reference import ReferenceIndex
 from .static import choose

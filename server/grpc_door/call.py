@@ -19,7 +19,7 @@ from kvseek.core.errors import ErrorCode, QueueFullError, RequestError
 from kvseek.server.http_door.generate_json import ModelSchema
 from kvseek.server.requests.served_request import MAX_ID_CHARACTERS
 from kvseek.server.requests.unread import PIECE_BYTES, UnreadAnswer, UnreadError
-from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
+from kvseek.server.scratch import SHARED_MEMORY_PREFIX
 
 from .checks import ITEM_BYTES, WIRE_TYPES, admit
 

@@ -8,11 +8,12 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from kvseek.core.private_files import LEAST_KEY_CHARACTERS, PrivateFileError, read_key_file
 from kvseek.server.errors import ServerError
-from kvseek.server.settings import SHARE_BY_KEY, ServeSettings
 
+SHARE_BY_KEY, SHARE_ALL = "key", "all"  # values of --share_prefixes
 MAX_KEYS = 10_000  # every request is compared with all of them
 SCHEME = "bearer "
 REFUSAL = "Authorization: has none of the server's API keys; send Authorization: Bearer KEY"
@@ -76,7 +77,17 @@ class Keys:
         return bool(self._digests)
 
 
-def keys_of(settings: ServeSettings) -> Keys:
+class KeySettings(Protocol):
+    """The fields of ServeSettings that say which keys there are."""
+
+    @property
+    def api_key_file(self) -> str | None: ...
+
+    @property
+    def share_prefixes(self) -> str: ...
+
+
+def keys_of(settings: KeySettings) -> Keys:
     """Return the keys of a server's settings; raises ServerError if their file cannot be used."""
     keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
     return Keys(keys, apart=settings.share_prefixes == SHARE_BY_KEY)

@@ -12,8 +12,7 @@ from kvseek.core.command_line import Parser
 from kvseek.core.errors import KvseekError
 from kvseek.server.processes import UMASK, die_without_core
 from kvseek.server.scratch import scratch_folder
-
-from .find import find_server
+from kvseek.server.triton.find import find_server
 
 DESCRIPTION = (
     "Run tritonserver; all arguments are its own, such as --model-repository DIR (kvseek repository writes such folders). "

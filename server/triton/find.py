@@ -20,7 +20,6 @@ from .stub import WHEEL, copy_stub
 
 SYSTEM_SERVER = Path("/opt/tritonserver/bin/tritonserver")  # where the NGC containers have it
 LIBRARIES = "nvidia_pytriton.libs"  # the wheel's folder of shared libraries
-SHARED_MEMORY_PREFIX = "triton_python_backend_shm_region_"  # Triton keeps clients away from memory with such names
 STUB = "triton_python_backend_stub"
 BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -26,7 +26,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import RopeScaling
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CheckError, ConfigError, KernelError
-from kvseek.engine.model.rope import frequencies
+from kvseek.core.rope import frequencies
 
 FORMATS = [
     ("--dtype", "float32"),

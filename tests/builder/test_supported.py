@@ -10,17 +10,18 @@ import pytest
 from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.builder import build
+from kvseek.builder.compile.roots import package_roots
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
+from kvseek.core.index_context import ShapeLimits
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
-from kvseek.plugins.attention import native as attention
-from kvseek.plugins.codes import native as codes
-from kvseek.plugins.contract import ShapeLimits
+from kvseek.engine.leading.leader import load_decoder
+from kvseek.kernels.cpu.attention import attend as attention
+from kvseek.kernels.cpu.codes import store as codes
 from kvseek.plugins.ctkvr import native as ctkvr
 from kvseek.plugins.pariskv import native as pariskv
 
-PLUGINS = Path(attention.__file__).parent.parent
+(ROOT,) = package_roots()
 CUDA = ("--device", "cuda", "--cuda_archs", "90")
 NO_OTHER = "with kernels = 'native'; build with --kernels reference"
 OTHER = (
@@ -89,15 +90,15 @@ def test_loading_refuses_it_too(random_model: RandomModel, build_engine: BuildEn
 @pytest.mark.parametrize(
     ("limits", "file", "names"),
     [
-        (attention.LIMITS, "attention/tile.h", ("MAX_DIM", "MAX_GROUP", None)),
-        (pariskv.LIMITS, "codes/cpu/rotation.h", ("MAX_PADDED_DIM", None, None)),
-        (codes.LIMITS, "codes/cpu/rotation.h", ("MAX_PADDED_DIM", None, None)),
-        (codes.LIMITS, "codes/cpu/estimate.h", (None, "MAX_QUERIES", None)),
-        (ctkvr.LIMITS, "ctkvr/cpu/host_step.h", ("MAX_HOST_DIM", "MAX_HOST_GROUP", "HOST_DIM_STEP")),
+        (attention.LIMITS, "kernels/cpu/attention/tile.h", ("MAX_DIM", "MAX_GROUP", None)),
+        (pariskv.LIMITS, "kernels/cpu/codes/rotation.h", ("MAX_PADDED_DIM", None, None)),
+        (codes.LIMITS, "kernels/cpu/codes/rotation.h", ("MAX_PADDED_DIM", None, None)),
+        (codes.LIMITS, "kernels/cpu/codes/estimate.h", (None, "MAX_QUERIES", None)),
+        (ctkvr.LIMITS, "plugins/ctkvr/cpu/host_step.h", ("MAX_HOST_DIM", "MAX_HOST_GROUP", "HOST_DIM_STEP")),
     ],
 )
 def test_limits_are_those_of_the_kernels_sources(limits: ShapeLimits, file: str, names: tuple[str | None, ...]) -> None:
-    source = (PLUGINS / file).read_text()
+    source = (ROOT / file).read_text()
     for name, value in zip(names, dataclasses.astuple(limits), strict=True):
         assert name is None or re.search(rf"constexpr int(32_t)? {name} = {value};", source)
 

@@ -18,7 +18,7 @@ from tests.support.deployment import read, serve_arguments, size
 from kvseek.builder.options import FitOptions, parse
 from kvseek.builder.planning.report import fit_document
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, LEAST_KEY_CHARACTERS, Nodes
-from kvseek.server import launch
+from kvseek.server import launch, serve
 from kvseek.server.ports import Ports
 from kvseek.server.settings import SERVE_FLAGS, ServeSettings, settings_of
 
@@ -103,7 +103,7 @@ def test_all_hosts_run_ranks_of_one_engine(
         settings = settings_of(arguments, SERVE_FLAGS)
         assert arguments.node_rank == rank
         if rank:
-            launch._check_node(arguments)
+            serve._check_node(arguments)
         nodes.append(settings.nodes)
         assert settings.nodes.ranks(plan["tp_size"], rank)
         threads.append(settings.threads)

@@ -30,7 +30,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.plugins.registry import METHODS
 
 DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))

@@ -21,7 +21,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.continuation import BLOCK_TOKENS
 from kvseek.plugins.registry import get_method

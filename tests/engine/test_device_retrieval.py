@@ -14,7 +14,7 @@ from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval
 from kvseek.engine.retrieval import Retrieval
-from kvseek.plugins.attention.device import LayerAttention
+from kvseek.kernels.cuda.attention.attend import LayerAttention
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 DTYPE = torch.bfloat16

@@ -18,7 +18,7 @@ from tests.support.prefill import run_to_end
 from kvseek.core.config_file import read_config
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.plugins.registry import METHODS
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "64", "--cache.update", "64", "--cache.full_threshold", "32")

@@ -19,9 +19,9 @@ from tests.support.random_models import save_random_model
 from kvseek.core.config_file import read_config
 from kvseek.core.request import FinishReason, Request, SamplingParams
 from kvseek.core.statistics import RequestStatistics
-from kvseek.engine.cache.prefix_tree import TOKEN_BYTES, Node
+from kvseek.engine.cache.prefixes.tree import TOKEN_BYTES, Node
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.plugins.registry import METHODS, method_traits
 
 SINK, LOCAL, UPDATE = 4, 16, 8

@@ -35,7 +35,7 @@ from tests.support.waiting import wait_for
 
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import Session
-from kvseek.engine.cache.prefix_tree import common_tokens, pack_tokens
+from kvseek.engine.cache.prefixes.tree import common_tokens, pack_tokens
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.prefixes import DiskSettings
 

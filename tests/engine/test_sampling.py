@@ -34,11 +34,12 @@ from transformers import (
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import LogitsError, RequestError
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.draws import rows
+from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.draws import Draws
-from kvseek.engine.draws.native import NativeDraws
 from kvseek.engine.draws.reference import candidates, penalise, random_bits
-from kvseek.engine.schedule.sampling import SEEN, Sampler, overflow_remedy
+from kvseek.engine.draws.sampling import SEEN, Sampler, overflow_remedy
+from kvseek.kernels import draw_rows
+from kvseek.kernels.cpu.draw.draw import NativeDraw
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -393,11 +394,11 @@ def test_numbers_that_overflow_are_not_mended_by_the_dtype_that_there_is(dtype):
 def test_every_instruction_level_draws_the_same(library, level):
     params = every_kind_of_params(8)
     logits = torch.stack([random_logits(n) for n in range(2 * len(params))]).reshape(2, len(params), VOCABULARY)
-    found = draw_together(NativeDraws(library), logits, params)
+    found = draw_together(CompiledDraws(NativeDraw(library)), logits, params)
     for one, other in zip(found, draw_together(make_draws("reference"), logits, params), strict=True):
         check_equal(one, other)
 
 
-@pytest.mark.parametrize("mirror", [rows.DrawRow, rows.DrawnToken])
+@pytest.mark.parametrize("mirror", [draw_rows.DrawRow, draw_rows.DrawnToken])
 def test_python_mirrors_the_structs_of_both_kernels(mirror):
-    assert list(mirror._fields_) == fields_of(mirror.__name__, [Path(rows.__file__).parent / "draw.h"])
+    assert list(mirror._fields_) == fields_of(mirror.__name__, [Path(draw_rows.__file__).parent / "draw.h"])

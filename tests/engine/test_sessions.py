@@ -9,8 +9,8 @@ from tests.support.prefill import run_to_end
 from kvseek.core.errors import RequestError
 from kvseek.core.request import FinishReason, Request
 from kvseek.core.session import EndedSession, Session, read_session
-from kvseek.engine.cache import sessions as sessions_module
-from kvseek.engine.cache.sessions import Sessions
+from kvseek.engine.cache.prefixes import sessions as sessions_module
+from kvseek.engine.cache.prefixes.sessions import Sessions
 from kvseek.engine.engine import Engine
 
 __all__ = ["load", "model"]  # fixtures

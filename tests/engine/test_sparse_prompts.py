@@ -17,10 +17,10 @@ from torch import Tensor
 from kvseek.core.config import BlockSparseConfig, EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.cache.activation_memory import prefill_bytes
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import digest
+from kvseek.engine.model.activation_memory import prefill_bytes
 
 LIMITS = ("--max_batch_size", "3", "--max_seq_len", "3200", "--prefill_chunk_tokens", "600")
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")

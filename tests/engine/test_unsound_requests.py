@@ -23,9 +23,9 @@ from tests.support.waiting import wait_for
 
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import Session
-from kvseek.engine.cache import prefix_store
-from kvseek.engine.cache.prefix_file import write_file
-from kvseek.engine.cache.prefix_store import PrefixStore, Write
+from kvseek.engine.cache.prefixes import store as prefix_store
+from kvseek.engine.cache.prefixes.file import write_file
+from kvseek.engine.cache.prefixes.store import PrefixStore, Write
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.prefixes import DiskSettings
 

@@ -10,18 +10,18 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, SELECTING, method_flags
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.errors import ConfigError, LogitsError
 from kvseek.core.extents import ExtentTable
+from kvseek.core.index_context import IndexContext
 from kvseek.core.request import Request, SamplingParams
+from kvseek.core.selection import Selection
+from kvseek.engine.draws.sampling import NO_TOKEN
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.sampling import NO_TOKEN
 from kvseek.evaluation import drift
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure, recall_of
 from kvseek.evaluation.selection_tap import SelectionTap, TappedSelection, single_rows
-from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import IndexContext
 from kvseek.plugins.registry import get_method
-from kvseek.plugins.selection import Selection
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "1", "--max_seq_len", "1024", "--max_input_len", "200")

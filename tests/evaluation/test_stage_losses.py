@@ -22,9 +22,9 @@ from kvseek.evaluation.losses import Losses, measure_layer, total
 from kvseek.evaluation.needle_tasks.tasks import Dialogue
 from kvseek.evaluation.questions import capture_questions
 from kvseek.evaluation.replay import Replay
+from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.measurement.offers import stages_of
 from kvseek.measurement.variants import Variant, parse_variants
-from kvseek.plugins.codes.store import CodeStore
 from kvseek.plugins.ctkvr.build import largest
 from kvseek.plugins.measurements.stages import Stage, Stages, by_place
 from kvseek.plugins.prkv.summaries import Summaries

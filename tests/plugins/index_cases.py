@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.contract import Index, IndexContext, Traits
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.plugins.contract import Index, Traits
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex
-from kvseek.plugins.selection import Selection
 
 KV_HEADS = 2
 

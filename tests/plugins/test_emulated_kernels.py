@@ -19,8 +19,8 @@ from tests.support.emulated_kernels import EmulatedKernels, emulated_kernels
 from torch import Tensor
 
 from kvseek.builder.compile.cuda import Specialisation
+from kvseek.core.index_context import LayerRows
 from kvseek.plugins.clusterkv.config import Config as ClusterConfig
-from kvseek.plugins.contract import LayerRows
 from kvseek.plugins.ctkvr.build import build_lists
 from kvseek.plugins.ctkvr.config import Config as CTkvrConfig
 from kvseek.plugins.nested.config import Config as NestedConfig

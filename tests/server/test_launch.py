@@ -18,11 +18,10 @@ from tests.conftest import BuildEngine, RandomModel
 from kvseek.cli import main as cli
 from kvseek.server import launch
 from kvseek.server.errors import ServerError
-from kvseek.server.scratch import scratch_folder
+from kvseek.server.scratch import SHARED_MEMORY_PREFIX, scratch_folder
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton import find as triton
 from kvseek.server.triton import stub
-from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
 
 
 def forget_system_server(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

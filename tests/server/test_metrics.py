@@ -22,7 +22,7 @@ from tests.support.deployment import read
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
-from kvseek.engine.cache.prefix_cache import ReuseCounts
+from kvseek.engine.cache.prefixes.cache import ReuseCounts
 from kvseek.engine.cache.usage import CacheUsage
 from kvseek.engine.engine import Engine
 from kvseek.engine.service import EngineService

@@ -21,8 +21,9 @@ from tests.support.waiting import is_running, wait_for
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.launch import LOOPBACK, main
+from kvseek.server.launch import LOOPBACK
 from kvseek.server.ports import Ports
+from kvseek.server.serve import main
 
 KEY = "a key of the test's own"
 

@@ -14,13 +14,13 @@ from tests.support.waiting import wait_for
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.launch import main
+from kvseek.server.serve import main
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 PROMPT = tuple(range(5, 45))
 LIMITS = ("--max_seq_len", "900", "--max_batch_size", "2")
-MARK = "kvseek.engine.parallel.follower"
+MARK = "kvseek.engine.leading.follower"
 
 
 def followers_of(pid: int) -> list[int]:

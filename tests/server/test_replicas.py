@@ -27,8 +27,8 @@ from tests.support.waiting import wait_for
 
 from kvseek.server import replicas
 from kvseek.server.errors import ServerError
-from kvseek.server.launch import main
 from kvseek.server.processes import Program
+from kvseek.server.serve import main
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 LIMITS = ("--max_seq_len", "900", "--max_batch_size", "2")

@@ -24,9 +24,8 @@ from kvseek.server.errors import ServerError
 from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.ports import CLOSED, Ports
 from kvseek.server.processes import Child, Guard, Program
-from kvseek.server.scratch import SHARED_MEMORY
+from kvseek.server.scratch import SHARED_MEMORY, SHARED_MEMORY_PREFIX
 from kvseek.server.settings import ServeSettings
-from kvseek.server.triton.find import SHARED_MEMORY_PREFIX
 
 KEY = "0123456789abcdef" * 4
 SECONDS = 60.0

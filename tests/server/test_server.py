@@ -31,7 +31,8 @@ from kvseek.client.http_client import NO_KEEP_ALIVE, HttpClient
 from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.launch import RunningServer, main, running_server
+from kvseek.server.launch import RunningServer, running_server
+from kvseek.server.serve import main
 from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.index_context import IndexContext
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache, Eviction
 from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.plugins.attention.reference import window_rows
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext
+from kvseek.kernels.reference.attention.attend import window_rows
+from kvseek.plugins.contract import Built, Effort, Index
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, DIM, SLOTS = 3, 2, 4, 3

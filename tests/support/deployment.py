@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from tests.conftest import ROOT
 
-from kvseek.server import launch
+from kvseek.server import serve
 
 DOCKER = ROOT / "docker"
 TARGETS = ("cpu", "gpu")
@@ -54,4 +54,4 @@ def size(text: str) -> int:
 def serve_arguments(command: list[str]) -> Any:
     """What `kvseek serve` makes of an image's command."""
     assert command[:2] == ["kvseek", "serve"]
-    return launch.parse_arguments(command[2:])
+    return serve.parse_arguments(command[2:])

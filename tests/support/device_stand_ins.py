@@ -10,35 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import Batch, buckets_for
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
+from kvseek.core.index_context import IndexContext
 from kvseek.core.ranks import rank_config
+from kvseek.core.rope import Rotation
+from kvseek.core.selection import Selection
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
+from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.reference import TorchDraws
+from kvseek.engine.draws.sampling import greedy_token
 from kvseek.engine.loading.indexes import host_retrieval
-from kvseek.engine.loading.supported import reuses_prefixes
-from kvseek.engine.model.attention import causal_attention_device
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.graphs import buckets_for
-from kvseek.engine.model.kernel_model import KernelModel
-from kvseek.engine.model.layer_kernels import LayerKernels
-from kvseek.engine.model.linear import Products
-from kvseek.engine.model.operations import TorchOperations
-from kvseek.engine.model.rope import Rotation
+from kvseek.engine.model.cuda.model import KernelModel
+from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.library_attention import causal_attention_device
+from kvseek.engine.model.reference.operations import TorchOperations
+from kvseek.engine.model.reference.products import Products
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
-from kvseek.engine.schedule.sampling import greedy_token
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Effort, Index, IndexContext
+from kvseek.kernels.cuda.layer.layer import LayerKernels
+from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.method import FullIndex
 from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.registry import get_method
-from kvseek.plugins.selection import Selection
 
 CPU = torch.device("cpu")
 UNDEFINED = 1 << 20  # what a GPU's selection may hold for a request that is dense

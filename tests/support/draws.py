@@ -12,12 +12,13 @@ from torch import Tensor
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.draws.device import DeviceDraws
+from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.draws import Draws
-from kvseek.engine.draws.native import NativeDraws
 from kvseek.engine.draws.reference import TorchDraws
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.schedule.guides import GuideMatcher
-from kvseek.engine.schedule.sampling import Drawn, Sampler
+from kvseek.kernels.cpu.draw.draw import NativeDraw
+from kvseek.kernels.cuda.draw.draw import DeviceDraw
 
 KINDS = ("reference", "native", "emulated")
 VOCABULARY = 500
@@ -27,7 +28,9 @@ def make_draws(kind: str, dtype: str = "float32") -> Draws:
     """One of KINDS; an emulated GPU takes vocabularies of one block, 2,048 tokens, and logits of the dtype."""
     if kind == "reference":
         return TorchDraws()
-    return NativeDraws(CpuLibrary(cached_cpu_library())) if kind == "native" else DeviceDraws(emulated_draw(dtype))
+    if kind == "native":
+        return CompiledDraws(NativeDraw(CpuLibrary(cached_cpu_library())))
+    return CompiledDraws(DeviceDraw(emulated_draw(dtype)))
 
 
 class OneRequest:

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from tests.support.structs import compiled_part
 
-import kvseek.engine
-import kvseek.plugins
 from kvseek.builder.compile.cuda import Specialisation
+from kvseek.builder.compile.roots import package_roots
 from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
 
 SOURCES = {
@@ -28,9 +27,9 @@ SOURCES = {
     "prkv": ("select.cu", "update.cu", "boxes.cu", "encode.cu"),
     "ctkvr": ("probe.cu", "recall.cu", "coded.cu", "rerank.cu"),
 }
-DRAW = "engine/draws/cuda/draw.cu"
+DRAW = "kernels/cuda/draw/draw.cu"
 HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
-STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "plugins/shared/instructions.cuh")
+STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "kernels/cuda/instructions.cuh")
 DYNAMIC = "extern __shared__ __align__(16) unsigned char dynamic_memory[];"
 DYNAMIC_BYTES = 256 << 10
 MULTIPROCESSORS = 12  # several blocks for each request and KV head, and few enough to be quick
@@ -93,12 +92,14 @@ def emulated_draw(dtype: str) -> EmulatedKernels:
 
 def _compile(unit: Specialisation, names: Sequence[str], within: str) -> ctypes.CDLL:
     folder = Path(within)
-    for root in (Path(kvseek.plugins.__file__).parent, Path(kvseek.engine.__file__).parent):
-        for path in (*root.rglob("*.cu"), *root.rglob("*.cuh"), *root.rglob("*.h")):
-            copy = folder / root.name / path.relative_to(root)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            memory = f"alignas(16) static unsigned char dynamic_memory[{DYNAMIC_BYTES}];"
-            copy.write_text(path.read_text(encoding="utf-8").replace(DYNAMIC, memory), encoding="utf-8")
+    (root,) = package_roots()
+    for path in (path for room in ("kernels", "plugins") for path in (root / room).rglob("*.*")):
+        if path.suffix not in (".cu", ".cuh", ".h"):
+            continue
+        copy = folder / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        memory = f"alignas(16) static unsigned char dynamic_memory[{DYNAMIC_BYTES}];"
+        copy.write_text(path.read_text(encoding="utf-8").replace(DYNAMIC, memory), encoding="utf-8")
     for name in STAND_INS:
         (folder / name).write_text("")  # the emulation is included before all
     sources = [folder / name for name in names]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvseek.engine.model.weight_only import HEAD, dequantise, quantise
+from kvseek.core.weight_only import HEAD, dequantise, quantise
 
 PROJECTIONS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 

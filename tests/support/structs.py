@@ -10,6 +10,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 import kvseek.engine
+import kvseek.kernels
 import kvseek.plugins
 
 KINDS = {
@@ -24,10 +25,10 @@ KINDS = {
 
 
 def mirrors() -> list[type[ctypes.Structure]]:
-    """Every ctypes.Structure of the engine and the plugins."""
+    """Every ctypes.Structure of the engine, the kernels and the plugins."""
     names = [
         module.name
-        for package in (kvseek.engine, kvseek.plugins)
+        for package in (kvseek.engine, kvseek.kernels, kvseek.plugins)
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
     values = [value for name in names for value in vars(importlib.import_module(name)).values()]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvseek.builder.checkpoints.files import TensorType, float_type, open_safetensors, tensor_types
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.weight_only import HEAD
+from kvseek.core.weight_only import HEAD
 
 from .layout import Part
 

@@ -1,8 +1,8 @@
 // Clusters of a region: the products of queries with centroids, and the places of the best clusters.
 #pragma once
 
-#include "../../shared/extent_rows.h"
-#include "../../shared/top.h"
+#include "kernels/cpu/extent_rows.h"
+#include "kernels/cpu/top.h"
 
 namespace kvseek {
 namespace {

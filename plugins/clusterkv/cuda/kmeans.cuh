@@ -6,10 +6,10 @@
 // after the other.
 #pragma once
 
-#include "plugins/shared/batch.cuh"
-#include "plugins/shared/instructions.cuh"
-#include "plugins/shared/numbers.cuh"
-#include "plugins/shared/warp.cuh"
+#include "kernels/cuda/batch.cuh"
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/numbers.cuh"
+#include "kernels/cuda/warp.cuh"
 
 namespace kvseek {
 namespace clusterkv {

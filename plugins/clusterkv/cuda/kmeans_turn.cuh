@@ -7,8 +7,8 @@
 // once.
 #pragma once
 
+#include "kernels/cuda/block_sort.cuh"
 #include "kmeans.cuh"
-#include "plugins/shared/block_sort.cuh"
 
 namespace kvseek {
 namespace clusterkv {

@@ -3,8 +3,8 @@
 //
 // The blocks of a task share its candidates. Each estimates its own; the last one to finish ranks all of them.
 #if CLUSTERKV_RERANK_BITS
-#include "plugins/codes/cuda/rank.cuh"
-#include "plugins/shared/task.cuh"
+#include "kernels/cuda/codes/rank.cuh"
+#include "kernels/cuda/task.cuh"
 #include "select.cuh"
 
 namespace kvseek {

@@ -2,11 +2,11 @@
 // lie.
 #pragma once
 
-#include "plugins/shared/batch.cuh"
-#include "plugins/shared/block_sort.cuh"
-#include "plugins/shared/instructions.cuh"
-#include "plugins/shared/numbers.cuh"
-#include "plugins/shared/overlap.cuh"
+#include "kernels/cuda/batch.cuh"
+#include "kernels/cuda/block_sort.cuh"
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/numbers.cuh"
+#include "kernels/cuda/overlap.cuh"
 
 namespace kvseek {
 namespace clusterkv {

@@ -1,9 +1,9 @@
 // First part of a step with codes: the scores of the recalled keys are estimates from nested key codes
-// (plugins/codes/key_codes.py).
+// (kernels/reference/codes/key_codes.py).
 #pragma once
 
-#include "../../codes/cpu/estimate.h"
 #include "host_score.h"
+#include "kernels/cpu/codes/estimate.h"
 
 namespace kvseek {
 namespace {

@@ -3,11 +3,11 @@
 // The keys of some KV heads are packed, then threads take tiles of centroids: products of the tile's queries with all
 // keys, the log-sum-exp of every query, each key's largest weight in the group, the best keys. Which keys a list holds
 // depends on its own scores alone, not on its tile or thread.
-#include "../../shared/candidates.h"
-#include "../../shared/kernel.h"
-#include "../../shared/packing.h"
-#include "../../shared/parallel.h"
 #include "host_step.h"
+#include "kernels/cpu/candidates.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/packing.h"
+#include "kernels/cpu/parallel.h"
 
 namespace kvseek {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../../shared/kernel.h"
+#include "kernels/cpu/kernel.h"
 
 namespace kvseek {
 

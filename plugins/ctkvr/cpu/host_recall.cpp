@@ -1,8 +1,8 @@
 // Recall on host cores: the places in the lists of the nearest centroids, none twice (CTkvr paper, algorithm 2, part
 // b).
-#include "../../shared/kernel.h"
-#include "../../shared/parallel.h"
-#include "../../shared/simd.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/parallel.h"
+#include "kernels/cpu/simd.h"
 
 namespace kvseek {
 

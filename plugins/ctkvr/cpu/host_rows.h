@@ -4,7 +4,7 @@
 // mask widen those. Queries and sums are kept in the same order, so nobody sorts but whoever reads or writes them.
 #pragma once
 
-#include "../../shared/half.h"
+#include "kernels/cpu/half.h"
 
 namespace kvseek {
 namespace {

@@ -3,6 +3,7 @@
 
 #include "host_dot_bfloat16.h"
 #include "host_tasks.h"
+#include "kernels/cpu/kernel.h"
 
 namespace kvseek {
 namespace {

@@ -1,11 +1,11 @@
 // CTkvr on host cores: rerank of the recalled keys of a batch, exact or by codes, and attention over the best rows
 // (CTkvr paper, section 3.2), one call a layer. The call has the signature of a CUDA host function, so that a graph can
 // hold it.
-#include "../../shared/kernel.h"
 #include "host_attend.h"
 #include "host_codes.h"
 #include "host_pool.h"
 #include "host_rank.h"
+#include "kernels/cpu/kernel.h"
 
 namespace kvseek {
 namespace {

@@ -20,12 +20,12 @@ struct HostStep {
     int32_t* best;                  // [batch, kv_heads, rho] in order of `recalled`, -1 fills up; null: not wanted
     int32_t* best_count;            // [batch, kv_heads]; null with `best`
     int32_t* error;                 // one HostError, written only if something is wrong
-    const uint8_t* high;            // [extents, kv_heads, 1024, padded_dim / 4] codes of the keys (plugins/codes)
-    const uint8_t* low;             // the same, of codes of 4 bits
-    const uint16_t* scales;         // [extents, kv_heads, 1024]
-    const int8_t* means;            // [extents, kv_heads, 1024 / block, 2, padded_dim] what codes leave out
-    const float* mean_steps;        // [extents, kv_heads, 1024 / block]
-    const float* signs;             // [padded_dim] of the rotation
+    const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4] codes of the keys (kernels/reference/codes)
+    const uint8_t* low;       // the same, of codes of 4 bits
+    const uint16_t* scales;   // [extents, kv_heads, 1024]
+    const int8_t* means;      // [extents, kv_heads, 1024 / block, 2, padded_dim] what codes leave out
+    const float* mean_steps;  // [extents, kv_heads, 1024 / block]
+    const float* signs;       // [padded_dim] of the rotation
     int64_t extent_stride;
     int32_t batch, heads, kv_heads, head_dim;
     int32_t capacity, top_k, rho;

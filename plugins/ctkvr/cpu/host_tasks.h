@@ -5,9 +5,9 @@
 // depends on its own number of keys alone, so a result depends neither on the batch nor on threads.
 #pragma once
 
-#include "../../shared/parallel.h"
 #include "host_dot.h"
 #include "host_step.h"
+#include "kernels/cpu/parallel.h"
 
 namespace kvseek {
 namespace {

@@ -5,7 +5,7 @@
 // scores: the lists come from the L2 cache, and one kernel less waits for another.
 #pragma once
 
-#include "plugins/shared/block_sort.cuh"
+#include "kernels/cuda/block_sort.cuh"
 #include "step.cuh"
 
 namespace kvseek {

@@ -3,8 +3,8 @@
 #include "step.cuh"
 
 #if CTKVR_CODE_BITS
-#include "plugins/codes/cuda/encode.cuh"
-#include "plugins/codes/cuda/estimate.cuh"
+#include "kernels/cuda/codes/encode.cuh"
+#include "kernels/cuda/codes/estimate.cuh"
 #include "recall.cuh"
 
 namespace kvseek {

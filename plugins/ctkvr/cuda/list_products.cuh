@@ -5,9 +5,9 @@
 // of the product that a lane has as many heads of a centroid as possible, for maxima over the group.
 #pragma once
 
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/numbers.cuh"
 #include "list_cut.cuh"
-#include "plugins/shared/instructions.cuh"
-#include "plugins/shared/numbers.cuh"
 
 namespace kvseek {
 namespace ctkvr {

@@ -6,9 +6,9 @@
 // product is free as long as rows and queries agree, so what a lane has loaded is an operand as it is.
 #pragma once
 
-#include "plugins/shared/instructions.cuh"
-#include "plugins/shared/numbers.cuh"
-#include "plugins/shared/warp.cuh"
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/numbers.cuh"
+#include "kernels/cuda/warp.cuh"
 
 namespace kvseek {
 namespace ctkvr {

@@ -2,7 +2,7 @@
 // algorithm 2, part c), and the oldest centroid's replacement (part d).
 //
 // Block 0 of a task selects the rows to attend to, block 1 beside it the longer list of the new centroid.
-#include "plugins/shared/block_sort.cuh"
+#include "kernels/cuda/block_sort.cuh"
 #include "ring.cuh"
 
 namespace kvseek {

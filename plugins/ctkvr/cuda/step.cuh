@@ -2,8 +2,8 @@
 // workspace.py.
 #pragma once
 
-#include "plugins/shared/batch.cuh"
-#include "plugins/shared/overlap.cuh"
+#include "kernels/cuda/batch.cuh"
+#include "kernels/cuda/overlap.cuh"
 #include "products.cuh"
 
 namespace kvseek {

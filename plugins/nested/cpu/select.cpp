@@ -1,9 +1,9 @@
 // Nested: retrieve rows for the queries of a batch (plugins/nested/reference.py defines the result). One call a layer
 // for all requests and KV heads; threads share even a single head's work.
-#include "../../codes/cpu/rerank.h"
-#include "../../shared/candidates.h"
-#include "../../shared/kernel.h"
-#include "../../shared/selection.h"
+#include "kernels/cpu/candidates.h"
+#include "kernels/cpu/codes/rerank.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/selection.h"
 
 namespace kvseek {
 

@@ -3,8 +3,8 @@
 //
 // The blocks of a task share its region. Each collects the candidates of its part, in order, and estimates them; the
 // last one to finish ranks all of them.
-#include "plugins/codes/cuda/rank.cuh"
-#include "plugins/shared/largest.cuh"
+#include "kernels/cuda/codes/rank.cuh"
+#include "kernels/cuda/largest.cuh"
 #include "select.cuh"
 
 namespace kvseek {

@@ -1,7 +1,7 @@
 // Sizes of an index of nested codes, fixed when the kernels are compiled (builder/compile/cuda.py).
 #pragma once
 
-#include "plugins/codes/cuda/nested_codes.cuh"
+#include "kernels/cuda/codes/nested_codes.cuh"
 
 namespace kvseek {
 namespace nested {

@@ -2,7 +2,7 @@
 //
 // A key's score is the largest over the lanes (query heads) of (s <h, q> + <m - m0, q>) / ‖q‖, m being the mean of the
 // key's block and m0 that of the first block: without m0 the lane whose product with all keys is large would win.
-#include "plugins/codes/cuda/products.cuh"
+#include "kernels/cuda/codes/products.cuh"
 #include "select.cuh"
 
 namespace kvseek {

@@ -1,11 +1,11 @@
 // What the two kernels of a selection share: their arguments, and where their intermediate results lie.
 #pragma once
 
+#include "kernels/cuda/codes/queries.cuh"
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/task.cuh"
 #include "layout.cuh"
-#include "plugins/codes/cuda/queries.cuh"
-#include "plugins/shared/instructions.cuh"
-#include "plugins/shared/overlap.cuh"
-#include "plugins/shared/task.cuh"
 
 namespace kvseek {
 namespace nested {

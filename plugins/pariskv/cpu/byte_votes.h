@@ -2,8 +2,8 @@
 // it is asked for by function and checked at run time.
 #pragma once
 
-#include "../../shared/kernel.h"
-#include "../../shared/simd.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/simd.h"
 #include "layout.h"
 
 namespace kvseek {

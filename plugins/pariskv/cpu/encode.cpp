@@ -2,9 +2,9 @@
 //
 // A vector lane is a key: the transform, the radius and the levels need no shuffles, and the additions come in the
 // reference's order, so centroid ids are the same to the bit.
-#include "../../shared/half.h"
-#include "../../shared/kernel.h"
-#include "../../shared/parallel.h"
+#include "kernels/cpu/half.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/parallel.h"
 #include "layout.h"
 
 namespace kvseek {

@@ -1,8 +1,8 @@
 // Sizes that ParisKV's kernels share (the arrays: plugins/pariskv/reference.py).
 #pragma once
 
-#include "../../codes/cpu/rotation.h"
-#include "../../shared/extent_rows.h"
+#include "kernels/cpu/codes/rotation.h"
+#include "kernels/cpu/extent_rows.h"
 
 namespace kvseek {
 namespace {

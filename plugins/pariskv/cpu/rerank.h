@@ -1,7 +1,7 @@
 // ParisKV, third step: estimate the candidates' scores from their 4-bit codes.
 #pragma once
 
-#include "../../shared/half.h"
+#include "kernels/cpu/half.h"
 #include "layout.h"
 #include "votes.h"
 

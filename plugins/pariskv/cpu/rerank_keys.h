@@ -2,7 +2,7 @@
 // nibbles are a lane's 32 bits.
 #pragma once
 
-#include "../../shared/simd.h"
+#include "kernels/cpu/simd.h"
 #include "layout.h"
 #include "votes.h"
 

@@ -1,7 +1,7 @@
 // ParisKV: retrieve rows for the queries of a batch (ParisKV paper, section 4; plugins/pariskv/reference.py defines the
 // result). One call a layer for all requests and KV heads; threads share even a single head's work.
-#include "../../shared/kernel.h"
-#include "../../shared/selection.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/selection.h"
 #include "rerank.h"
 #include "rerank_keys.h"
 #include "tiers.h"

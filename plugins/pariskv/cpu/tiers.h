@@ -1,7 +1,7 @@
 // ParisKV, first step of a query: give each centroid of each block its votes (paper, section 4).
 #pragma once
 
-#include "../../shared/simd.h"
+#include "kernels/cpu/simd.h"
 #include "layout.h"
 
 namespace kvseek {

@@ -6,8 +6,8 @@
 // 256] in which each byte is a lane, so that one addition serves four.
 #pragma once
 
-#include "../../shared/simd.h"
 #include "byte_votes.h"
+#include "kernels/cpu/simd.h"
 #include "layout.h"
 #include "tiers.h"
 

@@ -1,7 +1,7 @@
 // Sizes of a ParisKV index as the GPU kernels see it, fixed when they are compiled (builder/compile/cuda.py).
 #pragma once
 
-#include "plugins/codes/cuda/rotate.cuh"
+#include "kernels/cuda/codes/rotate.cuh"
 
 namespace kvseek {
 namespace pariskv {

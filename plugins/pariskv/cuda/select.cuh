@@ -1,10 +1,10 @@
 // What the four kernels of a ParisKV selection share: their arguments, and where their intermediate results lie.
 #pragma once
 
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/task.cuh"
 #include "layout.cuh"
-#include "plugins/shared/instructions.cuh"
-#include "plugins/shared/overlap.cuh"
-#include "plugins/shared/task.cuh"
 
 namespace kvseek {
 namespace pariskv {

@@ -1,8 +1,8 @@
 // ParisKV, last kernel of a selection: the top k candidates by the reduced estimates (paper, section 4.3).
 //
-// The blocks of a task select the top k of their shares (plugins/shared/largest.cuh), the last one to finish the top k
+// The blocks of a task select the top k of their shares (kernels/cuda/largest.cuh), the last one to finish the top k
 // among those.
-#include "plugins/shared/largest.cuh"
+#include "kernels/cuda/largest.cuh"
 #include "select.cuh"
 
 namespace kvseek {

@@ -4,10 +4,10 @@
 //
 // A vector lane is a query, so that softmaxes need no shuffles. How keys are cut depends on their number alone, so the
 // result does not depend on threads.
-#include "../../shared/kernel.h"
-#include "../../shared/parallel.h"
-#include "../../shared/phases.h"
-#include "../../shared/products.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/parallel.h"
+#include "kernels/cpu/phases.h"
+#include "kernels/cpu/products.h"
 
 namespace kvseek {
 

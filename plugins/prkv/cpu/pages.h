@@ -1,7 +1,7 @@
 // Scores of pages from estimates of their rows: what the rows weigh together in a softmax.
 #pragma once
 
-#include "../../shared/simd.h"
+#include "kernels/cpu/simd.h"
 
 namespace kvseek {
 namespace {

@@ -2,10 +2,10 @@
 // the result). One call a layer for all requests and KV heads; threads share even a single head's work.
 #include <algorithm>
 
-#include "../../codes/cpu/estimate.h"
-#include "../../shared/candidates.h"
-#include "../../shared/kernel.h"
-#include "../../shared/selection.h"
+#include "kernels/cpu/candidates.h"
+#include "kernels/cpu/codes/estimate.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/selection.h"
 #include "pages.h"
 
 namespace kvseek {

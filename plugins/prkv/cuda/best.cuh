@@ -5,7 +5,7 @@
 // n keys reach, and few more: only what threads with such a maximum ranked is looked at again.
 #pragma once
 
-#include "plugins/shared/block_sort.cuh"
+#include "kernels/cuda/block_sort.cuh"
 #include "select.cuh"
 
 namespace kvseek {

@@ -5,7 +5,7 @@
 // numbers are the same for any dtype of rows. The same interface as bounds_tensor.cuh.
 #pragma once
 
-#include "plugins/codes/cuda/products.cuh"
+#include "kernels/cuda/codes/products.cuh"
 #include "select.cuh"
 
 namespace kvseek {

@@ -2,11 +2,11 @@
 // attends to at most, and PRKV_CODES if pages are scored by codes of their rows; otherwise boxes score them.
 #pragma once
 
-#include "plugins/shared/batch.cuh"
-#include "plugins/shared/instructions.cuh"
-#include "plugins/shared/numbers.cuh"
-#include "plugins/shared/overlap.cuh"
-#include "plugins/shared/warp.cuh"
+#include "kernels/cuda/batch.cuh"
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/numbers.cuh"
+#include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/warp.cuh"
 
 namespace kvseek {
 namespace prkv {

@@ -1,8 +1,8 @@
 // What the parts of PRKV's selection share: its arguments, and one (request, KV head) of it.
 #pragma once
 
+#include "kernels/cuda/task.cuh"
 #include "layout.cuh"
-#include "plugins/shared/task.cuh"
 
 namespace kvseek {
 namespace prkv {

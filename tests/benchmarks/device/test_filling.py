@@ -11,15 +11,15 @@ from torch import Tensor
 from kvseek.benchmarks.device import filling
 from kvseek.benchmarks.device.filling import Filler
 from kvseek.benchmarks.device.memory_plan import Cell
+from kvseek.core.batch import Batch
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
+from kvseek.core.selection import Selection
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.loading.indexes import IndexMaker
-from kvseek.plugins.batch import Batch
 from kvseek.plugins.contract import Built, Effort, Index
-from kvseek.plugins.selection import Selection
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS = 3, 2

@@ -23,12 +23,12 @@ from kvseek.benchmarks.device.random_weights import RandomWeights, quantised
 from kvseek.benchmarks.parts import part_groups
 from kvseek.benchmarks.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.selection import Selection
 from kvseek.engine.model.layer import Layer
 from kvseek.engine.model.random_weights import weight_shapes
-from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.selection import Selection
 
 CPU = torch.device("cpu")
 TINY = ModelConfig("qwen3", 100, 32, 48, 2, 4, 2, 8, 1e-6, 1e4, 512, qk_norm=True, qkv_bias=True, output_bias=True)

@@ -15,7 +15,7 @@ from kvseek.builder.checking.reference import generated_logits
 from kvseek.builder.options import build_options
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 
 PROMPT = [3, 17, 90, 4, 55, 3, 62, 8, 71, 29, 44, 13, 80, 6, 37, 91, 22, 58, 2, 66, 49, 11, 75, 30]
 GREEDY_TOKENS = 16

@@ -21,7 +21,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.rope import frequencies
+from kvseek.core.rope import frequencies
 
 LLAMA3 = {
     "factor": 8.0,

@@ -25,11 +25,11 @@ from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.engine.model.product_kernels import SHAPES
+from kvseek.kernels.cuda.layer.products import SHAPES
 from kvseek.plugins.registry import METHODS, get_method
 
 KERNEL = """
-#include "plugins/attention/scale.cuh"
+#include "kernels/scale.cuh"
 extern "C" __global__ void __launch_bounds__(64) kvseek_NAME(const __grid_constant__ kvseek::ScaleArguments a) {
     a.values[threadIdx.x] *= kvseek::SCALE * KVSEEK_HEAD_DIM + KVSEEK_GROUP * EXTRA;
 }
@@ -53,9 +53,10 @@ SMALL = Specialisation("float16", 128, 4, "toy", (("EXTRA", 2),))
 @pytest.fixture
 def roots(tmp_path: Path) -> list[Path]:
     """A source tree of three kernels, one in each folder that a translation unit takes them from."""
-    files = {"plugins/attention/scale.cuh": HEADER}
+    files = {"kernels/scale.cuh": HEADER}
     files |= {
-        f"{folder}/kernel.cu": KERNEL for folder in ("plugins/attention", "engine", "plugins/toy", "plugins/other")
+        f"{folder}/kernel.cu": KERNEL
+        for folder in ("kernels/attention", "kernels/layer", "plugins/toy", "plugins/other")
     }
     for name, text in files.items():
         path = tmp_path / "sources" / name
@@ -99,7 +100,7 @@ def written_kernels(
     names = compile_cuda.unit_sources(method, [root])
     texts = [compiled_part((root / name).read_text(), macros) for name in names if not name.endswith("/products.cu")]
     found = {kernel: arguments for text in texts for kernel, arguments in re.findall(pattern, text)}
-    # engine/model/cuda/products.cu makes its kernels by a macro, as tests/engine/model/test_products.py checks.
+    # kernels/cuda/layer/products.cu makes its kernels by a macro, as tests/kernels/cuda/layer/test_products.py checks.
     if dtype == "float32":
         return found
     for bits in (16,) if precision == "none" else (16, 8):
@@ -112,8 +113,8 @@ def written_kernels(
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_one_cubin_holds_every_kernel(roots: list[Path], arch: int) -> None:
     image = compile_cubin(SMALL, arch, roots)
-    assert parameter_bytes(image) == {"kvseek_attention": 16, "kvseek_engine": 16, "kvseek_toy": 16}
-    assert {f".text.kvseek_{name}" for name in ("attention", "engine", "toy")} <= set(sections(image))
+    assert parameter_bytes(image) == {"kvseek_attention": 16, "kvseek_layer": 16, "kvseek_toy": 16}
+    assert {f".text.kvseek_{name}" for name in ("attention", "layer", "toy")} <= set(sections(image))
 
 
 def test_macros_reach_the_kernels(roots: list[Path]) -> None:
@@ -127,7 +128,7 @@ def test_macros_reach_the_kernels(roots: list[Path]) -> None:
 
 
 def test_a_broken_source_shows_the_compilers_words(roots: list[Path]) -> None:
-    (roots[0] / "engine/kernel.cu").write_text("__device__ int oops( { }\n" + "#include <no_such_header.h>\n")
+    (roots[0] / "kernels/layer/kernel.cu").write_text("__device__ int oops( { }\n" + "#include <no_such_header.h>\n")
     with pytest.raises(KernelError) as caught:
         compile_cubin(SMALL, 90, roots)
     text = str(caught.value)
@@ -204,7 +205,7 @@ def test_cubins_are_compiled_once(roots: list[Path], cache: Path, monkeypatch: p
     get(Specialisation("float16", 128, 4, "toy", (("EXTRA", 3),)))
     assert "kvseek_other" in parameter_bytes(get(Specialisation("float16", 128, 4, "other", (("EXTRA", 2),))))
     assert compiled == [90, 80, 90, 90, 90]
-    header = roots[0] / "plugins/attention/scale.cuh"
+    header = roots[0] / "kernels/scale.cuh"
     header.write_text(header.read_text().replace("3.0f", "5.0f"))
     assert get() != first
     assert len(compiled) == 6
@@ -253,9 +254,9 @@ def struct_fields(struct_name: str, method: str, macros: set[str]) -> list[tuple
     def sources(*folders: str) -> list[Path]:
         return [path for folder in folders for path in sorted((root / folder).rglob("*.cu*"))]
 
-    paths = sources("plugins/attention", "engine", f"plugins/{method}")
+    paths = sources("kernels/cuda/attention", "kernels/cuda/layer", f"plugins/{method}")
     if not any(f"struct {struct_name} {{" in path.read_text() for path in paths):
-        paths = sources("plugins/codes")  # a kernel that methods with codes share
+        paths = sources("kernels/cuda/codes")  # a kernel that methods with codes share
     return fields_of(struct_name, paths, macros)
 
 

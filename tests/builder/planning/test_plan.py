@@ -26,12 +26,12 @@ from kvseek.core.sizes import memory_size, readable
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
-from kvseek.engine.cache.prefix_cache import PrefixCache
-from kvseek.engine.cache.prefix_rows import PrefixRows
+from kvseek.engine.cache.prefixes.cache import PrefixCache
+from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
+from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.schedule.queue import RequestQueue
-from kvseek.engine.schedule.sampling import Sampler
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import Sequence
 from kvseek.plugins.registry import method_traits

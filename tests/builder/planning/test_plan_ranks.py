@@ -19,14 +19,14 @@ from kvseek.builder.planning.fit import BUDGET, DEVICE, HOST, FitSearch
 from kvseek.builder.planning.report import Document, fit_document
 from kvseek.core.config_file import read_config
 from kvseek.core.ranks import rank_config
-from kvseek.engine.cache.activation_memory import work_bytes
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.model.host_products import HostProducts
-from kvseek.engine.model.linear import Linear, Products
+from kvseek.engine.model.activation_memory import work_bytes
+from kvseek.engine.model.cpu.products import HostProducts
+from kvseek.engine.model.reference.products import Linear, Products
 from kvseek.engine.model.weights import load_weights
-from kvseek.engine.parallel.sums import NCCL_BYTES, symmetric_bytes
+from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 
 CPU = torch.device("cpu")
 BUDGET_FLAG = "--cache.kv_cache_host_memory_bytes"

@@ -19,7 +19,7 @@ from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network_forms import NetworkWriter
 from kvseek.builder.tensorrt.plans import describe
 from kvseek.core.config import ModelConfig
-from kvseek.engine.model.attention import causal_attention
+from kvseek.engine.model.reference.attention import causal_attention
 from kvseek.engine.tensorrt.messages import logger
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")

@@ -14,7 +14,7 @@ from kvseek.builder.options import FitOptions, parse
 from kvseek.builder.planning.fit import FitSearch
 from kvseek.builder.planning.report import fit_document
 from kvseek.core.config import TensorRtConfig
-from kvseek.engine.cache.activation_memory import prefill_bytes
+from kvseek.engine.model.activation_memory import prefill_bytes
 
 SEGMENTS = ("--runtime", "tensorrt", "--tensorrt.form", "segments")
 

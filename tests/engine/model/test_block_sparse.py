@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.model.test_native_attention import make
+from tests.kernels.cpu.attention.test_causal_attention import make
 from torch import Tensor
 
 from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.attention import causal_attention
 from kvseek.engine.model.block_sparse import (
     LATEST,
     BlockSparseAttention,
@@ -26,6 +25,7 @@ from kvseek.engine.model.block_sparse import (
     repeated_blocks,
     sample,
 )
+from kvseek.engine.model.reference.attention import causal_attention
 from kvseek.engine.model.repeated_tokens import RepeatedTokens
 
 HEADS, KV_HEADS, DIM, SAMPLES = 6, 2, 32, 16

@@ -20,9 +20,9 @@ import pytest
 from tests.support.waiting import wait_for
 
 from kvseek.core.errors import ConfigError
+from kvseek.engine.leading.commands import decode
 from kvseek.engine.parallel import nodes as module
 from kvseek.engine.parallel.channel import Channel, TamperedError
-from kvseek.engine.parallel.commands import decode
 from kvseek.engine.parallel.nodes import (
     KEY_VARIABLE,
     LOOPBACK,

@@ -22,7 +22,8 @@ from kvseek.engine.parallel.watch import Watch
 # A rank whose part takes longer to give back than GRACE_SECONDS: nobody is to wait for that.
 SLOW_TO_END = """
 import atexit, sys, time
-from kvseek.engine.parallel import follower, watch
+from kvseek.engine.leading import follower
+from kvseek.engine.parallel import watch
 
 class Part:
     def __del__(self):

@@ -19,12 +19,12 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network_forms import NetworkWriter
+from kvseek.core.batch import BUCKETS
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.reference import TorchDraws
-from kvseek.engine.model.attention import causal_attention_device
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.graphs import BUCKETS
+from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.tensorrt.messages import logger
 from kvseek.engine.tensorrt.models import SegmentsModel, WholeModel
 

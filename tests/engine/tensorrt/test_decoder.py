@@ -18,8 +18,8 @@ from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KernelError
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.cache.activation_memory import decode_bytes, prefill_bytes
 from kvseek.engine.engine import Engine
+from kvseek.engine.model.activation_memory import decode_bytes, prefill_bytes
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 

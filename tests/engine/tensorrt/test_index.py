@@ -16,9 +16,10 @@ from tests.support.random_models import save_random_model
 from kvseek.builder.tensorrt.plans import limits_of
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import EngineDirectoryError, KernelError
+from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.loading import memory
 from kvseek.engine.loading.indexes import IndexMaker
-from kvseek.engine.loading.runtime import Footprint, load_runtime
+from kvseek.engine.loading.runtime import load_runtime
 from kvseek.engine.tensorrt.plan_files import PLANS_FILE, check_version, read_plan_index
 
 CPU = torch.device("cpu")

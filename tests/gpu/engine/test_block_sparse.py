@@ -15,7 +15,7 @@ from tests.support.prefill import run_prefill
 
 from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.block_sparse import (
     PIECES_TOGETHER,
     Attend,

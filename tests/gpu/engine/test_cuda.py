@@ -85,8 +85,8 @@ def capability() -> int:
 
 def make_image(folder: Path) -> bytes:
     """The kernels above, compiled for this GPU."""
-    (folder / "engine").mkdir()
-    (folder / "engine/scale.cu").write_text(SOURCE)
+    (folder / "kernels").mkdir()
+    (folder / "kernels/scale.cu").write_text(SOURCE)
     arch = choose_architecture(ARCHITECTURES, capability())
     return compile_cubin(Specialisation("float32", 64, 1, "none"), arch, [folder])
 

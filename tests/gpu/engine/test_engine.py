@@ -17,16 +17,16 @@ from torch import Tensor
 
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.engine.schedule.sampling import Drawn, Sampler
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import device_retrieval
-from kvseek.engine.model.graph_steps import GraphSteps
-from kvseek.engine.model.kernel_model import KernelModel
+from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.observer import PARTS, Observer
 from kvseek.engine.service import EngineService
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.selection import Selection
+from kvseek.core.batch import Batch
+from kvseek.core.selection import Selection
 
 pytestmark = pytest.mark.gpu
 

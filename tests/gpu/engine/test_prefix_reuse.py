@@ -25,9 +25,9 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.cache import cache as cache_module
-from kvseek.engine.cache.prefix_tree import pack_tokens
+from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.prkv import update as prkv_update

@@ -14,9 +14,11 @@ from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
-from kvseek.engine.model.attention import causal_attention_device
-from kvseek.engine.model.prompt_attention import Part, PromptAttention
-from kvseek.plugins.attention.reference import merge
+from kvseek.engine.model.library_attention import causal_attention_device
+from kvseek.kernels.cuda.attention.merge_attention import Part
+from kvseek.kernels.cuda.attention.merge_attention import merge as merge_parts
+from kvseek.engine.model.cuda.attention import PromptAttention
+from kvseek.kernels.reference.attention.attend import merge
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +71,8 @@ def test_parts_are_merged(
         output[:, tokens:], lse[:, tokens:] = torch.nan, torch.nan
         made.append(Part(output[None], lse[None]))
     made += [Part(torch.cat([part.output for part in made]), torch.cat([part.lse for part in made]))] * (parts < 16)
-    found = attention.merge(made, tokens, torch.empty(tokens, heads, dim, dtype=attention.dtype, device=device))
+    out = torch.empty(tokens, heads, dim, dtype=attention.dtype, device=device)
+    found = merge_parts(attention._kernels, made, out)
     blocks = [block for part in made for block in zip(part.output, part.lse, strict=True)]
     whole = [(output[:, :tokens].double(), lse[:, :tokens].double()) for output, lse in blocks]
     expected, _ = reduce(lambda a, b: merge(*a, *b), whole)

@@ -9,7 +9,8 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from kvseek.engine.parallel import device_ranks, follower
+from kvseek.engine.leading import follower
+from kvseek.engine.parallel.cuda import ranks as device_ranks
 
 WAY = "KVSEEK_TEST_WAY"  # environment: the name of a class of sums.py
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvseek.benchmarks import decode, shapes
 from kvseek.core.config import ModelConfig
-from kvseek.engine.parallel.gpus import SHARE_VARIABLE
+from kvseek.engine.parallel.cuda.gpus import SHARE_VARIABLE
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.parallel import test_ranks as cpu_ranks
-from tests.engine.parallel.test_ranks import FLAGS, check_a_rank_that_dies, check_equal, follower_of, loaded
-from tests.engine.parallel.test_ranks_reuse import conversation
+from tests.engine.leading import test_ranks as cpu_ranks
+from tests.engine.leading.test_ranks import FLAGS, check_a_rank_that_dies, check_equal, follower_of, loaded
+from tests.engine.leading.test_ranks_reuse import conversation
 from tests.gpu.parallel.failing_way import WAY
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill
@@ -25,15 +25,15 @@ from torch import Tensor
 
 from kvseek.core.config_file import read_config
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.schedule.sampling import Sampler
+from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.engine import Engine
-from kvseek.engine.loading.load import load_decoder
+from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Takers
-from kvseek.engine.parallel import device_ranks
-from kvseek.engine.parallel.followers import RankError
-from kvseek.engine.parallel.gpus import SHARE_VARIABLE
-from kvseek.engine.parallel.leader import LeadDecoder, lead
-from kvseek.engine.parallel.sums import NCCL, SYMMETRIC
+from kvseek.engine.parallel.cuda import ranks as device_ranks
+from kvseek.engine.leading.followers import RankError
+from kvseek.engine.parallel.cuda.gpus import SHARE_VARIABLE
+from kvseek.engine.leading.leader import LeadDecoder, lead
+from kvseek.engine.parallel.cuda.sums import NCCL, SYMMETRIC
 from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu
@@ -207,7 +207,7 @@ def test_a_release_that_is_held_up_ends_the_process(directory: Path, tmp_path: P
     program = (
         "import os, signal, sys; from pathlib import Path\n"
         "from kvseek.core.config_file import read_config\n"
-        "from kvseek.engine.parallel import leader, watch; from tests.gpu.parallel import test_ranks\n"
+        "from kvseek.engine.leading import leader; from kvseek.engine.parallel import watch; from tests.gpu.parallel import test_ranks\n"
         "leader.UNITS_AHEAD, watch.RELEASED_SECONDS, directory = 100_000, 3.0, Path(sys.argv[1])\n"
         "decoder = leader.lead(directory, read_config(directory))\n"
         "call, follower = test_ranks.rest_of_a_prompt(decoder), test_ranks.follower_of(decoder)\n"
@@ -238,7 +238,7 @@ def check_a_way_that_fails(directory: Path, way: str, name: str, monkeypatch: py
     program = (
         "import os, sys, time; from pathlib import Path\n"
         "from kvseek.core.config_file import read_config\n"
-        "from kvseek.engine.parallel import followers; from kvseek.engine.parallel.leader import lead\n"
+        "from kvseek.engine.leading import followers; from kvseek.engine.leading.leader import lead\n"
         "followers.FOLLOWER, directory = 'tests.gpu.parallel.failing_way', Path(sys.argv[1])\n"
         "try: lead(directory, read_config(directory))\n"
         "except followers.RankError as error: print(error, flush=True)\n"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvseek.engine.parallel.gpus import SHARE_VARIABLE
+from kvseek.engine.parallel.cuda.gpus import SHARE_VARIABLE
 from kvseek.engine.parallel.ranks import create_store
 
 pytestmark = pytest.mark.gpu

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 from tests.gpu.plugins import gpu_context
-from tests.plugins.codes import stores
+from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
-from kvseek.plugins.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex

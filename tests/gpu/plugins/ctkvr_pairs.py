@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from tests.gpu.plugins.attention.random_cache import RandomCache
-from tests.plugins.codes import stores
+from tests.gpu.kernels.attention.random_cache import RandomCache
+from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import KV_HEADS, context_of, select_rows
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.measurement.gpu_kernels import method_kernels
-from kvseek.plugins.contract import LayerRows
+from kvseek.core.index_context import LayerRows
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
 from kvseek.plugins.ctkvr.reference import ReferenceIndex

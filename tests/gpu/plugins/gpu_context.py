@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.measurement.gpu_kernels import method_kernels
-from kvseek.plugins.contract import IndexContext
+from kvseek.core.index_context import IndexContext
 from kvseek.plugins.registry import get_method
 
 PLACE = torch.device("cuda")  # of the indexes that are tested; the CPU where kernels are emulated

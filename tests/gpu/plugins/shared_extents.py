@@ -9,7 +9,8 @@ import torch
 from tests.plugins.index_cases import KV_HEADS, context_of, select_rows
 
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.contract import Index, IndexContext
+from kvseek.core.index_context import IndexContext
+from kvseek.plugins.contract import Index
 from kvseek.plugins.registry import get_method
 
 from . import gpu_context

@@ -20,7 +20,7 @@ from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluste
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import DeviceKMeans
 from kvseek.plugins.clusterkv.seeding import initial_keys
-from kvseek.plugins.contract import IndexContext
+from kvseek.core.index_context import IndexContext
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.gpu.plugins.attention.random_cache import RandomCache
+from tests.gpu.kernels.attention.random_cache import RandomCache
 from tests.gpu.plugins.ctkvr_pairs import (
     CENTROID_ARRAYS,
     CUDA,
@@ -27,13 +27,13 @@ from tests.plugins.index_cases import select_rows
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.plugins.attention.device import DeviceAttention, LayerAttention
-from kvseek.plugins.batch import Batch, RequestState
-from kvseek.plugins.codes.key_codes import leading_bits
-from kvseek.plugins.codes.store import CodeStore
+from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
+from kvseek.core.batch import Batch, RequestState
+from kvseek.kernels.reference.codes.key_codes import leading_bits
+from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
-from kvseek.plugins.selection import Selection
+from kvseek.core.selection import Selection
 
 pytestmark = pytest.mark.gpu
 

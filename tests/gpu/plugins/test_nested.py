@@ -10,17 +10,17 @@ import pytest
 import torch
 from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.shared_extents import check_shared_extents
-from tests.plugins.codes import stores
+from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor
 
-from kvseek.plugins.batch import Batch, RequestState, pack
-from kvseek.plugins.codes.key_codes import estimate_at
+from kvseek.core.batch import Batch, RequestState, pack
+from kvseek.kernels.reference.codes.key_codes import estimate_at
 from kvseek.plugins.nested import device
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import HELD_CANDIDATES, CudaIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
-from kvseek.plugins.shared.group import softmax_mean
+from kvseek.plugins.group import softmax_mean
 
 pytestmark = pytest.mark.gpu
 

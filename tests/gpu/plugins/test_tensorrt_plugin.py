@@ -10,7 +10,7 @@ from tests.support.tensorrt_stand_ins import DataType, PluginTensorDesc, stand_i
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
-from kvseek.engine.model.attention import causal_attention_device
+from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.plugins.tensorrt.fields import AttentionFields
 from kvseek.plugins.tensorrt.plugin import register, serving
 from kvseek.plugins.tensorrt.tensors import ELEMENTS, device_tensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.codes import stores
+from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import (
     KV_HEADS,
     check_batch_order_and_threads,
@@ -24,15 +24,15 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
+from kvseek.core.index_context import IndexContext
+from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
+from kvseek.kernels.reference.codes.rotation import rotate
+from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.plugins.clusterkv import method
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.native import NativeIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
-from kvseek.plugins.codes.key_codes import estimate_at, round_lanes
-from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.codes.store import CodeStore
-from kvseek.plugins.contract import IndexContext
-from kvseek.plugins.shared.group import softmax_mean
+from kvseek.plugins.group import softmax_mean
 
 # The kernel's arrays, each with what fills the entries that nothing has written.
 POISON: dict[str, float] = {

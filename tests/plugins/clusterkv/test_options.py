@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.reference.codes import stores
 from tests.plugins.clusterkv.settings import CENTROIDS, OLD_DEFAULTS, PAPER
-from tests.plugins.codes import stores
 from tests.plugins.index_cases import (
     KV_HEADS,
     context_of,
@@ -21,20 +21,20 @@ from tests.plugins.index_cases import (
 )
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.fields import from_dict
 from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
-from kvseek.plugins.batch import Batch, RequestState
+from kvseek.kernels.reference.codes.key_codes import estimate_all, round_lanes
+from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.costs import costs
 from kvseek.plugins.clusterkv.device import CudaIndex, cuda_macros
 from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
-from kvseek.plugins.codes.key_codes import estimate_all, round_lanes
-from kvseek.plugins.codes.rotation import rotate
-from kvseek.plugins.shared.group import softmax_mean
+from kvseek.plugins.group import softmax_mean
 
 DIM, GROUP = 16, 2
 NO_QUERIES = torch.empty(0)

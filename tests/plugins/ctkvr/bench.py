@@ -10,8 +10,8 @@ from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 from torch import Tensor
 
-from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
-from kvseek.plugins.contract import IndexContext, LayerRows
+from kvseek.core.index_context import IndexContext, LayerRows
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.ctkvr.build import attention_values, largest
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.reference import ReferenceIndex

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.plugins.codes.key_codes import STEPS, KeyCodes, encode, estimate_all, mean_integers, round_lanes
-from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
+from kvseek.kernels.arguments import pointers
+from kvseek.kernels.reference.codes.key_codes import STEPS, KeyCodes, encode, estimate_all, mean_integers, round_lanes
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.ctkvr.native import TYPES, HostStep, host_step
-from kvseek.plugins.shared.arguments import pointers
 
 EXTENT = 1024
 NAN = float("nan")

@@ -9,11 +9,11 @@ import pytest
 from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import context_of
 
+from kvseek.core.batch import most_requests
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.plugins.batch import most_requests
-from kvseek.plugins.contract import IndexContext
+from kvseek.core.index_context import IndexContext
 from kvseek.plugins.ctkvr import device
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.costs import costs

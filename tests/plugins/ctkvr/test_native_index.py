@@ -7,14 +7,14 @@ import itertools
 
 import pytest
 import torch
-from tests.plugins.codes import stores
+from tests.kernels.reference.codes import stores
 from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.codes.rotation import rotation_signs
-from kvseek.plugins.contract import LayerRows
+from kvseek.core.index_context import LayerRows
+from kvseek.kernels.reference.codes.rotation import rotation_signs
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.native import NativeIndex
 from kvseek.plugins.ctkvr.reference import ReferenceIndex

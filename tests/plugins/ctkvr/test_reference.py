@@ -13,8 +13,8 @@ from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, rando
 from torch import Tensor
 
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.plugins.codes.key_codes import leading_bits, mean_integers
-from kvseek.plugins.codes.rotation import rotate
+from kvseek.kernels.reference.codes.key_codes import leading_bits, mean_integers
+from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.ctkvr.build import build_lists, largest
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.method import create, traits

@@ -10,11 +10,11 @@ import pytest
 from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
-import kvseek.plugins
+import kvseek.kernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.engine.loading.dry_run import HOPPER, META, UnloadedKernels
-from kvseek.plugins.codes.rotation import padded_dim, rotation_signs
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import BINS, CudaIndex
 
@@ -69,7 +69,7 @@ int main() {  // the bins of -infinity, 0, 2^-56, 1, 16, 2^8, infinity and both 
 
 def test_every_key_has_a_bin_of_the_histogram(tmp_path: Path) -> None:
     """Weights are NaN if a query is infinite: an access outside of shared memory would end the requests of all."""
-    source = (Path(kvseek.plugins.__file__).parent / "shared/largest.cuh").read_text(encoding="utf-8")
+    source = (Path(kvseek.kernels.__file__).parent / "cuda/largest.cuh").read_text(encoding="utf-8")
     (struct,) = re.findall(r"^struct WeightBits \{.*?^\};", source, re.DOTALL | re.MULTILINE)
     (tmp_path / "probe.cpp").write_text(PROBE % struct)
     subprocess.run(["g++", "-std=c++17", tmp_path / "probe.cpp", "-o", tmp_path / "probe"], check=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.codes import stores
+from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import (
     KV_HEADS,
     check_batch_order_and_threads,
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.codes.key_codes import estimate_at
+from kvseek.kernels.reference.codes.key_codes import estimate_at
+from kvseek.plugins.group import softmax_mean
 from kvseek.plugins.nested import method
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.native import NativeIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
-from kvseek.plugins.shared.group import softmax_mean
 
 make_context = partial(native_context, method.traits)
 

@@ -15,8 +15,8 @@ from tests.plugins.index_cases import (
 from torch import Tensor
 
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.plugins.codes.key_codes import STEPS, leading_bits, mean_integers
-from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
+from kvseek.kernels.reference.codes.key_codes import STEPS, leading_bits, mean_integers
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.reference import ReferenceIndex
 

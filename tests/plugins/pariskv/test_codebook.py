@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries
 from torch import Tensor
 
-from kvseek.plugins.codes.rotation import rotate
+from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex, estimate_scores

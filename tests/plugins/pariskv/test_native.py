@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
+from kvseek.plugins.group import best_positions, softmax_mean
 from kvseek.plugins.pariskv import codebook, method, reference
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
 from kvseek.plugins.pariskv.native import NativeIndex
 from kvseek.plugins.pariskv.reference import ReferenceIndex
-from kvseek.plugins.shared.group import best_positions, softmax_mean
 
 EFFORT = (ScheduleStep(None, 0.3, 0.25),)
 NO_RERANK = (ScheduleStep(None, 0.3, 1e-9),)  # as many candidates as rows: the choice is the votes' alone

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.plugins.index_cases import KV_HEADS, make_flat, make_index, random_keys, random_queries, select_rows
 from torch import Tensor
 
-from kvseek.plugins.codes.rotation import rotate
+from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
 from kvseek.plugins.pariskv.reference import ReferenceIndex

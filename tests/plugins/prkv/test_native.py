@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.codes import stores
+from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import (
     KV_HEADS,
     check_batch_order_and_threads,
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.contract import LayerRows
+from kvseek.core.index_context import LayerRows
 from kvseek.plugins.prkv import method
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.native import NativeIndex, observe

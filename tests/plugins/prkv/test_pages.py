@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
 
-from kvseek.plugins.codes.key_codes import round_lanes
-from kvseek.plugins.codes.rotation import rotate, rotation_signs
+from kvseek.kernels.reference.codes.key_codes import round_lanes
+from kvseek.kernels.reference.codes.rotation import rotate, rotation_signs
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.summaries import Codes, box_scores
 

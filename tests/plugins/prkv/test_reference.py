@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.plugins.codes.key_codes import encode
-from kvseek.plugins.codes.rotation import padded_dim, rotate, rotation_signs
-from kvseek.plugins.contract import LayerRows
+from kvseek.core.index_context import LayerRows
+from kvseek.kernels.reference.codes.key_codes import encode
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config
 from kvseek.plugins.prkv.costs import costs
 from kvseek.plugins.prkv.method import traits

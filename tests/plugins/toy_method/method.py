@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from kvseek.plugins.batch import Batch
-from kvseek.plugins.contract import Built, Effort, Index, IndexContext, Traits
-from kvseek.plugins.selection import Selection
+from kvseek.core.batch import Batch
+from kvseek.core.index_context import IndexContext
+from kvseek.core.selection import Selection
+from kvseek.plugins.contract import Built, Effort, Index, Traits
 
 from .config import Config
 

@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the CPU, one block after another: the threads of a block are fibers that take turns, and meet at
 // barriers and where the threads of a warp exchange values. It stands in for CUDA's headers and for
-// plugins/shared/instructions.cuh, whose machine instructions it computes in plain C++
+// kernels/cuda/instructions.cuh, whose machine instructions it computes in plain C++
 // (tests/support/emulated_kernels.py).
 //
 // It finds wrong results, wrong indexes and barriers that not all threads reach. It does not find races: threads take
@@ -358,7 +358,7 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
     return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-// As plugins/shared/instructions.cuh describes them.
+// As kernels/cuda/instructions.cuh describes them.
 namespace kvseek {
 
 inline uint4 load_once_16(const void* from) {

@@ -1,0 +1,162 @@
+"""The requests of a decode step, as indexes and attention read them on any device (kernels/cuda/batch.cuh).
+
+The kernels of a captured graph get the same arguments at every replay. All values that vary from step to step are in one
+int32 array of 16 numbers a request, which the engine writes before each step; on a GPU it is in device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvseek.core.errors import ConfigError
+from kvseek.core.extents import extents_for
+
+REQUEST_FIELDS = 16
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes for which a GPU has captured steps
+METHOD_NUMBERS = 6  # fields of a request that are the method's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestState:
+    """One request of a decode step; the fields of `Request` in kernels/request.h, in order, but for its `scratch`.
+
+    Attributes
+    ----------
+    token : int
+        Id of the token that the step reads; of no use to a method.
+    slot : int
+    position : int
+        Position of that token in the sequence.
+    write_row : int
+        Window row that receives the token's key and value.
+    sink_rows : int
+        Window rows of the sink that hold a token, from row 0 on.
+    ring_first, ring_rows : int
+        First row of the ring that holds a token, counted from the ring's start, and number of rows that hold one; behind the
+        ring's last row they go on at its first.
+    length : int
+        Tokens in the retrieval region.
+    dense : bool
+        Whether the request attends to every row, so that nothing is selected for it.
+    numbers : tuple of int
+        Effort.numbers of the method for this length, at most 6.
+    """
+
+    token: int = 0
+    slot: int
+    position: int = 0
+    write_row: int = 0
+    sink_rows: int = 0
+    ring_first: int = 0
+    ring_rows: int = 0
+    length: int
+    dense: bool = False
+    numbers: tuple[int, ...] = ()
+
+    def packed(self, scratch: int = 0) -> tuple[int, ...]:
+        """Return the 16 numbers that kernels read; `scratch` is the request's first scratch extent in its batch."""
+        own = self.numbers
+        assert len(own) <= METHOD_NUMBERS, f"a method has at most {METHOD_NUMBERS} numbers, not {len(own)}"
+        return (  # field by field: dataclasses.astuple copies deeply, in every step for every request
+            self.token,
+            self.slot,
+            self.position,
+            self.write_row,
+            self.sink_rows,
+            self.ring_first,
+            self.ring_rows,
+            self.length,
+            int(self.dense),
+            *own,
+            *(0,) * (METHOD_NUMBERS - len(own)),
+            scratch,
+        )
+
+
+_COLUMNS = {field.name: number for number, field in enumerate(fields(RequestState))}
+
+
+def pack(states: Sequence[RequestState]) -> Tensor:
+    """Pack requests as kernels read them: int32 [batch, 16] on the CPU.
+
+    Those for which rows are selected get scratch extents one after the other, as many as their regions have.
+    """
+    needed = [0 if state.dense else extents_for(state.length) for state in states]
+    rows = [state.packed(first) for state, first in zip(states, accumulate(needed, initial=0), strict=False)]
+    return torch.tensor(rows, dtype=torch.int32).view(len(states), REQUEST_FIELDS)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a decode step.
+
+    On a GPU the numbers change from replay to replay of a captured graph. So a selection that is captured may only pass the
+    tensors on to kernels. References and the CPU's code also read `slots` and `lengths`, which wait for a GPU's stream.
+
+    Attributes
+    ----------
+    requests : Tensor, int32 [batch, 16], on the engine's device
+        Packed RequestStates.
+    table : Tensor, int32 [slots, max_extents], on the engine's device
+        Extents of each slot.
+    """
+
+    requests: Tensor
+    table: Tensor
+
+    @classmethod
+    def of(cls, states: Sequence[RequestState], table: Tensor) -> Self:
+        """Make the batch of these requests, on the device of `table`."""
+        return cls(pack(states).to(table.device), table)
+
+    @property
+    def size(self) -> int:
+        """Requests of the batch, those that only fill up a graph's bucket included."""
+        return self.requests.shape[0]
+
+    def column(self, name: str) -> Tensor:
+        """Copy a field of RequestState of all requests: int32 [batch], on the device of `requests`."""
+        return self.requests[:, _COLUMNS[name]].clone(memory_format=torch.contiguous_format)
+
+    @cached_property
+    def slots(self) -> list[int]:
+        """Slot of each request."""
+        return self._listed("slot")
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Retrieval tokens of each request."""
+        return self._listed("length")
+
+    def part(self, requests: Sequence[int]) -> Batch:
+        """Make the batch of some of the requests, given by their numbers in this batch."""
+        return Batch(self.requests[list(requests)], self.table)
+
+    def _listed(self, name: str) -> list[int]:
+        return [int(number) for number in self.requests[:, _COLUMNS[name]].tolist()]
+
+
+def most_requests(slots: int) -> int:
+    """Return the requests of the largest batch over `slots` slots; several requests that fill up a graph share one slot."""
+    return max(slots, 1 << max(0, slots - 2).bit_length())
+
+
+def buckets_for(max_batch_size: int) -> tuple[int, ...]:
+    """Return the buckets that an engine needs: all up to the first that holds `max_batch_size`; raises ConfigError above 64."""
+    if max_batch_size > BUCKETS[-1]:
+        raise ConfigError(
+            f"max_batch_size = {max_batch_size}: must be <= {BUCKETS[-1]} with device = 'cuda'; build with less"
+        )
+    return tuple(size for size in BUCKETS if size < 2 * max_batch_size)
+
+
+def bucket_of(batch: int) -> int:
+    """Return the smallest bucket that holds a batch."""
+    return next(size for size in BUCKETS if size >= batch)

@@ -1,0 +1,259 @@
+"""Rank 0 of an engine of several ranks: it starts the others, and tells them what to do (commands.py)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig
+from kvseek.core.numa import bound_meanwhile
+from kvseek.core.ranks import rank_config
+from kvseek.core.streams import BoundedLaunches
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.prefix import Prefix, Reuse
+from kvseek.engine.cache.prefixes.rows import PrefixRows
+from kvseek.engine.cache.row_storage import RowStorage
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.sampling import Drawn, Sampler
+from kvseek.engine.loading.load import load_part
+from kvseek.engine.loading.supported import check_supported
+from kvseek.engine.model.cuda.model import KernelModel
+from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
+from kvseek.engine.observer import Observer
+from kvseek.engine.parallel.cuda.gpus import check_gpus
+from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
+from kvseek.engine.parallel.ranks import Ranks
+from kvseek.engine.parallel.reports import STALL_SECONDS
+
+from .commands import (
+    Advance,
+    Begin,
+    Close,
+    Complete,
+    Decode,
+    Drop,
+    Finish,
+    Forget,
+    Keep,
+    Open,
+    Prepare,
+    Reserve,
+    digest,
+)
+from .followers import TIMEOUT_SECONDS, Followers
+
+# Units of prompts that are launched before rank 0 waits for the first of them: some hundred launches, which keep the GPU busy.
+UNITS_AHEAD = 4
+
+
+class LeadCache(Cache):
+    """The cache of rank 0, which tells the other ranks whose slots are opened and closed."""
+
+    def __init__(
+        self, followers: Followers, config: EngineConfig, dtype: torch.dtype, device: torch.device, rows: RowStorage
+    ) -> None:
+        super().__init__(config, dtype, device, rows)
+        self._followers = followers
+
+    def open(self, slot: int, tokens: int, prefix: Prefix | None = None) -> None:
+        """See Cache."""
+        reuse = None if prefix is None else Reuse(prefix.tokens, prefix.extents, prefix.shared, prefix.sparse)
+        with self._followers.doing(Open(slot, tokens, reuse)):
+            super().open(slot, tokens, prefix)
+
+    def close(self, slot: int) -> None:
+        """See Cache."""
+        with self._followers.doing(Close(slot)):
+            super().close(slot)
+
+
+class LeadPrefixRows(PrefixRows):
+    """Keeps rows for later requests on all ranks; errors of its methods are RankErrors."""
+
+    def __init__(self, rows: PrefixRows, followers: Followers) -> None:
+        super().__init__(rows.cache, rows.indexes, rows.shares_entries)
+        self._followers = followers
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Reserve(slot, tokens)):
+            super().reserve(slot, tokens)
+
+    def complete(self, slot: int, kept: int, places: int) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Complete(slot, kept, places)):
+            super().complete(slot, kept, places)
+
+    def keep(self, slot: int, extents: Sequence[int], begins: bool) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Keep(slot, tuple(extents), begins)):
+            super().keep(slot, extents, begins)
+
+    def forget(self, extents: Sequence[int]) -> None:
+        """See PrefixRows."""
+        with self._followers.doing(Forget(tuple(extents))):
+            super().forget(extents)
+
+
+class LeadPrefill(Prefill):
+    """A prefill that all ranks do. `launches` are those of all prefills of the engine."""
+
+    def __init__(
+        self,
+        prefill: Prefill,
+        followers: Followers,
+        launches: BoundedLaunches,
+        number: int,
+        prompts: Prompts,
+        takers: Takers,
+    ) -> None:
+        super().__init__(prefill.retrieval, prompts, takers)
+        self._prefill, self._followers, self._launches, self._number = prefill, followers, launches, number
+        self.dropped = prefill.dropped
+
+    @property
+    def progress(self) -> float:
+        """See Prefill."""
+        return self._prefill.progress
+
+    def drop(self, slot: int) -> None:
+        """See Prefill."""
+        self._followers.tell(Drop(self._number, slot))
+        self._prefill.drop(slot)
+
+    def advance(self, max_tokens: int) -> int:
+        """See Prefill; any exception is a RankError."""
+        with self._followers.doing(Advance(self._number, max_tokens)):
+            self._launches.wait()
+            work = self._prefill.advance(max_tokens)
+            self._launches.add()
+            return work
+
+    def finish(self) -> Tensor:
+        """See Prefill; any exception is a RankError."""
+        with self._followers.doing(Finish(self._number)):
+            return self._prefill.finish()
+
+    def _advance(self, max_tokens: int) -> int:
+        raise AssertionError("advance does it")
+
+    def _logits(self) -> Tensor:
+        raise AssertionError("finish does it")
+
+
+class LeadDecoder(Decoder):
+    """The decoder of rank 0, with which all ranks decode; errors of its methods are RankErrors."""
+
+    def __init__(self, decoder: Decoder, followers: Followers, ranks: Ranks) -> None:
+        super().__init__(decoder.model, decoder.retrieval, decoder.steps)
+        self._followers, self._ranks, self._numbers, self._closed = followers, ranks, itertools.count(), False
+        self._launches = BoundedLaunches(self.retrieval.cache.window.device, UNITS_AHEAD)
+
+    @property
+    def sums(self) -> str:
+        """See Decoder."""
+        return self._ranks.way
+
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+        """See Decoder."""
+        number = next(self._numbers)
+        told = tuple((slot, tuple(tokens)) for slot, tokens in prompts)
+        with self._followers.doing(Begin(number, told, tuple(takers))):
+            prefill = super().prefill(prompts, takers)
+            return LeadPrefill(prefill, self._followers, self._launches, number, prompts, takers)
+
+    def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
+        """See Decoder."""
+        with self._followers.doing(self._decode(tokens, slots)):
+            return super().decode(tokens, slots)
+
+    def decode_tokens(
+        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
+    ) -> tuple[list[Drawn | int], list[float]]:
+        """See Decoder."""
+        with self._followers.doing(self._decode(tokens, slots)):
+            return super().decode_tokens(tokens, slots, samplers)
+
+    def observe(self, observer: Observer) -> None:
+        """See Decoder."""
+        with self._followers.doing(Prepare()):
+            super().observe(observer)
+
+    def prefix_rows(self) -> PrefixRows:
+        """See Decoder."""
+        return LeadPrefixRows(super().prefix_rows(), self._followers)
+
+    def close(self) -> None:
+        """See Decoder."""
+        if not self._closed:
+            self._closed = True
+            self._followers.close()
+            _forget_graphs(self)
+            self._ranks.leave()
+            self._followers.stop_watching()
+
+    def _decode(self, tokens: Sequence[int], slots: Sequence[int]) -> Decode:
+        return Decode(tuple(tokens), tuple(slots), digest(self.cache))
+
+
+def load_decoder(directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE) -> Decoder:
+    """Load the decoder of an engine directory onto the device of its configuration; raises as `Engine.load`.
+
+    With several ranks, the processes of the others are started, but for those of other nodes; `Decoder.close` ends them.
+    """
+    check_supported(rank_config(config))
+    nodes.ranks(config.tp_size, 0)
+    if config.tp_size == 1:
+        return load_part(directory, config)
+    return lead(directory, config, nodes)
+
+
+def lead(
+    directory: Path,
+    config: EngineConfig,
+    nodes: Nodes = ONE_NODE,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    stall_seconds: float = STALL_SECONDS,
+) -> LeadDecoder:
+    """Start the other ranks of an engine and load the part of rank 0; raises as Engine.load, and RankError.
+
+    Waits for ranks of other nodes, however long they take. See Followers for the limits.
+    """
+    check_gpus(config, nodes.count)
+    followers = Followers(directory, config, nodes, timeout_seconds, stall_seconds)
+    try:
+        # Ranks on GPUs bind themselves to cores near them, and this process may load other engines.
+        with bound_meanwhile():
+            ranks = followers.join()
+            return LeadDecoder(_load(directory, config, followers, ranks), followers, ranks)
+    except BaseException:
+        followers.close()
+        followers.stop_watching()
+        raise
+
+
+def _load(directory: Path, config: EngineConfig, followers: Followers, ranks: Ranks) -> Decoder:
+    """Load the part of rank 0, and wait until the others have loaded theirs."""
+    decoder: Decoder | None = None
+    try:
+        decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
+        followers.wait_until_loaded()
+    except BaseException:
+        followers.close()  # first, as this rank may have left a thread in a group that waits for them
+        if decoder is not None:
+            _forget_graphs(decoder)
+        ranks.leave()
+        raise
+    return decoder
+
+
+def _forget_graphs(decoder: Decoder) -> None:
+    """Drop what has been captured: NCCL's communicator ends only when no graph uses it."""
+    decoder.steps.close()
+    if isinstance(decoder.model, KernelModel):
+        decoder.model.close()

@@ -1,0 +1,137 @@
+"""Memory that an engine needs beside weights, index, windows and rows, in bytes (docs/gpu.md).
+
+They describe the GPU's runtime. For the CPU they are estimates, and high ones: copies that a GPU makes ahead of time are made one
+after the other there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvseek.core.batch import buckets_for
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.weight_only import NONE
+from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
+from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.cache.row_storage import STAGED_EXTENTS
+from kvseek.engine.model.block_sparse import sparse_bytes
+from kvseek.engine.prompt_windows import (
+    BLOCKS_TOGETHER,
+    LSE_NUMBERS,
+    filled_up,
+    most_blocks,
+    row_tokens,
+    window_tokens,
+)
+from kvseek.plugins.contract import LAST_QUERIES
+
+# For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits;
+# on the CPU the process itself with PyTorch, and a weight on its way to oneDNN's layout.
+RESERVE_BYTES = 1 << 30
+TOKEN_BYTES = 8  # id and position of a prompt's token, as a plan takes them
+LOGITS_BYTES = 4  # a logit, as a plan returns it
+SCORE_BYTES = 4  # of a token, in a draw
+
+
+def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Return the most bytes that the prefill of a prompt of `tokens` tokens allocates, without the work space of plans."""
+    chunk, plans = min(config.prefill_chunk_tokens, tokens), config.runtime == "tensorrt"
+    numbers = (_plans_prefill if plans else _torch_prefill)(config, tokens, chunk)
+    queries = config.model.num_heads * config.model.head_dim
+    numbers += 2 * min(LAST_QUERIES, tokens) * queries
+    if reuses_prefixes(config):
+        numbers += _prefix_numbers(config, tokens)
+    # Behind the last of a layer's tokens (row_tokens).
+    numbers += 2 * config.model.num_kv_heads * config.model.head_dim * (row_tokens(config, tokens) - tokens)
+    if dtype is torch.float32:
+        numbers += 2 * tokens * queries  # keys and values of every query head (library_attention.py)
+    sparse = sparse_bytes(config, dtype, tokens, chunk) if config.prefill_attention == "block_sparse" else 0
+    return numbers * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse
+
+
+def _torch_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
+    """Count the numbers that a prefill by PyTorch holds: residual stream, a layer's rows, and the activations of a chunk."""
+    model = config.model
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = 3 * queries + 2 * keys + 2 * model.hidden_size  # qkv, rotated queries, output; norm and projection
+    mlp = 3 * model.intermediate_size + 2 * model.hidden_size
+    numbers = tokens * (model.hidden_size + _row_numbers(keys)) + max(
+        chunk * attention + _part_numbers(config, tokens, chunk), chunk * mlp
+    )
+    if config.weight_only_precision != NONE:  # the largest matrix, dequantised
+        numbers += model.hidden_size * max(2 * model.intermediate_size, queries + 2 * keys)
+    return numbers
+
+
+def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
+    """Count the numbers that a prefill by plans holds outside of them: tensors between plans, rows, attention's output."""
+    model = config.model
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if config.tensorrt.form == "engine":  # in one call: only attention is outside of the plan
+        return tokens * (_row_numbers(keys) + queries)
+    kept = model.hidden_size + queries + model.head_dim  # residual stream, attended, cosines and sines
+    made = 3 * queries + 2 * keys + model.hidden_size  # a plan's outputs; attention's output and its contiguous copy
+    return tokens * (_row_numbers(keys) + kept) + chunk * made + _part_numbers(config, tokens, chunk)
+
+
+def _part_numbers(config: EngineConfig, tokens: int, chunk: int) -> int:
+    """Count the numbers that a window's attention holds: queries, keys and values that are filled up, outputs, log-sum-exps."""
+    if config.device != "cuda":
+        return 0
+    blocks, model = most_blocks(tokens, config.max_input_len), config.model
+    heads = (blocks + 2 + min(blocks, BLOCKS_TOGETHER)) * model.num_heads + 2 * model.num_kv_heads
+    queries = filled_up(min(chunk, window_tokens(config.prefill_chunk_tokens)))
+    return queries * (heads * model.head_dim + blocks * model.num_heads * LSE_NUMBERS)
+
+
+def _prefix_numbers(config: EngineConfig, tokens: int) -> int:
+    """Count the numbers that reading a prefix adds: keys and values of the next layer, and extents on their way there."""
+    keys = config.model.num_kv_heads * config.model.head_dim
+    staged = min(tokens, 2 * STAGED_EXTENTS * EXTENT_TOKENS)  # one lot is filled while the kernels of the last one run
+    return (tokens + staged) * 2 * keys
+
+
+def _row_numbers(keys: int) -> int:
+    """Count the numbers per token of a layer's keys and values, and of the copies that wait for the host."""
+    return (1 + COPIES_IN_FLIGHT) * 2 * keys
+
+
+def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the bytes that decode steps hold: logits of all buckets, one layer's activations in the largest, eviction, draws."""
+    model = config.model
+    sizes = buckets_for(config.max_batch_size) if config.device == "cuda" else (config.max_batch_size,)
+    layer = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    if config.runtime == "tensorrt":  # residual stream in and out, cosines and sines, logits as the plan gives them
+        layer += 2 * model.hidden_size + model.head_dim + LOGITS_BYTES // dtype.itemsize * model.vocab_size
+    else:
+        layer += 4 * model.hidden_size + 3 * model.intermediate_size
+    # Keys and values of the evicted rows, and a copy of the keys.
+    eviction = 3 * model.num_layers * model.num_kv_heads * config.cache.update * model.head_dim
+    logits = sum(sizes) * model.vocab_size
+    if config.cache.cached_prefill == "sparse":  # the steps that read prompts have logits of their own
+        logits *= 2
+    # Scores of a draw, and for requests with penalties how often each token has occurred.
+    draws = sizes[-1] * model.vocab_size * 2 * SCORE_BYTES if config.device == "cuda" else 0
+    return (logits + sizes[-1] * layer + eviction) * dtype.itemsize + draws
+
+
+def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the bytes that a pack of short prompts keeps between its units, while a unit of a long prompt runs."""
+    model, tokens = config.model, min(config.prefill_chunk_tokens, config.max_input_len)
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if config.runtime == "tensorrt":
+        if config.tensorrt.form == "engine":
+            return 0  # a prompt is one unit, so nothing is kept between units
+        return _plans_prefill(config, tokens, 0) * dtype.itemsize + TOKEN_BYTES * tokens
+    numbers = tokens * (model.hidden_size + _row_numbers(keys) + queries)  # a layer's queries, for its index
+    numbers += 2 * keys * (row_tokens(config, tokens) - tokens)
+    return numbers * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
+
+
+def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the whole work space, for prompts of up to max_input_len tokens.
+
+    One long prompt is read at a time, and a pack of short prompts beside it.
+    """
+    prefills = prefill_bytes(config, dtype, config.max_input_len) + pack_bytes(config, dtype)
+    return RESERVE_BYTES + prefills + decode_bytes(config, dtype)

@@ -1,0 +1,108 @@
+"""The model on the CPU: Llama, Qwen2 and Qwen3. layer.py has a layer's products, operations.py what stands between them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvseek.core.batch import Batch
+from kvseek.core.rope import RotaryEmbedding
+from kvseek.engine.model.continuation import Continuation
+from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.reference.attention import CausalAttention
+from kvseek.engine.model.reference.operations import LayerOperations
+from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.stream import Stream
+from kvseek.engine.retrieval import Retrieval
+
+from .batch import HostBatch
+
+Attend = Callable[[int, Tensor], Tensor]
+"""Attention of a decode step: layer, queries [batch, H, D] to outputs [batch, H, D]."""
+
+
+class TorchModel(LayerwiseModel[Stream]):
+    """Runs prompts and decode steps on the CPU; a BlockReader of engine/model/continuation.py.
+
+    Parameters
+    ----------
+    weights : dict of str to Tensor
+        Weights as engine/model/weights.py loads them.
+    ops : LayerOperations
+        What a layer computes between its products: by compiled kernels or by PyTorch.
+    products : Products
+        Makes the matrix products.
+    attention : callable
+        Causal attention over a prompt.
+    """
+
+    most_tokens = sys.maxsize  # of a block
+
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        retrieval: Retrieval,
+        ops: LayerOperations,
+        products: Products,
+        attention: CausalAttention,
+    ) -> None:
+        super().__init__(retrieval, attention)
+        self.ops, self.windows = ops, retrieval.cache.window.unbind()
+        embed = weights["embed.weight"]
+        self.embed = products.embedding(embed)
+        self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
+        self.head = Head.of(self.model, weights, products)
+        self.rope = RotaryEmbedding(self.model, embed.device)
+
+    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+        """See PromptModel.prefill."""
+        if self.retrieval.resumes([slot for slot, _ in prompts]):
+            return Continuation(self, self.retrieval, prompts)
+        return super().prefill(prompts, takers)
+
+    def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
+        """See BlockReader."""
+        states, _ = self.retrieval.begin_step(tokens, [slot] * len(tokens))
+        requests = HostBatch(self.retrieval, states)
+        return self.run_layers(requests.batch, requests.attend, slice(len(tokens) - 1, None))
+
+    def begin_prompt(self, prefill: Prefill) -> Stream:
+        """See LayerwiseModel."""
+        residual = self.embed(torch.tensor(prefill.ids))
+        return Stream.begin(residual, prefill.borders, self.rope, self.model.short_reach)
+
+    def read_chunk(
+        self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
+    ) -> Tensor:
+        """See LayerwiseModel."""
+        weights, x = self.layers[layer], prompt.residual[start:stop]
+        qkv, rotation = weights.project(self.ops, x, None, prompt=True), prompt.rotation_of(start, stop, self.rope)
+        q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
+        out = attend(q)
+        x += weights.finish(self.ops, x, out.flatten(1), prompt=True)
+        return q
+
+    def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """See LayerwiseModel."""
+        return self.head(prompt.rows(spans), prompt=True)
+
+    def run_layers(self, batch: Batch, attend: Attend, asked: slice = slice(None)) -> Tensor:
+        """Run a decode step: write each token's rows to the window, and compute logits of the requests `asked`.
+
+        Returns float32 [requests, vocabulary].
+        """
+        mark = self.retrieval.observer.part_ended
+        x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
+        mark("begin")
+        delta: Tensor | None = None
+        for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)
+        assert delta is not None, "a model has layers"
+        logits = self.head((x + delta)[asked])
+        mark("head")
+        return logits

@@ -1,0 +1,154 @@
+"""Matrix products on the CPU: oneDNN's, and a kernel of our own for weights of 8 bits. docs/cpu.md has what each is worth."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+from torch import Tensor
+
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import EngineDirectoryError
+from kvseek.core.weight_only import INPUTS_MULTIPLE
+from kvseek.engine.model.reference.products import Linear, Product, Products
+from kvseek.kernels.cpu.layer.byte_products import ByteProduct
+
+# oneDNN lays a weight out for a number of rows. What it makes for 32 rows multiplies 1 to 2,048 rows about as fast as what it
+# makes for each of them, which cannot be said of a weight that was laid out for one row.
+PACKED_FOR_ROWS = 32
+# Most rows of a decode step that are multiplied faster without converting the weight first.
+FEW_ROWS_OF_BFLOAT16 = 8
+# For each product and number of rows PyTorch and oneDNN keep what they have made, some hundred kilobytes, by default for the last
+# 1,024. Prompts have any number of rows, so a server would grow by hundreds of megabytes, for what is seldom asked again. Both
+# read these variables at the first product of the process. 64 are decode steps of a dozen batch sizes, of five products each.
+KEPT_PRODUCTS = 64
+for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, str(KEPT_PRODUCTS))
+
+
+def stays_quantised(dtype: torch.dtype, stored: torch.dtype, inputs: int) -> bool:
+    """Whether a weight [outputs, inputs] that is stored as `stored` is multiplied with rows of `dtype` as it is."""
+    # The kernel reads rows in whole vectors.
+    return dtype is torch.bfloat16 and stored is torch.int8 and inputs % INPUTS_MULTIPLE == 0
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for bfloat16 products; without them oneDNN's are slower than float32's."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+class PackedLinear(Linear):
+    """A linear map whose weight lies in oneDNN's layout: a copy, which lets one row be multiplied at the memory's pace."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS), bias)
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """See Linear."""
+        return _onednn(x, self.weight, self.bias)
+
+
+class WidenedLinear(Linear):
+    """A linear map in bfloat16 on a processor that has no instructions for it: prompts and many rows take float32."""
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """See Linear."""
+        if not prompt and x.shape[0] <= FEW_ROWS_OF_BFLOAT16:
+            return super().__call__(x)
+        return _widened(x, self.weight.float(), self.bias)
+
+
+class ByteLinear(Linear):
+    """A linear map of bfloat16 rows with an int8 weight, which decode steps multiply as it is; for prompts it is dequantised.
+
+    Without a library it is always dequantised.
+
+    Parameters
+    ----------
+    weight : Tensor, int8 [outputs, inputs]
+        `inputs` is a multiple of INPUTS_MULTIPLE.
+    scale : Tensor, bfloat16 [outputs]
+    native : bool
+        Whether the processor multiplies bfloat16.
+    library : CpuLibrary or None
+        Compiled kernels.
+    head : bool
+        The weight is that of the head, which prompts multiply with few rows: it is dequantised for neither.
+    """
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, native: bool, library: CpuLibrary | None, head: bool
+    ) -> None:
+        super().__init__(weight.contiguous(), bias)
+        self.scale, self._native, self._head = scale, native, head
+        self._product = None if library is None else ByteProduct(library, self.weight, scale, bias)
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """See Linear."""
+        if self._product is not None and (self._head or not prompt):
+            return self._product(x)
+        if self._native:
+            return _onednn(x, self.weight * self.scale[:, None], self.bias)
+        return _widened(x, self.weight * self.scale.float()[:, None], self.bias)
+
+
+class HostProducts(Products):
+    """Makes the products of an engine on the CPU.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        That of x.
+    library : CpuLibrary, optional
+        Compiled kernels, which multiply few rows with int8 weights as they are; without them such weights are dequantised.
+    native : bool, optional
+        Whether the processor multiplies bfloat16; None: what `multiplies_bfloat16` finds.
+    """
+
+    def __init__(self, dtype: torch.dtype, library: CpuLibrary | None = None, native: bool | None = None) -> None:
+        super().__init__(dtype)
+        self._library = library
+        self._native = multiplies_bfloat16() if native is None else native
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
+        """See Products.linear; raises EngineDirectoryError if the scales have more digits than bfloat16.
+
+        An int8 weight stays as it is if x is bfloat16.
+        """
+        return self._make(weight, bias, scale, head=False)
+
+    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
+        """See Products.head."""
+        return self._make(weight, None, scale, head=True)
+
+    def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, head: bool) -> Linear:
+        if scale is not None and stays_quantised(self.dtype, weight.dtype, weight.shape[1]):
+            narrow = scale.bfloat16()
+            if not torch.equal(narrow.float(), scale):
+                raise EngineDirectoryError("the scales of 8-bit weights are of an older kvseek: build the engine again")
+            return ByteLinear(weight, narrow, bias, self._native, self._library, head)
+        plain = super().linear(weight, bias, scale)
+        if self.dtype is torch.float16 or not _has_onednn():  # float16: of a GPU's engine that is calibrated here
+            return plain
+        if self.dtype is torch.bfloat16 and not self._native:
+            return WidenedLinear(plain.weight, bias)
+        return PackedLinear(plain.weight, bias)
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply bfloat16 rows with a float32 weight [outputs, inputs]; the result is bfloat16."""
+    out = _onednn(x.float(), weight, None if bias is None else bias.float())
+    return out.to(x.dtype)
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # PyTorch's public operator multiplies float32 with MKL, which is slow on AMD's processors, and takes no packed weight.
+    # oneDNN sums a single row in another order than the same row among others, of whose number its sums do not depend.
+    rows = x.shape[0]
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x.expand(2, -1) if rows == 1 else x, weight, bias, "none", [], "")
+    return out[:rows]
+
+
+def _has_onednn() -> bool:
+    return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -1,0 +1,218 @@
+"""Attention of prompts on a GPU: cuDNN attends to what precedes a window and to the window itself; a kernel of ours merges both.
+
+On Hopper cuDNN is faster than flash attention 2 without a mask, and with a causal mask over as many keys as queries. With
+more keys than queries its causal mask makes it slow, but all queries of a window see all of the past, which needs no mask.
+
+A prompt's tokens are cut into windows at multiples of 2,048 tokens or more, and what is computed for a query follows from its
+window: the same bits come out whether a prompt is read whole, in chunks, in a pack or behind a reused beginning. Flash attention
+would cut its sums by the number of queries.
+
+The past is cut into equal blocks, and shorter ones at its end. Several are one call, a batch, so that few queries occupy the
+GPU, too.
+
+cuDNN compiles a plan for each combination of sizes and strides, in some 60 ms, and PyTorch keeps it for good. So the sizes of
+blocks, the number of them in a call and the number of queries, which are filled up, are few, and the KV heads of a prompt's keys
+are equally spaced in all long prompts (Retrieval.new_rows).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.cuda import CudaKernels
+from kvseek.engine.model.library_attention import (
+    OCCUPYING_QUERIES,
+    causal_attention_device,
+    cudnn_attention,
+    flash_attention,
+)
+from kvseek.engine.prompt_windows import (
+    FEWEST_QUERIES,
+    SHORTEST_BLOCK,
+    Blocks,
+    block_tokens,
+    filled_up,
+    past_blocks,
+    power_of_two,
+    window_tokens,
+    windows,
+)
+from kvseek.kernels.cuda.attention.merge_attention import Part, merge
+
+CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
+MEMORY_EFFICIENT = "PyTorch's memory-efficient attention"
+OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attention for CPUs"}
+
+logger = logging.getLogger(__name__)
+
+
+class PromptAttention:
+    """A CausalAttention (attention.py) for one model on one GPU.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of queries, keys and values.
+    chunk, longest : int
+        Most queries of a call, and most tokens of a prompt.
+
+    Attributes
+    ----------
+    name : str
+        Who attends: CUDNN_AND_FLASH, FLASH or MEMORY_EFFICIENT.
+    refusal : str or None
+        Why cuDNN does not attend to the past of chunks; None: it does.
+    """
+
+    def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, chunk: int, longest: int) -> None:
+        self._kernels, self._model, self.dtype = kernels, model, dtype
+        self._window, self._block = window_tokens(chunk), block_tokens(longest)
+        self.refusal = self._refused()
+        alone = MEMORY_EFFICIENT if dtype is torch.float32 else FLASH
+        self.name = CUDNN_AND_FLASH if self.refusal is None else alone
+        if self.refusal is None:
+            logger.info("prompts are read by %s", self.name)
+        else:
+            logger.warning("prompts are read by %s: cuDNN's attention refuses them: %s", self.name, self.refusal)
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """Attend from the last q tokens of a prompt to the whole of it, causally; see causal_attention_device."""
+        if self.refusal is not None:
+            return causal_attention_device(queries, keys, values, scaling)
+        heads, q, dim = queries.shape
+        past, out = keys.shape[1] - q, queries.new_empty(q, heads, dim)
+        for base, start, stop in windows(past, past + q, self._window):
+            own, kept = queries[:, start - past : stop - past], slice(start - past, stop - past)
+            filled = filled_up(stop - start)
+            calls = past_blocks(base, self._block, filled)
+            # Of every row that fills up only the results of its own are wrong, and nobody reads these.
+            copies = own.new_empty(max((one.number for one in calls), default=0), filled, heads, dim).transpose(1, 2)
+            copies[:, :, : stop - start] = own
+            parts = [attend_blocks(copies, keys, values, blocks, scaling) for blocks in calls]
+            parts.append(attend_window(own, keys[:, base:stop], values[:, base:stop], scaling))
+            merge(self._kernels, parts, out[kept])
+        return out
+
+    def attend_in_blocks(
+        self, queries: Tensor, size: int, chosen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
+    ) -> Tensor:
+        """Attend from each block of `size` queries to all keys that were chosen for it, and causally to those of the chunk.
+
+        All blocks are one call, as the host would need longer for a call each than the GPU for its work. Not for float32,
+        of which no log-sum-exps are to be had.
+
+        Parameters
+        ----------
+        queries : Tensor [H, q, D]
+            Those of a chunk, the last block may be shorter.
+        chosen : Tensors [b, G, n, D], contiguous
+            Keys and values for each of the b blocks.
+        own : Tensors [G, at least q, D]
+            Keys and values whose last q tokens are those of the queries.
+
+        Returns
+        -------
+        Tensor [q, H, D], contiguous.
+        """
+        heads, q, dim = queries.shape
+        blocks = in_blocks(queries, size)
+        by_cudnn = self.refusal is None and blocks.shape[2] >= OCCUPYING_QUERIES
+        output, lse = (cudnn_attention if by_cudnn else flash_attention)(blocks, *chosen, scaling)
+        # A block is filled up, and all are put one behind the other again: no copy where they are full, but of the log-sum-exps.
+        output = output[:, :, :size].transpose(1, 2).reshape(-1, heads, dim).transpose(0, 1)
+        lse = lse[:, :, :size].transpose(0, 1).reshape(heads, -1)
+        attend_own = attend_causally if self.refusal else attend_window
+        parts = [Part(output[None], lse[None]), attend_own(queries, *own, scaling)]
+        return merge(self._kernels, parts, queries.new_empty(q, heads, dim))
+
+    def _refused(self) -> str | None:
+        """Say why cuDNN does not take this model's attention: it is asked, with the smallest of the sizes above."""
+        if self.dtype is torch.float32:
+            return "it does not take float32"
+        model, device = self._model, self._kernels.device
+        queries = torch.zeros(FEWEST_QUERIES, model.num_heads, model.head_dim, dtype=self.dtype, device=device)
+        keys = torch.zeros(model.num_kv_heads, SHORTEST_BLOCK, model.head_dim, dtype=self.dtype, device=device)
+        try:
+            attend_blocks(queries.transpose(0, 1)[None], keys, keys, Blocks(0, 1, SHORTEST_BLOCK), 1.0)
+            own = keys[:, :FEWEST_QUERIES]
+            attend_window(queries.transpose(0, 1), own, own, 1.0)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return None
+
+
+def expected_attention(config: EngineConfig) -> str:
+    """Say who attends in prompts of an engine, as far as that is known without its GPU, and to what."""
+    return described_attention(config, _expected_reader(config))
+
+
+def described_attention(config: EngineConfig, reader: str) -> str:
+    """Say what prompts attend to, and by whom it is read."""
+    if config.prefill_attention == "dense":
+        return reader
+    return f"{config.prefill_attention}, {config.block_sparse.budget:,} tokens, read by {reader}"
+
+
+def _expected_reader(config: EngineConfig) -> str:
+    if config.device != "cuda":
+        return OF_THE_CPU[config.kernels]
+    if config.dtype == "float32":
+        return MEMORY_EFFICIENT
+    if config.runtime == "tensorrt" and config.tensorrt.form == "engine":
+        return FLASH  # a prompt is one chunk, which has no past
+    return f"{CUDNN_AND_FLASH}, or {FLASH} alone if cuDNN refuses the model on the GPU, as the log then says"
+
+
+def in_blocks(queries: Tensor, size: int) -> Tensor:
+    """Cut queries [H, q, D] into blocks of `size`, [b, H, n, D] with n a power of two; zeros fill up."""
+    heads, q, dim = queries.shape
+    number, width = -(-q // size), power_of_two(min(size, q))
+    tokens = queries.transpose(0, 1)
+    if q == number * width:
+        return tokens.reshape(number, width, heads, dim).transpose(1, 2)
+    padded = queries.new_zeros(number, width, heads, dim)
+    for block, part in zip(padded, torch.split(tokens, size), strict=True):
+        block[: len(part)] = part
+    return padded.transpose(1, 2)
+
+
+def attend_blocks(copies: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, scaling: float) -> Part:
+    """Attend to all of each block by cuDNN: at least as many copies of the queries [copies, H, q, D], keys and values [G, n, D].
+
+    Raises RuntimeError if cuDNN does not take the sizes.
+    """
+    start, number, size = blocks
+    own_keys, own_values = (
+        part[:, start : start + number * size].view(len(part), number, size, -1).transpose(0, 1)
+        for part in (keys, values)
+    )
+    return Part(*cudnn_attention(copies[:number], own_keys, own_values, scaling))
+
+
+def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+    """Attend causally by cuDNN: queries [H, q, D] are the last of the tokens of keys and values [G, n, D].
+
+    cuDNN aligns its mask to the top left, so other rows stand before and behind the queries. Zeros stand behind the keys:
+    no query sees them, but what lies there in memory might be no number.
+    """
+    (heads, q, dim), n = queries.shape, keys.shape[1]
+    size, filled = filled_up(n), queries
+    if size > q:
+        filled = queries.new_empty(size, heads, dim).transpose(0, 1)
+        filled[:, n - q : n] = queries
+    if size > n:
+        keys, values = (F.pad(part, (0, 0, 0, size - n)) for part in (keys, values))
+    output, lse = cudnn_attention(filled[None], keys[None], values[None], scaling, causal=True)
+    return Part(output[:, :, n - q :], lse[:, :, n - q :])
+
+
+def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+    """Attend causally by flash attention: queries [H, q, D] are the last of the tokens of keys and values [G, n, D]."""
+    return Part(*flash_attention(queries[None], keys[None], values[None], scaling, causal=True))

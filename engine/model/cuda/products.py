@@ -1,0 +1,160 @@
+"""Matrix products on a GPU: kernels for the few rows of decode steps, cuBLAS for prompts and large batches."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.engine.model.reference.products import Linear, Product, Products
+from kvseek.kernels.cuda.layer.products import ProductKernels
+
+# Numbers of rows that RowCounts tries: these, and then multiples of ROW_STEP, the rows of a tile of a matrix.
+FEW_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
+ROW_STEP = 128
+# Rows that are multiplied in parts of each number: sums in another order seldom round differently.
+TRIED_ROWS = 1024
+
+
+class KernelLinear(Linear):
+    """A linear map on a GPU, with a weight in the dtype of x or of 8 bits.
+
+    The few rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Prompts and large batches
+    are multiplied by cuBLAS, for which a weight of 8 bits is first written out in the dtype of x: cuBLAS then multiplies faster
+    than a kernel that converts while it multiplies.
+
+    Parameters
+    ----------
+    weight : Tensor [outputs, inputs]
+        In the dtype of x, or int8 or float8_e4m3fn.
+    scale : Tensor, float32 [outputs], or None
+        Of a weight of 8 bits.
+    counts : RowCounts
+        Numbers of rows with which cuBLAS multiplies prompts.
+    """
+
+    def __init__(
+        self,
+        kernels: ProductKernels,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        counts: RowCounts,
+    ) -> None:
+        super().__init__(weight, bias)
+        self.scale, self._kernels, self._few, self._counts = scale, kernels, kernels.most_rows(weight), counts
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """See Linear."""
+        if not prompt and x.shape[0] <= self._few:
+            return self._kernels.linear(x, self.weight, self.scale, self.bias)
+        weight = self.weight if self.scale is None else self._kernels.dequantise(self.weight, self.scale)
+        return self._counts.multiply(x, weight, self.bias) if prompt else F.linear(x, weight, self.bias)
+
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor], *, prompt: bool = False) -> Tensor:
+        """See Linear.gated. The kernel does both."""
+        if not prompt and x.shape[0] <= self._few:
+            return self._kernels.linear(x, self.weight, self.scale, self.bias, gated=True)
+        return super().gated(x, silu_mul, prompt=prompt)
+
+
+class KernelHead(Linear):
+    """The head of 8 bits on a GPU, which is never written out: it is the largest matrix, and mostly multiplied with few rows.
+
+    More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups. `weight` and `scale` are those
+    of KernelLinear.
+    """
+
+    def __init__(self, kernels: ProductKernels, weight: Tensor, scale: Tensor) -> None:
+        super().__init__(weight)
+        self.scale, self._kernels, self._most = scale, kernels, kernels.most_rows(weight)
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """See Linear. The rows of a prompt are all multiplied by the kernel of the most rows."""
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        for start in range(0, x.shape[0], self._most):
+            rows = slice(start, start + self._most)
+            kernel_rows = self._most if prompt else None
+            self._kernels.linear(x[rows], self.weight, self.scale, None, out=out[rows], kernel_rows=kernel_rows)
+        return out
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of rows with which cuBLAS sums the products of a row and one weight in the same order, and gives the same bits.
+
+    For few rows cuBLAS cuts the sums of some matrices into parts, so a prompt's row would depend on how many are read with it.
+    Which numbers are alike is found by trying: the rest is filled up with rows of zeros, which takes hardly longer.
+
+    Attributes
+    ----------
+    alike : tuple of int
+        Ascending. The last is the most rows that are multiplied at once.
+    """
+
+    alike: tuple[int, ...]
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, most: int) -> RowCounts:
+        """Find the numbers up to `most` for weights of this shape, [outputs, inputs], on a GPU. It takes some 50 ms."""
+        most = -(-most // ROW_STEP) * ROW_STEP
+        generator = torch.Generator(weight.device).manual_seed(0)
+        x = torch.randn(most, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
+        whole = F.linear(x, weight, bias)
+        few = [rows for rows in FEW_ROWS if rows < most]
+        tried = (*few, *range(FEW_ROWS[-1] // ROW_STEP * ROW_STEP + ROW_STEP, most, ROW_STEP))
+
+        def same(rows: int) -> bool:
+            starts = range(0, min(most, TRIED_ROWS) - rows + 1, rows) or (0,)
+            parts = ((F.linear(x[one : one + rows], weight, bias), whole[one : one + rows]) for one in starts)
+            return bool(torch.stack([(part == expected).all() for part, expected in parts]).all())
+
+        return cls((*(rows for rows in tried if same(rows)), most))
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as F.linear, with rows of zeros behind those of x where that makes the number of rows one of these."""
+        most = self.alike[-1]
+        if x.shape[0] > most:
+            return torch.cat([self.multiply(part, weight, bias) for part in torch.split(x, most)])
+        rows = self.alike[bisect_left(self.alike, x.shape[0])]
+        if rows > x.shape[0]:
+            return F.linear(F.pad(x, (0, 0, 0, rows - x.shape[0])), weight, bias)[: x.shape[0]]
+        return F.linear(x, weight, bias)
+
+
+class KernelProducts(Products):
+    """Makes products on a GPU; weights of 8 bits stay so.
+
+    Parameters
+    ----------
+    chunk : int
+        Most rows of a prompt that a layer multiplies at once.
+    head_rows : int
+        Most rows of prompts that the head multiplies at once.
+    """
+
+    def __init__(self, kernels: ProductKernels, chunk: int, head_rows: int) -> None:
+        super().__init__(kernels.dtype)
+        self._kernels, self._chunk, self._head_rows = kernels, chunk, head_rows
+        self._counts: dict[tuple[torch.Size, bool], RowCounts] = {}
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
+        """See Products.linear."""
+        return self._make(weight, bias, scale, self._chunk)
+
+    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
+        """See Products.head."""
+        if scale is not None:
+            return KernelHead(self._kernels, weight, scale)
+        return self._make(weight, None, None, self._head_rows)
+
+    def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, most: int) -> Linear:
+        key = weight.shape, bias is not None
+        if key not in self._counts:
+            wide = weight if scale is None else self._kernels.dequantise(weight, scale)
+            self._counts[key] = RowCounts.of(wide, bias, most)
+        return KernelLinear(self._kernels, weight, scale, bias, self._counts[key])

@@ -1,0 +1,130 @@
+"""What a decoder layer computes besides matrix products, selection and attention: the operations, and their reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.core.rope import Rotation, rotate
+
+if TYPE_CHECKING:
+    from kvseek.core.batch import Batch
+    from kvseek.core.config import ModelConfig
+
+
+class LayerOperations(Protocol):
+    """The operations on the device of their tensors, which have the engine's dtype unless said otherwise.
+
+    TorchOperations below, NativeOperations (kernels/cpu/layer/layer.py) and LayerKernels (kernels/cuda/layer/layer.py).
+    """
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Add `delta`, unless it is None, to x [rows, hidden] in place; returns the RMS norm of x, times `weight` [hidden]."""
+
+    def rope_append(
+        self,
+        qkv: Tensor,
+        batch: Batch,
+        rotation: Rotation,
+        window: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Tensor:
+        """Split qkv [batch, (H + 2G) * D]: rotated queries [batch, H, D] are returned, keys and values go to the window.
+
+        Parameters
+        ----------
+        rotation : Rotation
+            Of each request's token.
+        window : Tensor [slots, G, window rows, 2, D]
+            A layer's window; each request's `slot` and `write_row` say where its rotated key and its value go.
+        q_norm, k_norm : Tensor [D] or None
+            Weights of QK-norm, before the rotation.
+        """
+
+    def rope_prompt(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Tensor:
+        """Split a chunk's qkv [rows, (H + 2G) * D]: rotated queries [rows, H, D] are returned.
+
+        Rotated keys, and values, are written to `keys` and `values` [G, tokens, D] of the whole prompt, from token `start` on.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Compute silu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate]."""
+
+
+class TorchOperations:
+    """The operations in PyTorch, on any device; LayerOperations. They define what is correct.
+
+    As in transformers, results between two operators of PyTorch have the dtype of the tensors.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """See LayerOperations."""
+        if delta is not None:
+            x += delta
+        return F.rms_norm(x, weight.shape, weight, self.model.rms_norm_eps)
+
+    def rope_append(
+        self,
+        qkv: Tensor,
+        batch: Batch,
+        rotation: Rotation,
+        window: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Tensor:
+        """See LayerOperations."""
+        queries, keys, values = self._split(qkv, rotation, q_norm, k_norm)
+        slots, rows = batch.column("slot").long(), batch.column("write_row").long()
+        window[slots, :, rows] = torch.stack((keys, values), dim=2)
+        return queries
+
+    def rope_prompt(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Tensor:
+        """See LayerOperations."""
+        queries, own_keys, own_values = self._split(qkv, rotation, q_norm, k_norm)
+        stop = start + qkv.shape[0]
+        keys[:, start:stop], values[:, start:stop] = own_keys.transpose(0, 1), own_values.transpose(0, 1)
+        return queries
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See LayerOperations."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def _split(
+        self, qkv: Tensor, rotation: Rotation, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries [rows, H, D], rotated keys and values [rows, G, D]."""
+        heads, kv_heads = self.model.num_heads, self.model.num_kv_heads
+        qkv = qkv.view(qkv.shape[0], -1, self.model.head_dim)
+        qk = qkv[:, : heads + kv_heads]
+        if q_norm is not None and k_norm is not None:
+            epsilon = self.model.rms_norm_eps
+            parts = (qk[:, :heads], q_norm), (qk[:, heads:], k_norm)
+            qk = torch.cat([F.rms_norm(part, norm.shape, norm, epsilon) for part, norm in parts], dim=1)
+        qk = rotate(qk, rotation)
+        return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]

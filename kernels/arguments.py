@@ -1,0 +1,44 @@
+"""Helpers for the arguments of compiled kernels: addresses of an index's arrays, and checks of tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import KernelError
+from kvseek.core.index_context import IndexContext
+
+MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
+
+
+def pointers(owner: object, *names: str) -> dict[str, int]:
+    """Return the addresses of an object's tensors by name, for a structure of arguments whose fields have the same names."""
+    return {name: getattr(owner, name).data_ptr() for name in names}
+
+
+def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:
+    """Raise KernelError unless a tensor has the dtype, and lies on the kind of device, that an index was made for."""
+    wanted = context.device.type
+    if tensor.dtype is not context.dtype or tensor.device.type != wanted:
+        raise KernelError(
+            f"{name}: {tensor.dtype} on {tensor.device}: must be {context.dtype} on {wanted}, as the index was made for"
+        )
+
+
+def require_numbered_rows(kernels: str, context: IndexContext) -> None:
+    """Raise KernelError, with the name of the kernels, if an index has more rows than they can number."""
+    extents = max(context.extents.capacity, context.scratch_extents)
+    rows = extents * context.num_kv_heads * EXTENT_TOKENS
+    if rows >= MOST_ROWS:
+        raise KernelError(
+            f"{kernels}: {extents} extents x {context.num_kv_heads} KV heads = {rows} rows: must be below "
+            f"{MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
+        )
+
+
+def require_room(batch: int, most: int) -> None:
+    """Raise KernelError if a batch is larger than the `most` requests that a workspace was made for (most_requests)."""
+    if batch > most:
+        raise KernelError(
+            f"batch = {batch}: must be at most {most}, the requests that the slots allow; raise max_batch_size"
+        )

@@ -1,0 +1,212 @@
+// Attention of one decode step over window rows and selected retrieval rows, read where they lie.
+//
+// The rows of each (request, KV head) are cut into units; threads take units, keep a running softmax over tiles of rows
+// (flash-decoding), and whoever finishes the last unit of a head merges its partial results by log-sum-exp. How rows
+// are cut depends on the head's own row count only, so a request's output does not depend on its batch or on threads.
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/parallel.h"
+#include "rows.h"
+#include "tile.h"
+
+namespace kvseek {
+namespace {
+
+constexpr int UNITS = 8;  // units of a head, if that leaves each between these numbers of rows
+constexpr int64_t MIN_UNIT_ROWS = 128, MAX_UNIT_ROWS = 1024;
+
+// One (request, KV head), and how far its units are.
+struct Task {
+    int64_t request, head;
+    int64_t rows, unit_rows;
+    int first_unit, units;
+    int unfinished;
+};
+
+// Running softmax of one unit: per query the largest score, the sum of weights, the weighted sum of values.
+struct Partial {
+    float* highest;  // [group]
+    float* total;    // [group]
+    float* values;   // [group, DIM]
+};
+
+struct Plan {
+    Task* tasks;
+    int* unit_tasks;  // [units] task of each unit
+    float* partials;  // [units, group, DIM + 2]
+    int task_count, unit_count;
+};
+
+// One tile for all queries of the group, a few at a time.
+template <class T, int DIM>
+void attend_tile(const float* queries, int group, const T* const* rows, int count, const T* const* next, int next_count,
+                 Weights& weights, const Partial& partial) {
+    for (int q = 0; q < group; q += QUERIES) {
+        const float* chunk = queries + q * DIM;
+        float (*scores)[TILE] = weights.of + q;
+        float *highest = partial.highest + q, *total = partial.total + q, *values = partial.values + q * DIM;
+        const int ahead = q == 0 ? next_count : 0;
+        switch (group - q) {
+            case 1:
+                attend_tile<T, DIM, 1>(chunk, rows, count, next, ahead, scores, highest, total, values);
+                break;
+            case 2:
+                attend_tile<T, DIM, 2>(chunk, rows, count, next, ahead, scores, highest, total, values);
+                break;
+            case 3:
+                attend_tile<T, DIM, 3>(chunk, rows, count, next, ahead, scores, highest, total, values);
+                break;
+            default:
+                attend_tile<T, DIM, 4>(chunk, rows, count, next, ahead, scores, highest, total, values);
+        }
+    }
+}
+
+// Copy rows of a head size that has no kernel of its own into float rows [K(DIM) | V(DIM)], padded with zeros, channels
+// at place_of().
+template <class T, int DIM>
+void widen(const T* const* rows, int count, int dim, float* copies) {
+    for (int row = 0; row < count; row++) {
+        float* copy = copies + row * 2 * DIM;
+        for (int d = 0; d < DIM; d++) {
+            copy[place_of<T>(d)] = d < dim ? to_float(rows[row][d]) : 0.0f;
+            copy[DIM + place_of<T>(d)] = d < dim ? to_float(rows[row][dim + d]) : 0.0f;
+        }
+    }
+}
+
+template <class T, int DIM>
+void attend_padded_tile(const float* queries, int group, int dim, const T* const* rows, int count, Weights& weights,
+                        const Partial& partial) {
+    alignas(64) float copies[TILE * 2 * DIM];
+    const float* padded[TILE];
+    widen<T, DIM>(rows, count, dim, copies);
+    for (int row = 0; row < count; row++) padded[row] = copies + row * 2 * DIM;
+    attend_tile<float, DIM>(queries, group, padded, count, padded, 0, weights, partial);
+}
+
+template <int DIM>
+Partial partial_of(const Plan& plan, int unit, int group) {
+    float* values = plan.partials + static_cast<int64_t>(unit) * group * (DIM + 2);
+    return {values + group * DIM, values + group * (DIM + 1), values};
+}
+
+// Queries of one task as float [group, DIM], scaled, padded with zeros, channels at place_of().
+template <class T, int DIM>
+void load_queries(const AttendArguments& a, const Task& task, float* queries) {
+    const T* from = static_cast<const T*>(a.queries) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
+    for (int q = 0; q < a.group; q++)
+        for (int d = 0; d < DIM; d++)
+            queries[q * DIM + place_of<T>(d)] =
+                d < a.dim ? to_float(from[q * a.dim + d]) * static_cast<float>(a.scaling) : 0.0f;
+}
+
+template <class T, int DIM>
+void attend_unit(const AttendArguments& a, const Plan& plan, int unit) {
+    const Task& task = plan.tasks[plan.unit_tasks[unit]];
+    const Partial partial = partial_of<DIM>(plan, unit, a.group);
+    alignas(64) float queries[MAX_GROUP * DIM];
+    Weights weights;
+    load_queries<T, DIM>(a, task, queries);
+    std::memset(partial.values, 0, sizeof(float) * a.group * DIM);
+    for (int q = 0; q < a.group; q++) partial.highest[q] = -INFINITE, partial.total[q] = 0.0f;
+
+    RowCursor<T> cursor(a, task.request, task.head);
+    const int64_t first = (unit - task.first_unit) * task.unit_rows;
+    cursor.skip(first);
+    int64_t left = task.rows - first < task.unit_rows ? task.rows - first : task.unit_rows;
+    const T* rows[2][TILE];
+    int count = cursor.take(rows[0], left < TILE ? left : TILE);
+    for (int tile = 0; count > 0; tile ^= 1) {
+        left -= count;
+        const int next_count = cursor.take(rows[tile ^ 1], left < TILE ? left : TILE);
+        if (a.dim == DIM)
+            attend_tile<T, DIM>(queries, a.group, rows[tile], count, rows[tile ^ 1], next_count, weights, partial);
+        else
+            attend_padded_tile<T, DIM>(queries, a.group, a.dim, rows[tile], count, weights, partial);
+        count = next_count;
+    }
+}
+
+// Write a task's output from the partial results of its units; no rows at all give zeros.
+template <class T, int DIM>
+void merge(const AttendArguments& a, const Plan& plan, const Task& task) {
+    T* out = static_cast<T*>(a.out) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
+    for (int q = 0; q < a.group; q++) {
+        float highest = -INFINITE, total = 0.0f;
+        alignas(64) float values[DIM] = {};
+        for (int u = 0; u < task.units; u++) {
+            const float unit_highest = partial_of<DIM>(plan, task.first_unit + u, a.group).highest[q];
+            highest = unit_highest > highest ? unit_highest : highest;
+        }
+        for (int u = 0; u < task.units; u++) {
+            const Partial partial = partial_of<DIM>(plan, task.first_unit + u, a.group);
+            const float factor = exponential(partial.highest[q] - highest);
+            total += partial.total[q] * factor;
+            for (int d = 0; d < DIM; d++) values[d] += partial.values[q * DIM + d] * factor;
+        }
+        for (int d = 0; d < a.dim; d++)
+            from_float(task.rows > 0 ? values[place_of<T>(d)] / total : 0.0f, out + q * a.dim + d);
+    }
+}
+
+template <class T, int DIM>
+void attend_units(const AttendArguments& a, const Plan& plan) {
+    Counter counter;
+    parallel(static_cast<int>(a.threads < plan.unit_count ? a.threads : plan.unit_count), [&] {
+        for (int unit = counter.take(); unit < plan.unit_count; unit = counter.take()) {
+            Task& task = plan.tasks[plan.unit_tasks[unit]];
+            attend_unit<T, DIM>(a, plan, unit);
+            if (__atomic_sub_fetch(&task.unfinished, 1, __ATOMIC_ACQ_REL) == 0) merge<T, DIM>(a, plan, task);
+        }
+    });
+}
+
+template <class T>
+void attend_rows(const AttendArguments& a, const Plan& plan, int padded_dim) {
+    switch (padded_dim) {
+        case 64:
+            return attend_units<T, 64>(a, plan);
+        case 96:
+            return attend_units<T, 96>(a, plan);
+        case 128:
+            return attend_units<T, 128>(a, plan);
+        default:
+            return attend_units<T, MAX_DIM>(a, plan);
+    }
+}
+
+Task describe(const AttendArguments& a, int64_t request, int64_t head, int first_unit) {
+    const int64_t rows = count_rows(a, request, head);
+    int64_t unit_rows = (rows / UNITS + TILE - 1) / TILE * TILE;
+    unit_rows = unit_rows < MIN_UNIT_ROWS ? MIN_UNIT_ROWS : unit_rows > MAX_UNIT_ROWS ? MAX_UNIT_ROWS : unit_rows;
+    const int units = rows == 0 ? 1 : static_cast<int>((rows + unit_rows - 1) / unit_rows);
+    return {request, head, rows, unit_rows, first_unit, units, units};
+}
+
+void attend(const AttendArguments& a) {
+    static thread_local Scratch task_memory, unit_memory;
+    const int padded_dim = a.dim <= 64 ? 64 : a.dim <= 96 ? 96 : a.dim <= 128 ? 128 : MAX_DIM;
+    Plan plan = {};
+    plan.task_count = static_cast<int>(a.batch * a.kv_heads);
+    plan.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * plan.task_count));
+    for (int task = 0; task < plan.task_count; task++) {
+        plan.tasks[task] = describe(a, task / a.kv_heads, task % a.kv_heads, plan.unit_count);
+        plan.unit_count += plan.tasks[task].units;
+    }
+    const int64_t partial_bytes = sizeof(float) * plan.unit_count * a.group * (padded_dim + 2);
+    char* memory = static_cast<char*>(unit_memory.reserve(partial_bytes + sizeof(int) * plan.unit_count));
+    plan.partials = reinterpret_cast<float*>(memory);
+    plan.unit_tasks = reinterpret_cast<int*>(memory + partial_bytes);
+    for (int task = 0; task < plan.task_count; task++)
+        for (int unit = 0; unit < plan.tasks[task].units; unit++)
+            plan.unit_tasks[plan.tasks[task].first_unit + unit] = task;
+    if (a.bfloat16)
+        attend_rows<Bfloat16>(a, plan, padded_dim);
+    else
+        attend_rows<float>(a, plan, padded_dim);
+}
+
+}  // namespace
+}  // namespace kvseek
+
+KVSEEK_KERNEL(kvseek_attend, kvseek::AttendArguments, kvseek::attend)

@@ -1,0 +1,158 @@
+// Which rows attention reads: the arguments of kvseek_attend, and a cursor over the rows of one (request, KV head).
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/request.h"
+
+namespace kvseek {
+
+constexpr int64_t EXTENT_TOKENS = 1024;
+
+// Mirrored field by field in native.py. Row: K [dim], V [dim]. Strides are in elements.
+struct AttendArguments {
+    const void* queries;      // [batch, kv_heads * group, dim]
+    void* out;                // same shape and type
+    const Request* requests;  // [batch]
+    const void* window;       // [slots, kv_heads, window_rows, 2, dim], contiguous but for the slot stride
+    const void* rows;         // [extents, kv_heads, 1024, 2, dim], contiguous but for the extent stride
+    const int32_t* table;     // [slots, max_extents]
+    const int32_t* selected;  // [batch, kv_heads, entries], negative: none; null: every row, as one entry
+    int64_t batch, kv_heads, group, dim;
+    int64_t window_rows, window_stride, sink;
+    int64_t extent_stride, max_extents;
+    int64_t entries, page;
+    int64_t bfloat16;  // rows, queries and out are bfloat16, else float32
+    int64_t threads;
+    double scaling;
+};
+
+namespace {
+
+// Places [first, end) of an entry; empty for a negative entry and beyond the region.
+struct Span {
+    int64_t first, end;
+};
+
+inline Span entry_span(const AttendArguments& a, const int32_t* entries, int64_t number, int64_t length) {
+    if (entries == nullptr) return {0, length};
+    const int32_t entry = entries[number];
+    if (entry < 0) return {0, 0};
+    const int64_t first = entry * a.page, end = first + a.page < length ? first + a.page : length;
+    return {first, end > first ? end : first};
+}
+
+inline const int32_t* entries_of(const AttendArguments& a, int64_t request, int64_t head) {
+    return a.selected == nullptr ? nullptr : a.selected + (request * a.kv_heads + head) * a.entries;
+}
+
+inline int64_t count_rows(const AttendArguments& a, int64_t request, int64_t head) {
+    const int32_t* entries = entries_of(a, request, head);
+    const Request& read = a.requests[request];
+    int64_t rows = read.sink_rows + read.ring_rows;
+    if (entries != nullptr && a.page == 1) {
+        for (int64_t entry = 0; entry < a.entries; entry++) rows += entries[entry] >= 0 && entries[entry] < read.length;
+        return rows;
+    }
+    for (int64_t entry = 0; entry < a.entries; entry++) {
+        const Span span = entry_span(a, entries, entry, read.length);
+        rows += span.end - span.first;
+    }
+    return rows;
+}
+
+// Walks sink rows, ring rows (in two runs if they wrap), then selected rows, in runs that are contiguous in memory.
+template <class T>
+class RowCursor {
+  public:
+    RowCursor(const AttendArguments& a, int64_t request, int64_t head)
+        : a_(a),
+          entries_(entries_of(a, request, head)),
+          table_(a.table + a.requests[request].slot * a.max_extents),
+          length_(a.requests[request].length),
+          row_(2 * a.dim),
+          window_(static_cast<const T*>(a.window) + a.requests[request].slot * a.window_stride +
+                  head * a.window_rows * row_),
+          retrieval_(static_cast<const T*>(a.rows) + head * EXTENT_TOKENS * row_),
+          ring_first_(a.requests[request].ring_first),
+          ring_left_(a.requests[request].ring_rows) {
+        next_ = window_;
+        run_ = a.requests[request].sink_rows;
+    }
+
+    void skip(int64_t count) {
+        while (count > 0 && (run_ > 0 || start_run())) {
+            const int64_t step = count < run_ ? count : run_;
+            advance(step);
+            count -= step;
+            if (in_single_rows()) {
+                for (; count > 0 && entry_ < a_.entries; entry_++) count -= is_row(entries_[entry_]);
+                return;
+            }
+        }
+    }
+
+    // Addresses of up to `limit` further rows; returns how many there were.
+    int take(const T** rows, int64_t limit) {
+        int taken = 0;
+        while (taken < limit && (run_ > 0 || start_run())) {
+            const int64_t step = limit - taken < run_ ? limit - taken : run_;
+            for (int64_t i = 0; i < step; i++) rows[taken + i] = next_ + i * row_;
+            advance(step);
+            taken += static_cast<int>(step);
+            if (!in_single_rows()) continue;
+            for (; taken < limit && entry_ < a_.entries; entry_++)
+                if (is_row(entries_[entry_])) rows[taken++] = row_at(entries_[entry_]);
+        }
+        return taken;
+    }
+
+  private:
+    // Whether the window has been walked and entries are rows, of which many are taken or skipped faster.
+    bool in_single_rows() const { return run_ == 0 && ring_left_ == 0 && entries_ != nullptr && a_.page == 1; }
+
+    bool is_row(int32_t entry) const { return entry >= 0 && entry < length_; }
+
+    const T* row_at(int64_t place) const {
+        return retrieval_ + table_[place / EXTENT_TOKENS] * a_.extent_stride + place % EXTENT_TOKENS * row_;
+    }
+
+    void advance(int64_t step) {
+        next_ += step * row_;
+        run_ -= step;
+    }
+
+    bool start_run() {
+        if (ring_left_ > 0) {
+            const int64_t ring = a_.window_rows - a_.sink, to_end = ring - ring_first_;
+            next_ = window_ + (a_.sink + ring_first_) * row_;
+            run_ = ring_left_ < to_end ? ring_left_ : to_end;
+            ring_left_ -= run_;
+            ring_first_ = 0;
+            return true;
+        }
+        while (position_ == end_) {
+            if (entry_ == a_.entries) return false;
+            const Span span = entry_span(a_, entries_, entry_++, length_);
+            position_ = span.first;
+            end_ = span.end;
+        }
+        const int64_t to_border = EXTENT_TOKENS - position_ % EXTENT_TOKENS;
+        next_ = row_at(position_);
+        run_ = end_ - position_ < to_border ? end_ - position_ : to_border;
+        position_ += run_;
+        return true;
+    }
+
+    const AttendArguments& a_;
+    const int32_t *entries_, *table_;
+    int64_t length_, row_;
+    const T *window_, *retrieval_;
+    int64_t ring_first_, ring_left_;
+    const T* next_;
+    int64_t run_;
+    int64_t entry_ = 0, position_ = 0, end_ = 0;
+};
+
+}  // namespace
+}  // namespace kvseek

@@ -1,0 +1,69 @@
+"""Selections on the CPU by a compiled kernel: what every call is given, whatever the method."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvseek.core.batch import Batch
+from kvseek.core.cpu_library import pointer
+from kvseek.core.errors import KernelError
+from kvseek.core.index_context import IndexContext, ShapeLimits
+from kvseek.core.selection import Selection
+from kvseek.kernels.arguments import require_fit
+
+REMEDY = "build the engine with --kernels reference"
+
+
+class NativeSelection:
+    """A kernel that chooses rows, or pages of rows, for the queries of a batch.
+
+    Parameters
+    ----------
+    function : callable
+        Of the compiled library; it takes the address of its arguments.
+    arguments : ctypes.Structure
+        What stays the same for an index. A call fills in queries, rows, requests, table, batch, max_extents and threads.
+    page : int
+        Rows of what is chosen.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: ctypes.Structure, context: IndexContext, page: int = 1
+    ) -> None:
+        self._function, self._context, self._page = function, context, page
+        self._shape = (context.num_kv_heads, context.config.top_k // page)
+        self._type, self._fixed = type(arguments), bytes(arguments)
+
+    def __call__(self, queries: Tensor, batch: Batch) -> Selection:
+        """Select for queries [batch, H, D]: rows int32 [batch, G, top_k / page]. Raises KernelError for another dtype."""
+        require_fit("queries", queries, self._context)
+        queries = queries.contiguous()
+        rows = torch.empty((batch.size, *self._shape), dtype=torch.int32)
+        arguments: Any = self._type.from_buffer_copy(self._fixed)
+        arguments.queries = queries.data_ptr()
+        arguments.rows = rows.data_ptr()
+        arguments.requests = pointer(batch.requests)
+        arguments.table = pointer(batch.table)
+        arguments.max_extents = batch.table.shape[1]
+        arguments.batch = batch.size
+        arguments.threads = torch.get_num_threads()
+        self._function(ctypes.byref(arguments))
+        return Selection(rows, self._page)
+
+
+def require_native(kernels: str, context: IndexContext, shape: ShapeLimits) -> None:
+    """Raise KernelError, with the name of the kernels, unless they support an index's dtype, device and shape."""
+    limits = (
+        ("dtype", context.dtype, context.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16"),
+        ("device", context.device, context.device.type == "cpu", "the CPU"),
+    )
+    for name, value, holds, limit in limits:
+        if not holds:
+            raise KernelError(f"{kernels}: {name} = {value}: must be {limit}; {REMEDY}")
+    if fault := shape.fault(context.head_dim, context.group_size):
+        raise KernelError(f"{kernels}: {fault}; {REMEDY}")

@@ -1,0 +1,85 @@
+// Arguments of kvseek_attend and the sizes that its parts agree on. Mirrored by kernels/cuda/attention/attend.py.
+#pragma once
+
+#include "kernels/cuda/batch.cuh"
+#include "kernels/cuda/frames.cuh"
+#include "kernels/cuda/numbers.cuh"
+
+namespace kvseek {
+
+struct AttendArguments {
+    const Number* queries;     // [batch, H, D]
+    Number* out;               // [batch, H, D]
+    const Request* requests;   // [batch]
+    const int* table;          // [slots, table_stride]: extents of a slot
+    const Number* window;      // [slots, G, window_rows, 2, D]
+    const Number* rows;        // the layer's row pool; host or device memory
+    const int* selected;       // [batch, G, entries]: places, -1 anywhere; null: every row
+    Number* hot_rows;          // [slots, G, hot_buffers * entries, 2, D]; null: no hot rows (hot_rows.cuh)
+    int* hot_places;           // [slots, G, hot_buffers * entries]: place of the row in each frame, or -1
+    FrameNumber* frames;       // [frame_count], as [extents, G, 1024]: frame that received each row of the pool last
+    float* lse;                // [batch, H]: natural log of the sum of the scores' exponentials; null: not asked for
+    float* partials;           // [batch, G, tiles, splits, tile heads, D]
+    float2* statistics;        // [batch, G, tiles, splits, tile heads]: largest score, sum of weights
+    int* arrivals;             // [batch, G, tiles], 0 between launches
+    unsigned long long* hits;  // [slots, G, 2]: selected rows that were found among the hot rows, and that were not
+    long long extent_stride;   // numbers from one extent of the pool to the next
+    long long window_stride;   // numbers from one slot of the window to the next
+    long long frame_count;     // numbers in `frames`
+    long long frame_step;      // from a slot's number of a row there to the next slot's; 0: slots share no extents
+    int kv_heads;
+    int table_stride;
+    int window_rows;
+    int sink;  // the ring starts at window row `sink`
+    int entries;
+    int hot_buffers;
+    int rows_on_host;      // `rows` lies in host memory
+    int retrieval_splits;  // CTAs x < retrieval_splits read retrieval rows, the others the window
+    int selected_splits;   // of those, the first ones share what is selected; all of them share dense rows
+    float scale;           // softmax scale times log2(e): weights are powers of two
+};
+
+namespace attention {
+
+constexpr int DIM = KVSEEK_HEAD_DIM;
+constexpr int GROUP = KVSEEK_GROUP;  // query heads of a KV head
+constexpr int ROW = 2 * DIM;         // numbers of a row: the key, then the value
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+constexpr int TILE_ROWS = 16;            // rows that a warp takes at once
+constexpr int PASS = TILE_ROWS * WARPS;  // rows that a CTA takes at once
+constexpr int MAX_SPLITS = 128;
+constexpr int ROW_STRIDE = ROW + 16 / static_cast<int>(sizeof(Number));  // of rows in shared memory: no bank conflicts
+// Tiles of 16 rows that a warp has in shared memory: a CTA must fit the smallest multiprocessors, which have 99 KB.
+constexpr int STAGES = DIM <= 64 ? 3 : DIM <= 128 ? 2 : 1;
+static_assert(DIM % 32 == 0 && DIM <= 256, "KVSEEK_HEAD_DIM must be a multiple of 32 up to 256");
+static_assert(GROUP >= 1 && GROUP <= 16, "KVSEEK_GROUP must be 1 to 16");
+
+// Heads that one CTA serves. More of them read the rows fewer times, and hold more registers.
+#if KVSEEK_DTYPE == 0
+constexpr int MOST_HEADS = DIM <= 128 ? 8 : 4;
+constexpr int TILE = GROUP >= MOST_HEADS ? MOST_HEADS : GROUP > 4 ? 8 : GROUP > 2 ? 4 : GROUP;
+constexpr int SHARED_BYTES = 4224;  // rows stay in registers; the sums of a warp, 32 registers of 33 lanes, do not
+#else
+constexpr int TILE = GROUP > 8 && DIM <= 128 ? 16 : 8;  // what the tensor cores multiply, used or not
+constexpr int SHARED_BYTES = WARPS * STAGES * TILE_ROWS * ROW_STRIDE * static_cast<int>(sizeof(Number));
+#endif
+constexpr int TILES = (GROUP + TILE - 1) / TILE;
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ float minus_infinity() {
+    return __int_as_float(0xff800000);
+}
+
+// What one CTA works on.
+struct Place {
+    int request, slot, kv_head, tile;
+    int length;                                                // tokens of the retrieval region
+    __device__ int first_head() const { return tile * TILE; }  // in the group
+    __device__ int heads() const { return min(TILE, GROUP - first_head()); }
+    __device__ int query_head() const { return kv_head * GROUP + first_head(); }
+};
+
+}  // namespace attention
+}  // namespace kvseek

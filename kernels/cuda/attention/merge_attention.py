@@ -1,0 +1,64 @@
+"""Launches merge_attention.cu: attention of queries to disjoint sets of keys becomes attention to all of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvseek.core.cuda import CudaKernels
+
+MERGED_PARTS = 32  # as in merge_attention.cu
+THREADS = 256  # as in merge_attention.cu
+PIECE = 8  # numbers that a thread merges
+
+
+class MergeAttentionArguments(ctypes.Structure):
+    """Arguments of kvseek_merge_attention."""
+
+    _fields_ = (
+        *((name, c_void_p * MERGED_PARTS) for name in ("outputs", "lses")),
+        *((name, c_int64 * MERGED_PARTS) for name in ("head_strides", "token_strides", "lse_strides")),
+        *((name, c_int64 * MERGED_PARTS) for name in ("block_strides", "lse_block_strides")),
+        ("blocks", c_int32 * MERGED_PARTS),
+        ("merged", c_void_p),
+        ("pieces", c_int64),
+        *((name, c_int32) for name in ("parts", "heads")),
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attention of queries to each of some blocks of their keys.
+
+    Attributes
+    ----------
+    output : Tensor [blocks, H, at least q, D]
+        In the engine's dtype; the numbers of a token and head are neighbours.
+    lse : Tensor, float32 [blocks, H, at least q]
+        A head's numbers are neighbours. Natural logarithms of the sums of exponentials.
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+def merge(kernels: CudaKernels, parts: Sequence[Part], merged: Tensor) -> Tensor:
+    """Merge the parts' first tokens into `merged`, contiguous [tokens, H, D], which is returned. On the current stream."""
+    heads = merged.shape[1]
+    arguments = MergeAttentionArguments(
+        merged=merged.data_ptr(), pieces=merged.numel() // PIECE, parts=len(parts), heads=heads
+    )
+    for number, part in enumerate(parts):
+        arguments.outputs[number], arguments.lses[number] = part.output.data_ptr(), part.lse.data_ptr()
+        block, head, token, _ = part.output.stride()
+        arguments.block_strides[number] = block
+        arguments.head_strides[number], arguments.token_strides[number] = head, token
+        arguments.lse_block_strides[number], arguments.lse_strides[number], _ = part.lse.stride()
+        arguments.blocks[number] = part.output.shape[0]
+    blocks = -(-arguments.pieces // THREADS)
+    kernels.launch("kvseek_merge_attention", (blocks, 1, 1), THREADS, arguments, overlap=True)
+    return merged

@@ -1,0 +1,348 @@
+"""Launches cuda/layer.cu and cuda/append.cu: all that a layer computes besides products, selection and attention.
+
+Every function launches on the current stream, can be captured in a CUDA graph, allocates the tensors that it returns and
+reads nothing back. Tensors are contiguous, on the GPU and of the engine's dtype unless said otherwise. Arithmetic is in
+float32, rounded once where a value is stored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.rope import Rotation, frequency_sets
+
+if TYPE_CHECKING:
+    from kvseek.core.batch import Batch
+    from kvseek.core.cuda import CudaKernels
+
+# As in layer.cu and append.cu.
+NORM_THREADS = 512
+NORM_PIECES = 4
+BEGIN_THREADS = 256
+ROPE_WARPS = 4
+APPEND_THREADS = 128
+SILU_THREADS = 256
+ARGMAX_THREADS = 256
+
+PIECE = 8  # numbers that a thread loads at once
+WARP = 32
+ALIGNMENT = 16  # bytes: alignment of tensors that a kernel reads in pieces
+MAX_HIDDEN = NORM_THREADS * NORM_PIECES * PIECE
+MAX_ARGMAX_BLOCKS = 64  # per request: one piece a thread for a vocabulary of 128K
+
+
+class AddRmsNormArguments(ctypes.Structure):
+    """Arguments of kvseek_add_rms_norm."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "delta", "weight", "out")),
+        ("hidden", c_int32),
+        ("epsilon", c_float),
+    )
+
+
+class StepBeginArguments(ctypes.Structure):
+    """Arguments of kvseek_step_begin."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("requests", "embed", "frequencies", "x", "cosines", "sines")),
+        ("hidden", c_int32),
+        ("factor", c_float),
+        ("short_reach", c_int32),
+        ("first_token", c_int32),
+        ("tokens", c_int32),
+    )
+
+
+class RopeAppendArguments(ctypes.Structure):
+    """Arguments of kvseek_rope_append."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "requests", "cosines", "sines", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("queries", "window")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "window_rows")),
+        ("epsilon", c_float),
+    )
+
+
+class AppendArguments(ctypes.Structure):
+    """Arguments of kvseek_append."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "requests", "window")),
+        *((name, c_int32) for name in ("kv_heads", "window_rows")),
+    )
+
+
+class RopePromptArguments(ctypes.Structure):
+    """Arguments of kvseek_rope_prompt."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm", "queries", "keys", "values")),
+        ("distance", c_int64),
+        *((name, c_int32) for name in ("heads", "kv_heads")),
+        ("epsilon", c_float),
+    )
+
+
+class SiluMulArguments(ctypes.Structure):
+    """Arguments of kvseek_silu_mul."""
+
+    _fields_ = (*((name, c_void_p) for name in ("gate_up", "out")), ("intermediate", c_int32))
+
+
+class ArgmaxArguments(ctypes.Structure):
+    """Arguments of kvseek_argmax."""
+
+    _fields_ = (*((name, c_void_p) for name in ("logits", "best", "arrived", "tokens")), ("vocabulary", c_int32))
+
+
+class LayerKernels:
+    """The kernels of layer.cu for one model on one GPU; LayerOperations of operations.py, and the ends of a decode step.
+
+    Parameters
+    ----------
+    max_batch : int
+        Most requests of a decode step.
+
+    Raises
+    ------
+    ConfigError
+        As `check_sizes`.
+    """
+
+    def __init__(
+        self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int
+    ) -> None:
+        check_sizes(model)
+        self._kernels, self.model, self.dtype, self.device, self._max_batch = kernels, model, dtype, device, max_batch
+        sets, self._factor = frequency_sets(model)
+        self._frequencies = sets.to(device)
+        # Scratch memory of the argmax kernel, which leaves it zero for the next launch.
+        self._best = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._arrived = torch.zeros(max_batch, dtype=torch.int32, device=device)
+
+    def step_begin(self, batch: Batch, embed: Tensor, first: int = 0) -> tuple[Tensor, Rotation]:
+        """Compute the embeddings [batch, hidden] of the requests' tokens, from embed [vocabulary, hidden], and their rotation.
+
+        The rows of `embed` are those of tokens `first`, first + 1, …; the embeddings of other tokens are zeros.
+        """
+        x = embed.new_empty(batch.size, embed.shape[1])
+        cosines = torch.empty(batch.size, self.model.head_dim // 2, device=self.device)
+        sines = torch.empty_like(cosines)
+        arguments = StepBeginArguments(
+            requests=self._address("requests", batch.requests, torch.int32),
+            embed=self._address("embed", embed),
+            frequencies=self._address("frequencies", self._frequencies, torch.float32),
+            x=x.data_ptr(),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            hidden=embed.shape[1],
+            factor=self._factor,
+            short_reach=self.model.short_reach,
+            first_token=first,
+            tokens=embed.shape[0],
+        )
+        self._launch("kvseek_step_begin", (batch.size, 1, 1), BEGIN_THREADS, arguments)
+        return x, (cosines, sines)
+
+    def rotation(self, start: int, stop: int, length: int) -> Rotation:
+        """Compute the rotation of positions start .. stop - 1 of a prompt of `length` tokens, as `step_begin` does."""
+        frequencies = self._frequencies[int(length > self.model.short_reach)]
+        angles = torch.outer(torch.arange(start, stop, device=self.device).float(), frequencies)
+        return angles.cos() * self._factor, angles.sin() * self._factor
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Add `delta`, unless it is None, to x [rows, hidden] in place; returns the RMS norm of x, times `weight`."""
+        out = torch.empty_like(x)
+        arguments = AddRmsNormArguments(
+            x=self._address("x", x),
+            delta=self._address("delta", delta),
+            weight=self._address("weight", weight),
+            out=out.data_ptr(),
+            hidden=x.shape[1],
+            epsilon=self.model.rms_norm_eps,
+        )
+        self._launch("kvseek_add_rms_norm", (x.shape[0], 1, 1), norm_threads(x.shape[1]), arguments)
+        return out
+
+    def add(self, x: Tensor, delta: Tensor) -> None:
+        """Add `delta` to x [rows, hidden] in place."""
+        x += delta
+
+    def rope_append(
+        self,
+        qkv: Tensor,
+        batch: Batch,
+        rotation: Rotation,
+        window: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Tensor:
+        """Split qkv [batch, (H + 2G) * D]: rotated queries [batch, H, D] are returned, keys and values go to the window.
+
+        Parameters
+        ----------
+        window : Tensor [slots, G, window rows, 2, D]
+            A layer's window; each request's `slot` and `write_row` say where its key and value go.
+        q_norm, k_norm : Tensor [D] or None
+            Weights of QK-norm, before the rotation.
+        """
+        model = self.model
+        queries = qkv.new_empty(qkv.shape[0], model.num_heads, model.head_dim)
+        arguments = RopeAppendArguments(
+            qkv=self._address("qkv", qkv),
+            requests=self._address("requests", batch.requests, torch.int32),
+            cosines=self._address("cosines", rotation[0], torch.float32),
+            sines=self._address("sines", rotation[1], torch.float32),
+            q_norm=self._address("q_norm", q_norm),
+            k_norm=self._address("k_norm", k_norm),
+            queries=queries.data_ptr(),
+            window=self._address("window", window),
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            window_rows=window.shape[2],
+            epsilon=model.rms_norm_eps,
+        )
+        self._launch("kvseek_rope_append", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
+        return queries
+
+    def append(self, keys: Tensor, values: Tensor, batch: Batch, window: Tensor) -> None:
+        """Write keys, which are rotated already, and values [batch, G, D] to a layer's window, as `rope_append` does."""
+        shape = (batch.size, self.model.num_kv_heads, self.model.head_dim)
+        for name, tensor in (("keys", keys), ("values", values)):
+            found = (tuple(tensor.shape), tensor.data_ptr() % ALIGNMENT)
+            if found != (shape, 0):
+                raise KernelError(
+                    f"append: shape of {name}, bytes beyond a multiple of {ALIGNMENT} = {found}: must be {(shape, 0)}; "
+                    "give one row of whole tensors per request"
+                )
+        arguments = AppendArguments(
+            keys=self._address("keys", keys),
+            values=self._address("values", values),
+            requests=self._address("requests", batch.requests, torch.int32),
+            window=self._address("window", window),
+            kv_heads=self.model.num_kv_heads,
+            window_rows=window.shape[2],
+        )
+        self._launch("kvseek_append", (batch.size, 1, 1), APPEND_THREADS, arguments)
+
+    def rope_prompt(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Tensor:
+        """Split a chunk's qkv [rows, (H + 2G) * D]: rotated queries [rows, H, D] are returned.
+
+        Rotated keys, and values, are written to `keys` and `values` [G, tokens, D] of the whole prompt, from token `start` on.
+        The tokens of a KV head follow each other in memory; the KV heads of both are equally far apart.
+        """
+        model = self.model
+        distance = self._head_distance(keys, values)
+        queries = qkv.new_empty(qkv.shape[0], model.num_heads, model.head_dim)
+        offset = start * model.head_dim * qkv.element_size()
+        arguments = RopePromptArguments(
+            qkv=self._address("qkv", qkv),
+            cosines=self._address("cosines", rotation[0], torch.float32),
+            sines=self._address("sines", rotation[1], torch.float32),
+            q_norm=self._address("q_norm", q_norm),
+            k_norm=self._address("k_norm", k_norm),
+            queries=queries.data_ptr(),
+            keys=self._address("keys", keys[0]) + offset,
+            values=self._address("values", values[0]) + offset,
+            distance=distance,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            epsilon=model.rms_norm_eps,
+        )
+        self._launch("kvseek_rope_prompt", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
+        return queries
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Compute silu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate]."""
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        arguments = SiluMulArguments(gate_up=self._address("gate_up", gate_up), out=out.data_ptr(), intermediate=size)
+        blocks = -(-size // (PIECE * SILU_THREADS))
+        self._launch("kvseek_silu_mul", (rows, blocks, 1), SILU_THREADS, arguments)
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Find the index of each row's largest logit, int32 [batch], in logits [batch, vocabulary].
+
+        Of equal logits the lowest index is taken; -1 stands where the largest logit is not finite.
+        """
+        batch, vocabulary = logits.shape
+        if batch > self._max_batch:
+            raise KernelError(
+                f"argmax: batch = {batch}: must be <= {self._max_batch}, what the kernels were set up for"
+            )
+        tokens = torch.empty(batch, dtype=torch.int32, device=self.device)
+        arguments = ArgmaxArguments(
+            logits=self._address("logits", logits),
+            best=self._best.data_ptr(),
+            arrived=self._arrived.data_ptr(),
+            tokens=tokens.data_ptr(),
+            vocabulary=vocabulary,
+        )
+        blocks = min(MAX_ARGMAX_BLOCKS, -(-vocabulary // (PIECE * ARGMAX_THREADS)))
+        self._launch("kvseek_argmax", (blocks, batch, 1), ARGMAX_THREADS, arguments)
+        return tokens
+
+    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure) -> None:
+        self._kernels.launch(name, grid, threads, arguments, overlap=True)  # all of them follow overlap.cuh
+
+    def _rope_grid(self, rows: int) -> tuple[int, int, int]:
+        heads = self.model.num_heads + 2 * self.model.num_kv_heads
+        return rows, -(-heads // ROPE_WARPS), 1
+
+    def _head_distance(self, keys: Tensor, values: Tensor) -> int:
+        """Return the tokens from a KV head of keys and values [G, n, D] to the next; raises KernelError if they differ."""
+        distance, rest = divmod(keys.stride(0), self.model.head_dim)
+        if rest or keys.stride() != values.stride():
+            raise KernelError(
+                f"strides of keys, values = {keys.stride()}, {values.stride()}: must be the same, and a multiple of "
+                f"{self.model.head_dim} from one KV head to the next"
+            )
+        return distance
+
+    def _address(self, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:
+        """Return the address of a tensor's data, 0 for None; raises KernelError if kernels cannot read the tensor."""
+        if tensor is None:
+            return 0
+        wanted = dtype or self.dtype
+        if tensor.dtype is not wanted or tensor.device != self.device or not tensor.is_contiguous():
+            raise KernelError(
+                f"{name}: {tensor.dtype} on {tensor.device}, strides {tensor.stride()}: must be contiguous {wanted} on "
+                f"{self.device}; convert it before the launch"
+            )
+        return tensor.data_ptr()
+
+
+def norm_threads(hidden: int) -> int:
+    """Return the threads of a block that normalises a row of `hidden` numbers: whole warps."""
+    return min(NORM_THREADS, -(-hidden // (PIECE * WARP)) * WARP)
+
+
+def check_sizes(model: ModelConfig) -> None:
+    """Raise ConfigError unless the kernels support the model's sizes: multiples of PIECE, hidden_size up to MAX_HIDDEN."""
+    for name in ("hidden_size", "intermediate_size"):
+        value = getattr(model, name)
+        if value % PIECE:
+            raise ConfigError(f"{name} = {value}: must be a multiple of {PIECE} on a GPU; build with --device cpu")
+    if model.hidden_size > MAX_HIDDEN:
+        raise ConfigError(
+            f"hidden_size = {model.hidden_size}: must be <= {MAX_HIDDEN} on a GPU; build with --device cpu"
+        )

@@ -1,0 +1,210 @@
+"""Launches the kernels of kernels/cuda/layer/products.cu: products of few rows, with weights of 16 or 8 bits.
+
+Functions launch on the current stream, can be captured in a CUDA graph and read nothing back. Tensors are contiguous and on
+the kernels' GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvseek.core.errors import KernelError
+from kvseek.core.weight_only import NONE, PRECISIONS
+
+if TYPE_CHECKING:
+    from kvseek.core.config import EngineConfig
+    from kvseek.core.cuda import CudaKernels
+
+# As in products.cu.
+DEQUANTISE_THREADS = 256
+WARP = 32
+ALIGNMENT = 16  # bytes: alignment of x, weights and products, because lanes load and store so many bytes at once
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kernel kvseek_[gated_]<name>_<rows>_<warps>: its thread blocks multiply 16 × `row_tiles` rows of a weight each."""
+
+    rows: int
+    warps: int
+    depth: int
+    row_tiles: int
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the weight that a thread block multiplies."""
+        return 16 * self.row_tiles
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory: blocks of weights that are being loaded, and the sums of all warps but one."""
+        ring = self.warps * self.depth * self.row_tiles * 4 * WARP * 16
+        return ring + (self.warps - 1) * self.row_tiles * self.rows // 8 * 4 * WARP * 4
+
+
+Shapes = dict[int, tuple[tuple[int, Shape], ...]]
+
+# Measured on an H200 with the matrices of Llama-3.1-8B. For each largest number of rows: shapes in descending order of the
+# weight's rows per multiprocessor, each with the fewest rows per multiprocessor for which it is chosen.
+SHAPES: dict[int, Shapes] = {  # by the bits of a weight; cuBLAS multiplies more rows of 16 bits faster
+    16: {8: ((128, Shape(8, 4, 2, 1)), (40, Shape(8, 8, 4, 1)), (0, Shape(8, 16, 2, 1)))},
+    8: {
+        8: ((128, Shape(8, 4, 2, 1)), (40, Shape(8, 8, 2, 1)), (0, Shape(8, 16, 2, 1))),
+        16: ((40, Shape(16, 4, 2, 2)), (0, Shape(16, 8, 2, 1))),
+        32: ((40, Shape(32, 4, 2, 2)), (0, Shape(32, 8, 2, 2))),
+        64: ((0, Shape(64, 4, 2, 2)),),
+    },
+}
+
+
+def choose_shape(bits: int, rows: int, weight_rows: float) -> Shape:
+    """Choose the kernel for `rows` of x and so many rows of a weight per multiprocessor; raises KernelError on too many rows."""
+    for most, shapes in SHAPES[bits].items():
+        if rows <= most:
+            return next(shape for fewest, shape in shapes if weight_rows >= fewest)
+    raise KernelError(
+        f"rows = {rows}: must be <= {max(SHAPES[bits])} with weights of {bits} bits; leave more to cuBLAS"
+    )
+
+
+class LinearArguments(ctypes.Structure):
+    """Arguments of kvseek_linear_8_4 and its kind."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "out")),
+        *((name, c_int32) for name in ("rows", "outputs", "inputs")),
+    )
+
+
+class DequantiseArguments(ctypes.Structure):
+    """Arguments of kvseek_dequantise."""
+
+    _fields_ = (*((name, c_void_p) for name in ("weight", "scale", "out")), ("inputs", c_int32))
+
+
+class ProductKernels:
+    """Products with weights in the engine's dtype, and with weights of one 8-bit precision if there is one.
+
+    Parameters
+    ----------
+    kernels : CudaKernels
+        Compiled for `precision` and `dtype`.
+    precision : str
+        "int8", "fp8" or "none".
+    dtype : torch.dtype
+        Dtype of x and of the products: bfloat16 or float16.
+    """
+
+    def __init__(self, kernels: CudaKernels, precision: str, dtype: torch.dtype) -> None:
+        self._kernels, self.dtype = kernels, dtype
+        self._bytes = None if precision == NONE else PRECISIONS[precision][0]
+
+    def most_rows(self, weight: Tensor) -> int:
+        """Return the most rows that `linear` multiplies with a weight."""
+        return max(SHAPES[8 * weight.itemsize])
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        *,
+        gated: bool = False,
+        out: Tensor | None = None,
+        kernel_rows: int | None = None,
+    ) -> Tensor:
+        """Multiply x [rows, inputs] with a weight [outputs, inputs]: (x weightᵀ) scale + bias, [rows, outputs].
+
+        Sums are in float32 and rounded once; they do not depend on the other rows of x, but on the kernel of so many rows.
+
+        Parameters
+        ----------
+        scale : Tensor, float32 [outputs], or None
+            Of a weight of 8 bits.
+        bias : Tensor [outputs] or None
+        gated : bool
+            The result is silu(first half of the outputs) times the second half, [rows, outputs / 2].
+        out : Tensor [rows, outputs], optional
+            Receives the result, and is returned; None: a new tensor.
+        kernel_rows : int, optional
+            Rows for which the kernel is chosen, at least those of x; None: those of x.
+
+        Raises
+        ------
+        KernelError
+            If there are more than `most_rows` rows, or the kernels cannot read a tensor.
+        """
+        (rows, inputs), outputs = x.shape, weight.shape[0] // (2 if gated else 1)
+        shape = choose_shape(8 * weight.itemsize, kernel_rows or rows, weight.shape[0] / self._kernels.multiprocessors)
+        if out is None:
+            out = x.new_empty(rows, outputs)
+        elif out.shape != (rows, outputs):
+            raise KernelError(f"out {tuple(out.shape)}: must be {(rows, outputs)}; make it of this shape")
+        arguments = LinearArguments(
+            x=self._aligned("x", x, self.dtype),
+            weight=self._weight(weight, inputs),
+            scale=0 if scale is None else self._address("scale", scale, torch.float32),
+            bias=0 if bias is None else self._address("bias", bias, self.dtype),
+            out=self._address("out", out, self.dtype),
+            rows=rows,
+            outputs=outputs,
+            inputs=inputs,
+        )
+        name = f"kvseek_{'gated_' * gated}{'weight_only_' * (weight.itemsize == 1)}linear_{shape.rows}_{shape.warps}"
+        blocks = -(-weight.shape[0] // shape.weight_rows)
+        # Measured with two and three blocks a multiprocessor. A single one would wait for more than half of the shared memory.
+        even = blocks > self._kernels.multiprocessors
+        threads, shared_bytes = shape.warps * WARP, shape.shared_bytes
+        self._kernels.launch(name, (blocks, 1, 1), threads, arguments, shared_bytes, overlap=True, even=even)
+        return out
+
+    def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Multiply a weight of 8 bits [outputs, inputs] with its scale, float32 [outputs]; the result has the products' dtype."""
+        outputs, inputs = weight.shape
+        out = torch.empty(outputs, inputs, dtype=self.dtype, device=weight.device)
+        arguments = DequantiseArguments(
+            weight=self._weight(weight, inputs),
+            scale=self._address("scale", scale, torch.float32),
+            out=out.data_ptr(),
+            inputs=inputs,
+        )
+        self._kernels.launch("kvseek_dequantise", (outputs, 1, 1), DEQUANTISE_THREADS, arguments, overlap=True)
+        return out
+
+    def _weight(self, weight: Tensor, inputs: int) -> int:
+        multiple = ALIGNMENT // weight.itemsize
+        if weight.shape[1] != inputs or inputs % multiple:
+            raise KernelError(
+                f"weight {tuple(weight.shape)} for x of {inputs} channels: must have as many, a multiple of "
+                f"{multiple}; build with --device cpu"
+            )
+        return self._aligned("weight", weight, self._bytes if weight.itemsize == 1 and self._bytes else self.dtype)
+
+    def _aligned(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
+        address = self._address(name, tensor, dtype)
+        if address % ALIGNMENT:  # a kernel's fault would end every request of the process
+            raise KernelError(
+                f"{name}: address {address:#x}: must be a multiple of {ALIGNMENT}; copy the tensor before the launch"
+            )
+        return address
+
+    def _address(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
+        if tensor.dtype is not dtype or tensor.device != self._kernels.device or not tensor.is_contiguous():
+            raise KernelError(
+                f"{name}: {tensor.dtype} on {tensor.device}, strides {tensor.stride()}: must be contiguous {dtype} on "
+                f"{self._kernels.device}; convert it before the launch"
+            )
+        return tensor.data_ptr()
+
+
+def product_kernels(config: EngineConfig, kernels: CudaKernels) -> ProductKernels | None:
+    """Make the kernels for an engine's products; None for float32, which cuBLAS multiplies."""
+    dtype = getattr(torch, config.dtype)
+    return None if dtype is torch.float32 else ProductKernels(kernels, config.weight_only_precision, dtype)

@@ -1,0 +1,171 @@
+"""The model of GPUs on several ranks, which are threads here: sums and gathered logits give what one rank computes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import pytest
+import torch
+from tests.conftest import BuildEngine, RandomModel
+from tests.support.device_stand_ins import make_decoder
+from tests.support.prefill import run_prefill
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.leading import leader
+from kvseek.engine.leading.followers import Followers, RankError
+from kvseek.engine.loading import load
+from kvseek.engine.parallel.cuda import ranks as device_ranks
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks
+from kvseek.engine.parallel.cuda.sums import SMALL_BYTES
+from kvseek.engine.parallel.ranks import Ranks
+
+CPU = torch.device("cpu")
+WAIT_SECONDS = 60.0  # after which a thread that waits for another one fails
+FLAGS = ("--max_batch_size", "3", "--max_seq_len", "1000", "--prefill_chunk_tokens", "50", "--kernels", "reference")
+WINDOW = ("--cache.sink", "4", "--cache.local", "32", "--cache.update", "64", "--cache.full_threshold", "40")
+PROMPTS = {0: [i * 7 % 100 for i in range(180)], 2: [i * 5 % 100 for i in range(25)]}
+Result = TypeVar("Result")
+
+
+class ThreadSums:
+    """Sums of threads that share a list of parts."""
+
+    name = "threads"
+
+    def __init__(self, rank: int, parts: list[Tensor | None], barrier: threading.Barrier) -> None:
+        self._rank, self._parts, self._barrier = rank, parts, barrier
+        self.count = 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.count += 1
+        self._parts[self._rank] = tensor
+        self._barrier.wait()
+        total = torch.stack([part for part in self._parts if part is not None]).sum(0)
+        self._barrier.wait()
+        return total
+
+    def release(self) -> None:
+        self._barrier.abort()
+
+    def close(self) -> None:
+        pass
+
+
+def thread_ranks(size: int) -> list[DeviceRanks]:
+    """Ranks of this process, one for each of as many threads; what is small and what is large is counted apart."""
+    parts, barrier = cast("list[Tensor | None]", [None] * size), threading.Barrier(size, timeout=WAIT_SECONDS)
+    loading: Any = None
+    made = [[ThreadSums(rank, parts, barrier) for _ in range(2)] for rank in range(size)]
+    return [DeviceRanks(rank, size, CPU, 1, small, large, loading) for rank, (small, large) in enumerate(made)]
+
+
+def together(work: Callable[[DeviceRanks], Result], ranks: list[DeviceRanks]) -> list[Result]:
+    """Do the same on all ranks, each in a thread."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(work, ranks))
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    """Of prompts that are read in chunks, and of steps."""
+    rows = [run_prefill(decoder, slot, prompt, 40)[None] for slot, prompt in PROMPTS.items()]
+    rows += [decoder.decode([step, step + 90], [0, 2])[0] for step in range(30)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "shape"),
+    [
+        ("llama", 2, {}),
+        ("qwen3", 3, {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 401}),  # rows are left over
+        ("qwen2", 4, {}),  # biases; two ranks have the same KV head
+        ("llama", 2, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_logits_are_those_of_one_rank(
+    architecture: str,
+    size: int,
+    shape: dict[str, Any],
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 2048}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = random_model(architecture, **(sizes | shape))
+    one = build_engine(model, "full", *FLAGS, *WINDOW)
+    several = build_engine(model, "full", *FLAGS, *WINDOW, "--tp_size", str(size))
+    expected = logits_of(make_decoder(one))
+    found = together(lambda own: logits_of(make_decoder(several, ranks=own)), thread_ranks(size))
+    for logits in found:  # of all ranks: each draws the token with the largest logit
+        assert logits.shape == expected.shape
+        assert (logits - expected).abs().max() <= 1e-4
+
+
+def test_large_tensors_are_summed_the_other_way() -> None:
+    ranks = thread_ranks(2)
+    count = SMALL_BYTES // 4
+
+    def work(own: DeviceRanks) -> tuple[float, float]:
+        small, large = (torch.full((n,), float(own.rank + 1)) for n in (count, count + 1))
+        return own.sum(small)[0].item(), own.sum(large)[-1].item()
+
+    assert together(work, ranks) == [(3.0, 3.0)] * 2
+    assert [(cast("ThreadSums", own.small).count, cast("ThreadSums", own.large).count) for own in ranks] == [(1, 1)] * 2
+
+
+def test_gathered_parts_lie_side_by_side() -> None:
+    parts = torch.arange(12.0).view(3, 4).split(2, dim=1)
+    found = together(lambda own: own.gather(parts[own.rank]), thread_ranks(2))
+    assert all(one.equal(torch.arange(12.0).view(3, 4)) for one in found)
+
+
+@pytest.mark.parametrize(("available", "fits"), [((2 << 30) + (1 << 30), True), ((2 << 30) + (1 << 30) - 1, False)])
+def test_host_memory_must_hold_the_pools_of_all_ranks(
+    available: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_ranks, "available_bytes", lambda: available)
+    monkeypatch.setattr(device_ranks, "_most", lambda reporter, group, number: number)
+    (own, _) = thread_ranks(2)
+    if fits:
+        own.check_host_memory(1 << 30)
+        return
+    message = (
+        r"the row pools of 2 ranks need 2,147,483,648 bytes of host memory together, 3,221,225,471 are available; lower"
+    )
+    with pytest.raises(device_ranks.CapacityError, match=message):
+        own.check_host_memory(1 << 30)
+
+
+def test_an_engine_that_does_not_load_drops_its_graphs_before_its_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's communicator would wait for the graphs: those of a step that failed, or while another rank fails later."""
+    done: list[str] = []
+
+    class Stub:
+        def __getattr__(self, name: str) -> Callable[[], None]:
+            return lambda: done.append(name)
+
+    class Steps(Stub):
+        def prepare(self) -> None:
+            raise torch.OutOfMemoryError
+
+    class Late(Stub):
+        def wait_until_loaded(self) -> None:
+            raise RankError("rank 1 cannot load its part")
+
+    decoder: Any = SimpleNamespace(steps=Steps(), model=None)
+    with pytest.raises(torch.OutOfMemoryError):
+        load._prepare(decoder)
+    assert done == ["close"]
+    done.clear()
+    monkeypatch.setattr(leader, "load_part", lambda *_: decoder)
+    monkeypatch.setattr(leader, "rank_config", lambda config: config)
+    late, ranks = cast("Followers", Late()), cast("Ranks", Stub())
+    with pytest.raises(RankError, match="rank 1 cannot load"):
+        leader._load(Path(), cast("EngineConfig", None), late, ranks)
+    assert done == ["close", "close", "leave"], "the ranks' processes, the graphs, the group"
