@@ -62,14 +62,14 @@ def draw_together(draws: Draws, logits: Tensor, params: list[SamplingParams], **
 
 
 def check_equal(drawn: list[Drawn], expected: list[Drawn]) -> None:
-    """The same tokens, and log probabilities that differ by rounding."""
+    """The same tokens, and log probabilities that differ by rounding: the reference adds up in float32."""
     assert [one.token for one in drawn] == [one.token for one in expected]
     for one, other in zip(drawn, expected, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)
         if one.logprobs is not None and other.logprobs is not None:
             assert [token for token, _ in one.logprobs.top] == [token for token, _ in other.logprobs.top]
             values = [[own.token, *(value for _, value in own.top)] for own in (one.logprobs, other.logprobs)]
-            torch.testing.assert_close(torch.tensor(values[0]), torch.tensor(values[1]), rtol=0, atol=4e-6)
+            torch.testing.assert_close(torch.tensor(values[0]), torch.tensor(values[1]), rtol=0, atol=2e-5)
 
 
 def random_logits(seed: int, size: int = VOCABULARY) -> torch.Tensor:
