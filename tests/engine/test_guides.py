@@ -126,7 +126,10 @@ def test_json_is_any_value(guides, tokenizer):
 @given(seeds)
 @settings(max_examples=20, deadline=None)
 def test_the_mask_is_the_librarys_own_acceptance(guides, seed):
-    """A token is allowed exactly when a fresh matcher takes it behind the text so far."""
+    """A token is allowed exactly when a fresh matcher takes it behind the text so far.
+
+    But where only one text can follow, the library asks for the tokens that it has commonly.
+    """
     guide, generator = schema(SCHEMA), torch.Generator().manual_seed(seed)
     matcher, drawn = guides.matcher(guide), []
     for _ in range(8):
@@ -135,7 +138,8 @@ def test_the_mask_is_the_librarys_own_acceptance(guides, seed):
         for token in {*chosen[:3].tolist(), *torch.randint(3, VOCABULARY, (5,), generator=generator).tolist()}:
             fresh = guides.matcher(guide)._matcher
             assert fresh.consume_tokens(drawn)
-            assert bool(fresh.validate_tokens([token])) == bool(allowed[token])
+            valid = bool(fresh.validate_tokens([token]))
+            assert valid == bool(allowed[token]) or (valid and len(chosen) == 1)
         drawn.append(int(chosen[torch.randint(len(chosen), (), generator=generator)]))
         matcher.accept(drawn[-1])
 
