@@ -1,4 +1,4 @@
-"""Calls cpu/layer.cpp: all that a layer computes on the CPU besides products, selection and attention."""
+"""Calls layer.cpp: all that a layer computes on the CPU besides products, selection and attention."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SiluMulArguments(ctypes.Structure):
 
 
 class NativeOperations:
-    """The compiled operations of one model on the CPU; LayerOperations.
+    """The compiled operations of one model on the CPU; LayerOperations of engine/model/reference/operations.py.
 
     Tensors are contiguous and of the engine's dtype, but for rotations. Arithmetic is in float32, rounded once where a value is
     stored. To the bit, a row's results depend neither on the other rows nor on the number of threads.

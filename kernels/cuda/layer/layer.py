@@ -1,4 +1,4 @@
-"""Launches cuda/layer.cu and cuda/append.cu: all that a layer computes besides products, selection and attention.
+"""Launches layer.cu and append.cu: all that a layer computes besides products, selection and attention.
 
 Every function launches on the current stream, can be captured in a CUDA graph, allocates the tensors that it returns and
 reads nothing back. Tensors are contiguous, on the GPU and of the engine's dtype unless said otherwise. Arithmetic is in
@@ -105,7 +105,7 @@ class ArgmaxArguments(ctypes.Structure):
 
 
 class LayerKernels:
-    """The kernels of layer.cu for one model on one GPU; LayerOperations of operations.py, and the ends of a decode step.
+    """The kernels of layer.cu for one model on one GPU: LayerOperations (engine/model/), and the ends of a decode step.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ class LayerKernels:
         return angles.cos() * self._factor, angles.sin() * self._factor
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Add `delta`, unless it is None, to x [rows, hidden] in place; returns the RMS norm of x, times `weight`."""
+        """See LayerOperations."""
         out = torch.empty_like(x)
         arguments = AddRmsNormArguments(
             x=self._address("x", x),
@@ -186,15 +186,7 @@ class LayerKernels:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Tensor:
-        """Split qkv [batch, (H + 2G) * D]: rotated queries [batch, H, D] are returned, keys and values go to the window.
-
-        Parameters
-        ----------
-        window : Tensor [slots, G, window rows, 2, D]
-            A layer's window; each request's `slot` and `write_row` say where its key and value go.
-        q_norm, k_norm : Tensor [D] or None
-            Weights of QK-norm, before the rotation.
-        """
+        """See LayerOperations."""
         model = self.model
         queries = qkv.new_empty(qkv.shape[0], model.num_heads, model.head_dim)
         arguments = RopeAppendArguments(
@@ -244,10 +236,9 @@ class LayerKernels:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Tensor:
-        """Split a chunk's qkv [rows, (H + 2G) * D]: rotated queries [rows, H, D] are returned.
+        """See LayerOperations.
 
-        Rotated keys, and values, are written to `keys` and `values` [G, tokens, D] of the whole prompt, from token `start` on.
-        The tokens of a KV head follow each other in memory; the KV heads of both are equally far apart.
+        The tokens of a KV head follow each other in `keys` and `values`; the KV heads of both are equally far apart.
         """
         model = self.model
         distance = self._head_distance(keys, values)
@@ -271,7 +262,7 @@ class LayerKernels:
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Compute silu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate]."""
+        """See LayerOperations."""
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
         arguments = SiluMulArguments(gate_up=self._address("gate_up", gate_up), out=out.data_ptr(), intermediate=size)

@@ -51,7 +51,7 @@ def arrays_of(engine: Engine) -> list[Tensor]:
 
 
 def tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Tensors that an index keeps, in containers and objects of the plugins too."""
+    """Tensors that an index keeps, in containers, and in objects of the plugins and the kernels."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -63,7 +63,10 @@ def tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(thing, list | tuple):
         for value in thing:
             yield from tensors_in(value, seen)
-    elif type(thing).__module__.startswith("kvseek.plugins.") and type(thing).__name__ not in NOT_KEPT:
+    elif (
+        type(thing).__module__.startswith(("kvseek.plugins.", "kvseek.kernels."))
+        and type(thing).__name__ not in NOT_KEPT
+    ):
         yield from tensors_in(getattr(thing, "__dict__", {}), seen)
 
 
