@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from kvseek.kernels.draw_rows import DRAWN, NOT_FINITE, ROW_BYTES, DrawnToken, D
 from .reference import MOST_INVERSE, least_weight, merged_biases
 from .sampling import Drawn, Sampler, not_finite
 
+ALLOWED, BANNED = DrawRow.allowed.offset, DrawRow.banned.offset
+NUMBERS, POINTER, COUNT = Struct("<2i"), Struct("<Q"), Struct("<i")
 Words = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
 
 
@@ -68,33 +71,40 @@ class DrawRows:
 
 def pack_rows(rows: Sequence[int], samplers: Sequence[Sampler], device: torch.device, work: int = 0) -> DrawRows:
     """Write the requests of a draw, each with its row of the logits, and copy them to the device; the host does not wait."""
-    refused, kept = list[Drawn | None](), list[tuple[int, Sampler, Words | None, Words]]()
+    refused, kept = list[Drawn | None](), list[tuple[int, Sampler, list[tuple[int, Words]]]]()
     for row, sampler in zip(rows, samplers, strict=True):
         try:
-            kept.append((row, sampler, sampler.allowed(), np.array(sampler.banned(), dtype=np.int32)))
+            kept.append((row, sampler, _lists(sampler)))
             refused.append(None)
         except SamplingError as error:
             refused.append(Drawn(error=error))
     at = len(kept) * (ROW_BYTES + work)
-    size = at + sum(banned.nbytes + (0 if allowed is None else allowed.nbytes) for _, _, allowed, banned in kept)
+    size = at + sum(words.nbytes for _, _, lists in kept for _, words in lists)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.empty_like(on_host, device=device) if device.type == "cuda" else on_host
-    data, base = on_host.numpy(), on_device.data_ptr()
-    for number, (row, sampler, allowed, banned) in enumerate(kept):
+    data, base = memoryview(on_host.numpy()), on_device.data_ptr()  # type: ignore[arg-type]
+    for begin, (row, sampler, lists) in zip(range(0, size, ROW_BYTES), kept, strict=False):
         prepared = sampler.prepared
         if not isinstance(prepared, Prepared):
             sampler.prepared = prepared = _prepare(sampler, device)
-        written = DrawRow.from_buffer_copy(prepared.row)
-        written.row, written.number, written.bans = row, len(sampler.generated), banned.size
-        for name, words in (("allowed", allowed), ("banned", banned)):
-            if words is not None and words.size:
-                data[at : at + words.nbytes] = words.view(np.uint8)
-                setattr(written, name, base + at)
-                at += words.nbytes
-        data[number * ROW_BYTES : (number + 1) * ROW_BYTES] = np.frombuffer(bytes(written), np.uint8)
+        data[begin : begin + ROW_BYTES] = prepared.row
+        NUMBERS.pack_into(data, begin + DrawRow.row.offset, row, len(sampler.generated))
+        for field, words in lists:
+            POINTER.pack_into(data, begin + field, base + at)
+            if field == BANNED:
+                COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
+            data[at : at + words.nbytes] = words.tobytes()
+            at += words.nbytes
     if on_device is not on_host:
         on_device.copy_(on_host, non_blocking=True)
-    return DrawRows(on_device, [row for row, *_ in kept], [sampler for _, sampler, *_ in kept], refused)
+    return DrawRows(on_device, [row for row, *_ in kept], [sampler for _, sampler, _ in kept], refused)
+
+
+def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
+    """Return what differs from draw to draw, each with the place of its pointer in a DrawRow; raises as Sampler.allowed."""
+    allowed, banned = sampler.allowed(), sampler.banned()
+    lists = list[tuple[int, Words]]() if allowed is None else [(ALLOWED, allowed)]
+    return [*lists, (BANNED, np.array(banned, dtype=np.int32))] if banned else lists
 
 
 def _prepare(sampler: Sampler, device: torch.device) -> Prepared:

@@ -120,6 +120,8 @@ class Sampler:
 
     def banned(self) -> list[int]:
         """Return the tokens that must not come next: end tokens before min_tokens, and the last tokens of bad words."""
+        if not self.params.bad_words and not self.params.min_tokens:
+            return []
         count = len(self.generated)
         only_ends = self.guide is not None and self.guide.finished
         early = self._end_ids if count < self.params.min_tokens and not only_ends else ()

@@ -37,7 +37,8 @@ class HostSteps:
     ) -> tuple[list[Drawn | int], list[float]]:
         """See Steps.decode_tokens."""
         logits, attended = self.decode(tokens, slots)
-        drawn = iter(self._draws.begin(logits, *sampled(samplers))())
+        rows, drawing = sampled(samplers)
+        drawn = iter(self._draws.begin(logits, rows, drawing)() if rows else ())
         return [
             greedy_token(row) if s is None else next(drawn) for row, s in zip(logits, samplers, strict=True)
         ], attended
