@@ -18,22 +18,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
-from kvseek.builder.calibration.calibrate import Calibrator, Text
-from kvseek.builder.calibration.report import Calibration
-from kvseek.builder.checking.report import check_engine, check_existing
+from kvseek.builder.calibration.calibrate import Calibration, Calibrator, Text
+from kvseek.builder.checking.comparison import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
-from kvseek.builder.inspection import print_engine
+from kvseek.builder.inspection import print_engine, print_faults
 from kvseek.builder.options import BuildOptions, CheckOptions, FitOptions, InspectOptions, Options, parse
 from kvseek.builder.planning.report import print_fit
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
-from kvseek.builder.verification import print_faults
-from kvseek.builder.weight_storage import WeightStorage, weight_storage
+from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser
 from kvseek.core.config import EngineConfig, require
 from kvseek.core.config_file import write_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import typing
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.builder.compile.cuda import ARCHITECTURES
-from kvseek.builder.field_texts import field_texts
 from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, TensorRtConfig
 from kvseek.core.sizes import memory_size, optional_size
@@ -197,3 +197,27 @@ def boolean(text: str) -> bool:
 def json_value(text: str) -> Any:
     """Parse JSON: what structured and optional fields take."""
     return json.loads(text)
+
+
+def field_texts(config_class: type) -> dict[str, str]:
+    """Read the text of each attribute in the class's NumPy-style docstring, on one line, so that it is written only once."""
+    lines = inspect.cleandoc(config_class.__doc__ or "").splitlines()
+    texts: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in _section(lines):
+        if line and not line[0].isspace():  # "name : type", or "name, other : type"
+            current = []
+            texts |= {name.strip(): current for name in line.partition(" : ")[0].split(",")}
+        elif line:
+            current.append(line.strip())
+    return {name: " ".join(parts) for name, parts in texts.items()}
+
+
+def _section(lines: list[str]) -> list[str]:
+    """Lines of the Attributes section, without its heading."""
+    headings = [i for i, line in enumerate(lines[1:]) if line and not line.strip("-") and lines[i]]
+    starts = [i for i in headings if lines[i] == "Attributes"]
+    if not starts:
+        return []
+    stop = next((i for i in headings if i > starts[0]), len(lines))
+    return lines[starts[0] + 2 : stop]

@@ -1,23 +1,25 @@
-"""`kvseek build --inspect`: describes an engine directory from its JSON files alone."""
+"""`kvseek build --inspect` and `--verify`: an engine directory by its JSON files alone, and its files beside the manifest."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvseek.builder.calibration.report import CALIBRATION_FILE, Calibration
+from kvseek.builder.calibration.calibrate import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import FORMAT_VERSION, CacheConfig, EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config_file import check_format, read_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import cubin_architectures
-from kvseek.core.manifest import read_manifest
+from kvseek.core.manifest import MANIFEST_FILE, Fault, find_faults, read_manifest
 from kvseek.core.sizes import readable
 from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.model.cuda.attention import expected_attention
@@ -117,3 +119,33 @@ def _text(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def print_faults(directory: Path, console: Console) -> int:
+    """Check a directory with a progress bar, list its faults; returns 0 if there are none, else 1.
+
+    Raises
+    ------
+    EngineDirectoryError
+        The engine is of another format version, or the manifest itself is missing or malformed.
+    """
+    check_format(directory)
+    manifest = read_manifest(directory)
+    total = sum(record.size for record in manifest.files.values())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    bar = Console(stderr=True)
+    with Progress(*columns, console=bar, transient=True, disable=not bar.is_terminal) as progress:
+        task = progress.add_task("check files", total=total)
+        faults = list(find_faults(directory, manifest.files, lambda amount: progress.advance(task, amount)))
+    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+    faults += [Fault(name, "foreign") for name in sorted(present - set(manifest.files) - {MANIFEST_FILE})]
+    for fault in faults:
+        console.print(f"{fault.kind:8} {fault.name}{': ' * bool(fault.detail)}{fault.detail}", soft_wrap=True)
+    if not faults:
+        console.print(f"{directory}: {len(manifest.files)} files, {readable(total)}, as kvseek build wrote them")
+        return 0
+    remedy = "build the engine again, or copy it again from where it was built, and delete what is foreign"
+    console.print(
+        f"{directory}: {len(faults)} of its files are not as kvseek build wrote them; {remedy}", soft_wrap=True
+    )
+    return 1

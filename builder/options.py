@@ -29,21 +29,24 @@ BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
 CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
 ENGINE_FIELDS = (*CHOICES, "quantize_lm_head")  # of EngineConfig, each with a flag of its name
 MODES = ("plan", "inspect", "verify")
+GROUPS = (
+    "cache",
+    "tensorrt",
+    "block_sparse",
+)  # of flags, by what comes before the dot; the chosen method is another one
+NEEDED = {
+    "tensorrt": ("runtime", "tensorrt"),
+    "block_sparse": ("prefill_attention", "block_sparse"),
+}  # for a group's flags
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The engine that was asked for. Dictionaries hold only the fields that were given."""
+    """The engine that was asked for. `choices` are the values of ENGINE_FIELDS; other dictionaries hold only what was given."""
 
     model: Path
     method: str
-    dtype: str
-    kernels: str
-    device: str
-    weight_only_precision: str
-    quantize_lm_head: bool
-    runtime: str
-    prefill_attention: str
+    choices: dict[str, Any]
     limits: dict[str, int]
     cache: dict[str, Any]
     method_config: dict[str, Any]
@@ -63,30 +66,24 @@ class EngineOptions:
         fields, cache = method.preset(self.preset)
         settings = method.configure(fields | self.method_config)
         reach = min(model.max_position_embeddings, model.sliding_window or MOST_POSITIONS)
-        if self.runtime == "tensorrt":
+        if self.choices["runtime"] == "tensorrt":
             reach = min(reach, model.short_reach)
         limits: dict[str, Any] = {"max_seq_len": min(reach, DEFAULT_MAX_SEQ_LEN), **self.limits}
         limits.setdefault("max_input_len", limits["max_seq_len"])
         tensorrt = from_dict(TensorRtConfig, self.tensorrt, "tensorrt")
-        if self.runtime == "tensorrt" and tensorrt.form == "engine":
+        if self.choices["runtime"] == "tensorrt" and tensorrt.form == "engine":
             limits["prefill_chunk_tokens"] = limits["max_input_len"]  # one plan reads prompts whole
         config = EngineConfig(
             model=model,
             method=self.method,
             method_config=dataclasses.asdict(settings),
             cache=from_dict(CacheConfig, {**method.traits(settings).cache_defaults, **cache, **self.cache}, "cache"),
-            dtype=self.dtype,
-            device=self.device,
-            kernels=self.kernels,
-            weight_only_precision=self.weight_only_precision,
-            quantize_lm_head=self.quantize_lm_head,
-            runtime=self.runtime,
             tensorrt=tensorrt,
-            prefill_attention=self.prefill_attention,
             block_sparse=from_dict(BlockSparseConfig, self.block_sparse, "block_sparse"),
+            **self.choices,
             **limits,
         )
-        if self.prefill_attention == "block_sparse":
+        if config.prefill_attention == "block_sparse":
             _refuse_dense_sizes(config)
         return config
 
@@ -119,18 +116,7 @@ class BuildOptions(EngineOptions):
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that decide the engine's contents, beside the model, as JSON values."""
-        names = (
-            "method",
-            "preset",
-            *ENGINE_FIELDS,
-            "cuda_archs",
-            "limits",
-            "cache",
-            "method_config",
-            "tensorrt",
-            "block_sparse",
-            *CALIBRATE[1:],
-        )
+        names = ("method", "preset", "choices", "cuda_archs", "limits", "method_config", *GROUPS, *CALIBRATE[1:])
         tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
         return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
@@ -207,8 +193,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     if mode == "check":
         return CheckOptions(values["output_dir"], values.get("model"))
     _refuse_other_methods(parser, values)
-    _refuse_other_runtimes(parser.error, values)
-    _refuse_idle_budgets(parser.error, values)
+    _refuse_idle(parser.error, values)
     return _fit_options(parser, values) if mode == "plan" else _build_options(parser.error, values)
 
 
@@ -228,20 +213,9 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
         On an unknown name, a value of the wrong type, or a value that has no effect because of other values. Values
         out of range are found by `EngineOptions.engine_config`.
     """
-    groups = ("cache", "method_config", "tensorrt", "block_sparse")
-    known = (
-        "model",
-        "output_dir",
-        "method",
-        "preset",
-        "tokenizer",
-        *ENGINE_FIELDS,
-        *LIMITS,
-        "cuda_archs",
-        *groups,
-        "quiet",
-        "check",
-    )
+    groups = (*GROUPS, "method_config")
+    others = ("model", "output_dir", "method", "preset", "tokenizer", "cuda_archs", "quiet", "check")
+    known = (*ENGINE_FIELDS, *LIMITS, *groups, *others)
     refuse_unknown(dict(values), known, "build options")
     get_method(values["method"])  # raises if it is unknown
     flat = {name: value for name, value in values.items() if name not in groups}
@@ -256,8 +230,7 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
     require(flat.get("check") in (True, False, None), "check", flat.get("check"), limit, remedy)
     if not flat.get("quiet"):
         flat.pop("quiet", None)  # as a flag, which is there or is not
-    _refuse_other_runtimes(_raise, flat)
-    _refuse_idle_budgets(_raise, flat)
+    _refuse_idle(_raise, flat)
     return _build_options(_raise, flat)
 
 
@@ -293,37 +266,31 @@ def _refuse_other_methods(parser: FlagParser, values: dict[str, Any]) -> None:
             )
 
 
-def _refuse_other_runtimes(error: Callable[[str], NoReturn], values: dict[str, Any]) -> None:
-    """End with a message if a flag was given that the runtime would ignore."""
-    given, runtime = _below(values, "tensorrt"), values.get("runtime", EngineConfig.runtime)
-    if given and runtime != "tensorrt":
-        name = next(iter(given))
-        error(f"--tensorrt.{name} belongs to --runtime tensorrt; --runtime is {runtime}: leave the flag out")
-    if runtime == "tensorrt" and "calibrate" in values:
+def _refuse_idle(error: Callable[[str], NoReturn], values: dict[str, Any]) -> None:
+    """End with a message if a flag was given that the runtime, or the attention of prompts, would ignore."""
+    for group, (name, wanted) in NEEDED.items():
+        given, found = _below(values, group), values.get(name, getattr(EngineConfig, name))
+        if given and found != wanted:
+            error(
+                f"--{group}.{next(iter(given))} belongs to --{name} {wanted}; --{name} is {found}: leave the flag out"
+            )
+    if values.get("runtime") != "tensorrt":
+        return
+    if "calibrate" in values:
         error("--calibrate belongs to --runtime torch: plans hold the weights as they are; leave it out")
-    whole = runtime == "tensorrt" and given.get("form", TensorRtConfig.form) == "engine"
-    if whole and "prefill_chunk_tokens" in values:
+    if "prefill_chunk_tokens" in values and values.get("tensorrt.form", TensorRtConfig.form) == "engine":
         error(
             "--prefill_chunk_tokens does not go with --tensorrt.form engine, which reads a prompt in one call; leave it "
             "out, or build with --tensorrt.form segments"
         )
 
 
-def _refuse_idle_budgets(error: Callable[[str], NoReturn], values: dict[str, Any]) -> None:
-    """End with a message if a flag of sparse prompts was given for dense ones."""
-    given, attention = _below(values, "block_sparse"), values.get("prefill_attention", EngineConfig.prefill_attention)
-    if given and attention != "block_sparse":
-        error(
-            f"--block_sparse.{next(iter(given))} belongs to --prefill_attention block_sparse; --prefill_attention is "
-            f"{attention}: leave the flag out"
-        )
-
-
 def _build_options(error: Callable[[str], NoReturn], values: dict[str, Any]) -> BuildOptions:
     engine = _engine_values(values)
-    if "cuda_archs" in values and engine["device"] != "cuda":
-        error(f"--cuda_archs belongs to --device cuda; --device is {engine['device']}")
-    archs = values.get("cuda_archs", ARCHITECTURES if engine["device"] == "cuda" else ())
+    device = engine["choices"]["device"]
+    if "cuda_archs" in values and device != "cuda":
+        error(f"--cuda_archs belongs to --device cuda; --device is {device}")
+    archs = values.get("cuda_archs", ARCHITECTURES if device == "cuda" else ())
     if "calibrate" not in values and (alone := [name for name in CALIBRATE if name in values]):
         error(f"--{alone[0]} goes only with --calibrate TEXT; leave it out, or name a text")
     engine |= {name: name in values for name in BUILD_ONLY}
@@ -333,8 +300,9 @@ def _build_options(error: Callable[[str], NoReturn], values: dict[str, Any]) -> 
 
 def _fit_options(parser: FlagParser, values: dict[str, Any]) -> FitOptions:
     engine = _engine_values({"device": "cuda", **values})
-    if engine["device"] != "cuda" and "gpu_memory" in values:
-        parser.error(f"--gpu_memory belongs to --device cuda; --device is {engine['device']}: leave it out")
+    device = engine["choices"]["device"]
+    if device != "cuda" and "gpu_memory" in values:
+        parser.error(f"--gpu_memory belongs to --device cuda; --device is {device}: leave it out")
     tp_size = engine["limits"].pop("tp_size", EngineConfig.tp_size)
     sizes: dict[str, Any] = {name: values.get(name) for name in PLAN_ONLY}
     return FitOptions(**engine, **sizes, tp_size=tp_size, as_json="json" in values)
@@ -347,13 +315,11 @@ def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
         "model": values["model"],
         "method": values["method"],
         "tokenizer": values.get("tokenizer"),
-        **{name: values.get(name, default) for name, default in defaults.items()},
+        "choices": {name: values.get(name, default) for name, default in defaults.items()},
         "limits": {name: values[name] for name in LIMITS if name in values},
         "preset": values.get("preset"),
-        "cache": _below(values, "cache"),
         "method_config": _below(values, values["method"]),
-        "tensorrt": _below(values, "tensorrt"),
-        "block_sparse": _below(values, "block_sparse"),
+        **{group: _below(values, group) for group in GROUPS},
     }
 
 

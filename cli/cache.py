@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -84,27 +84,7 @@ def read_directory(directory: Path) -> list[EngineFiles]:
     return engines
 
 
-def show(engines: Sequence[EngineFiles], console: Console) -> None:
-    """Print what engines have, a table each."""
-    for engine in engines:
-        origin = next((entry.origin for entry in engine.used_at), None)
-        name = "" if origin is None else f", {origin.model}, {origin.method}"
-        size = readable(sum(entry.size for entry in engine.used_at))
-        heading = (
-            f"Engine {engine.folder.name}{name}: {len(engine.used_at):,} files, {size}{', in use' * engine.in_use}"
-        )
-        rows = [_row(engine, line) for line in engine.lines()]
-        columns: list[Column] = [("prefix", "left"), ("tokens", "right"), ("bytes", "right"), ("last used", "right")]
-        console.print(heading, soft_wrap=True)
-        console.print(table("", *columns, rows=rows))
-        for kind, paths in (("damaged", engine.damaged), ("not this engine's", engine.others)):
-            if paths:
-                console.print(f"{len(paths):,} files are {kind}, such as {paths[0].name}")
-    if not engines:
-        console.print("no prefixes")
-
-
-def document(engines: Sequence[EngineFiles]) -> list[dict[str, object]]:
+def document(engines: Sequence[EngineFiles]) -> list[dict[str, Any]]:
     """Describe what engines have in JSON values: sizes in bytes, times in seconds since 1970."""
     return [
         {
@@ -130,11 +110,31 @@ def document(engines: Sequence[EngineFiles]) -> list[dict[str, object]]:
     ]
 
 
-def _row(engine: EngineFiles, line: Sequence[Entry]) -> tuple[str, str, str, str]:
-    tokens, size = sum(entry.token_count for entry in line), sum(entry.size for entry in line)
-    age = time.time() - engine.used_at[line[0]]
+def show(engines: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print what `document` says of engines, a table each."""
+    for engine in engines:
+        prefixes = engine["prefixes"]
+        name = f", {prefixes[0]['model']}, {prefixes[0]['method']}" if prefixes else ""
+        state = ", in use" * engine["in_use"]
+        heading = f"Engine {engine['engine']}{name}: {engine['files']:,} files, {readable(engine['bytes'])}{state}"
+        rows = [
+            (one["prefix"][:SHOWN], f"{one['tokens']:,}", readable(one["bytes"]), f"{_age(one['used_at'])} ago")
+            for one in prefixes
+        ]
+        columns: list[Column] = [("prefix", "left"), ("tokens", "right"), ("bytes", "right"), ("last used", "right")]
+        console.print(heading, soft_wrap=True)
+        console.print(table("", *columns, rows=rows))
+        for kind, names in (("damaged", engine["damaged"]), ("not this engine's", engine["others"])):
+            if names:
+                console.print(f"{len(names):,} files are {kind}, such as {names[0]}")
+    if not engines:
+        console.print("no prefixes")
+
+
+def _age(used_at: float) -> str:
+    age = time.time() - used_at
     number, unit = next(((age / seconds, unit) for seconds, unit in UNITS if age >= seconds), (age, "s"))
-    return line[0].key.hex()[:SHOWN], f"{tokens:,}", readable(size), f"{number:.0f} {unit} ago"
+    return f"{number:.0f} {unit}"
 
 
 def drop(engines: Sequence[EngineFiles], keys: Sequence[str], older_than: float | None, everything: bool) -> list[Path]:
@@ -201,14 +201,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `kvseek cache`."""
-    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek cache`; returns the exit status."""
-    arguments = parse_arguments(argv)
+    arguments = make_parser().parse_args(argv)
     try:
         engines = [one for one in read_directory(arguments.disk_dir) if one.folder.name.startswith(arguments.engine)]
         if arguments.engine and not engines:
@@ -219,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.json:
                 print_json({"engines": document(engines)})
             else:
-                show(engines, Console())
+                show(document(engines), Console())
             return 0
         ways = (bool(arguments.keys), arguments.all, arguments.older_than is not None)
         if sum(ways) != 1:

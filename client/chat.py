@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -119,11 +121,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `kvseek chat`."""
-    return make_parser().parse_args(argv)  # type: ignore[no-any-return]
-
-
 def read_text(path: Path) -> str:
     """Read a UTF-8 file; raises ClientError that names it."""
     try:
@@ -145,22 +142,10 @@ def ask(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.timeout < threading.TIMEOUT_MAX:
         limit = f"> 0 and < {threading.TIMEOUT_MAX:g} seconds"
         raise ClientError(f"--timeout = {arguments.timeout:g}: must be {limit}; leave it out for the default")
-    options = GenerateOptions(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        end_id=arguments.end_id,
-        stop_words=tuple(arguments.stop_words),
-        apply_chat_template=arguments.chat_template,
-        return_prefill_progress=True,
-        cache_salt=arguments.cache_salt,
-        session_id=arguments.session_id,
-        retention_priority=arguments.retention_priority,
-        retention_seconds=arguments.retention_seconds,
-    )
+    names = [field.name for field in dataclasses.fields(GenerateOptions)]
+    named: dict[str, Any] = {name: getattr(arguments, name) for name in names if name in arguments}
+    named |= {"stop_words": tuple(arguments.stop_words), "apply_chat_template": arguments.chat_template}
+    options = GenerateOptions(**named, return_prefill_progress=True)
     document = read_text(arguments.document) if arguments.document else None
     if arguments.openai_url is not None:
         converse(arguments, options, document)
@@ -251,7 +236,7 @@ def tell(text: str, figures: AnswerFigures, as_json: bool, console: Console) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     """`kvseek chat`."""
     try:
-        ask(parse_arguments(argv))
+        ask(make_parser().parse_args(argv))
     except KeyboardInterrupt:
         return 130
     except KvseekError as error:

@@ -22,7 +22,44 @@ NO_KEEP_ALIVE = {
 NAMES = {field.name for field in fields(Chunk)} - {"text"}
 
 
-class HttpClient:
+class HttpPort:
+    """Calls of a server over HTTP; what stops one is told apart.
+
+    Attributes
+    ----------
+    url : str
+        As messages name the server.
+    timeout : float
+        Seconds, > 0, that may pass until the first byte of a reply and between two of them.
+    """
+
+    def __init__(self, url: str, timeout: float, api_key: str, remedy: str) -> None:
+        self.url, self.timeout, self._remedy = url, timeout, remedy
+        self._headers = NO_KEEP_ALIVE | bearer(api_key)
+
+    def call(
+        self, method: str, address: str, body: Mapping[str, Any] | None = None, *, stream: bool
+    ) -> requests.Response:
+        """Ask and return the response, whatever its status; raises ClientError, ending in `remedy` if nothing answers."""
+        wait = (CONNECT_SECONDS, self.timeout)
+        try:
+            return requests.request(method, address, json=body, headers=self._headers, stream=stream, timeout=wait)
+        except requests.ReadTimeout:
+            raise no_reply(self.url, self.timeout) from None
+        except (requests.RequestException, ValueError) as error:  # ValueError: a key that no header can hold
+            raise no_answer(self.url, error, self._remedy) from None
+
+    def lines(self, response: requests.Response) -> Iterator[bytes]:
+        """Yield the lines of a streamed response; raises ClientError if it breaks off."""
+        try:
+            yield from response.iter_lines()
+        except requests.RequestException as error:
+            if "timed out" in str(error):  # requests has no class of its own for silence in the middle of a body
+                raise no_reply(self.url, self.timeout) from None
+            raise ClientError(f"the server at {self.url} broke off its answer ({error}); see its log") from None
+
+
+class HttpClient(HttpPort):
     """Asks a kvseek server over HTTP.
 
     Parameters
@@ -44,8 +81,8 @@ class HttpClient:
 
     def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS, api_key: str = "") -> None:
         check_address(url)
-        self.url, self.timeout, self._model = url, timeout, model
-        self._headers = NO_KEEP_ALIVE | bearer(api_key)
+        super().__init__(url, timeout, api_key, "give the --url of its HTTP port, or --protocol grpc with gRPC's")
+        self._model = model
 
     def generate(self, text_input: str, options: GenerateOptions) -> Chunk:
         """Send a prompt and return the whole answer; raises ClientError."""
@@ -58,7 +95,7 @@ class HttpClient:
 
     def inputs(self, model: str) -> set[str]:
         """Ask for the names of a model's inputs; empty if the server has no such model, or does not say. Raises ClientError."""
-        with self._call("GET", f"http://{self.url}/v2/models/{model}", stream=False) as response:
+        with self.call("GET", f"http://{self.url}/v2/models/{model}", stream=False) as response:
             try:
                 return {one["name"] for one in response.json()["inputs"]}
             except (ValueError, LookupError, TypeError):
@@ -66,37 +103,16 @@ class HttpClient:
 
     def _stream(self, fields: Mapping[str, Any]) -> Iterator[Chunk]:
         with self._post("generate_stream", fields, stream=True) as response:
-            for line in self._lines(response):
+            for line in self.lines(response):
                 if line.startswith(EVENT):
                     yield _chunk(json.loads(line[len(EVENT) :]))
 
-    def _lines(self, response: requests.Response) -> Iterator[bytes]:
-        try:
-            yield from response.iter_lines()
-        except requests.RequestException as error:
-            if "timed out" in str(error):  # requests has no class of its own for silence in the middle of a body
-                raise no_reply(self.url, self.timeout) from None
-            raise ClientError(f"the server at {self.url} broke off its answer ({error}); see its log") from None
-
     def _post(self, endpoint: str, fields: Mapping[str, Any], stream: bool) -> requests.Response:
         address = f"http://{self.url}/v2/models/{self._model.name}/{endpoint}"
-        response = self._call("POST", address, stream, self._model.inputs(fields))
+        response = self.call("POST", address, self._model.inputs(fields), stream=stream)
         if not response.ok:
             raise RefusedError(self._error(response))
         return response
-
-    def _call(
-        self, method: str, address: str, stream: bool, body: Mapping[str, Any] | None = None
-    ) -> requests.Response:
-        wait = (CONNECT_SECONDS, self.timeout)
-        try:
-            return requests.request(method, address, json=body, headers=self._headers, stream=stream, timeout=wait)
-        except requests.ReadTimeout:
-            raise no_reply(self.url, self.timeout) from None
-        except requests.RequestException as error:
-            raise no_answer(
-                self.url, error, "give the --url of its HTTP port, or --protocol grpc with gRPC's"
-            ) from None
 
     def _error(self, response: requests.Response) -> str:
         try:

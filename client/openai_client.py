@@ -10,16 +10,16 @@ from urllib.parse import quote, urlencode
 import requests
 
 from .chunk import Chunk
-from .errors import ClientError, RefusedError, check_base_url, no_answer, no_reply
-from .http_client import CONNECT_SECONDS, EVENT, NO_KEEP_ALIVE
-from .options import REPLY_SECONDS, GenerateOptions, bearer
+from .errors import ClientError, RefusedError, check_base_url
+from .http_client import EVENT, HttpPort
+from .options import REPLY_SECONDS, GenerateOptions
 
 DONE = b"[DONE]"
 GIVE_URL = "give the URL of its OpenAI port, with /v1, such as http://127.0.0.1:9000/v1"
 Message = dict[str, str]  # "role" and "content"
 
 
-class OpenAIClient:
+class OpenAIClient(HttpPort):
     """Asks a server by OpenAI's API.
 
     Parameters
@@ -39,8 +39,7 @@ class OpenAIClient:
 
     def __init__(self, url: str, timeout: float = REPLY_SECONDS, api_key: str = "") -> None:
         check_base_url(url)
-        self.url, self.timeout = url.rstrip("/"), timeout
-        self._headers = NO_KEEP_ALIVE | bearer(api_key)
+        super().__init__(url.rstrip("/"), timeout, api_key, GIVE_URL)
 
     def model(self) -> str:
         """Ask for the name of the model that is served; raises ClientError."""
@@ -76,36 +75,19 @@ class OpenAIClient:
             return int(response.json()["freed_tokens"])
 
     def _events(self, response: requests.Response) -> Iterator[dict[str, Any]]:
-        try:
-            for line in response.iter_lines():
-                data = line.removeprefix(EVENT)
-                if data == DONE:
-                    return
-                if data:
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise ClientError(str(event["error"]["message"]))
-                    yield event
-        except requests.RequestException as error:
-            if "timed out" in str(error):  # requests has no class of its own for silence in the middle of a body
-                raise no_reply(self.url, self.timeout) from None
-            raise ClientError(f"the server at {self.url} broke off its answer ({error}); see its log") from None
+        for line in self.lines(response):
+            data = line.removeprefix(EVENT)
+            if data == DONE:
+                return
+            if data:
+                event = json.loads(data)
+                if "error" in event:
+                    raise ClientError(str(event["error"]["message"]))
+                yield event
         raise ClientError(f"the server at {self.url} broke off its answer; see its log")
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> requests.Response:
-        try:
-            response = requests.request(
-                method,
-                f"{self.url}/{path}",
-                json=body,
-                headers=self._headers,
-                stream=body is not None,
-                timeout=(CONNECT_SECONDS, self.timeout),
-            )
-        except requests.ReadTimeout:
-            raise no_reply(self.url, self.timeout) from None
-        except (requests.RequestException, ValueError) as error:  # ValueError: a key that no header can hold
-            raise no_answer(self.url, error, GIVE_URL) from None
+        response = self.call(method, f"{self.url}/{path}", body, stream=body is not None)
         if response.status_code == 404 and path == "models":
             raise RefusedError(f"{self.url} offers no models by OpenAI's API ({_error(response)}); {GIVE_URL}")
         if not response.ok:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, KvseekError
 
 FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
@@ -34,10 +34,12 @@ CHOICES = {  # the values that EngineConfig's fields of type str allow
 NO_REUSE = {"reuse": False, "reuse_host_bytes": None, "cached_prefill": "dense"}
 
 
-def require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
-    """Raise ConfigError that names the field, its value, the limit and the remedy unless `condition` holds."""
+def require(
+    condition: bool, name: str, value: object, limit: str, remedy: str, error: type[KvseekError] = ConfigError
+) -> None:
+    """Raise an error that names the field, its value, the limit and the remedy unless `condition` holds."""
     if not condition:
-        raise ConfigError(f"{name} = {value!r}: must be {limit}; {remedy}")
+        raise error(f"{name} = {value!r}: must be {limit}; {remedy}")
 
 
 def _require_positive(name: str, value: float | None) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from .config import CONFIG_FILE, FORMAT_VERSION, EngineConfig, ModelConfig, require
 from .errors import EngineDirectoryError
 from .fields import from_dict, read_fields, refuse_unknown
-from .format_version import refuse_other_format
 
 # Fields of EngineConfig that lie beside those of its `model` in pretrained_config. All others lie in build_config.
 PRETRAINED = ("dtype",)
@@ -85,3 +84,26 @@ def _read_object(directory: Path) -> dict[str, Any]:
         raise EngineDirectoryError(f"{path} is not JSON ({error}); build the engine again") from None
     require(isinstance(document, dict), str(path), type(document).__name__, "a JSON object", "build the engine again")
     return dict(document)
+
+
+def check_format(directory: Path) -> None:
+    """Raise EngineDirectoryError if config.json of `directory` states another format version.
+
+    A config.json that is missing or no JSON object passes, because it states no version: the checksums report it.
+    """
+    try:
+        document = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(document, dict):
+        refuse_other_format(document, directory)
+
+
+def refuse_other_format(document: dict[str, Any], directory: Path) -> None:
+    """Raise EngineDirectoryError unless `document`, config.json of `directory`, is of this format version."""
+    found = document.get("format_version")
+    if type(found) is not int or found != FORMAT_VERSION:
+        raise EngineDirectoryError(
+            f"{directory / CONFIG_FILE}: format_version = {found!r}: must be {FORMAT_VERSION}, that of kvseek "
+            f"{version('kvseek')}; make an engine from the checkpoint with kvseek build"
+        )

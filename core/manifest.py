@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .config_file import check_format
 from .errors import ConfigError, EngineDirectoryError
 from .fields import from_dict
-from .format_version import check_format
 
 MANIFEST_FILE = "manifest.json"
 CODEBOOKS_FILE = "codebooks.safetensors"
@@ -92,6 +93,48 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(manifest.kvseek_version, manifest.source_model, manifest.fingerprint, files)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A file that is not what the builder wrote; `kind` is "missing", "damaged" or "foreign"."""
+
+    name: str
+    kind: str
+    detail: str = ""
+
+
+def find_faults(
+    directory: Path, files: Mapping[str, FileRecord], progress: Callable[[int], None] = lambda amount: None
+) -> Iterator[Fault]:
+    """Yield the faults of a manifest's files; the cheap checks of all files come before the first digest.
+
+    `progress` is called with the bytes just checked.
+    """
+    whole = []
+    for name, record in files.items():
+        path = directory / name
+        if not path.is_file():
+            yield Fault(name, "missing")
+        elif (size := path.stat().st_size) != record.size:
+            yield Fault(name, "damaged", f"expected {record.size:,} bytes, found {size:,}")
+        else:
+            whole.append(name)
+            continue
+        progress(record.size)
+    check = functools.partial(_digest_fault, directory, files, progress)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        for name, fault in zip(whole, pool.map(check, whole), strict=True):
+            if fault:
+                yield Fault(name, "damaged", fault)
+
+
+def _digest_fault(directory: Path, files: Mapping[str, FileRecord], progress: Callable[[int], None], name: str) -> str:
+    try:
+        found = sha256(directory / name, progress)
+    except OSError as error:
+        return f"cannot be read ({error})"
+    return "" if found == files[name].sha256 else f"expected SHA-256 {files[name].sha256}, found {found}"
+
+
 def verify(directory: Path) -> None:
     """Compare every file of an engine directory with its manifest.
 
@@ -102,24 +145,9 @@ def verify(directory: Path) -> None:
         the first such file, with the expected and the found value.
     """
     check_format(directory)
-    files = read_manifest(directory).files
-    for name, record in files.items():  # the cheap checks of all files come before the first digest
-        _check_size(directory / name, record.size)
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        digests = pool.map(sha256, [directory / name for name in files])
-        for (name, record), found in zip(files.items(), digests, strict=True):
-            if found != record.sha256:
-                raise EngineDirectoryError(
-                    f"{directory / name} is corrupt: expected SHA-256 {record.sha256}, found {found}; "
-                    "build the engine again, or copy it again from where it was built"
-                )
-
-
-def _check_size(path: Path, expected: int) -> None:
-    if not path.is_file():
-        raise EngineDirectoryError(f"{path} is missing; build the engine again, or copy all of its files")
-    if (found := path.stat().st_size) != expected:
-        raise EngineDirectoryError(
-            f"{path} is corrupt: expected {expected} bytes, found {found}; "
-            "build the engine again, or copy it again from where it was built"
-        )
+    for fault in find_faults(directory, read_manifest(directory).files):
+        path = directory / fault.name
+        if fault.kind == "missing":
+            raise EngineDirectoryError(f"{path} is missing; build the engine again, or copy all of its files")
+        remedy = "build the engine again, or copy it again from where it was built"
+        raise EngineDirectoryError(f"{path} is corrupt: {fault.detail}; {remedy}")

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
-from .config import EngineConfig
+from .config import EngineConfig, require
 from .errors import ErrorCode, RequestError
 from .fields import check_types, check_unicode
 from .guide import Guide
@@ -28,10 +29,7 @@ MAX_SALT = 256
 MAX_STOP_WORDS = 64  # every token of the output is compared with all of them
 MAX_STOP_WORD_BYTES = 1024
 
-
-def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
-    if not condition:
-        raise RequestError(f"{name} = {value!r}: must be {limit}; {remedy}")
+_require = partial(require, error=RequestError)
 
 
 def check_words(name: str, words: Iterable[str]) -> tuple[str, ...]:
@@ -142,8 +140,8 @@ class SamplingParams:
     def needs_logits(self) -> bool:
         """Whether something changes the logits, or they are asked for: then the largest is not enough."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
-        told = self.logprobs is not None or self.return_generation_logits
-        return self.repetition_penalty != 1 or any(changed) or told or self.guide is not None
+        wanted = self.logprobs is not None or self.return_generation_logits
+        return self.repetition_penalty != 1 or any(changed) or wanted or self.guide is not None
 
     @property
     def scores_prompt(self) -> bool:
@@ -242,7 +240,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"  # the request's own time limit
-    SHUTDOWN = "shutdown"  # the server was told to stop and waited as long as it may
+    SHUTDOWN = "shutdown"  # the server was wanted to stop and waited as long as it may
     ERROR = "error"
 
 

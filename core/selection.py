@@ -14,12 +14,9 @@ class Selection:
     Attributes
     ----------
     rows : Tensor, int32 [batch, G, entries]
-        Entry e stands for places e·page .. e·page + page - 1 of the retrieval region, as far as they are below its length; -1
-        is no entry. No entry occurs twice in one [batch, KV head]. Neighbouring places should be neighbouring entries, because
-        a GPU reads them together. Undefined for requests with `dense` set, and on a GPU for those that only fill up a batch.
-    page : int
-        Rows of an entry: 1, or the page size of a page-wise method. On a GPU always 1.
+        Places of the retrieval region, none of which occurs twice in one [batch, KV head]; -1 is no entry. Neighbouring places
+        should be neighbouring entries, because a GPU reads them together. Undefined for requests with `dense` set, and on a GPU
+        for those that only fill up a batch.
     """
 
     rows: Tensor
-    page: int = 1

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-class Ticket:
-    """The end of a piece of side work. A ticket keeps the tensors that the work reads alive as long as it lives itself."""
+class SideWork:
+    """A piece of work on a side stream. As long as the object lives it keeps the tensors alive that the work reads."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event | None, read: tuple[Tensor, ...] = ()) -> None:
         self._device, self._event, self._read = device, event, read
@@ -34,7 +34,7 @@ class SideStream:
     """A stream of its own on a CUDA device. Pieces of work run one after the other, in the order given.
 
     Tensors that the work allocates belong to the side stream. Tensors of the current stream that the work reads must be kept
-    until its ticket is done, or until the current stream has waited for it: the ticket keeps those that `run` is given.
+    until it is done, or until the current stream has waited for it: its SideWork keeps those that `run` is given.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,22 +43,22 @@ class SideStream:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> Ticket:
+    def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> SideWork:
         """Run `work`, which reads the tensors `read`, after everything that the current stream has been given so far.
 
         Exceptions of `work` pass through.
         """
         if self._stream is None:
             work()
-            return Ticket(self._device, None, read)
+            return SideWork(self._device, None, read)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
                 work()
-                return Ticket(self._device, self._stream.record_event(), read)
+                return SideWork(self._device, self._stream.record_event(), read)
         except BaseException:
-            # There is no ticket to wait for the half that was launched, so the current stream waits for it now.
+            # There is no SideWork to wait for the half that was launched, so the current stream waits for it now.
             current.wait_stream(self._stream)
             raise
 
@@ -71,19 +71,19 @@ class InFlight:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._works: deque[tuple[int, Ticket]] = deque()
+        self._works: deque[tuple[int, SideWork]] = deque()
 
     def make_room(self) -> None:
         """Make the current stream wait for the oldest pieces of work, until there is room for one more."""
         self._reclaim(self._most - 1)
 
-    def add(self, slot: int, ticket: Ticket) -> None:
+    def add(self, slot: int, work: SideWork) -> None:
         """Note a piece of work that has begun; call `make_room` before it begins. Work that has ended is not kept.
 
-        On the CPU all work has: its ticket would keep what it read, such as a layer's rows during the next layer.
+        On the CPU all work has: it would keep what it read, such as a layer's rows during the next layer.
         """
-        if not ticket.done:
-            self._works.append((slot, ticket))
+        if not work.done:
+            self._works.append((slot, work))
 
     def finish(self, slot: int) -> None:
         """Make the current stream wait for the work of a slot; the host does not wait."""
@@ -92,8 +92,8 @@ class InFlight:
 
     def _reclaim(self, keep: int) -> None:
         while self._works and (len(self._works) > keep or self._works[0][1].done):
-            _, ticket = self._works.popleft()
-            ticket.wait()
+            _, work = self._works.popleft()
+            work.wait()
 
 
 def everything_launched(device: torch.device) -> Callable[[], None]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,13 +26,12 @@ from kvseek.engine.draws.sampling import Drawn, Sampler, greedy_token, overflow_
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
-from kvseek.engine.schedule.endings import ended, expired, failed
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
 from kvseek.engine.schedule.scheduler import Scheduler
-from kvseek.engine.schedule.sequence import Sequence
+from kvseek.engine.schedule.sequence import RequestSequence
 from kvseek.plugins.registry import method_traits
 
 from .decoder import Decoder
@@ -209,22 +207,22 @@ class Engine:
                 "build with --runtime torch"
             )
 
-    def prepare(self, request: Request) -> Sequence:
+    def prepare(self, request: Request) -> RequestSequence:
         """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
         self.check(request)
         sampler, request_id = Sampler(request, self.config.model.vocab_size), next(self._ids)
         statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
         scores = PromptScores(request_id, request) if request.sampling.scores_prompt else None
-        return Sequence(request_id, request, sampler, statistics, scores=scores)
+        return RequestSequence(request_id, request, sampler, statistics, scores=scores)
 
-    def enqueue(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: RequestSequence) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread.
 
         One that is not ready starts only after `compile_guide`.
         """
         self._queue.push(sequence, self._scheduler.free_slots)
 
-    def compile_guide(self, sequence: Sequence) -> StepOutput | None:
+    def compile_guide(self, sequence: RequestSequence) -> StepOutput | None:
         """Compile the guide of a waiting request, which may take a second, and let the request start. Safe from any thread.
 
         Returns the request's only output if that fails; None if it does not fail, or the request has ended meanwhile.
@@ -235,7 +233,7 @@ class Engine:
         try:
             sequence.sampler.follow(self._guides.matcher(guide))
         except Exception as error:  # what one client sends must not end the thread that compiles the guides of all
-            return None if self._queue.remove(sequence.request_id) is None else failed(sequence, error)
+            return None if self._queue.remove(sequence.request_id) is None else sequence.failed(error)
         self._queue.release(sequence)
         return None
 
@@ -257,13 +255,13 @@ class Engine:
     def cancel_waiting(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> StepOutput | None:
         """End a request that waits and return its only output; None if it does not wait. Safe from any thread."""
         sequence = self._queue.remove(request_id)
-        return None if sequence is None else ended(sequence, reason)
+        return None if sequence is None else sequence.ended(reason)
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> StepOutput | None:
         """End a request now and return its last output; None if it has ended already."""
         waiting = self.cancel_waiting(request_id, reason)
         running = next((s for s in self._scheduler.running if s.request_id == request_id), None)
-        return waiting if running is None else self._end(running, ended(running, reason))
+        return waiting if running is None else self._end(running, running.ended(reason))
 
     def end_session(self, session_id: str, cache_salt: str | None = None) -> EndedSession | None:
         """Forget a session and free what only it has used; None if it is not known.
@@ -280,7 +278,7 @@ class Engine:
     def expire(self) -> list[StepOutput]:
         """End the waiting requests whose time limit has passed, and return their only outputs. Safe from any thread."""
         now = time.perf_counter()
-        return [expired(sequence, now) for sequence in self._queue.expired(now)]
+        return [sequence.expired(now) for sequence in self._queue.expired(now)]
 
     def next_deadline(self) -> float | None:
         """Return when the next waiting request expires, in seconds of time.perf_counter, or None. Safe from any thread."""
@@ -302,7 +300,7 @@ class Engine:
             self._prefixes.store.share_cores(bool(self.running), bool(self._scheduler.decoding()))
         return outputs
 
-    def generate(self, requests: SequenceOf[Request]) -> list[list[int]]:
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Run requests to their ends and return the token ids of each; raises RuntimeError if one fails."""
         tokens: dict[int, list[int]] = {self.submit(request): [] for request in requests}
         while self.has_work:
@@ -317,7 +315,7 @@ class Engine:
         """End running requests whose time limit has passed, with the tokens that they have."""
         now = time.perf_counter()
         late = [s for s in self._scheduler.running if s.deadline is not None and s.deadline <= now]
-        return [self._end(sequence, ended(sequence, FinishReason.TIMEOUT)) for sequence in late]
+        return [self._end(sequence, sequence.ended(FinishReason.TIMEOUT)) for sequence in late]
 
     def _admit(self) -> list[StepOutput]:
         """Admit the requests that fit; returns the last outputs of requests whose admission failed."""
@@ -339,15 +337,15 @@ class Engine:
         sequence = reading.sequence
         if reading.error is not None:
             return [self._fail(sequence, reading.error)]
-        told = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
-        outputs = told or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
+        scores = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
+        outputs = scores or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
         if reading.logits is not None and sequence.request.max_tokens == 0:
-            outputs.append(self._end(sequence, ended(sequence, FinishReason.LENGTH)))
+            outputs.append(self._end(sequence, sequence.ended(FinishReason.LENGTH)))
         elif reading.logits is not None:
             outputs.append(self._take_first(sequence, reading.logits))
         return outputs
 
-    def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
+    def _decode(self, sequences: list[RequestSequence]) -> list[StepOutput]:
         tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
         samplers = [None if s.sampler.greedy else s.sampler for s in sequences]
         self._refresh_seconds = 0.0
@@ -359,7 +357,7 @@ class Engine:
         self._refresh_seconds = self.decoder.retrieval.refresh_seconds
         return [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
 
-    def _take_first(self, sequence: Sequence, logits: Tensor) -> StepOutput:
+    def _take_first(self, sequence: RequestSequence, logits: Tensor) -> StepOutput:
         """Draw a request's first token from the logits of its prompt."""
         sampler = sequence.sampler
         try:
@@ -368,7 +366,7 @@ class Engine:
             return self._fail(sequence, error)
         return self._take_token(sequence, drawn, 0.0)
 
-    def _take_token(self, sequence: Sequence, drawn: Drawn | int, attended: float) -> StepOutput:
+    def _take_token(self, sequence: RequestSequence, drawn: Drawn | int, attended: float) -> StepOutput:
         """Take the token that was drawn, and end the sequence if it is the last."""
         try:
             token = sequence.sampler.take(drawn)
@@ -376,31 +374,27 @@ class Engine:
             return self._fail(sequence, error, ErrorCode.INVALID)
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return self._fail(sequence, error)
-        statistics, cached = sequence.statistics, self._cache.tokens[sequence.slot] if attended else 0
         logprobs, logits = (None, b"") if isinstance(drawn, int) else (drawn.logprobs, drawn.logits)
+        statistics, ends = sequence.statistics, token in sequence.request.end_ids
+        cached = self._cache.tokens[sequence.slot] if attended else 0
         statistics.record_token(cached, attended)
-        if token in sequence.request.end_ids:
-            last = ended(
-                sequence, FinishReason.END_ID, cached=cached, attended=attended, logprobs=logprobs, end_id=token
-            )
-            return self._end(sequence, last)
-        sequence.generated.append(token)
-        reason = self._finish_reason(sequence)
-        if reason is None:
-            first = statistics if statistics.generated_tokens == 1 else None
-            return StepOutput(
-                sequence.request_id,
-                token,
-                cached_tokens=cached,
-                attended_tokens=attended,
-                statistics=first,
-                logprobs=logprobs,
-                generation_logits=logits,
-            )
-        last = ended(sequence, reason, token, cached, attended, logprobs, generation_logits=logits)
-        return self._end(sequence, last)
+        if not ends:
+            sequence.generated.append(token)
+        reason = FinishReason.END_ID if ends else self._finish_reason(sequence)
+        output = StepOutput(
+            sequence.request_id,
+            None if ends else token,
+            reason,
+            cached_tokens=cached,
+            attended_tokens=attended,
+            statistics=statistics if reason or statistics.generated_tokens == 1 else None,
+            logprobs=logprobs,
+            end_id=token if ends else None,
+            generation_logits=b"" if ends else logits,
+        )
+        return output if reason is None else self._end(sequence, output)
 
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+    def _finish_reason(self, sequence: RequestSequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request
         if any(tuple(generated[-len(word) :]) == word for word in request.stop_words):
             return FinishReason.STOP_WORD
@@ -425,7 +419,7 @@ class Engine:
         if self.on_step is not None:
             self.on_step(self._report)
 
-    def _fail(self, sequence: Sequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
+    def _fail(self, sequence: RequestSequence, error: Exception, code: ErrorCode | None = None) -> StepOutput:
         """End a request by an error of a step. Without `code` no client can have caused it, as `check` let the request in.
 
         Unless memory was short, what the request has used may be wrong then, and is not kept for others. If the device has failed
@@ -441,9 +435,9 @@ class Engine:
         elif code is None:
             code = ErrorCode.INTERNAL
             self._prefixes.discard(sequence.slot)
-        return self._end(sequence, failed(sequence, error, code))
+        return self._end(sequence, sequence.failed(error, code))
 
-    def _end(self, sequence: Sequence, output: StepOutput) -> StepOutput:
+    def _end(self, sequence: RequestSequence, output: StepOutput) -> StepOutput:
         """Free the slot and extents of a running sequence. If that raises, as after a CUDA error, the engine cannot go on."""
         if output.finish_reason in SOUND_ENDS:
             self.unsound_in_a_row = 0

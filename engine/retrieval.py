@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import EngineConfig
-from kvseek.core.streams import InFlight, Ticket
+from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.prompt_windows import row_tokens
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
@@ -94,7 +94,7 @@ class Retrieval:
             self._adopt(layer, slot, self.cache.write_prefix(layer, slot))
         self.finish_rows(slot)
 
-    def load_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> Ticket:
+    def load_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> SideWork:
         """Start to copy a layer's keys and values of the tokens that `reused` counts; see Cache.load_prefix."""
         return self.cache.load_prefix(layer, slot, keys, values)
 
@@ -110,9 +110,9 @@ class Retrieval:
             self._adopt(layer, slot, keys[:, sink + shared : sink + length])
             self.cache.write_prompt(layer, slot, keys, values)
             return
-        built = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
-        if built.ticket is not None:
-            self._builds.add(slot, built.ticket)
+        work = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
+        if work is not None:
+            self._builds.add(slot, work)
         self.cache.write_prompt(layer, slot, keys, values)
 
     def _adopt(self, layer: int, slot: int, keys: Tensor) -> None:

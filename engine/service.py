@@ -15,17 +15,14 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvseek.core.config import EngineConfig
 from kvseek.core.errors import EngineHungError, ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import StepReport
-from kvseek.engine.cache.usage import CacheUsage
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
-from kvseek.engine.schedule.sequence import Sequence
+from kvseek.engine.schedule.sequence import RequestSequence
 
 from .engine import MAX_NUM_TOKENS, NO_DISK, Engine
-from .tokenizer import Tokenizer
 
 Callback = Callable[[StepOutput], None]
 T = TypeVar("T")
@@ -57,7 +54,7 @@ class EngineService:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._process = engine, os.getpid()
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._uncompiled: queue.SimpleQueue[Sequence | None] = (
+        self._uncompiled: queue.SimpleQueue[RequestSequence | None] = (
             queue.SimpleQueue()
         )  # with guides; None: the service is closed
         self._callbacks: dict[int, Callback] = {}  # by request id; each is taken out by the request's last output
@@ -122,46 +119,6 @@ class EngineService:
     def engine(self) -> Engine:
         """The engine. It belongs to the service's thread: others may only call methods that are safe from any thread."""
         return self._engine
-
-    @property
-    def config(self) -> EngineConfig:
-        """Configuration of the engine."""
-        return self._engine.config
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the engine."""
-        return self._engine.tokenizer
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return self._engine.waiting
-
-    @property
-    def running(self) -> int:
-        """Requests with a slot."""
-        return self._engine.running
-
-    @property
-    def step_report(self) -> StepReport:
-        """Report of the engine's last step."""
-        return self._engine.step_report
-
-    @property
-    def cache_usage(self) -> CacheUsage:
-        """The present use of the row pool."""
-        return self._engine.cache_usage
-
-    @property
-    def unsound(self) -> int:
-        """Requests that ended because their logits were not finite."""
-        return self._engine.unsound
-
-    @property
-    def unsound_in_a_row(self) -> int:
-        """Those of them since a request last ended well."""
-        return self._engine.unsound_in_a_row
 
     @property
     def failure(self) -> str:

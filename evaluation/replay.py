@@ -15,7 +15,7 @@ from kvseek.core.errors import ConfigError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.evaluation.capture import CapturedLayer
-from kvseek.evaluation.selection_tap import membership, single_rows
+from kvseek.evaluation.selection_tap import membership
 from kvseek.measurement.index_batch import batch_of
 from kvseek.measurement.variants import Variant
 from kvseek.plugins.contract import LAST_QUERIES
@@ -101,7 +101,7 @@ class Replay:
         selection = self.index.select(query[None], batch)
         if selection is None:
             return torch.ones(self.index.context.num_kv_heads, self.length, dtype=torch.bool)
-        return membership(single_rows(selection, batch)[0], self.length)
+        return membership(selection.rows[0], self.length)
 
     def region_weights(self, query: Tensor, step: int) -> Tensor:
         """Attention of decode step `step`'s query [H, D] on the retrieval region by token, [G, g, n]; softmax over all tokens."""
@@ -117,12 +117,12 @@ class Replay:
     def _prefill(self, queries: Tensor) -> None:
         keys, index = self.region, self.index
         tokens = torch.arange(self.length).expand(keys.shape[0], -1)
-        built = index.build(0, keys.contiguous(), queries.contiguous())
+        work = index.build(0, keys.contiguous(), queries.contiguous())
         rows = torch.zeros(keys.shape[0], self.length, 2, keys.shape[2])
         rows[:, :, 0], rows[:, :, 1, 0] = keys, tokens.float()
         index.context.extents.write(self.pool, 0, 0, rows)
-        if built.ticket is not None:
-            built.ticket.wait()
+        if work is not None:
+            work.wait()
 
 
 def _check(cache: CacheConfig, tokens: int, steps: int, length: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.index_context import LayerRows
-from kvseek.evaluation.selection_tap import TappedSelection, membership, single_rows
+from kvseek.evaluation.selection_tap import TappedSelection, membership
 from kvseek.measurement.index_batch import batch_of
 from kvseek.plugins.contract import Index
 from kvseek.plugins.flat.method import exact_top_k
@@ -81,14 +81,14 @@ def fresh_rows(tapped: TappedSelection, index: Index, method: str) -> Tensor:
     fresh = get_method(method).create(
         dataclasses.replace(index.context, extents=extents, lengths=[n], rows=rows, shared={})
     )
-    built = fresh.build(0, tapped.keys, tapped.queries[:, None])
+    work = fresh.build(0, tapped.keys, tapped.queries[:, None])
     extents.write(pool[:, :, :, 0], 0, 0, tapped.keys)
-    if built.ticket is not None:
-        built.ticket.wait()
+    if work is not None:
+        work.wait()
     batch = batch_of(fresh)
     selection = fresh.select(tapped.queries[None], batch)
     assert selection is not None, "an index selects whenever another of the same method and layer does"
-    return single_rows(selection, batch)[0]
+    return selection.rows[0]
 
 
 def _grouped(tapped: TappedSelection) -> Tensor:

@@ -68,7 +68,7 @@ class SelectionTap(Observer):
     def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
         """See Observer. Steps of several requests, which a GPU captures too, are left out."""
         if layer in self._layers and batch.size == 1:
-            rows = None if selection is None else single_rows(selection, batch).clone()
+            rows = None if selection is None else selection.rows.clone()
             self._selected[layer] = queries.clone(), rows
 
     def step_ended(self, slots: Sequence[int]) -> None:
@@ -108,16 +108,6 @@ class SelectionTap(Observer):
     def _synchronize(self) -> None:
         if self.cache.window.is_cuda:
             torch.cuda.synchronize(self.cache.window.device)
-
-
-def single_rows(selection: Selection, batch: Batch) -> Tensor:
-    """A selection's rows one by one, int32 [batch, G, rows]; -1 for none and for a page's rows behind the region's end."""
-    entries, page = selection.rows, selection.page
-    if page == 1:
-        return entries
-    inside = torch.arange(page, dtype=torch.int32, device=entries.device)
-    places = torch.where(entries[..., None] < 0, -1, entries[..., None] * page + inside).flatten(2)
-    return torch.where(places < batch.column("length")[:, None, None], places, -1)
 
 
 def membership(rows: Tensor, n: int) -> Tensor:

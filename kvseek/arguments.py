@@ -59,7 +59,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     return typed(name, tuple(value), tuple[str, ...])  # type: ignore[no-any-return]
 
 
-def token_ids(name: str, value: Any, wanted: str = "a sequence of token ids") -> list[int]:
+def token_ids(name: str, value: Any, wanted: str = "a text or a sequence of token ids") -> list[int]:
     """Return token ids, which may be numbers and arrays of NumPy and PyTorch, as Python's integers; raises RequestError."""
     listed = value
     if hasattr(value, "tolist") and not isinstance(value, BYTES):
@@ -69,11 +69,6 @@ def token_ids(name: str, value: Any, wanted: str = "a sequence of token ids") ->
         if all(type(number) is int for number in ids):
             return ids
     raise RequestError(f"{name} = {value!r:.80}: must be {wanted}; convert it")
-
-
-def prompt_ids(prompt: Any) -> list[int]:
-    """Return a prompt's token ids; raises RequestError."""
-    return token_ids("prompt", prompt, "a text or a sequence of token ids")
 
 
 def prompt_list(prompts: Any) -> list[Prompt]:

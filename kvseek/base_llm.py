@@ -38,7 +38,7 @@ from .arguments import (
     check_conversation,
     check_path,
     plain,
-    prompt_ids,
+    token_ids,
 )
 from .engine_cache import EngineSource, engine_source
 from .generation import Generation
@@ -107,12 +107,12 @@ class BaseLLM:
     @property
     def config(self) -> EngineConfig:
         """Configuration of the engine: model, method, cache and limits."""
-        return self._service.config
+        return self._service.engine.config
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the engine; may be used from any thread."""
-        return self._service.tokenizer
+        return self._service.engine.tokenizer
 
     @property
     def engine(self) -> Engine:
@@ -193,7 +193,7 @@ class BaseLLM:
         """Return a prompt's text, None if it is token ids, and its tokens."""
         text = prompt if isinstance(prompt, str) else None
         if text is None:
-            ids = prompt_ids(prompt)
+            ids = token_ids("prompt", prompt)
         else:
             ids = self.tokenizer.encode(text) if prefix is None else self.tokenizer.encode_inside(text)
         return (text, ids) if prefix is None else prefix.prompt(text, ids)
@@ -226,7 +226,7 @@ class BaseLLM:
             ids = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
             prefix = Prefix(self._service, ids, None, messages, cache_salt)
         else:
-            prefix = Prefix(self._service, prompt_ids(beginning), None, None, cache_salt)
+            prefix = Prefix(self._service, token_ids("prompt", beginning), None, None, cache_salt)
         params = SamplingParams(max_tokens=1)  # a request generates something; nobody reads it
         reading = self._generation(0, prefix.token_ids, params, session=prefix.session, cache_salt=cache_salt)
         return prefix, reading

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvseek.builder.compile.shared import cache_folder
 from kvseek.core.config import CONFIG_FILE
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.manifest import MANIFEST_FILE, read_manifest
@@ -99,7 +100,7 @@ def engine_source(
 
 def default_cache_dir() -> Path:
     """Return the folder for engines that Python programs build."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvseek" / "engines"
+    return cache_folder() / "engines"
 
 
 def _is_engine_directory(path: Path) -> bool:

@@ -102,7 +102,9 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             values[name] = request.check_words(name, texts(name, values[name]))
         ids, biases = values["stop_token_ids"], values["logit_bias"]
-        values["stop_token_ids"] = () if ids is None else tuple(token_ids("stop_token_ids", ids))
+        values["stop_token_ids"] = (
+            () if ids is None else tuple(token_ids("stop_token_ids", ids, "a sequence of token ids"))
+        )
         if isinstance(biases, Mapping):
             biases = {plain(token): plain(bias) for token, bias in biases.items()}
         values["logit_bias"] = typed("logit_bias", {} if biases is None else biases, dict[int, float])

@@ -26,23 +26,9 @@ from torch import Tensor
 from kvseek.core.batch import Batch
 from kvseek.core.index_context import IndexContext, ShapeLimits
 from kvseek.core.selection import Selection
-from kvseek.core.streams import Ticket
+from kvseek.core.streams import SideWork
 
 LAST_QUERIES = 2048  # most queries of a prompt that Index.build is given
-
-
-@dataclass(frozen=True)
-class Built:
-    """Result of `Index.build`.
-
-    Attributes
-    ----------
-    ticket : Ticket or None
-        Work that still runs on a side stream. The engine waits for it before the first decode step of the slot and before
-        the slot receives another prompt, and limits the number of layers whose work runs at a time.
-    """
-
-    ticket: Ticket | None = None
 
 
 @dataclass(frozen=True)
@@ -84,11 +70,12 @@ class Index(ABC):
         """Bytes that the index keeps per retrieval token, for all KV heads of this layer."""
 
     @abstractmethod
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> SideWork | None:
         """Index a slot after this layer's prefill, replacing all that the slot held or had under way.
 
-        Work that is left running on a side stream must read a copy of the slot's row of `extents.device_table`, because a
-        cancelled request's row is cleared without waiting for that work.
+        Returns the work that is left running on a side stream. The engine waits for it before the first decode step of the slot
+        and before the slot receives another prompt, and limits the number of layers whose work runs at a time. It must read a
+        copy of the slot's row of `extents.device_table`, because a cancelled request's row is cleared without waiting for it.
 
         Parameters
         ----------

@@ -113,16 +113,6 @@ def test_leaving_the_iteration_cancels_the_request(directory: Path) -> None:
     run(directory, use)
 
 
-def test_a_stop_text_ends_the_request(directory: Path) -> None:
-    async def use(llm: AsyncLLM) -> None:
-        whole = await last(llm.generate(PROMPTS[0], GREEDY))
-        word = whole.text[5:8]
-        output = await last(llm.generate(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True, stop=word)))
-        assert (output.text, output.finish_reason) == (whole.text[: whole.text.index(word)], "stop_word")
-
-    run(directory, use)
-
-
 def test_errors(directory: Path) -> None:
     async def use(llm: AsyncLLM) -> None:
         with pytest.raises(RequestError, match="prompt = '0 tokens'"):

@@ -79,14 +79,14 @@ class Filler:
 
     def _fill_layer(self, layer: int, slots: int, cache: Cache, indexes: Sequence[Index]) -> None:
         """Index and store all slots of a layer. What `build` leaves running ends before the keys are turned on."""
-        tickets = []
+        works = []
         for slot in range(slots):
             keys, queries = self._text(slot, cache.lengths[slot]), self.layer_queries(layer, self.queries)
-            built = [index.build(slot, keys, queries) for index in indexes]
-            tickets += [one.ticket for one in built if one.ticket is not None]
+            started = [index.build(slot, keys, queries) for index in indexes]
+            works += [work for work in started if work is not None]
             self._write(layer, slot, keys, cache)
-        for ticket in tickets:
-            ticket.wait()
+        for work in works:
+            work.wait()
 
     def _write(self, layer: int, slot: int, keys: Tensor, cache: Cache) -> None:
         """Store keys [G, n, D], and as many values."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -14,29 +13,10 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 
-from .files import metadata_files
+from .files import Header, metadata_files
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
 NAME_TOKENIZER = "name a directory with the model's tokenizer.json"
-
-
-@dataclass(frozen=True)
-class Header:
-    """Description of a checkpoint's tensor that has not been read.
-
-    Attributes
-    ----------
-    place : str
-        The file and the tensor's name there, for messages.
-    shape : tuple of int
-        Shape of the tensor under its Hugging Face name.
-    dtype : torch.dtype
-        Floating-point type in which `Checkpoint.tensor` returns it.
-    """
-
-    place: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Checkpoint(ABC):

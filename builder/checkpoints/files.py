@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvseek.core.errors import ConfigError
 
@@ -24,11 +25,22 @@ DOWNLOAD_AGAIN = "the checkpoint is incomplete or damaged: download it again"
 
 
 @dataclass(frozen=True)
-class TensorType:
-    """Shape of a tensor in a safetensors file, and safetensors' own name of its type."""
+class Header:
+    """Description of a checkpoint's tensor that has not been read.
 
+    Attributes
+    ----------
+    place : str
+        The file and the tensor's name there, for messages.
+    shape : tuple of int
+        Shape of the tensor under its Hugging Face name.
+    dtype : torch.dtype
+        Floating-point type in which `Checkpoint.tensor` returns it.
+    """
+
+    place: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
 
 
 @contextlib.contextmanager
@@ -42,31 +54,57 @@ def naming(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def open_safetensors(path: Path, remedy: str) -> Any:
-    """Map a safetensors file; raises ConfigError, ending in `remedy`, if it is missing, cut short or of another kind."""
-    from safetensors import SafetensorError, safe_open
+class SafetensorsFile:
+    """A safetensors file: the names and headers of its tensors, and the tensors one at a time.
 
-    try:
-        return safe_open(path, framework="pt")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; {ALLOW}") from None
-    except SafetensorError as error:
-        with path.open("rb") as file:
-            pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
-        raise ConfigError(f"cannot read {path}: {error}; {FETCH if pointer else remedy}") from None
+    It is opened anew for every tensor, because pages of an open mapping count as the process's memory: in the end the whole file.
 
+    Parameters
+    ----------
+    damaged, quantised : str
+        What helps if the file cannot be read, and if a tensor is of a type that no unquantised weight has.
 
-def tensor_types(file: Any) -> dict[str, TensorType]:
-    """Read shape and type of every tensor of an open safetensors file, by its name."""
-    slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  no mapping
-    return {name: TensorType(tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices}
+    Raises
+    ------
+    ConfigError
+        If the file is missing, cut short or of another kind.
+    """
 
+    def __init__(self, path: Path, damaged: str, quantised: str) -> None:
+        self.path, self._damaged, self._quantised = path, damaged, quantised
+        file = self._open()
+        slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  no mapping
+        self._types = {name: (tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices}
 
-def float_type(path: Path, name: str, dtype: str, remedy: str) -> torch.dtype:
-    """Look up a type by its name in safetensors; raises ConfigError, ending in `remedy`, if it is not in FLOAT_TYPES."""
-    if dtype not in FLOAT_TYPES:
-        raise ConfigError(f"{path}: dtype of {name} = {dtype}: must be one of {', '.join(FLOAT_TYPES)}; {remedy}")
-    return FLOAT_TYPES[dtype]
+    @property
+    def names(self) -> Set[str]:
+        """Names of the tensors."""
+        return self._types.keys()
+
+    def header(self, name: str) -> Header:
+        """Describe a tensor; raises ConfigError if its type is not in FLOAT_TYPES, KeyError if there is no such tensor."""
+        shape, dtype = self._types[name]
+        if dtype not in FLOAT_TYPES:
+            limit = ", ".join(FLOAT_TYPES)
+            raise ConfigError(f"{self.path}: dtype of {name} = {dtype}: must be one of {limit}; {self._quantised}")
+        return Header(f"{self.path}: {name}", shape, FLOAT_TYPES[dtype])
+
+    def tensor(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Copy rows of a tensor out of the file."""
+        found: Tensor = self._open().get_slice(name)[rows]
+        return found
+
+    def _open(self) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(self.path, framework="pt")
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}; {ALLOW}") from None
+        except SafetensorError as error:
+            with self.path.open("rb") as file:
+                pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+            raise ConfigError(f"cannot read {self.path}: {error}; {FETCH if pointer else self._damaged}") from None
 
 
 def metadata_files(directory: Path) -> list[Path]:

@@ -21,9 +21,9 @@ from kvseek.core.config import ModelConfig, require
 from kvseek.core.errors import ConfigError
 from kvseek.core.rope import frequencies
 
-from .checkpoint import Checkpoint, Header
+from .checkpoint import Checkpoint
 from .effective_config import check_gguf_metadata
-from .files import naming
+from .files import Header, naming
 from .gguf_tokenizer import ARRAYS, load_tokenizer
 from .known_keys import GGUF
 from .model_config import model_config
@@ -88,7 +88,7 @@ class GgufCheckpoint(Checkpoint):
             return self._config()
 
     def _config(self) -> ModelConfig:
-        GGUF.of(self.architecture).check(self._metadata)
+        GGUF.check(self._metadata, self.architecture)
         values = {name: self._value(key) for name, key in FIELDS.items() if self._value(key) is not None}
         for name, key in FIELDS.items():
             if name not in values and name not in OPTIONAL:

@@ -11,24 +11,15 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import HEAD
 
-from .checkpoint import Checkpoint, Header
+from .checkpoint import Checkpoint
 from .effective_config import check_effective_config
-from .files import (
-    DOWNLOAD_AGAIN,
-    TensorType,
-    float_type,
-    generation_ends,
-    metadata_files,
-    naming,
-    open_safetensors,
-    read_object,
-    tensor_types,
-)
+from .files import DOWNLOAD_AGAIN, Header, SafetensorsFile, generation_ends, metadata_files, naming, read_object
 from .model_config import model_config
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
 MERGE = "merge it into the model's weights, or remove it and its file"
 MERGE_INTO = "merge it into its base model with peft's merge_and_unload"
+UNQUANTISED = "use the unquantised checkpoint"
 ADAPTER_FILE = "adapter_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -65,17 +56,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         """Describe one tensor; raises ConfigError if no file has the tensor, or it is no floating-point tensor."""
         if name not in self._files:
             raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {self._remedy_for(name)}")
-        path = self.path / self._files[name]
-        found = self._headers[self._files[name]][name]
-        dtype = float_type(path, name, found.dtype, "use the unquantised checkpoint")
-        return Header(f"{path}: {name}", found.shape, dtype)
+        return self._weight_files[self._files[name]].header(name)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor; raises as `header`."""
         self.header(name)
-        # The file is opened anew for every tensor, because pages of an open mapping count as the process's memory.
-        tensor: Tensor = open_safetensors(self.path / self._files[name], DOWNLOAD_AGAIN).get_tensor(name)
-        return tensor
+        return self._weight_files[self._files[name]].tensor(name)
 
     def _own_tokenizer(self) -> ModelTokenizer:
         remedy = "put the model's tokenizer.json and tokenizer_config.json there, or pass --tokenizer DIR"
@@ -84,22 +70,21 @@ class HuggingFaceCheckpoint(Checkpoint):
     @cached_property
     def _files(self) -> dict[str, str]:
         """Tensor name → file, by the files' own headers, with which the index must agree."""
-        files = {name: file for file, header in self._headers.items() for name in header}
+        files = {name: file for file, weights in self._weight_files.items() for name in weights.names}
         for name, file in self._weight_map.items():
-            if name not in self._headers[file]:
+            if name not in self._weight_files[file].names:
                 raise ConfigError(
                     f"{self.path / file}: tensor {name} is missing, {INDEX_FILE} names it; {DOWNLOAD_AGAIN}"
                 )
         return files | self._weight_map
 
     @cached_property
-    def _headers(self) -> dict[str, dict[str, TensorType]]:
-        """File → tensor name → shape and type."""
+    def _weight_files(self) -> dict[str, SafetensorsFile]:
         files = sorted(set(self._weight_map.values())) or [SINGLE_FILE]
         for file in files:
             if not (self.path / file).is_file():
                 raise ConfigError(f"{self.path / file} is missing, {INDEX_FILE} names it; {DOWNLOAD_AGAIN}")
-        return {file: tensor_types(open_safetensors(self.path / file, DOWNLOAD_AGAIN)) for file in files}
+        return {file: SafetensorsFile(self.path / file, DOWNLOAD_AGAIN, UNQUANTISED) for file in files}
 
     @cached_property
     def _weight_map(self) -> dict[str, str]:

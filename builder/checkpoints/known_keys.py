@@ -42,12 +42,17 @@ class KnownKeys:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     idle: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError on the first key that is unknown, or has another value than its neutral ones."""
+    def check(self, values: Mapping[str, Any], architecture: str = "") -> None:
+        """Raise ConfigError on the first key that is unknown, or has another value than its neutral ones.
+
+        `architecture` is that of a GGUF file, whose name stands in its keys where "{arch}" stands in the lists.
+        """
         for key, value in values.items():
             shown = reprlib.repr(value)  # which may be long
-            allowed = self.neutral.get(key)
-            if allowed is None and not self.knows(key):
+            start, _, rest = key.partition(".")
+            listed = f"{{arch}}.{rest}" if architecture and start == architecture else key
+            allowed = self.neutral.get(listed)
+            if allowed is None and not self.knows(listed):
                 raise ConfigError(
                     f"{key} = {shown}: must be a key that kvseek knows, because others may change what the model computes; if "
                     f"this one does not, remove it from {self.file}, else use another checkpoint"
@@ -55,19 +60,6 @@ class KnownKeys:
             if allowed is not None and not any(type(value) is type(one) and value == one for one in allowed):
                 limit = " or ".join(map(json.dumps, allowed))
                 raise ConfigError(f"{key} = {shown}: must be {limit}, or absent; {USE_ANOTHER}")
-
-    def of(self, architecture: str) -> KnownKeys:
-        """Put the name of a GGUF file's architecture in the place of "{arch}"."""
-
-        def named(text: str) -> str:
-            return text.replace("{arch}", architecture)
-
-        return KnownKeys(
-            self.file,
-            named(self.used),
-            {named(key): allowed for key, allowed in self.neutral.items()},
-            {reason: named(keys) for reason, keys in self.idle.items()},
-        )
 
     def knows(self, key: str) -> bool:
         """Whether the key stands in one of the lists."""

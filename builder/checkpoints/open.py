@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvseek.builder.checkpoints.tensorrt_llm.checkpoint import TensorRtLlmCheckpoint
 from kvseek.core.errors import ConfigError
 
 from .checkpoint import NAME_TOKENIZER, Checkpoint
 from .files import read_object
 from .gguf import GgufCheckpoint
 from .hugging_face import ADAPTER_FILE, MERGE_INTO, HuggingFaceCheckpoint
+from .tensorrt_llm import TensorRtLlmCheckpoint
 
 
 def open_checkpoint(path: Path, tokenizer_directory: Path | None = None) -> Checkpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +20,26 @@ from kvseek.engine.model.weights import index_file
 
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES
-from .headers import check_headers
 from .rank_weights import rank_part, rank_shape
 
 SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
 HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
-DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_TYPES.items()}  # safetensors' own names
-STORED_NAMES = {**DTYPE_NAMES, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
+LAYER_WEIGHTS = {  # weight of a layer of an engine, in the order of the computation → its Hugging Face sources
+    "attention_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "o": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+HEAD_NORMS = ("q_norm", "k_norm")  # of models with qk_norm
+STORED_NAMES = {  # safetensors' own names
+    **{dtype: name for name, dtype in FLOAT_TYPES.items()},
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 @dataclass(frozen=True)
@@ -95,46 +108,55 @@ def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[
     it is tied to the embedding, unless it is quantised, which the embedding is not.
     A weight that is quantised is followed by its .weight_scale.
     """
-    vocabulary = (model.vocab_size, model.hidden_size)
-    embedding = Weight("embed.weight", ("model.embed_tokens.weight",), vocabulary)
+    embedding = _weight(model, "embed.weight", "model.embed_tokens.weight")
     weights = [embedding]
     for layer in range(model.num_layers):
         weights += _layer_weights(model, layer)
-    weights.append(Weight("norm.weight", ("model.norm.weight",), (model.hidden_size,)))
+    weights.append(_weight(model, "norm.weight", "model.norm.weight"))
     if not model.tie_word_embeddings:
-        weights.append(Weight(HEAD, ("lm_head.weight",), vocabulary))
+        weights.append(_weight(model, HEAD, "lm_head.weight"))
     elif quantize_lm_head:
         weights.append(replace(embedding, name=HEAD))
     return weights
 
 
-def _layer_weights(model: ModelConfig, layer: int) -> list[Weight]:
-    hidden, intermediate, head_dim = model.hidden_size, model.intermediate_size, model.head_dim
-    queries, qkv = model.num_heads * head_dim, (model.num_heads + 2 * model.num_kv_heads) * head_dim
+def _layer_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
+    biases = {"qkv": model.qkv_bias, "o": model.output_bias, "gate_up": model.mlp_bias, "down": model.mlp_bias}
+    for name, sources in LAYER_WEIGHTS.items():
+        if name in HEAD_NORMS and not model.qk_norm:
+            continue
+        for kind in ("weight", "bias") if biases.get(name) else ("weight",):
+            own = [f"model.layers.{layer}.{source}.{kind}" for source in sources]
+            yield _weight(model, f"layers.{layer}.{name}.{kind}", *own)
 
-    def weight(name: str, sources: str, *shape: int, kind: str = "weight") -> Weight:
-        full = tuple(f"model.layers.{layer}.{source}.{kind}" for source in sources.split())
-        return Weight(f"layers.{layer}.{name}.{kind}", full, shape)
 
-    projections = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
-    weights = [weight("attention_norm", "input_layernorm", hidden), weight("qkv", projections, qkv, hidden)]
-    if model.qkv_bias:
-        weights.append(weight("qkv", projections, qkv, kind="bias"))
-    if model.qk_norm:
-        weights += [weight(f"{x}_norm", f"self_attn.{x}_norm", head_dim) for x in ("q", "k")]
-    weights.append(weight("o", "self_attn.o_proj", hidden, queries))
-    if model.output_bias:
-        weights.append(weight("o", "self_attn.o_proj", hidden, kind="bias"))
-    gates = "mlp.gate_proj mlp.up_proj"
-    weights += [
-        weight("mlp_norm", "post_attention_layernorm", hidden),
-        weight("gate_up", gates, 2 * intermediate, hidden),
-        weight("down", "mlp.down_proj", hidden, intermediate),
-    ]
-    if model.mlp_bias:
-        weights.append(weight("gate_up", gates, 2 * intermediate, kind="bias"))
-        weights.append(weight("down", "mlp.down_proj", hidden, kind="bias"))
-    return weights
+def _weight(model: ModelConfig, name: str, *sources: str) -> Weight:
+    shapes = [source_shape(model, source) for source in sources]
+    return Weight(name, sources, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
+
+
+def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
+    """Return the shape of a model's tensor with this Hugging Face name; raises KeyError if the decoder has no such tensor."""
+    *_, module, kind = name.split(".")
+    hidden, queries = model.hidden_size, model.num_heads * model.head_dim
+    keys, vocabulary = model.num_kv_heads * model.head_dim, (model.vocab_size, hidden)
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": vocabulary,
+        "input_layernorm": (hidden,),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "q_norm": (model.head_dim,),
+        "k_norm": (model.head_dim,),
+        "o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "gate_proj": (model.intermediate_size, hidden),
+        "up_proj": (model.intermediate_size, hidden),
+        "down_proj": (hidden, model.intermediate_size),
+        "norm": (hidden,),
+        "lm_head": vocabulary,
+    }
+    return shapes[module] if kind == "weight" else shapes[module][:1]
 
 
 def write_weights(
@@ -244,7 +266,13 @@ def check_tensors(checkpoint: Checkpoint, weights: list[Weight]) -> None:
             f"{checkpoint.path}: tensor {unused[0]} ({len(unused)} in all) has no place in a "
             f"{checkpoint.config.architecture} decoder of this configuration; use a plain checkpoint, with adapters merged"
         )
-    check_headers(checkpoint, names)
+    for name in names:
+        header, expected = checkpoint.header(name), source_shape(checkpoint.config, name)
+        if header.shape != expected:
+            raise ConfigError(
+                f"{header.place}: shape {header.shape}: must be {expected} by the model's configuration; config and "
+                "weights are of different models"
+            )
 
 
 def _split(weights: list[Weight], weight_format: WeightFormat, limit: int) -> list[list[Weight]]:

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from kvseek.core.errors import KernelError
 
-from .cache import cache_folder
-from .roots import package_roots
-from .threads import compiling_threads
+from .shared import cache_folder, compiling_threads, package_roots
 
 COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: kernels/cpu/parallel.h.

@@ -2,20 +2,22 @@
 
 There are no separate formulas for a GPU. Each answer is the division of the memory that loading would make
 (engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/loading/dry_run.py), and the
-extents that admission would reserve. On the CPU nothing is divided, and host.py adds up. Ranks are equal: what is planned is one
+extents that admission would reserve. On the CPU nothing is divided: host_layout adds up. Ranks are equal: what is planned is one
 of them, and host memory holds all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from kvseek.builder.checkpoints.weights import WeightFormat, total_size
+from kvseek.builder.checkpoints.rank_weights import rank_shape
+from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size
 from kvseek.builder.compile.cuda import specialise
 from kvseek.builder.options import FitOptions
 from kvseek.builder.weight_storage import weight_storage
@@ -27,6 +29,7 @@ from kvseek.core.ranks import divided
 from kvseek.engine.cache.host_pool import can_pin
 from kvseek.engine.cache.memory_layout import (
     MemoryLayout,
+    host_rows,
     lay_out_rows,
     layer_extent_bytes,
     retrieval_tokens,
@@ -37,10 +40,9 @@ from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.activation_memory import work_bytes
+from kvseek.engine.model.cpu.products import stays_quantised
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.plugins.registry import method_traits
-
-from .host import host_layout, host_weight_bytes, widened_bytes
 
 CONTEXTS = tuple(1 << power for power in range(13, 21))  # 8K to 1M tokens
 BATCHES = (1, 2, 4, 8)
@@ -264,3 +266,46 @@ class FitSearch:
         except CapacityError:
             enough = False
         return DEVICE if enough else BUDGET
+
+
+def host_weight_bytes(config: EngineConfig, tp_size: int) -> int:
+    """Return the bytes of the weights of one of `tp_size` ranks in memory, which may be more than in its files.
+
+    Native kernels copy weights into oneDNN's layout, so a head that is tied to the embedding takes memory of its own, and weights
+    of 8 bits that are not multiplied as they are become numbers of the engine's dtype (engine/model/cpu/products.py). Pages of
+    the files that were copied are not counted, because the system drops them when it needs their memory.
+    """
+    native, dtype = config.kernels == "native", getattr(torch, config.dtype)
+    model = dataclasses.replace(config.model, tie_word_embeddings=config.model.tie_word_embeddings and not native)
+    files, size = WeightFormat.of(config), 0
+    for weight in list_weights(model, quantize_lm_head=files.quantize_lm_head):
+        parts = files.stored(weight)
+        if files.quantises(weight.name):
+            _, inputs = rank_shape(weight.name, weight.shape, model, tp_size)
+            if not (native and stays_quantised(dtype, parts[0].dtype, inputs)):
+                parts = WeightFormat(dtype).stored(weight)
+        shapes = [rank_shape(part.name, part.shape, model, tp_size) for part in parts]
+        size += sum(math.prod(shape) * part.dtype.itemsize for part, shape in zip(parts, shapes, strict=True))
+    return size
+
+
+def widened_bytes(config: EngineConfig, tp_size: int) -> int:
+    """Return the bytes of the largest weight of one of `tp_size` ranks in float32; 0 for engines in float32.
+
+    A processor without instructions for bfloat16 converts a weight for each product with many rows.
+    """
+    if config.dtype == "float32":
+        return 0
+    shapes = [rank_shape(weight.name, weight.shape, config.model, tp_size) for weight in list_weights(config.model)]
+    return max(map(math.prod, shapes)) * torch.float32.itemsize
+
+
+def host_layout(config: EngineConfig, needs: IndexNeeds, weight_bytes: int, work: int) -> MemoryLayout:
+    """Lay out the memory of an engine on the CPU, all of it in host memory: what divide_measured is for a GPU.
+
+    `work` are the bytes of the work space; `needs.fixed` is added to them.
+    """
+    dtype = getattr(torch, config.dtype)
+    rows = host_rows(config, dtype)
+    index, windows = needs.extent * rows.capacity, window_bytes(config, dtype)
+    return MemoryLayout(rows, 0, weight_bytes, index, windows, work + needs.fixed)

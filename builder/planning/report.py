@@ -13,6 +13,7 @@ from kvseek.builder.options import FitOptions
 from kvseek.builder.printing import Column, print_json, table
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.sizes import readable
+from kvseek.engine.cache.memory_layout import MemoryLayout
 from kvseek.engine.loading.dry_run import HOPPER
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 
@@ -149,10 +150,7 @@ def _attempt_document(attempt: Attempt, search: FitSearch) -> Document:
         "index_of_slots": fixed,
         "work_space": memory.work_bytes - fixed,
         "device_rows": rows.device_bytes,
-        "device_total": memory.device_bytes if search.on_gpu else 0,
-        "host_rows": rows.host_bytes,
-        "host_total": search.host_bytes(memory),
-        "device_layers": rows.device_layers,
+        **_totals(memory, search),
         "device_rows_per_token": token_row_bytes * rows.device_layers // layers,
         "host_rows_per_token": token_row_bytes * rows.host_layers // layers,
         "tokens": rows.capacity * EXTENT_TOKENS,
@@ -163,9 +161,11 @@ def _most_document(most: Most, name: str, search: FitSearch) -> Document:
     document: Document = {name: 0, "limit": most.limit, "reason": most.reason}
     if most.best is None or most.best.memory is None:
         return document
-    memory = most.best.memory
-    return document | {
-        name: getattr(most.best, name),
+    return document | {name: getattr(most.best, name)} | _totals(most.best.memory, search)
+
+
+def _totals(memory: MemoryLayout, search: FitSearch) -> Document:
+    return {
         "device_layers": memory.rows.device_layers,
         "device_total": memory.device_bytes if search.on_gpu else 0,
         "host_rows": memory.rows.host_bytes,

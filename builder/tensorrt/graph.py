@@ -6,6 +6,7 @@ Networks are strongly typed: an operation computes in the type of its operands, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ from kvseek.core.errors import KernelError
 from kvseek.core.tensorrt_api import TYPE_NAMES
 from kvseek.engine.tensorrt.messages import why
 
-from .api import ILayer, ITensor, Network, TensorRt
-
+# Classes of `tensorrt` and `tensorrt_rtx`, neither of which is imported here. A network's methods return None if TensorRT refuses
+# the arguments; the logger is told why.
+TensorRt = Any
+ITensor = Any
+ILayer = Any
+Network = Any
 WeightSource = Callable[[str], Tensor]
 """Gives a weight of builder/checkpoints/weights.py by its name, in the engine's dtype, on the CPU."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import torch
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.errors import KernelError
 from kvseek.engine.tensorrt.messages import logger, why
-from kvseek.engine.tensorrt.plan_files import PLANS_FILE, PlanEntry, PlanIndex, PlanLimits, Sizes, write_plan_index
+from kvseek.engine.tensorrt.plan_files import PlanEntry, PlanIndex, PlanLimits, Sizes, write_plan_index
 from kvseek.plugins.tensorrt.plugin import add_attention_layer
 
-from .api import ITensor, Network, TensorRt
-from .graph import Graph, WeightSource
-from .network_forms import NetworkWriter
+from .graph import Graph, ITensor, Network, TensorRt, WeightSource
+from .network import NetworkWriter
 from .sizes import limits_of, plan_count
 
 # Names within an engine directory; rank0, as TensorRT-LLM names what one GPU runs.
@@ -33,7 +31,7 @@ def write_plans(
     directory: Path,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write the plans of an engine, and rank0.plans.json about them, into its directory.
+    """Write the plans of an engine, and rank0.plans.json about them, into its directory, which is removed if this raises.
 
     Of segments, one's weights are in memory at a time; of form "engine", all.
 
@@ -48,13 +46,9 @@ def write_plans(
 
     Raises
     ------
-    ConfigError
-        If the directory holds plans.
     KernelError
-        If TensorRT finds no GPU where it needs one, refuses a layer or cannot build a plan, with its last messages. What was
-        written is removed.
+        If TensorRT finds no GPU where it needs one, refuses a layer or cannot build a plan, with its last messages.
     """
-    _refuse_plans(directory)
     plans: list[PlanEntry] = []
     builder, limits = _begin(api), limits_of(config)
     writer = NetworkWriter(api, builder, config.model, config.max_seq_len, getattr(torch, config.dtype), weights)
@@ -68,22 +62,13 @@ def write_plans(
         if progress is not None:
             progress(1)
 
-    try:
-        if config.tensorrt.form == "engine":
-            write(writer.write_whole(functools.partial(add_attention_layer, model=config.model)))
-        else:
-            writer.write_segments(write)
-        origin = {
-            "module": api.__name__,
-            "version": api.__version__,
-            "form": config.tensorrt.form,
-            "dtype": config.dtype,
-        }
-        index = PlanIndex(**origin, max_seq_len=config.max_seq_len, limits=limits, segments=tuple(plans))
-        write_plan_index(directory, index)
-    except BaseException:
-        _remove_plans(directory)
-        raise
+    if config.tensorrt.form == "engine":
+        write(writer.write_whole(functools.partial(add_attention_layer, model=config.model)))
+    else:
+        writer.write_segments(write)
+    origin = {"module": api.__name__, "version": api.__version__, "form": config.tensorrt.form, "dtype": config.dtype}
+    index = PlanIndex(**origin, max_seq_len=config.max_seq_len, limits=limits, segments=tuple(plans))
+    write_plan_index(directory, index)
 
 
 def _file(number: int, config: EngineConfig) -> str:
@@ -91,18 +76,6 @@ def _file(number: int, config: EngineConfig) -> str:
     if config.tensorrt.form == "engine":
         return WHOLE_FILE
     return f"{SEGMENTS_FOLDER}/segment-{number:05}-of-{plan_count(config):05}.plan"
-
-
-def _refuse_plans(directory: Path) -> None:
-    for name in (PLANS_FILE, WHOLE_FILE, SEGMENTS_FOLDER):
-        if (directory / name).exists():
-            raise ConfigError(f"directory of the plans = {str(directory)!r}: holds {name} already; name an empty one")
-
-
-def _remove_plans(directory: Path) -> None:
-    shutil.rmtree(directory / SEGMENTS_FOLDER, ignore_errors=True)
-    for name in (PLANS_FILE, WHOLE_FILE):
-        (directory / name).unlink(missing_ok=True)
 
 
 def _begin(api: TensorRt) -> Any:

@@ -5,6 +5,8 @@ Only building loads TensorRT's module. What plans take, and what `--inspect` say
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,12 @@ from typing import Any
 from rich.table import Table
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
+from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.weights import WeightFormat, weight_reader
-from kvseek.builder.printing import Advance
-from kvseek.core.config import EngineConfig
+from kvseek.builder.printing import Advance, Column, table
+from kvseek.core.tensorrt_api import import_tensorrt
+from kvseek.engine.tensorrt.plan_files import parse_plan_index
 
-from .api import load_tensorrt
-from .inspection import plan_tables, read_plans
 from .plans import write_plans
 from .sizes import angle_bytes, largest_plan, plan_count, weight_bytes
 
@@ -28,10 +30,9 @@ PLAN_BYTES = 1 << 20  # of a plan, beside its constants (TensorRT for RTX: 0.4 t
 
 
 @dataclass(frozen=True)
-class PlanStorage:
-    """Weights as constants of TensorRT plans. Methods and properties are those of WeightStorage."""
+class PlanStorage(WeightStorage):
+    """Weights as constants of TensorRT plans."""
 
-    config: EngineConfig
     task: str = "build TensorRT plans"
 
     @property
@@ -65,17 +66,47 @@ class PlanStorage:
 
     def versions(self) -> dict[str, str]:
         """TensorRT's version, for plans run with the version alone that built them."""
-        return {"tensorrt_version": load_tensorrt(self.config.tensorrt.module).__version__}
+        return {"tensorrt_version": import_tensorrt(self.config.tensorrt.module).__version__}
 
     def write(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> None:
         """Build and write the plans; raises as `write_plans`, and ConfigError as `weight_reader`."""
         reader = weight_reader(checkpoint, WeightFormat.of(self.config).dtype)
-        write_plans(load_tensorrt(self.config.tensorrt.module), self.config, reader, directory, advance)
+        write_plans(import_tensorrt(self.config.tensorrt.module), self.config, reader, directory, advance)
 
     def describe(self, directory: Path) -> dict[str, Any]:
         """Contents of rank0.plans.json; raises EngineDirectoryError if it is missing or malformed."""
-        return read_plans(directory)
+        return dataclasses.asdict(parse_plan_index(directory))
 
     def tables(self, directory: Path) -> Sequence[Table]:
         """What the plans were built with and for, and their files with inputs and outputs."""
-        return plan_tables(read_plans(directory))
+        return plan_tables(self.describe(directory))
+
+
+def plan_tables(plans: dict[str, Any]) -> tuple[Table, Table]:
+    """What the plans were built with and for; and their files with inputs and outputs, those that are alike together."""
+    sizes = [(f"{name} of a call", _range(plans["limits"][name])) for name in ("tokens", "rows")]
+    about = [(name, str(plans[name])) for name in ("module", "version", "form", "dtype")]
+    built = table("TensorRT", ("", "left"), ("value", "left"), rows=[*about, *sizes])
+    alike = itertools.groupby(plans["segments"], lambda plan: (plan["inputs"], plan["outputs"]))
+    rows = [(_files(list(group)), _tensors(inputs), _tensors(outputs)) for (inputs, outputs), group in alike]
+    columns: tuple[Column, ...] = (("plan", "left"), ("inputs", "left"), ("outputs", "left"))
+    return built, table("Plans, * dynamic", *columns, rows=rows)
+
+
+def _range(sizes: dict[str, int]) -> str:
+    return f"{sizes['minimum']:,} to {sizes['maximum']:,}, best at {sizes['optimum']:,}"
+
+
+def _files(plans: Sequence[dict[str, Any]]) -> str:
+    first, last = plans[0]["file"], plans[-1]["file"]
+    return str(first) if first == last else f"{first}\nto {last}"
+
+
+def _tensors(tensors: dict[str, dict[str, Any]]) -> str:
+    """Tensors a line each: name, dtype, shape."""
+
+    def line(name: str, tensor: dict[str, Any]) -> str:
+        shape = ", ".join("*" if size == -1 else f"{size}" for size in tensor["shape"])
+        return f"{name} {tensor['dtype']} [{shape}]"
+
+    return "\n".join(line(name, tensor) for name, tensor in tensors.items())

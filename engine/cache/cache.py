@@ -23,7 +23,7 @@ from kvseek.core.batch import RequestState
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.core.streams import InFlight, SideStream, Ticket
+from kvseek.core.streams import InFlight, SideStream, SideWork
 from kvseek.plugins.contract import Index
 
 from .memory_layout import retrieval_tokens, slot_count
@@ -51,7 +51,7 @@ class PreparedEviction:
     """An eviction whose rows and index entries are written, or being written, while its tokens are still in the window."""
 
     eviction: Eviction
-    ticket: Ticket
+    work: SideWork
 
 
 class Cache:
@@ -181,21 +181,21 @@ class Cache:
 
     # Prefixes (prefix_rows.py).
 
-    def load_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> Ticket:
+    def load_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> SideWork:
         """Start to copy a layer's keys and values of a slot's prefix to the first of `keys` and `values`, [G, n, D].
 
-        The current stream must wait for the ticket before it uses them; in the order of the layers, as only LOADS_IN_FLIGHT run.
+        The current stream must wait for the work before it uses them; in the order of the layers, as only LOADS_IN_FLIGHT run.
         """
         self._loads.make_room()
         prefix = self.prefixes[slot]
-        ticket = self._load_stream.run(lambda: prefix.read(self.rows, layer, keys, values), read=(keys, values))
-        self._loads.add(slot, ticket)
-        return ticket
+        work = self._load_stream.run(lambda: prefix.read(self.rows, layer, keys, values), read=(keys, values))
+        self._loads.add(slot, work)
+        return work
 
     def settle(self, slot: int) -> None:
         """Make the current stream wait for the eviction of a slot that is being prepared."""
         if slot in self._prepared:
-            self._prepared[slot].ticket.wait()
+            self._prepared[slot].work.wait()
 
     def shared_places(self, slot: int) -> int:
         """Return the number of a slot's first places that lie in shared extents."""
@@ -295,7 +295,7 @@ class Cache:
         if slot not in self._prepared:
             self._prepare(slot, indexes)
         prepared = self._prepared.pop(slot)
-        prepared.ticket.wait()
+        prepared.work.wait()
         eviction = prepared.eviction
         self.lengths[slot] += eviction.count
         for index in indexes:

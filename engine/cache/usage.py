@@ -10,7 +10,7 @@ import torch
 from kvseek.engine.cache.prefixes.cache import PrefixCache, ReuseCounts
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, hit_rate
 
-from .disk_usage import DiskUsage
+from .prefixes.store import DiskUsage
 
 
 @dataclass(frozen=True)

@@ -245,23 +245,23 @@ class Followers:
         except Exception as error:
             # A rank that has died may end this rank's communication a moment before its connection is seen closed.
             wait([member.channel.connection for member in self._members], FAILED_SECONDS)
-            told, ended = self._news()
+            errors, ended = self._news()
             found = "" if self._watch is None else self._watch.failure
             reason = "; ".join(ended.values())
             if not reason and not found and self._reporter.waited >= self._timeout_seconds:
                 # Ranks that have told of an error, of their own time limit, have waited like this one.
-                others = [member.rank for member in self._members if member.rank not in told]
+                others = [member.rank for member in self._members if member.rank not in errors]
                 reason = unanswered(self._reports, others, self._timeout_seconds) if others else ""
-            reason = reason or "; ".join(told.values()) or found
+            reason = reason or "; ".join(errors.values()) or found
             raise self._failed(reason or f"rank 0: {type(error).__name__}: {error}") from error
 
     def _check(self) -> None:
         """Raise RankError if a rank has told of an error, or has ended."""
         if self._failure:
             raise RankError(self._failure)
-        told, ended = self._news()
-        if ended or told:  # what the others tell often follows from the end of one
-            self._fail("; ".join((ended or told).values()))
+        errors, ended = self._news()
+        if ended or errors:  # what the others tell often follows from the end of one
+            self._fail("; ".join((ended or errors).values()))
 
     def _check_watch(self) -> None:
         """Raise RankError if the watch has found one that has failed, with what it tells itself if it does."""
@@ -272,7 +272,7 @@ class Followers:
 
     def _news(self) -> tuple[dict[int, str], dict[int, str]]:
         """Return what ranks have told of errors, and how others have ended, by rank; notes those that are loaded."""
-        told, ended = dict[int, str](), dict[int, str]()
+        errors, ended = dict[int, str](), dict[int, str]()
         for member in self._members:
             if member.channel.poll():
                 try:
@@ -286,10 +286,10 @@ class Followers:
                 if message == READY:
                     self._ready.add(member.rank)
                 else:
-                    told[member.rank] = f"{member}: {message.decode()}"
+                    errors[member.rank] = f"{member}: {message.decode()}"
             elif member.process is not None and member.process.poll() is not None:
                 ended[member.rank] = member.ended()
-        return told, ended
+        return errors, ended
 
     def _send(self, member: Member, command: Command | Load) -> None:
         try:

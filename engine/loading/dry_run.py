@@ -6,7 +6,6 @@ allocate is counted, so there is no second formula to keep equal.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,17 +62,7 @@ class UnloadedKernels(CudaKernels):
         self.capability, self.multiprocessors = traits.capability, traits.multiprocessors
         self.shared_memory_per_block = traits.shared_memory_per_block
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: ctypes.Structure,
-        shared_bytes: int = 0,
-        overlap: bool = False,
-        even: bool = False,
-        together: bool = False,
-    ) -> None:
+    def launch(self, *arguments: Any, **options: Any) -> None:
         """Do nothing: the meta device holds no numbers to compute with."""
 
 

@@ -37,8 +37,7 @@ from kvseek.kernels.cpu.layer.layer import NativeOperations
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
 from .memory import divide_device_memory
-from .part_weights import read_weights
-from .runtime import load_runtime
+from .runtime import load_runtime, read_weights
 
 GIB = 1 << 30
 PINNED_BYTES_PER_SECOND = GIB  # at least, however memory is pinned

@@ -1,7 +1,8 @@
-"""Loads the part of a GPU engine that computes its products: weights for PyTorch and kvseek's kernels, or TensorRT's plans."""
+"""Loads what computes the products of an engine: weights, for PyTorch and kvseek's kernels, or TensorRT's plans on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,12 @@ from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_at
 from kvseek.engine.model.cuda.products import KernelProducts
 from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.model.prefill import logits_at_once
+from kvseek.engine.model.random_weights import make_weights, random_seed
 from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.cuda.layer import RankLayerKernels
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
-from kvseek.engine.parallel.ranks import RankPartProducts
+from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
 from kvseek.engine.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
@@ -30,7 +33,6 @@ from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.kernels.cuda.layer.products import product_kernels
 
 from .indexes import without_hot_rows
-from .part_weights import read_weights
 
 
 class Runtime(Protocol):
@@ -112,3 +114,26 @@ def load_runtime(
 
         return load_plans(directory, config, device)
     return TorchRuntime(config, read_weights(directory, config, device, ranks), ranks)
+
+
+def read_weights(directory: Path, config: EngineConfig, device: torch.device, ranks: Ranks | None) -> dict[str, Tensor]:
+    """Load the weights of one rank, whose configuration this is, or make them if the directory says that they are random.
+
+    Raises
+    ------
+    EngineDirectoryError
+        See load_weights.
+    """
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    begin: Callable[[str], None] | None = None
+    if ranks is not None:
+        reporter = ranks.reporter
+
+        def begin(name: str) -> None:
+            reporter.doing(f"reads weights: {name}")
+
+        reporter.doing("reads weights")
+    seed = random_seed(directory)
+    if seed is not None:
+        return make_weights(config, device, seed, rank, size, begin)
+    return load_weights(directory, device, rank=rank, begin=begin)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import CapacityError
-from kvseek.core.streams import Ticket, wait_for_stream
+from kvseek.core.streams import SideWork, wait_for_stream
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
 from kvseek.engine.model.reference.attention import CausalAttention
@@ -245,7 +245,7 @@ class LayerwisePrefill(Prefill):
         self._first = retrieval.reused(self.slots[0]) if len(self.slots) == 1 else 0
         self._layer, self._row = 0, self._first  # the next unit begins here
         self._rows: Rows | None = None  # keys and values of the layer
-        self._next: tuple[Rows, Ticket] | None = None  # those of the next one, whose first tokens are on their way
+        self._next: tuple[Rows, SideWork] | None = None  # those of the next one, whose first tokens are on their way
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
         asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in takers]
         self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
@@ -309,13 +309,13 @@ class LayerwisePrefill(Prefill):
         """Allocate keys and values of the layer, with those of the tokens that are not read; meanwhile the next layer's come."""
         if not self._first:
             return self._new_rows()
-        rows, ticket = self._next or self._load(self._layer)
+        rows, work = self._next or self._load(self._layer)
         ahead = self.retrieval.cache.load_ahead and self._layer + 1 < self._layers
         self._next = self._load(self._layer + 1) if ahead else None
-        ticket.wait()
+        work.wait()
         return rows
 
-    def _load(self, layer: int) -> tuple[Rows, Ticket]:
+    def _load(self, layer: int) -> tuple[Rows, SideWork]:
         rows = self._new_rows()
         return rows, self.retrieval.load_prefix(layer, self.slots[0], *rows)
 

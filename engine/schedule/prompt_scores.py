@@ -46,14 +46,14 @@ class PromptScores:
             raise not_finite(None)
         self._taken = start + rows
         following, top = self._ids[start + 1 : start + 1 + rows], self._params.prompt_logprobs
-        told = () if top is None or not following else log_probabilities(logits[: len(following)], following, top)
+        logprobs = () if top is None or not following else log_probabilities(logits[: len(following)], following, top)
         data = logits.cpu().numpy().tobytes() if self._params.return_context_logits else b""
-        self._pieces.append((told, data))
+        self._pieces.append((logprobs, data))
 
     def pop(self, progress: float) -> list[StepOutput]:
         """Return the outputs to pass on; `progress` is the share of the prompt's reading that is done."""
         pieces, self._pieces = self._pieces, []
         return [
-            StepOutput(self._request_id, prefill_progress=progress, prompt_logprobs=told, context_logits=logits)
-            for told, logits in pieces
+            StepOutput(self._request_id, prefill_progress=progress, prompt_logprobs=logprobs, context_logits=logits)
+            for logprobs, logits in pieces
         ]

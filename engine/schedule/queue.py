@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from kvseek.core.errors import ConfigError, QueueFullError
 
-from .sequence import Sequence
+from .sequence import RequestSequence
 
 LEVEL_SECONDS = 1.0  # seconds by which one level of priority puts a request ahead
 
@@ -47,17 +47,17 @@ class RequestQueue:
             raise ConfigError(f"max_queue_size = {max_size}: must be >= 1; leave it out for no bound")
         self.max_size = max_size
         self._lock = threading.Lock()
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, RequestSequence] = {}
         self._order: list[Key] = []  # of the sequences that are ready, ascending
         self._deadlines: list[tuple[float, int]] = []  # a heap; may name sequences that have left
 
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: RequestSequence) -> bool:
         return sequence.request_id in self._sequences
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[RequestSequence]:
         """List the sequences that wait, in no order."""
         with self._lock:
             return list(self._sequences.values())
@@ -67,7 +67,7 @@ class RequestQueue:
         """Whether a sequence waits that may start."""
         return bool(self._order)
 
-    def push(self, sequence: Sequence, free_slots: int = 0) -> None:
+    def push(self, sequence: RequestSequence, free_slots: int = 0) -> None:
         """Add a sequence; raises QueueFullError if `max_size` sequences wait.
 
         Every request is in the queue until the next step; as many requests as there are free slots do not count as waiting.
@@ -86,18 +86,18 @@ class RequestQueue:
             if sequence.deadline is not None:
                 heapq.heappush(self._deadlines, (sequence.deadline, sequence.request_id))
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestSequence) -> None:
         """Let a sequence start that was not ready when it was pushed; does nothing if it has left the queue."""
         with self._lock:
             if sequence.request_id in self._sequences:
                 bisect.insort(self._order, _key(sequence))
 
-    def remove(self, request_id: int) -> Sequence | None:
+    def remove(self, request_id: int) -> RequestSequence | None:
         """Take a sequence out, wherever it stands in the queue; None if it does not wait."""
         with self._lock:
             return self._remove(request_id)
 
-    def pop(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+    def pop(self, fits: Callable[[RequestSequence], bool]) -> RequestSequence | None:
         """Take the head out if it fits; None if it does not fit or none is ready. `fits` must not call the queue."""
         with self._lock:
             if not self._order:
@@ -105,7 +105,7 @@ class RequestQueue:
             head = self._sequences[self._order[0][1]]
             return self._remove(head.request_id) if fits(head) else None
 
-    def expired(self, now: float) -> list[Sequence]:
+    def expired(self, now: float) -> list[RequestSequence]:
         """Take out the sequences whose deadline has passed; `now` in seconds of time.perf_counter."""
         found = []
         with self._lock:
@@ -123,7 +123,7 @@ class RequestQueue:
                 heapq.heappop(self._deadlines)
             return self._deadlines[0][0] if self._deadlines else None
 
-    def _remove(self, request_id: int) -> Sequence | None:
+    def _remove(self, request_id: int) -> RequestSequence | None:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             place = bisect.bisect_left(self._order, _key(sequence))
@@ -132,6 +132,6 @@ class RequestQueue:
         return sequence
 
 
-def _key(sequence: Sequence) -> Key:
+def _key(sequence: RequestSequence) -> Key:
     ahead = sequence.request.priority * LEVEL_SECONDS
     return sequence.statistics.submitted_at - ahead, sequence.request_id

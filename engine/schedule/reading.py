@@ -13,7 +13,7 @@ read to its end in one step, while a long prompt waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from kvseek.engine.draws.sampling import check_finite
 from kvseek.engine.model.prefill import Prefill
 
 from .pacing import Pacing
-from .sequence import Sequence
+from .sequence import RequestSequence
 
 IDLE_SECONDS = (
     0.25  # reading time of a step if no request decodes: between steps the engine looks for requests and cancellations
@@ -38,7 +38,7 @@ LOAD_PATIENCE = 0.01  # seconds that such a step waits for rows from disk, so th
 class Reading:
     """Result of a step's reading for a request: `logits` of the prompt's last token, an `error`, or only progress."""
 
-    sequence: Sequence
+    sequence: RequestSequence
     progress: float = 1.0
     logits: Tensor | None = None
     error: Exception | None = None
@@ -64,7 +64,7 @@ class Job:
     """A prefill and the requests that it is for; requests that end before the prefill are taken out."""
 
     prefill: Prefill
-    sequences: list[Sequence]
+    sequences: list[RequestSequence]
 
 
 class PromptReader:
@@ -89,7 +89,7 @@ class PromptReader:
         self._short_went_last = False
         self._alone: set[int] = set()  # requests whose pack failed; each of them is read alone
 
-    def read(self, unread: SequenceOf[Sequence], beside: bool) -> list[Reading]:
+    def read(self, unread: Sequence[RequestSequence], beside: bool) -> list[Reading]:
         """Read a part of the prompts of `unread`; `beside` says whether the step decodes too.
 
         A request that ends or whose prompt is finished occurs once in the returned list, and need not be given again.
@@ -114,7 +114,7 @@ class PromptReader:
             done += [Reading(sequence, job.prefill.progress) for sequence in job.sequences]
         return done
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: RequestSequence) -> None:
         """Leave a request, whose slot is about to be closed, out of all further reading."""
         self._alone.discard(sequence.request_id)
         for short, job in list(self._jobs.items()):
@@ -124,11 +124,11 @@ class PromptReader:
                 if not job.sequences:
                     del self._jobs[short]
 
-    def _is_short(self, sequence: Sequence) -> bool:
+    def _is_short(self, sequence: RequestSequence) -> bool:
         tokens = len(sequence.request.prompt_ids)
         return tokens <= self._pack_tokens and self._decoder.cache.retrieval_tokens(tokens) == 0
 
-    def _turn(self, unread: SequenceOf[Sequence], beside: bool) -> bool | None:
+    def _turn(self, unread: Sequence[RequestSequence], beside: bool) -> bool | None:
         """Decide what this step reads: True for short prompts, False for long prompts, None for nothing.
 
         It reads nothing while Pacing is in debt, except a small pack if the last step read no short prompts.
@@ -138,14 +138,14 @@ class PromptReader:
             return True if True in kinds and not self._short_went_last and self._small_pack(unread) else None
         return not self._short_went_last if len(kinds) == 2 else kinds.pop()
 
-    def _small_pack(self, unread: SequenceOf[Sequence]) -> bool:
+    def _small_pack(self, unread: Sequence[RequestSequence]) -> bool:
         """Whether the next pack is small enough to be read to its end in one step beside decoding requests."""
         if True in self._jobs:
             return self._whole(self._jobs[True])
         first = next(sequence for sequence in unread if self._is_short(sequence))
         return len(first.request.prompt_ids) <= self.pacing.pack
 
-    def _job(self, short: bool, unread: SequenceOf[Sequence], beside: bool) -> Job | None:
+    def _job(self, short: bool, unread: Sequence[RequestSequence], beside: bool) -> Job | None:
         """Return the job of short or of long prompts, beginning the next if none is under way.
 
         None: no prompt waits, or rows of the next one are on their way from disk.
@@ -162,7 +162,7 @@ class PromptReader:
             self._jobs[short] = Job(self._decoder.prefill(prompts, takers), chosen)
         return self._jobs[short]
 
-    def _look_up(self, sequence: Sequence, beside: bool) -> bool:
+    def _look_up(self, sequence: RequestSequence, beside: bool) -> bool:
         """Find out how much of a long prompt need not be read. Those that were admitted before it have been read by now.
 
         Returns False while rows are loaded from disk.
@@ -181,10 +181,10 @@ class PromptReader:
             statistics.reused_extents = min(found, statistics.prompt_extents)
         return True
 
-    def _pack(self, waiting: SequenceOf[Sequence], beside: bool) -> list[Sequence]:
+    def _pack(self, waiting: Sequence[RequestSequence], beside: bool) -> list[RequestSequence]:
         """Choose the first of `waiting`, and the requests behind it that fit into a pack with it."""
         limit = min(self._pack_tokens, self.pacing.pack) if beside else self._pack_tokens
-        chosen, tokens = list[Sequence](), 0
+        chosen, tokens = list[RequestSequence](), 0
         for sequence in waiting:
             tokens += len(sequence.request.prompt_ids)
             alone = sequence.request_id in self._alone or not self._decoder.model.reads_packs
@@ -230,7 +230,7 @@ class PromptReader:
         rows = dict(zip(job.prefill.slots, logits, strict=True))
         return [self._read_to_its_end(sequence, rows[sequence.slot]) for sequence in job.sequences]
 
-    def _read_to_its_end(self, sequence: Sequence, logits: Tensor) -> Reading:
+    def _read_to_its_end(self, sequence: RequestSequence, logits: Tensor) -> Reading:
         """Let others use the rows of a prompt if its logits do not show that they are wrong."""
         try:
             check_finite(logits)

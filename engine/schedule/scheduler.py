@@ -7,7 +7,7 @@ import time
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 
 from .queue import RequestQueue
-from .sequence import Sequence
+from .sequence import RequestSequence
 
 
 class Scheduler:
@@ -24,20 +24,20 @@ class Scheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self.queue = queue
         self._head_waits = False  # whether the queue's head waits for extents
-        self.running: list[Sequence] = []
+        self.running: list[RequestSequence] = []
 
     @property
     def free_slots(self) -> int:
         """Slots that the next step can probably give away: none while the queue's head waits for extents."""
         return 0 if self._head_waits else len(self._free_slots)
 
-    def admit(self) -> Sequence | None:
+    def admit(self) -> RequestSequence | None:
         """Take the head of the queue and give it a slot; None if it has to wait. Call `open` next."""
         if not self._free_slots:
             return None
         head_waits = False
 
-        def fits(head: Sequence) -> bool:
+        def fits(head: RequestSequence) -> bool:
             nonlocal head_waits
             head_waits = not self._choose_prefix(head)
             return not head_waits
@@ -50,22 +50,22 @@ class Scheduler:
             self.running.append(sequence)
         return sequence
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: RequestSequence) -> None:
         """Give a sequence that was admitted its extents; the cache's errors pass through."""
         self._prefixes.open(sequence.slot, sequence.total_tokens, sequence.prefix)
         sequence.prefix = None  # its extents are the slot's now
         sequence.statistics.extents = self._prefixes.cache.extents_needed(sequence.total_tokens)
         sequence.statistics.prompt_extents = self._prefixes.cache.extents_needed(len(sequence.request.prompt_ids))
 
-    def unread(self) -> list[Sequence]:
+    def unread(self) -> list[RequestSequence]:
         """List the sequences whose prompt has not been read to its end, in the order of their admission."""
         return [s for s in self.running if not s.generated]
 
-    def decoding(self) -> list[Sequence]:
+    def decoding(self) -> list[RequestSequence]:
         """List the sequences that take part in the next decode step."""
         return [s for s in self.running if s.generated]
 
-    def _choose_prefix(self, head: Sequence) -> bool:
+    def _choose_prefix(self, head: RequestSequence) -> bool:
         """Choose how much of its prompt the head need not read, and return whether it can be admitted with that.
 
         Where room is short, it gives up extents that it would only copy from. The shared ones cost no room.
@@ -74,7 +74,7 @@ class Scheduler:
         head.prefix = self._prefixes.shorten(found, head.total_tokens)
         return self._prefixes.fits(head.total_tokens, head.prefix)
 
-    def remove(self, sequence: Sequence, keep: bool = False) -> None:
+    def remove(self, sequence: RequestSequence, keep: bool = False) -> None:
         """Take a running sequence out, and free its slot and extents; `keep`: as far as its rows are not kept for others."""
         self.running.remove(sequence)
         tokens = sequence.packed_tokens() if keep else None

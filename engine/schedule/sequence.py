@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvseek.core.request import Request
+from kvseek.core.errors import ErrorCode, KvseekError, TimeoutExpiredError, code_of
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefixes.tree import pack_tokens
@@ -15,7 +16,7 @@ from .prompt_scores import PromptScores
 
 
 @dataclass(eq=False)
-class Sequence:
+class RequestSequence:
     """A request on its way through the engine. Once its prompt has been read, it has generated at least one token."""
 
     request_id: int
@@ -27,6 +28,30 @@ class Sequence:
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
     ends_session: bool = False  # the client has ended its session, so that what the request leaves goes with it
     prefix: Prefix | None = None  # found at admission, until the slot is open
+
+    def ended(self, reason: FinishReason) -> StepOutput:
+        """Make the last output, without a token, of a request that ends without an error."""
+        return StepOutput(self.request_id, finish_reason=reason, statistics=self.statistics)
+
+    def failed(self, error: Exception, code: ErrorCode | None = None) -> StepOutput:
+        """Make the last output of a request that an error ends; its code is the error's own if none is given."""
+        return StepOutput(
+            self.request_id,
+            finish_reason=FinishReason.ERROR,
+            statistics=self.statistics,
+            error=str(error) if isinstance(error, KvseekError) else f"{type(error).__name__}: {error}",
+            code=code or code_of(error),
+        )
+
+    def expired(self, now: float) -> StepOutput:
+        """Make the only output of a request whose time limit passed while it waited; `now` in seconds of time.perf_counter."""
+        waited = self.request.waited_seconds + now - self.statistics.submitted_at
+        return self.failed(
+            TimeoutExpiredError(
+                f"timeout = {self.request.timeout_seconds:g} s: passed while the request waited for its turn, for {waited:.1f} "
+                "s; send it again later, or with a longer timeout"
+            )
+        )
 
     @property
     def ready(self) -> bool:

@@ -20,7 +20,7 @@ REMEDY = "build the engine with --kernels reference"
 
 
 class NativeSelection:
-    """A kernel that chooses rows, or pages of rows, for the queries of a batch.
+    """A kernel that chooses rows for the queries of a batch.
 
     Parameters
     ----------
@@ -28,19 +28,15 @@ class NativeSelection:
         Of the compiled library; it takes the address of its arguments.
     arguments : ctypes.Structure
         What stays the same for an index. A call fills in queries, rows, requests, table, batch, max_extents and threads.
-    page : int
-        Rows of what is chosen.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], arguments: ctypes.Structure, context: IndexContext, page: int = 1
-    ) -> None:
-        self._function, self._context, self._page = function, context, page
-        self._shape = (context.num_kv_heads, context.config.top_k // page)
+    def __init__(self, function: Callable[..., Any], arguments: ctypes.Structure, context: IndexContext) -> None:
+        self._function, self._context = function, context
+        self._shape = (context.num_kv_heads, context.config.top_k)
         self._type, self._fixed = type(arguments), bytes(arguments)
 
     def __call__(self, queries: Tensor, batch: Batch) -> Selection:
-        """Select for queries [batch, H, D]: rows int32 [batch, G, top_k / page]. Raises KernelError for another dtype."""
+        """Select for queries [batch, H, D]: rows int32 [batch, G, top_k]. Raises KernelError for another dtype."""
         require_fit("queries", queries, self._context)
         queries = queries.contiguous()
         rows = torch.empty((batch.size, *self._shape), dtype=torch.int32)
@@ -53,7 +49,7 @@ class NativeSelection:
         arguments.batch = batch.size
         arguments.threads = torch.get_num_threads()
         self._function(ctypes.byref(arguments))
-        return Selection(rows, self._page)
+        return Selection(rows)
 
 
 def require_native(kernels: str, context: IndexContext, shape: ShapeLimits) -> None:

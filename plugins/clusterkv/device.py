@@ -20,10 +20,10 @@ from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.core.streams import SideStream
+from kvseek.core.streams import SideStream, SideWork
 from kvseek.kernels.arguments import pointers, require_fit
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 
 from .config import Config
 from .kmeans import ClusterArrays, DeviceKMeans
@@ -114,12 +114,12 @@ class CudaIndex(Index):
         """See ReferenceIndex.effort."""
         return self.reference.effort(length)
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> SideWork | None:
         """See Index.build. Clusters on a side stream, and encodes on the current one; the queries are not used."""
         index = self.reference
         index.begin(slot, keys.shape[1])
         if index.dense:
-            return Built()
+            return None
         if index.codes is not None:
             index.codes.append(slot, 0, keys)
         count = index.counts[slot]
@@ -132,7 +132,7 @@ class CudaIndex(Index):
             index.show_clusters(slot)
 
         # Also without keys, because the extents may come from a request whose clustering is still under way.
-        return Built(ticket=self._side.run(work, read=(keys, table)))
+        return self._side.run(work, read=(keys, table))
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See ReferenceIndex.append."""

@@ -21,7 +21,7 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.kernels.reference.codes.store import CodeStore
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.group import best_positions, softmax_mean
 
 from .clustering import cluster_keys
@@ -114,7 +114,7 @@ class ReferenceIndex(Index):
         codes = self.codes.bytes_per_token if self.codes is not None else 0.0
         return self.context.num_kv_heads * per_head + codes
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
         self.begin(slot, keys.shape[1])
         if self.codes is not None:
@@ -122,7 +122,6 @@ class ReferenceIndex(Index):
         if self.counts[slot]:
             self.cluster(slot, keys, 0, 0, self.counts[slot])
         self.show_clusters(slot)
-        return Built()
 
     def begin(self, slot: int, tokens: int) -> None:
         """Note on the host that a slot now holds a prompt of `tokens` retrieval tokens, and how many clusters it gets."""

@@ -17,7 +17,7 @@ from kvseek.kernels.arguments import pointers, require_fit, require_numbered_row
 from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.splits import address
 from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM, CudaCodeStore
-from kvseek.plugins.contract import Attention, Built, Effort, Index
+from kvseek.plugins.contract import Attention, Effort, Index
 
 from .config import Config
 from .device_build import DeviceBuilder
@@ -89,7 +89,7 @@ class CudaIndex(Index):
         """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See ReferenceIndex.build. Runs on the current stream."""
         n = keys.shape[1]
         last = self.reference.take_prompt(slot, n, queries)
@@ -99,7 +99,6 @@ class CudaIndex(Index):
         self.listed[slot].fill_(n)
         if self.codes is not None:
             self.codes.append(slot, 0, keys)
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See ReferenceIndex.append. Runs on the current stream."""

@@ -20,7 +20,7 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.kernels.reference.codes.store import CodeStore
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.group import select_each
 
 from .build import attention_values, build_lists, largest, log_weights
@@ -76,7 +76,7 @@ class ReferenceIndex(Index):
         """Bytes of the codes, if there are any; centroids, means, offsets and lists are allocated per slot and not per token."""
         return self.codes.bytes_per_token if self.codes else 0.0
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build. The last queries become centroids, oldest first."""
         self._pending.pop(slot, None)
         n = keys.shape[1]
@@ -86,7 +86,6 @@ class ReferenceIndex(Index):
         self.written[slot], self.prompted[slot], self.listed[slot] = count, count, n
         if self.codes:
             self.codes.append(slot, 0, keys)
-        return Built()
 
     def make_lists(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:
         """Write the lists int32 [G, C, width] of a prompt's centroids: queries [H, C, D] and keys [G, n, D] (build_lists)."""

@@ -9,7 +9,7 @@ from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.plugins.contract import Built, Effort, Index, Traits
+from kvseek.plugins.contract import Effort, Index, Traits
 from kvseek.plugins.group import best_positions, select_each, softmax_mean
 
 from .config import Config
@@ -31,10 +31,9 @@ class FlatIndex(Index):
         """Bytes per token of the copy of the keys."""
         return self.context.num_kv_heads * self.context.head_dim * self.context.dtype.itemsize
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
         self.append(slot, 0, keys)
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append. The keys are invisible as yet, because no selection reads beyond a region's length."""

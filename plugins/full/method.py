@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch
 from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Built, Effort, Index, Traits
+from kvseek.plugins.contract import Effort, Index, Traits
 
 from .config import Config
 
@@ -18,9 +18,8 @@ class FullIndex(Index):
 
     bytes_per_token = 0.0
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; there is nothing to index."""
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append; there is nothing to take in."""

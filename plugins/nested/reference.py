@@ -14,7 +14,7 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.reference.codes.key_codes import QueryLanes, estimate_all, estimate_at, mean_products, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.kernels.reference.codes.store import CodeStore
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.group import best_positions, select_each, softmax_mean
 
 from .config import Config
@@ -37,10 +37,9 @@ class ReferenceIndex(Index):
         """Bytes of the codes."""
         return self.codes.bytes_per_token
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
         self.codes.append(slot, 0, keys)
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append. No selection reads beyond a region's length, so there is nothing to publish."""

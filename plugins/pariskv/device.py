@@ -16,7 +16,7 @@ from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers, require_fit, require_numbered_rows, require_room
 from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex
@@ -143,12 +143,11 @@ class CudaIndex(Index):
         """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build. Runs on the current stream; the queries are not used."""
         self.reference.counts[slot].zero_()
         self.append(slot, 0, keys)
         self.publish(slot, 0, keys.shape[1])
-        return Built()
 
     def adopt(self, slot: int, length: int) -> None:
         """See ReferenceIndex.adopt."""

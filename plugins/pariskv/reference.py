@@ -16,7 +16,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.group import best_positions, select_each, softmax_mean
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, split_blocks
@@ -81,12 +81,11 @@ class ReferenceIndex(Index):
         weight = torch.where(weight > 0, weight / alpha, 0.0).clamp(max=torch.finfo(torch.float16).max)
         return pack_bits(negative), pack_nibbles(nibbles.flatten(-2)), weight.half()
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
         self.counts[slot] = 0
         self.append(slot, 0, keys)
         self.publish(slot, 0, keys.shape[1])
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append. Writes ids, codes and weights, which no selection reads beyond a region's length."""

@@ -18,7 +18,7 @@ from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers, require_fit, require_numbered_rows, require_room
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 
 from .config import Config
 from .observe import observe, require_rows
@@ -220,10 +220,10 @@ class CudaIndex(Index):
         """See ReferenceIndex.effort."""
         return self.reference.effort(length)
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See ReferenceIndex.build. Reads nothing back."""
         self.updater.forget(slot)
-        return self.reference.build(slot, keys, queries)
+        self.reference.build(slot, keys, queries)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append."""

@@ -18,7 +18,7 @@ from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.group import softmax_mean
 
 from .config import Config
@@ -83,7 +83,7 @@ class ReferenceIndex(Index):
         """See Index.effort. The rows are the budget: static rows and rows of pages. The kernels need no numbers."""
         return Effort(min(self.config.top_k, length))
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build. Reads nothing back from a device."""
         self.received[slot] = self._steps[slot] = 0
         self.picked.index_fill_(0, self._extents_of(slot, self.context.extents.room(slot)), 0)
@@ -95,7 +95,6 @@ class ReferenceIndex(Index):
             static = choose(values, torch.arange(whole, device=keys.device).expand_as(values), count)
         self.set_static(slot, static)
         self.summaries.build(slot, keys, static)
-        return Built()
 
     def static_count(self, length: int) -> int:
         """Return how many rows of a region of `length` are static when they are chosen: as many as fit in whole pages."""

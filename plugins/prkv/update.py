@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.index_context import IndexContext
-from kvseek.core.streams import SideStream, Ticket
+from kvseek.core.streams import SideStream, SideWork
 
 from .reference import ReferenceIndex
 from .static import choose
@@ -63,14 +63,14 @@ class Update:
     old: Tensor
     whole: int
     count: int
-    ticket: Ticket | None = None
+    work: SideWork | None = None
     results: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     steps: int = 0
 
     @property
     def done(self) -> bool:
         """Whether the side stream has ended its work; never waits."""
-        return self.ticket is not None and self.ticket.done
+        return self.work is not None and self.work.done
 
 
 class Updater:
@@ -97,7 +97,7 @@ class Updater:
         table = self._context.extents.device_table[slot].clone()  # the slot may be closed while the side stream reads
         queries = reference.recent[slot].transpose(0, 1).contiguous()
         update = Update(queries, reference.take_picked(slot, whole), table, reference.static_of(slot), whole, count)
-        update.ticket = self._side.run(lambda: update.results.append(self._prepare(update)))
+        update.work = self._side.run(lambda: update.results.append(self._prepare(update)))
         self._under_way[slot] = update
 
     @torch.inference_mode()
@@ -110,8 +110,8 @@ class Updater:
         if update.steps < min(PUBLISH_STEPS, self._reference.config.update_interval):
             return
         del self._under_way[slot]
-        assert update.ticket is not None, "start() gives every update its ticket"
-        update.ticket.wait()
+        assert update.work is not None, "start() gives every update its work"
+        update.work.wait()
         # The buffers belong to the side stream. Its next work waits for the current stream, and so for these launches too.
         ((static, prepared),) = update.results
         self._reference.summaries.renew(slot, update.old, static, prepared)

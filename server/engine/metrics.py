@@ -23,7 +23,7 @@ from kvseek.core.statistics import RequestStatistics, StepReport
 from .tallies import Families, Histogram
 
 if TYPE_CHECKING:
-    from kvseek.engine.cache.disk_usage import DiskUsage
+    from kvseek.engine.cache.prefixes.store import DiskUsage
     from kvseek.engine.cache.usage import CacheUsage
     from kvseek.engine.service import EngineService
 
@@ -85,7 +85,7 @@ class EngineMetrics(Collector):
     def __init__(self, service: EngineService, model_name: str = "kvseek", max_queue_size: int = 256) -> None:
         self._service, self._max_queue_size, self._started = service, max_queue_size, time.time()
         self._lock = threading.Lock()  # guards the counts of requests that have ended
-        self._families = Families(model_name=model_name, method=service.config.method)
+        self._families = Families(model_name=model_name, method=service.engine.config.method)
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._finished = dict.fromkeys(FINISHED_REASONS.values(), 0)
         self._prompt_tokens = self._generated = self._cached = 0
@@ -146,14 +146,14 @@ class EngineMetrics(Collector):
 
     def _state(self) -> Iterator[Metric]:
         """Yield the metrics of the present state."""
-        service, make = self._service, self._families
+        engine, make = self._service.engine, self._families
         description = "When the engine process was ready, in seconds since 1970"
         yield make.gauge("engine_start_time_seconds", description, self._started)
-        yield make.gauge("num_requests_running", "Requests with a slot", service.running)
-        yield make.gauge("num_requests_waiting", "Requests in the queue", service.waiting)
+        yield make.gauge("num_requests_running", "Requests with a slot", engine.running)
+        yield make.gauge("num_requests_waiting", "Requests in the queue", engine.waiting)
         yield make.gauge("max_queue_size", "Requests that may wait; further ones are refused", self._max_queue_size)
-        yield make.gauge("max_batch_size", "Slots: requests that may run", service.config.max_batch_size)
-        yield from self._extents(service.cache_usage)
+        yield make.gauge("max_batch_size", "Slots: requests that may run", engine.config.max_batch_size)
+        yield from self._extents(engine.cache_usage)
 
     def _extents(self, usage: CacheUsage) -> Iterator[Metric]:
         make, used, kept, free = self._families, usage.extents_used, usage.extents_kept, usage.extents_free
@@ -217,7 +217,7 @@ class EngineMetrics(Collector):
         description = "Requests by how they ended or why they were refused"
         yield make.counters("requests", description, "outcome", self._outcomes)
         description = "Requests that ended because their logits were not finite"
-        yield make.counter("unsound_requests", description, self._service.unsound)
+        yield make.counter("unsound_requests", description, self._service.engine.unsound)
         yield make.counters("request_success", "Requests that have ended", "finished_reason", self._finished)
         for name, (_, description) in REQUEST_HISTOGRAMS.items():
             yield make.histogram(name, description, self._of_requests[name])

@@ -26,7 +26,7 @@ class Probe:
 
     def look(self) -> None:
         """Ask if it is time to; call this again and again."""
-        count = self._service.unsound_in_a_row
+        count = self._service.engine.unsound_in_a_row
         unsound = count >= UNSOUND_REQUESTS
         if unsound != self._unsound:
             self._unsound = unsound

@@ -224,7 +224,13 @@ class EngineServer:
 
         def on_loop() -> None:
             service = self.service
-            pong = Pong(ping.number, service.waiting, service.running, self._draining, service.unsound_in_a_row)
+            pong = Pong(
+                ping.number,
+                service.engine.waiting,
+                service.engine.running,
+                self._draining,
+                service.engine.unsound_in_a_row,
+            )
             self._loop.call_soon_threadsafe(door.send, pong)
 
         self.service.call(on_loop)

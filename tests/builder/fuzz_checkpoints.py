@@ -18,8 +18,7 @@ from collections import Counter
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: matrices are tiny
 
 import hypothesis
-from tests.builder.checkpoints.beside_transformers import outcome
-from tests.builder.checkpoints.drawn_checkpoints import Case, cases
+from tests.builder.checkpoints.drawn_checkpoints import Case, cases, outcome
 
 from kvseek.builder.checking import reference
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvseek.builder import build
-from kvseek.builder.field_texts import field_texts
-from kvseek.builder.flags import FlagParser
+from kvseek.builder.flags import FlagParser, field_texts
 from kvseek.core.config import CacheConfig, TensorRtConfig
 from kvseek.plugins.registry import METHODS, get_method
 

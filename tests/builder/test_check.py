@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 from pathlib import Path
@@ -11,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.edited_files import edit_json, edit_tensors
 from tests.support.gguf_files import write_gguf
 from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_model
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build
-from kvseek.builder.checking import report
-from kvseek.builder.checking.comparison import compare, prompt_ids
-from kvseek.builder.checking.report import check_engine
+from kvseek.builder.checking import comparison as checking
+from kvseek.builder.checking.comparison import check_engine, compare, prompt_ids
 from kvseek.builder.checkpoints import weights
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import RopeScaling
@@ -124,9 +122,8 @@ def test_another_rotation_is_found(random_model: RandomModel, build_engine: Buil
     """What a wrong field of config.json does to 64 tokens is far above float32's limit."""
     model = random_model("llama")
     other = Path(shutil.copytree(model, tmp_path / "other"))
-    values = json.loads((other / "config.json").read_text())
-    values["rope_parameters"]["rope_theta"] *= 1.01
-    (other / "config.json").write_text(json.dumps(values))
+    theta = 1.01 * open_checkpoint(model).config.rope_theta
+    edit_json(other / "config.json", lambda values: values["rope_parameters"].update(rope_theta=theta))
     with pytest.raises(CheckError, match="does not compute what transformers computes"):
         check_engine(build_engine(model, "full"), open_checkpoint(other))
 
@@ -174,7 +171,7 @@ def test_gguf_files_with_biases(random_model: RandomModel, build_engine: BuildEn
     assert compare(engine, open_checkpoint(model)).agrees
 
 
-@pytest.mark.parametrize("length", [63, 64, 70, 71])
+@pytest.mark.parametrize("length", [64, 70])
 def test_longrope_that_changes_during_the_check(
     length: int, random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
 ) -> None:
@@ -228,9 +225,7 @@ def test_engines_of_a_gpu_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine = Path(shutil.copytree(build_engine(model, "full"), tmp_path / "engine"))
-    values = json.loads((engine / "config.json").read_text())
-    values["build_config"]["device"] = "cuda"
-    (engine / "config.json").write_text(json.dumps(values))
+    edit_json(engine / "config.json", lambda values: values["build_config"].update(device="cuda"))
     found = check_engine(engine, open_checkpoint(model))
     assert not found.checked
     assert "not compared with transformers: the engine is for device = 'cuda', and PyTorch sees no GPU" in found.text
@@ -252,8 +247,8 @@ def test_engines_that_cannot_be_loaded(
     def refuse(*_: object) -> None:
         raise KernelError("no kernels for this GPU")
 
-    monkeypatch.setattr(report, "read_config", lambda _: config)
-    monkeypatch.setattr(report, "compare", refuse)
+    monkeypatch.setattr(checking, "read_config", lambda _: config)
+    monkeypatch.setattr(checking, "compare", refuse)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     if device == "cpu":
         with pytest.raises(KernelError):
@@ -281,8 +276,7 @@ def test_the_prompt_fits_the_window(flags: tuple[str, ...], most: int, model: Pa
 
 def test_a_checkpoint_that_transformers_cannot_run(model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
-    values = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(values | {"model_type": "nonsense"}))
+    edit_json(other / "config.json", model_type="nonsense")
     checkpoint = open_checkpoint(model)
     checkpoint.path = other
     with pytest.raises(CheckError, match=r"transformers cannot run .* \(\w+: .*nothing to compare the engine with"):
@@ -293,9 +287,8 @@ def test_a_checkpoint_whose_own_numbers_are_none_is_not_called_a_fault_of_kvseek
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(other / "model.safetensors", lambda tensors: tensors[name][3, 5].fill_(torch.nan))
     assert run(other, tmp_path / "engine") == 1
     message = capsys.readouterr().err
     assert "transformers' own logits are not finite: weights of the checkpoint hold NaN or infinity" in message

@@ -11,12 +11,12 @@ import pytest
 from tests.conftest import BuildEngine
 from tests.support.random_models import save_random_model
 
-from kvseek.builder import build, verification
+from kvseek.builder import build
 from kvseek.builder.inspection import engine_document
 from kvseek.builder.options import InspectOptions
-from kvseek.builder.verification import Fault, find_faults
+from kvseek.core import manifest
 from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION
-from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest
+from kvseek.core.manifest import CODEBOOKS_FILE, Fault, find_faults, read_manifest
 
 SHARD, INDEX = "rank0-00001-of-00001.safetensors", "rank0.index.json"
 FLAGS = ("--pariskv.top_k", "20", "--cache.sink", "8", "--max_seq_len", "512", "--kernels", "reference")
@@ -139,20 +139,20 @@ def test_progress_covers_every_byte(engine: Path) -> None:
     manifest = read_manifest(engine)
     done: list[int] = []
     (engine / CODEBOOKS_FILE).unlink()
-    assert find_faults(engine, manifest, done.append) == [Fault(CODEBOOKS_FILE, "missing")]
+    assert list(find_faults(engine, manifest.files, done.append)) == [Fault(CODEBOOKS_FILE, "missing")]
     assert sum(done) == sum(record.size for record in manifest.files.values())
 
 
 def test_a_file_that_cannot_be_read_is_a_fault(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = verification.sha256
+    original = manifest.sha256
 
     def read(path: Path, *arguments: object) -> str:
         if path.name == SHARD:
             raise OSError(5, "Input/output error")
         return original(path, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verification, "sha256", read)
-    (fault,) = find_faults(engine, read_manifest(engine), lambda amount: None)
+    monkeypatch.setattr(manifest, "sha256", read)
+    (fault,) = find_faults(engine, read_manifest(engine).files)
     assert (fault.name, fault.kind) == (SHARD, "damaged")
     assert "Input/output error" in fault.detail
 
@@ -166,28 +166,6 @@ def test_no_engine_directory(
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert build.main([*flags, str(path)]) == 1
     assert "is no engine directory; run kvseek build" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--inspect", "x", "--method", "full"), "--method does not go with --inspect; leave it out"),
-        (("--verify", "x", "--json"), "--json does not go with --verify; leave it out"),
-        (("--model", "x", "--method", "full", "--output_dir", "y", "--json"), "goes only with --plan or --inspect"),
-        (("--verify", "x", "--check"), "--check does not go with --verify; leave it out"),
-        (
-            ("--check", "--output_dir", "x", "--force"),
-            "--force does not go with --check without --method; leave it out",
-        ),
-        (("--check", "--model", "x"), "the following arguments are required: --output_dir"),
-        (("--output_dir", "x", "--no-check"), "the following arguments are required: --model, --method"),
-        (("--model", "x"), "the following arguments are required: --method, --output_dir"),
-    ],
-)
-def test_misplaced_flags(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        build.main(flags)
-    assert message in capsys.readouterr().err
 
 
 def test_consoles_print_names_as_they_are(

@@ -18,7 +18,7 @@ from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.builder import build
 from kvseek.builder.atomic_directory import atomic_directory, remove_leftovers
-from kvseek.builder.compile.threads import compiling_threads
+from kvseek.builder.compile.shared import compiling_threads
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import verify
 

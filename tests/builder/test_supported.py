@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.builder import build
-from kvseek.builder.compile.roots import package_roots
+from kvseek.builder.compile.shared import package_roots
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.index_context import ShapeLimits

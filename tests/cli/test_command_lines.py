@@ -14,7 +14,7 @@ import shtab
 from kvseek.cli import completion
 from kvseek.cli.main import COMMANDS, main
 from kvseek.core.command_line import Parser
-from kvseek.core.sizes import memory_size, optional_size
+from kvseek.core.sizes import memory_size, optional_size, readable
 
 SIZE = re.compile(r"--(.*_)?(bytes|memory)$")
 
@@ -89,14 +89,15 @@ def test_every_size_in_bytes_is_written_alike() -> None:
                 found.append(action.option_strings[0])
                 assert action.type in (memory_size, optional_size), action.option_strings
     assert {"--disk_bytes", "--gpu_memory", "--work_memory", "--cache.reuse_host_bytes"} <= set(found)
-    assert [memory_size(text) for text in ("8GiB", "8gib", "512MB", "1.5kb", "7")] == [
-        8 << 30,
-        8 << 30,
-        512_000_000,
-        1500,
-        7,
-    ]
+
+
+def test_sizes() -> None:
+    sizes = {"8GiB": 8 << 30, "8gib": 8 << 30, "80GB": 80 * 10**9, "512MB": 512_000_000, "1.5kb": 1500, "7": 7}
+    sizes |= {"1.5 TB": 1_500_000_000_000, "0.1GB": 100_000_000}  # decimal: no rounding of binary fractions
+    assert {text: memory_size(text) for text in sizes} == sizes
     assert (optional_size("null"), optional_size("1KiB")) == (None, 1024)
+    texts = {640: "640 B", 1536: "1.50 KiB", 80 << 30: "80.00 GiB", 5000 << 40: "5,000.00 TiB"}
+    assert {size: readable(size) for size in texts} == texts
 
 
 @pytest.mark.parametrize("shell", shtab.SUPPORTED_SHELLS)

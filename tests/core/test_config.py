@@ -92,9 +92,8 @@ def test_gpu_macros_come_from_the_method() -> None:
     assert get_method("full").traits().cuda_macros(128, 4) == {}
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "build_config": [
         ({"colour": "red"}, "config.json: build_config: unknown key 'colour'; known keys: block_sparse, cache, device"),
         ({"model": {}}, "config.json: build_config: unknown key 'model'; known keys: block_sparse, cache, device"),
         ({"max_batch_size": 0}, "max_batch_size = 0: must be >= 1"),
@@ -134,14 +133,7 @@ def test_gpu_macros_come_from_the_method() -> None:
             "cache.kv_cache_device_memory_bytes = 1: must be left out with offload = 'always'",
         ),
     ],
-)
-def test_bad_values_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    check_refused(tmp_path, message, "build_config", **values)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+    "pretrained_config": [
         ({"dtype": "int8"}, "dtype = 'int8': must be one of"),
         ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'; choose bfloat16"),
         ({"dtype": 16}, "config.json: pretrained_config: dtype = 16: must be str"),
@@ -151,22 +143,20 @@ def test_bad_values_are_named(tmp_path: Path, values: dict[str, object], message
         ({"head_dim": 15}, "head_dim = 15: must be even;"),
         ({"rope_scaling": {"size": 1}}, "config.json: pretrained_config: rope_scaling: unknown key 'size'"),
     ],
-)
-def test_bad_values_of_the_model_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    check_refused(tmp_path, message, "pretrained_config", **values)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+    "": [
         ({"plugin_config": {}}, "config.json: unknown key 'plugin_config'; known keys: build_config, format_version, "),
         ({"build_config": []}, "config.json: build_config = []: must be dict"),
         ({"pretrained_config": "llama"}, "config.json: pretrained_config = 'llama': must be dict"),
         ({"version": 1}, "config.json: version = 1: must be str"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "values", "message"), [(place, *row) for place, table in BAD_VALUES.items() for row in table]
 )
-def test_bad_objects_are_named(tmp_path: Path, values: dict[str, object], message: str) -> None:
-    check_refused(tmp_path, message, **values)
+def test_bad_values_are_named(tmp_path: Path, place: str, values: dict[str, object], message: str) -> None:
+    check_refused(tmp_path, message, *filter(None, [place]), **values)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvseek.core import streams
-from kvseek.core.streams import BoundedLaunches, InFlight, SideStream, Ticket
+from kvseek.core.streams import BoundedLaunches, InFlight, SideStream, SideWork
 
 CPU = torch.device("cpu")
 
 
-class Work(Ticket):
+class Work(SideWork):
     """Notes in `waits` when it is waited for."""
 
     def __init__(self, name: str, waits: list[str]) -> None:
@@ -59,7 +59,7 @@ def test_a_slot_is_finished_with_all_before_it() -> None:
 
 
 def test_works_that_have_ended_are_let_go() -> None:
-    """Their tickets keep memory. Later works that have ended stay behind those that have not."""
+    """They keep memory. Later works that have ended stay behind those that have not."""
     flight, waits, made = begin(4, (0, "a"), (0, "b"), (0, "c"))
     made["a"].ended = made["c"].ended = True
     flight.make_room()
@@ -78,9 +78,9 @@ def test_a_work_that_has_ended_keeps_nothing() -> None:
 
 def test_the_cpu_works_at_once_and_tells_of_errors() -> None:
     done: list[int] = []
-    ticket = SideStream(CPU).run(lambda: done.append(1))
-    assert (done, ticket.done) == ([1], True)
-    ticket.wait()
+    work = SideStream(CPU).run(lambda: done.append(1))
+    assert (done, work.done) == ([1], True)
+    work.wait()
 
     def fail() -> None:
         raise RuntimeError("broken")

@@ -13,27 +13,25 @@ import contextlib
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.engine.cache.test_isolation import tensors_in
 from tests.plugins.cases import CASES, method_flags
+from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, WINDOW, Plain, known_answers, load_changed
 from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.builder import build
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.engine import Engine
-from kvseek.engine.leading.leader import load_decoder
 from kvseek.plugins.registry import METHODS
 
-DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
 FIRST, VICTIM, SAME = (Request(DOCUMENT + (number,) * 20, 10) for number in (5, 6, 7))
 ALIKE = (VICTIM, SAME, Request(DOCUMENT[:1500] + (7,) * 40, 10))
 BESIDE = Request(DOCUMENT[5:45], 10)
@@ -41,7 +39,6 @@ OTHER = Request(DOCUMENT[::-1][:1300], 10)
 PLACES = ("weights", "rows", "entries", "activations")
 NAN = -1  # in the place of the number of a bit
 MOST_FAILURES = 4  # of a canary, before it counts as failing for ever
-Plain = Callable[[Request], list[int]]
 
 
 def ask(engine: Engine, *requests: Request) -> list[tuple[StepOutput, list[int]]]:
@@ -176,21 +173,6 @@ def trial(engine: Engine, plain: Plain, place: str, bit: int, chance: random.Ran
     return Outcome(kind(*victim, VICTIM), alike, canary(OTHER))
 
 
-def plain_answers(directory: Path) -> Plain:
-    """What an engine answers that keeps nothing."""
-    config = read_config(directory)
-    config = replace(config, cache=replace(config.cache, reuse=False))
-    engine, known = Engine.load(directory), dict[Request, list[int]]()
-    fresh = Engine(config, load_decoder(directory, config), engine.tokenizer)
-
-    def answer(request: Request) -> list[int]:
-        if request not in known:
-            known[request] = fresh.generate([request])[0]
-        return known[request]
-
-    return answer
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make random trials with each method and place, and print how they ended."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -200,16 +182,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     print("method, place, bits: victims; canaries that begin alike; others")
     with tempfile.TemporaryDirectory() as folder:
-        shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-        model = save_random_model(Path(folder) / "model", "llama", **shape, **heads)
+        model = save_random_model(Path(folder) / "model", "llama", **SHAPE, **HEADS)
         for method in options.methods:
             directory = Path(folder) / method
             flags = ["--model", str(model), "--method", method, "--output_dir", str(directory), "--quiet", "--no-check"]
-            window = ["--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32"]
             limits = ["--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512"]
-            build.main([*flags, *window, *limits, *method_flags(method, CASES[method].everything)])
-            engine, plain, chance = Engine.load(directory), plain_answers(directory), random.Random(options.seed)
+            build.main([*flags, *WINDOW, *limits, *method_flags(method, CASES[method].everything)])
+            engine, chance = Engine.load(directory), random.Random(options.seed)
+            plain = known_answers(load_changed(directory, {"reuse": False}))
             for place in PLACES:
                 if place == "entries" and not entries_of(engine):
                     continue

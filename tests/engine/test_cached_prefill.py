@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, SELECTING, method_flags
+from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, Load, ask_logits, load_changed
 from tests.support.prefill import run_prefill, run_to_end
 from torch import Tensor
 
 from kvseek.core.config import CacheConfig
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.continuation import BLOCK_TOKENS
 from kvseek.plugins.registry import get_method
@@ -30,15 +27,12 @@ SINK, LOCAL, UPDATE, THRESHOLD = 4, 16, 40, 300
 WINDOW = {"sink": SINK, "local": LOCAL, "update": UPDATE, "full_threshold": THRESHOLD}
 FLAGS = tuple(word for name, size in WINDOW.items() for word in (f"--cache.{name}", str(size)))
 LIMITS = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
-DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
 SHARING = [method for method in SELECTING if get_method(method).traits().prefix_reuse == "entries"]
-Load = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
 def model(random_model: RandomModel) -> Path:
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    return random_model("llama", num_attention_heads=2, num_key_value_heads=1, **shape)
+    return random_model("llama", **SHAPE, **HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +41,9 @@ def load(model: Path, build_engine: BuildEngine) -> Load:
 
     def make(method: str, *flags: str, **cache: Any) -> Engine:
         directory = build_engine(model, method, *FLAGS, *LIMITS, *method_flags(method, CASES[method].sparse), *flags)
-        config = read_config(directory)
-        changed = {"cached_prefill": "sparse", **cache}
-        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changed))
-        return Engine(config, load_decoder(directory, config), Engine.load(directory).tokenizer)
+        return load_changed(directory, {"cached_prefill": "sparse", **cache})
 
     return make
-
-
-def ask(engine: Engine, prompt: tuple[int, ...]) -> tuple[Tensor, int, int]:
-    """Logits of a prompt's next token, the number of its tokens that were reused, and the token."""
-    engine.submit(Request(prompt, 1, SamplingParams(return_generation_logits=True)))
-    last = run_to_end(engine)[-1]
-    assert last.statistics is not None
-    assert last.token_id is not None
-    assert engine._cache.extents.used == 0
-    logits = torch.from_numpy(np.frombuffer(last.generation_logits, dtype=np.float32).copy())
-    return logits, last.statistics.reused_tokens, last.token_id
 
 
 def by_steps(engine: Engine, beginning: tuple[int, ...], rest: tuple[int, ...]) -> Tensor:
@@ -88,8 +68,8 @@ def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(method: str, kernels: s
     ):
         beginning = (number + 3, *DOCUMENT[: length - 1])
         rest = tuple(i * 7 % 370 + 5 for i in range(more))
-        ask(engine, beginning)
-        logits, reused, _ = ask(engine, (*beginning, *rest))
+        ask_logits(engine, beginning)
+        logits, _, reused = ask_logits(engine, (*beginning, *rest))
         assert reused == length
         assert (logits - by_steps(alone, beginning, rest)).abs().max() < 1e-4
 
@@ -100,31 +80,31 @@ def test_it_differs_from_dense_attention(load: Load) -> None:
     prompt = DOCUMENT + (9,) * 50
     answers = []
     for one in (engine, dense):
-        ask(one, DOCUMENT)
-        answers.append(ask(one, prompt)[0])
+        ask_logits(one, DOCUMENT)
+        answers.append(ask_logits(one, prompt)[0])
     assert (answers[0] - answers[1]).abs().max() > 1e-3
 
 
 def test_beginnings_that_steps_attend_to_wholly_are_continued_densely(load: Load) -> None:
     engine, dense = load("pariskv"), load("pariskv", reuse=False, cached_prefill="dense")
     short = DOCUMENT[: THRESHOLD - 1]
-    ask(engine, short)
+    ask_logits(engine, short)
     prompt = short + (7,) * 60
-    logits, reused, _ = ask(engine, prompt)
+    logits, _, reused = ask_logits(engine, prompt)
     assert reused == len(short)
-    assert (logits - ask(dense, prompt)[0]).abs().max() < 1e-4
+    assert (logits - ask_logits(dense, prompt)[0]).abs().max() < 1e-4
     # A method that attends to everything has nothing to select.
     full = load("full")
-    ask(full, DOCUMENT)
-    logits, reused, _ = ask(full, DOCUMENT + (7,) * 60)
+    ask_logits(full, DOCUMENT)
+    logits, _, reused = ask_logits(full, DOCUMENT + (7,) * 60)
     assert reused == len(DOCUMENT)
-    assert (logits - ask(dense, DOCUMENT + (7,) * 60)[0]).abs().max() < 1e-4
+    assert (logits - ask_logits(dense, DOCUMENT + (7,) * 60)[0]).abs().max() < 1e-4
 
 
 def test_shared_extents_stay_as_they_are(load: Load) -> None:
     """Conversations that part at several places, at once and with evictions; what they share answers as before."""
     engine, chance = load("nested"), random.Random(3)
-    ask(engine, DOCUMENT)
+    ask_logits(engine, DOCUMENT)
     rests = [tuple(chance.randrange(3, 380) for _ in range(chance.choice((3, 70, 150)))) for _ in range(6)]
     prompts = [
         DOCUMENT[:length] + rest for length, rest in zip((2299, 1700, 2060, 1028, 1300, 2048), rests, strict=True)
@@ -132,8 +112,8 @@ def test_shared_extents_stay_as_they_are(load: Load) -> None:
     fresh = {}
     for prompt in prompts:  # each alone, behind nothing but the document
         other = load("nested")
-        ask(other, DOCUMENT)
-        fresh[prompt] = ask(other, prompt)[2]
+        ask_logits(other, DOCUMENT)
+        fresh[prompt] = ask_logits(other, prompt)[1][0]
     ids = {engine.submit(Request(prompt, 1)): prompt for prompt in prompts}
     found = {ids[output.request_id]: output.token_id for output in run_to_end(engine) if output.token_id is not None}
     assert found == fresh
@@ -142,7 +122,7 @@ def test_shared_extents_stay_as_they_are(load: Load) -> None:
 
 def test_a_rest_that_is_being_read_can_be_cancelled_and_waits_for_decode_steps(load: Load) -> None:
     engine = load("pariskv")
-    ask(engine, DOCUMENT[:2000])
+    ask_logits(engine, DOCUMENT[:2000])
     running = engine.submit(Request(DOCUMENT[:1200], 200))
     while not any(output.token_id is not None for output in engine.step()):
         pass
@@ -155,7 +135,7 @@ def test_a_rest_that_is_being_read_can_be_cancelled_and_waits_for_decode_steps(l
     engine.cancel(late)
     engine.cancel(running)
     assert engine._cache.extents.used == 0
-    assert ask(engine, DOCUMENT[:2000] + (5,) * 900)[1] == 2000
+    assert ask_logits(engine, DOCUMENT[:2000] + (5,) * 900)[2] == 2000
 
 
 def test_what_cannot_be_is_refused(load: Load) -> None:

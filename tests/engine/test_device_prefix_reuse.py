@@ -11,11 +11,12 @@ import pytest
 from tests.conftest import BuildEngine
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
-from tests.engine.test_prefix_reuse import LIMITS, WINDOW, Load, model  # noqa: F401  a fixture
+from tests.engine.test_prefix_reuse import LIMITS, model  # noqa: F401  a fixture
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.plugins.cases import CASES, method_flags
 from tests.plugins.prkv.settings import UPDATES
 from tests.support.device_stand_ins import make_decoder
+from tests.support.long_prompts import WINDOW, Load, known_answers
 
 from kvseek.core.config_file import read_config
 from kvseek.core.request import Request
@@ -51,16 +52,9 @@ def load(request: pytest.FixtureRequest, load_device: LoadDevice) -> Load:
 
 
 @pytest.fixture(scope="module")
-def plain(load_device: LoadDevice) -> Callable[[Request], list[int]]:
+def plain(load_device: LoadDevice) -> checks.Plain:
     """What an engine answers that reads every prompt, and has only one request."""
-    engine, known = load_device("always", reuse=False), dict[Request, list[int]]()
-
-    def answer(request: Request) -> list[int]:
-        if request not in known:
-            known[request] = engine.generate([request])[0]
-        return known[request]
-
-    return answer
+    return known_answers(load_device("always", reuse=False))
 
 
 @pytest.mark.parametrize("method", METHODS)

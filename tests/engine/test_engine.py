@@ -267,23 +267,3 @@ def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pyte
     assert len(unwanted) == 2 * layers, "of 240 tokens in chunks of 64, two chunks end before the last 70"
     assert len(rows) == 2 * layers
     assert stored == [70] * layers
-
-
-def test_a_failing_admission_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, extents = engine.generate([Request(PROMPT, 10)]), engine._cache.extents
-    upload, calls = extents._upload, []
-
-    def fail_once(slot: int, row: torch.Tensor) -> None:
-        calls.append(slot)
-        if len(calls) == 1:
-            raise RuntimeError("CUDA error: out of memory")
-        upload(slot, row)
-
-    monkeypatch.setattr(extents, "_upload", fail_once)
-    first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT, 10))
-    outputs = run_to_end(engine)
-    assert (outputs[0].request_id, outputs[0].finish_reason) == (first, FinishReason.ERROR)
-    assert outputs[0].error == "RuntimeError: CUDA error: out of memory"
-    assert [o.token_id for o in outputs if o.request_id == second and o.token_id is not None] == good[0]
-    assert extents.used == 0
-    assert sorted(engine._scheduler._free_slots) == [0, 1]

@@ -98,16 +98,24 @@ def test_a_failing_step_spares_the_prompt_that_is_read(engine: Engine, monkeypat
     assert_everything_came_back(engine)
 
 
-def test_an_admission_that_finds_no_extents_ends_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "message"),
+    [
+        ("cache", "open", CapacityError("120 tokens need 1 more extents"), "120 tokens need 1 more extents"),
+        ("extents", "_upload", RuntimeError("CUDA error: out of memory"), "RuntimeError: CUDA error: out of memory"),
+    ],
+)
+def test_an_admission_that_fails_ends_alone(
+    owner: str, name: str, error: Exception, message: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the scheduler said that it fits."""
     (expected,) = engine.generate([Request(PROMPT, 10)])
-    cache = engine._cache
-    error = CapacityError("120 tokens need 1 more extents, 0 are free")
-    monkeypatch.setattr(cache, "open", failing_once(cache.open, error))
+    target = {"cache": engine._cache, "extents": engine._cache.extents}[owner]
+    monkeypatch.setattr(target, name, failing_once(getattr(target, name), error))
     refused, served = engine.submit(Request(PROMPT, 20)), engine.submit(Request(PROMPT, 10))
     outputs = run_to_end(engine)
     end = end_of(outputs, refused)
-    assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.INTERNAL), "the scheduler said that it fits"
-    assert end.error.startswith("120 tokens need 1 more extents")
+    assert (end.finish_reason, end.code, end.error) == (FinishReason.ERROR, ErrorCode.INTERNAL, message)
     assert tokens_of(outputs, served) == expected
     assert_everything_came_back(engine)
 

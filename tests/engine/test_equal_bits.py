@@ -6,19 +6,17 @@ tests/gpu/engine/test_equal_bits.py asks the same of a GPU.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, method_flags
+from tests.support.long_prompts import load_changed
 from tests.support.prefill import run_to_end
 
-from kvseek.core.config_file import read_config
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.engine.leading.leader import load_decoder
 from kvseek.plugins.registry import METHODS
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "64", "--cache.update", "64", "--cache.full_threshold", "32")
@@ -46,19 +44,10 @@ def ask(engine: Engine, *prompts: tuple[int, ...], steps: int = STEPS) -> list[l
     ]
 
 
-def reloaded(directory: Path, engine: Engine, *, chunk: int) -> Engine:
-    """An engine of the same directory that keeps nothing and reads prompts in other chunks."""
-    config = read_config(directory)
-    cache = dataclasses.replace(config.cache, reuse=False)
-    config = dataclasses.replace(config, cache=cache, prefill_chunk_tokens=chunk)
-    return Engine(config, load_decoder(directory, config), engine.tokenizer)
-
-
 def check_equal_bits(directory: Path) -> None:
     """See the module's first lines."""
     engine = Engine.load(directory)
-    whole = reloaded(directory, engine, chunk=2048)
-    chunks = reloaded(directory, engine, chunk=333)
+    whole, chunks = (load_changed(directory, {"reuse": False}, prefill_chunk_tokens=size) for size in (2048, 333))
     document = numbers(KEPT, 1)
     ask(engine, document, steps=1)
     for rest in RESTS:

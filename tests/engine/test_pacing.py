@@ -16,7 +16,7 @@ from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.schedule.pacing import LARGEST_CHARGE, REST_INTERVAL, SLOWDOWN, SMALLEST_PACK, Pacing
 from kvseek.engine.schedule.reading import PromptReader
-from kvseek.engine.schedule.sequence import Sequence
+from kvseek.engine.schedule.sequence import RequestSequence
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Server:
             share=lambda *prompt: None,
         )
         self._machine, self._reader, self._seconds = machine, PromptReader(decoder, prefixes, 8192), 0.0
-        self._unread: list[Sequence] = []
+        self._unread: list[RequestSequence] = []
         self.steps = list[float]()
         self.waited = dict[int, int]()  # steps until a request's first token, by its number
         self._arrived = dict[int, int]()
@@ -114,7 +114,7 @@ class Server:
     def arrive(self, tokens: int) -> int:
         number, request = len(self._arrived), Request((1,) * tokens, 4)
         statistics = RequestStatistics(tokens, 0.0)
-        self._unread.append(Sequence(number, request, Sampler(request, 10), statistics, number))
+        self._unread.append(RequestSequence(number, request, Sampler(request, 10), statistics, number))
         self._arrived[number] = len(self.steps)
         return number
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, SINK, WINDOW, ask, may_reuse
+from tests.engine.test_prefix_reuse import LIMITS, ask, may_reuse
 from tests.plugins.cases import CASES, method_flags
+from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, SINK, WINDOW, Plain, known_answers
 from tests.support.waiting import wait_for
 
 from kvseek import LLM, SamplingParams
@@ -26,8 +27,7 @@ Directory = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Directory:
     """An engine directory of a method that attends to everything."""
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    model = random_model("llama", num_attention_heads=2, num_key_value_heads=1, **shape)
+    model = random_model("llama", **SHAPE, **HEADS)
 
     def make(method: str) -> Path:
         return build_engine(model, method, *WINDOW, *LIMITS, *method_flags(method, CASES[method].everything))
@@ -37,7 +37,12 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Directory
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_is_not_read_again_after_a_restart(method: str, directory: Directory, tmp_path: Path) -> None:
-    plain = Engine.load(directory(method))
+    plain = known_answers(Engine.load(directory(method)))
+    check_restarts(lambda: Engine.load(directory(method), disk=DiskSettings(tmp_path)), plain)
+
+
+def check_restarts(load: Callable[[], Engine], plain: Plain) -> None:
+    """Each engine finds on disk what the one before has read, and answers what one does that keeps nothing."""
     for number, (prompt, reused) in enumerate(
         (
             (DOCUMENT, 0),
@@ -47,12 +52,9 @@ def test_a_prompt_is_not_read_again_after_a_restart(method: str, directory: Dire
             (DOCUMENT[: 1024 + SINK] + (9,) * 70, 1024 + SINK),  # at the end of one
         )
     ):
-        engine = Engine.load(directory(method), disk=DiskSettings(tmp_path))
+        engine = load()
         ((tokens, statistics),) = ask(engine, request := Request(prompt, 12))
-        assert (tokens, statistics.reused_tokens) == (
-            plain.generate([request])[0],
-            may_reuse(engine, prompt, reused),
-        ), number
+        assert (tokens, statistics.reused_tokens) == (plain(request), may_reuse(engine, prompt, reused)), number
         engine.close()
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,31 +12,29 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine.cache.test_isolation import arrays_of, poison, tensors_in
 from tests.plugins.cases import CASES, method_flags
 from tests.plugins.ctkvr.settings import BY_KEYS
+from tests.support.long_prompts import (
+    DOCUMENT,
+    HEADS,
+    SHAPE,
+    SINK,
+    WINDOW,
+    Load,
+    Plain,
+    known_answers,
+    load_changed,
+)
 from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
+from torch import Tensor
 
-from kvseek.core.config_file import read_config
 from kvseek.core.request import FinishReason, Request, SamplingParams
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefixes.tree import TOKEN_BYTES, Node
 from kvseek.engine.engine import Engine
-from kvseek.engine.leading.leader import load_decoder
 from kvseek.plugins.registry import METHODS, method_traits
 
-SINK, LOCAL, UPDATE = 4, 16, 8
 EXTENT_BYTES = 2 * 1024 * 2 * 32 * 4  # of two layers and one KV head of 32 channels
-WINDOW = (
-    "--cache.sink",
-    str(SINK),
-    "--cache.local",
-    str(LOCAL),
-    "--cache.update",
-    str(UPDATE),
-    "--cache.full_threshold",
-    "32",
-)
 LIMITS = ("--max_batch_size", "8", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
-DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
 Answer = tuple[list[int], RequestStatistics]
 # By name: a method, and flags. Requests of `ctkvr` share rows only where it keeps no codes.
 NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -48,11 +45,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def model(random_model: RandomModel) -> Path:
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    return random_model("llama", num_attention_heads=2, num_key_value_heads=1, **shape)
-
-
-Load = Callable[..., Engine]
+    return random_model("llama", **SHAPE, **HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +55,15 @@ def load(model: Path, build_engine: BuildEngine) -> Load:
     def make(name: str = "full", *flags: str, **cache: object) -> Engine:
         method, own = NAMES[name]
         everything = method_flags(method, CASES[method].everything)
-        directory = build_engine(model, method, *WINDOW, *LIMITS, *everything, *own, *flags)
-        config = read_config(directory)
-        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, **cache))
-        engine = Engine.load(directory)
-        return Engine(config, load_decoder(directory, config), engine.tokenizer)
+        return load_changed(build_engine(model, method, *WINDOW, *LIMITS, *everything, *own, *flags), cache)
 
     return make
 
 
 @pytest.fixture(scope="module")
-def plain(load: Load) -> Callable[[Request], list[int]]:
+def plain(load: Load) -> Plain:
     """What an engine answers that reads every prompt, and has only one request."""
-    engine, known = load(reuse=False), dict[Request, list[int]]()
-
-    def answer(request: Request) -> list[int]:
-        if request not in known:
-            known[request] = engine.generate([request])[0]
-        return known[request]
-
-    return answer
+    return known_answers(load(reuse=False))
 
 
 def ask(engine: Engine, *requests: Request) -> list[Answer]:
@@ -93,9 +75,6 @@ def ask(engine: Engine, *requests: Request) -> list[Answer]:
     statistics = [last[one] for one in ids]
     assert engine._cache.extents.used == 0
     return [(one, two) for one, two in zip(tokens, statistics, strict=True) if two is not None]
-
-
-Plain = Callable[[Request], list[int]]
 
 
 class KeptRows:
@@ -162,9 +141,7 @@ def test_few_selected_rows_are_those_of_a_fresh_prompt(
     method, own = NAMES[method]
     few = method_flags(method, CASES[method].sparse)
     directory = build_engine(model, method, *WINDOW, *LIMITS, *few, *own, "--kernels", kernels)
-    config, engine = read_config(directory), Engine.load(directory)
-    fresh = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=False))
-    check_few_rows(engine, Engine(fresh, load_decoder(directory, fresh), engine.tokenizer), 80)
+    check_few_rows(Engine.load(directory), load_changed(directory, {"reuse": False}), 80)
 
 
 def check_few_rows(engine: Engine, other: Engine, tokens: int) -> None:
@@ -309,18 +286,32 @@ def test_prompts_whose_logits_are_asked_for_are_read(load: Load) -> None:
 
 @pytest.mark.parametrize("method", [method for method in NAMES if method != "full"])
 def test_what_is_free_tells_nothing(method: str, load: Load, plain: Plain) -> None:
-    """Windows, entries of slots and all extents but the kept ones may hold anything."""
-    engine, generator = load(method), torch.Generator().manual_seed(3)
+    engine = load(method)
+    assert check_what_is_free(engine, plain, arrays_of, ("nan",)) == may_reuse(
+        engine, DOCUMENT[:1500] + (8,) * 90, 1500
+    )
+
+
+def check_what_is_free(
+    engine: Engine, plain: Plain, arrays: Callable[[Engine], Iterable[Tensor]], kinds: Sequence[str]
+) -> int:
+    """Windows, entries of slots, hot rows and all extents but the kept ones may hold anything; tokens first reused."""
+    generator, extents, reused = torch.Generator().manual_seed(3), engine._cache.extents, list[int]()
     first, second = Request(DOCUMENT[:1500], 12), Request(DOCUMENT[:1500] + (8,) * 90, 30)
     ask(engine, first)
-    extents = engine._cache.extents
-    with torch.inference_mode():
-        for array in arrays_of(engine):
-            for number in range(array.shape[0]):
-                if array.shape[0] != extents.capacity or number in extents._free:
-                    poison(array[number], "nan", generator)
-    ((tokens, statistics),) = ask(engine, second)
-    assert (tokens, statistics.reused_tokens) == (plain(second), may_reuse(engine, second.prompt_ids, 1500))
+    for kind in kinds:
+        free = set(extents._free)
+        assert 0 < len(free) < extents.capacity
+        with torch.inference_mode():
+            for array in arrays(engine):
+                for number in range(array.shape[0]):
+                    if array.shape[0] != extents.capacity or number in free:
+                        poison(array[number], kind, generator)
+        ((tokens, statistics),) = ask(engine, second)
+        assert tokens == plain(second)
+        reused.append(statistics.reused_tokens)
+        assert reused[-1] >= may_reuse(engine, second.prompt_ids, 1500)
+    return reused[0]
 
 
 def test_longrope_rotates_the_keys_of_longer_requests_differently(tmp_path: Path, build_engine: BuildEngine) -> None:
@@ -329,9 +320,7 @@ def test_longrope_rotates_the_keys_of_longer_requests_differently(tmp_path: Path
     parameters |= {"short_factor": [1.0] * 16, "long_factor": [1.0 + 2 * pair for pair in range(16)]}
     model = save_random_model(tmp_path / "model", "llama", rope_parameters=parameters, max_position_embeddings=4096)
     directory = build_engine(model, "full", *WINDOW, *LIMITS)
-    config = read_config(directory)
-    off = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=False))
-    engine, fresh = Engine.load(directory), Engine(off, load_decoder(directory, off), Engine.load(directory).tokenizer)
+    engine, fresh = Engine.load(directory), load_changed(directory, {"reuse": False})
     for length, more, reused in (
         (1300, 5, 0),  # leaves its rows
         (1350, 5, 1300),  # finds them

@@ -11,14 +11,14 @@ from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.schedule.queue import LEVEL_SECONDS, RequestQueue
-from kvseek.engine.schedule.sequence import Sequence
+from kvseek.engine.schedule.sequence import RequestSequence
 
 
 def make(
     number: int, at: float = 0.0, *, tokens: int = 1, priority: int = 128, timeout: float | None = None
-) -> Sequence:
+) -> RequestSequence:
     request = Request((1,) * tokens, 4, priority=priority, timeout_seconds=timeout)
-    return Sequence(number, request, Sampler(request, 10), RequestStatistics(tokens, at))
+    return RequestSequence(number, request, Sampler(request, 10), RequestStatistics(tokens, at))
 
 
 def drain(queue: RequestQueue) -> list[int]:
@@ -28,7 +28,7 @@ def drain(queue: RequestQueue) -> list[int]:
     return found
 
 
-def filled(*sequences: Sequence) -> RequestQueue:
+def filled(*sequences: RequestSequence) -> RequestQueue:
     queue = RequestQueue()
     for sequence in sequences:
         queue.push(sequence)

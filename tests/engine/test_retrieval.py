@@ -11,16 +11,16 @@ import torch
 from tests.support.cache_runs import CPU, LAYERS, KeyList, make_cache, make_config, read_rows, rows_of
 from torch import Tensor
 
-from kvseek.core.streams import Ticket
+from kvseek.core.streams import SideWork
 from kvseek.engine.retrieval import BUILDS_IN_FLIGHT, Retrieval
-from kvseek.plugins.contract import Built, Effort
+from kvseek.plugins.contract import Effort
 
 MADE = make_config(4, 8, 8, offload="always")
 CONFIG = dataclasses.replace(MADE, cache=dataclasses.replace(MADE.cache, full_threshold=30))
 TOKENS = 100
 
 
-class Build(Ticket):
+class Build(SideWork):
     """Notes in `waits` that it was waited for; it runs until then."""
 
     def __init__(self, layer: int, waits: list[int]) -> None:
@@ -40,9 +40,9 @@ class SideIndex(KeyList):
 
     waits: list[int]
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> SideWork | None:
         super().build(slot, keys, queries)
-        return Built(Build(self.context.layer, self.waits))
+        return Build(self.context.layer, self.waits)
 
     def effort(self, length: int) -> Effort:
         return Effort(10.0 * (self.context.layer + 1), (length, self.context.layer))

@@ -136,7 +136,7 @@ def test_a_guide_that_cannot_be_compiled_ends_its_request_only(
     service.submit(guided, outputs.put)
     (end,) = collect(outputs)
     assert "no room for a guide" in end.error
-    assert service.waiting == 0
+    assert service.engine.waiting == 0
     service.submit(guided, outputs.put)
     assert "no room" not in collect(outputs)[-1].error
 

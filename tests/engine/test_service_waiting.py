@@ -72,7 +72,7 @@ def test_a_full_queue_refuses_at_once(slow: tuple[EngineService, SlowEngine]) ->
     assert engine.stepping.wait(TIMEOUT)
     with pytest.raises(QueueFullError, match="1 requests wait"):
         submit(service)
-    assert (service.waiting, service.running) == (2, 0)
+    assert (service.engine.waiting, service.engine.running) == (2, 0)
     engine.go_on.set()
     for _, outputs in accepted:
         assert end_of(outputs).finish_reason is FinishReason.LENGTH
@@ -152,7 +152,7 @@ def test_others_do_not_wait_for_a_guide(compiling: tuple[EngineService, SlowGuid
     assert guides.compiling.wait(TIMEOUT)
     _, other = submit(service)
     assert end_of(other).finish_reason is FinishReason.LENGTH
-    assert (first.empty(), service.waiting) == (True, 2)
+    assert (first.empty(), service.engine.waiting) == (True, 2)
     _, third = guided(service)
     with pytest.raises(QueueFullError, match="2 requests wait"):
         submit(service)
@@ -176,7 +176,7 @@ def test_requests_end_while_their_guides_are_compiled(compiling: tuple[EngineSer
                 assert end_of(outputs).finish_reason is FinishReason.CANCELLED
             else:
                 assert end_of(outputs).code is ErrorCode.TIMEOUT
-    assert service.waiting == 0
+    assert service.engine.waiting == 0
     guides.go_on.set()
     assert end_of(guided(service)[1]).finish_reason is FinishReason.END_ID
     assert all(outputs.empty() for _, outputs in requests)
@@ -222,7 +222,7 @@ def test_a_running_request_ends_with_what_it_has(slow: tuple[EngineService, Slow
     end = end_of(outputs)
     assert end.finish_reason is FinishReason.TIMEOUT
     assert len(tokens) == 3
-    assert service.running == 0
+    assert service.engine.running == 0
 
 
 def test_draining_lets_requests_end(directory: Path) -> None:
@@ -256,7 +256,7 @@ def test_draining_ends_what_is_left(slow: tuple[EngineService, SlowEngine]) -> N
     service.drain(0.0)
     assert end_of(running).finish_reason is FinishReason.SHUTDOWN
     assert end_of(waiting).finish_reason is FinishReason.SHUTDOWN
-    assert (service.waiting, service.running) == (0, 0)
+    assert (service.engine.waiting, service.engine.running) == (0, 0)
 
 
 def test_a_call_shows_whether_the_engine_takes_turns(slow: tuple[EngineService, SlowEngine]) -> None:

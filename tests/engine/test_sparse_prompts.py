@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.long_prompts import DOCUMENT, SHAPE, WINDOW, ask_logits
 from tests.support.prefill import run_prefill, run_to_end
 from torch import Tensor
 
@@ -23,17 +23,13 @@ from kvseek.engine.loading.prefixes import digest
 from kvseek.engine.model.activation_memory import prefill_bytes
 
 LIMITS = ("--max_batch_size", "3", "--max_seq_len", "3200", "--prefill_chunk_tokens", "600")
-WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
-DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
 QUESTION = (5,) * 40
 TAIL = 100
-Load = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
 def model(random_model: RandomModel) -> Path:
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    return random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32, **shape)
+    return random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32, **SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -65,31 +61,20 @@ def load(
     return Engine(config, load_decoder(directory, config), Engine.load(directory).tokenizer)
 
 
-def ask(engine: Engine, prompt: tuple[int, ...], tokens: int = 1) -> tuple[Tensor, list[int], int]:
-    """Logits of the tokens drawn, these drawn and the number of the prompt's tokens that were reused."""
-    engine.submit(Request(prompt, tokens, SamplingParams(return_generation_logits=True)))
-    outputs = run_to_end(engine)
-    statistics = outputs[-1].statistics
-    assert statistics is not None
-    logits = torch.from_numpy(np.frombuffer(b"".join(one.generation_logits for one in outputs), np.float32).copy())
-    assert len(logits), "logits of every token drawn"
-    return logits, [one.token_id for one in outputs if one.token_id is not None], statistics.reused_tokens
-
-
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 def test_only_a_budget_that_covers_the_prompt_is_dense_attention(kernels: str, directory: Callable[..., Path]) -> None:
     path = directory("full", "--kernels", kernels)
-    dense, _, _ = ask(load(path, None), DOCUMENT)
-    assert torch.equal(ask(load(path, 2304), DOCUMENT)[0], dense)
-    assert torch.equal(ask(load(path, 512, dense_tail=2300), DOCUMENT)[0], dense)
-    assert torch.equal(ask(load(path, 512, dense_layers=2), DOCUMENT)[0], dense)
-    differences = [(ask(load(path, budget), DOCUMENT)[0] - dense).abs().max() for budget in (1536, 512)]
+    dense, _, _ = ask_logits(load(path, None), DOCUMENT)
+    assert torch.equal(ask_logits(load(path, 2304), DOCUMENT)[0], dense)
+    assert torch.equal(ask_logits(load(path, 512, dense_tail=2300), DOCUMENT)[0], dense)
+    assert torch.equal(ask_logits(load(path, 512, dense_layers=2), DOCUMENT)[0], dense)
+    differences = [(ask_logits(load(path, budget), DOCUMENT)[0] - dense).abs().max() for budget in (1536, 512)]
     assert 1e-4 < differences[0] < differences[1] < 1
 
 
 def test_kernels_choose_as_the_reference_does(directory: Callable[..., Path]) -> None:
     found, expected = (
-        ask(load(directory("full", "--kernels", name), 512), DOCUMENT)[0] for name in ("native", "reference")
+        ask_logits(load(directory("full", "--kernels", name), 512), DOCUMENT)[0] for name in ("native", "reference")
     )
     assert (found - expected).abs().max() < 1e-4
 
@@ -117,16 +102,16 @@ def test_the_index_gets_the_queries_and_keys_of_the_whole_prompt(directory: Call
 def test_a_reused_beginning_is_continued_sparsely(directory: Callable[..., Path]) -> None:
     """The rest of a prompt is cut into chunks of its own, and so may choose other blocks: near, and not equal."""
     engine, dense = load(directory(), 1024), load(directory(), None)
-    ask(engine, DOCUMENT[:1500])
+    ask_logits(engine, DOCUMENT[:1500])
     prompt = DOCUMENT + QUESTION
-    logits, _, reused = ask(engine, prompt)
+    logits, _, reused = ask_logits(engine, prompt)
     assert reused == 1500
-    cold, _, nothing = ask(load(directory(), 1024), prompt)
+    cold, _, nothing = ask_logits(load(directory(), 1024), prompt)
     assert nothing == 0
-    exact = ask(dense, prompt)[0]
+    exact = ask_logits(dense, prompt)[0]
     assert (logits - cold).abs().max() < 2 * (cold - exact).abs().max()
     assert (logits - exact).abs().max() > 1e-5, "it is sparse"
-    again, _, reused = ask(engine, prompt)
+    again, _, reused = ask_logits(engine, prompt)
     assert reused == len(prompt) - 1
     assert (again - logits).abs().max() < 1e-4
 
@@ -134,7 +119,7 @@ def test_a_reused_beginning_is_continued_sparsely(directory: Callable[..., Path]
 def test_prompts_in_company_are_read_as_alone(directory: Callable[..., Path]) -> None:
     """Short prompts in a pack and long ones, with log probabilities of a prompt."""
     prompts = [DOCUMENT, DOCUMENT[::-1][:1700], DOCUMENT[:90]]
-    alone = [ask(load(directory("full", "--cache.reuse", "false"), 512), prompt, 5)[1] for prompt in prompts]
+    alone = [ask_logits(load(directory("full", "--cache.reuse", "false"), 512), prompt, 5)[1] for prompt in prompts]
     engine = load(directory("full", "--cache.reuse", "false"), 512)
     numbers = [engine.submit(Request(prompt, 5, SamplingParams(prompt_logprobs=1))) for prompt in prompts]
     outputs = run_to_end(engine)
@@ -157,7 +142,7 @@ def test_ranks_choose_for_their_own_heads(directory: Callable[..., Path]) -> Non
     for flags in ((), ("--tp_size", "2")):
         engine = Engine.load(directory("full", *sparse, *flags))
         try:
-            answers.append(ask(engine, DOCUMENT, 5))
+            answers.append(ask_logits(engine, DOCUMENT, 5))
         finally:
             engine.close()
     assert (answers[0][0] - answers[1][0]).abs().max() < 1e-4
@@ -175,7 +160,7 @@ def test_a_real_model_answers_from_a_long_prompt(smollm2_gguf: Path, build_engin
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     prompt = tuple(tokenizer.encode(tokenizer.apply_chat_template(messages)))
     assert 2000 < len(prompt) < 4000
-    answers = [ask(load(path, budget, dense_tail=512, chunk=512), prompt, 12) for budget in (None, 1024)]
+    answers = [ask_logits(load(path, budget, dense_tail=512, chunk=512), prompt, 12) for budget in (None, 1024)]
     assert answers[0][1] == answers[1][1]
     assert tokenizer.decode(answers[1][1]).startswith("The Lady Trelawny landed")
     assert not torch.equal(answers[0][0], answers[1][0])

@@ -20,7 +20,7 @@ from kvseek.engine.draws.sampling import NO_TOKEN
 from kvseek.engine.engine import Engine
 from kvseek.evaluation import drift
 from kvseek.evaluation.selection_quality import Quality, compare_fresh, measure, recall_of
-from kvseek.evaluation.selection_tap import SelectionTap, TappedSelection, single_rows
+from kvseek.evaluation.selection_tap import SelectionTap, TappedSelection
 from kvseek.plugins.registry import get_method
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
@@ -225,12 +225,6 @@ def test_keys_are_those_before_the_upkeep(model: Path, build_engine: BuildEngine
 
 def batch_of(length: int, extents: int) -> Batch:
     return Batch.of([RequestState(slot=0, length=length)], torch.zeros(1, extents, dtype=torch.int32))
-
-
-def test_pages_are_tapped_row_by_row() -> None:
-    rows = torch.tensor([[[1, -1, 0]]], dtype=torch.int32)
-    assert single_rows(Selection(rows), batch_of(9, 1)) is rows
-    assert single_rows(Selection(rows, 2), batch_of(3, 1)).tolist() == [[[2, -1, -1, -1, 0, 1]]]
 
 
 @pytest.mark.parametrize("method", SELECTING)

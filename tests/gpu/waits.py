@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvseek.core.streams import SideStream, Ticket
+from kvseek.core.streams import SideStream, SideWork
 
 
 def slow_stream(cycles: int) -> type[SideStream]:
     """A SideStream that holds every piece of work up for so many cycles, so that the current stream runs ahead of it."""
 
     class SlowStream(SideStream):
-        def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> Ticket:
+        def run(self, work: Callable[[], None], read: tuple[Tensor, ...] = ()) -> SideWork:
             def held_up() -> None:
                 torch.cuda._sleep(cycles)
                 work()

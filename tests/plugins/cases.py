@@ -39,6 +39,7 @@ class MethodCases:
     losses_kept: fields that have a stage keep everything, beside top_k.
     recall: least share of the softmax mass of exact top-k, on real keys, at 1,024 of 8,192 tokens; None: not measured.
     needle: see NeedleCase; None: not measured.
+    refused: fields that are refused, with what the message says.
     paper: what `--preset paper` makes of the method's fields and of the cache's; none for a method of no paper.
     """
 
@@ -52,6 +53,7 @@ class MethodCases:
     losses_kept: Settings = field(default_factory=dict)
     recall: float | None = None
     needle: NeedleCase | None = None
+    refused: tuple[tuple[Settings, str], ...] = ()
     paper: Settings = field(default_factory=dict)
 
     @property

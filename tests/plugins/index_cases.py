@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.contract import Index
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook
@@ -21,6 +22,16 @@ from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex
 
 KV_HEADS = 2
+# Channels and query heads a KV head, and dtype.
+SHAPES = [
+    (8, 2, torch.float32),
+    (16, 2, torch.bfloat16),
+    (20, 2, torch.bfloat16),
+    (64, 3, torch.float32),
+    (96, 7, torch.bfloat16),
+    (128, 1, torch.float32),
+    (256, 16, torch.float32),
+]
 
 
 def context_of(
@@ -48,35 +59,91 @@ def make_context(config: object, head_dim: int, group: int, lengths: list[int], 
     return context_of(config, head_dim, group, table, lengths, codebooks=books)
 
 
-def native_context(
-    traits: Callable[[Any], Traits],
-    library: CpuLibrary | None,
-    config: object,
-    group: int,
-    dim: int,
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-) -> IndexContext:
-    """Slots of up to four extents, for compiled kernels or, without a library, for their reference; `traits` are the method's."""
-    table = ExtentTable(len(lengths), 4, 4 * len(lengths))
-    for slot in reversed(range(len(lengths))):
-        table.reserve(slot, lengths[slot])
-    books = traits(config).codebooks(dim)
-    return context_of(config, dim, group, table, list(lengths), library=library, dtype=dtype, codebooks=books)
+class NativePair:
+    """A method's two indexes for the CPU over the same keys [G, n, D] of slots: its reference, and its compiled kernels.
+
+    The kernels search the reference's entries where their own may differ by rounding, and poison where nothing was written.
+    tests/plugins/test_native_indexes.py takes every method's pair through what holds for all of them.
+    """
+
+    method: ClassVar[Any]  # the module
+    kinds: ClassVar[tuple[type, type]]  # the reference, the compiled index
+    configs: ClassVar[tuple[Any, ...]]  # with which some of a few hundred keys are selected
+    few: ClassVar[int] = 1  # so many of the first of them are run at every instruction level
+    steps: ClassVar[int] = 1  # queries after which an index has done everything that it does
+    ascending: ClassVar[bool] = True  # the rows selected
+
+    def __init__(self, library: CpuLibrary, config: Any, group: int, dim: int, keys: Sequence[Tensor]) -> None:
+        lengths, dtype = [part.shape[1] for part in keys], keys[0].dtype
+        self.expected = self.kinds[0](self.context(None, config, group, dim, lengths, dtype))
+        self.found = self.kinds[1](self.context(library, config, group, dim, lengths, dtype))
+        self.fill(keys)
+
+    @classmethod
+    def context(
+        cls,
+        library: CpuLibrary | None,
+        config: Any,
+        group: int,
+        dim: int,
+        lengths: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> IndexContext:
+        """Slots of up to four extents, in a layer that selects, for compiled kernels or, without a library, their reference."""
+        table = ExtentTable(len(lengths), 4, 4 * len(lengths))
+        for slot in reversed(range(len(lengths))):
+            table.reserve(slot, lengths[slot])
+        books, layer = cls.method.traits(config).codebooks(dim), getattr(config, "dense_layers", 0)
+        given = {"layer": layer, "library": library, "dtype": dtype, "codebooks": books}
+        return context_of(config, dim, group, table, list(lengths), **given)
+
+    def fill(self, keys: Sequence[Tensor]) -> None:
+        """Poison the compiled index and give both the keys, and the same entries."""
+        raise NotImplementedError
+
+    def check_request(self, ours: Tensor, theirs: Tensor, queries: Tensor, slot: int) -> None:
+        """Rows [G, k] that the two selected for queries [H, D] of a slot are the same up to rounding."""
+        if self.expected.context.lengths[slot] <= self.expected.config.top_k:
+            assert torch.equal(ours.sort().values, theirs.sort().values)
+        else:
+            self.check_choice(ours, theirs, queries, slot)
+
+    def check_choice(self, ours: Tensor, theirs: Tensor, queries: Tensor, slot: int) -> None:
+        """The same of a slot with more rows than are selected."""
+        raise NotImplementedError
+
+    def check(self, queries: Tensor, slots: Sequence[int]) -> None:
+        """For queries [batch, H, D] of these slots the same rows are selected, up to rounding."""
+        theirs, ours = (select_rows(index, queries, slots).rows for index in (self.expected, self.found))
+        assert (ours.dtype, ours.shape) == (torch.int32, theirs.shape)
+        for request, slot in enumerate(slots):
+            self.check_request(ours[request], theirs[request], queries[request], slot)
 
 
-def check_batch_order_and_threads(index: Index) -> None:
-    """Three slots, for 3 query heads of 64 channels a KV head, select the same in any order, alone, and by any threads."""
-    queries, threads = torch.randn(3, 3 * KV_HEADS, 64), torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        together = select_rows(index, queries, [0, 1, 2]).rows
-        assert torch.equal(select_rows(index, queries[[2, 0, 1]], [2, 0, 1]).rows, together[[2, 0, 1]])
-        torch.set_num_threads(1)
-        for slot in range(3):
-            assert torch.equal(select_rows(index, queries[slot : slot + 1], [slot]).rows[0], together[slot])
-    finally:
-        torch.set_num_threads(threads)
+def check_near(ours: list[int], theirs: list[int], value_of: Mapping[int, float]) -> None:
+    """The same rows, each once, but for those whose values differ from the last one taken by rounding."""
+    assert len(set(ours)) == len(ours) == len(theirs)
+    last = min(value_of[row] for row in theirs)
+    for row in set(ours) ^ set(theirs):  # KeyError: not a candidate
+        assert value_of[row] == pytest.approx(last, rel=1e-5, abs=1e-5 * max(value_of.values()))
+
+
+def check_definition(index: Any, by_hand: Callable[[Any, Tensor, int], list[int]], head_dim: int, group: int) -> None:
+    """Two steps of slot 0 select the rows that `by_hand` lists for an index, the queries [g, D] of a KV head, and its number."""
+    queries = random_queries(2, KV_HEADS * group, head_dim)
+    rows = select_rows(index, queries, [0, 0]).rows
+    assert rows.dtype == torch.int32
+    for request, grouped in enumerate(queries.unflatten(1, (KV_HEADS, group))):
+        assert rows[request].tolist() == [by_hand(index, query, head) for head, query in enumerate(grouped)]
+
+
+def shared_with_exact(index: Callable[[Tensor], Index]) -> float:
+    """Rows of the exact best 100 of 4,000 that an index of 100 rows has too, a KV head; `index` makes it over keys."""
+    keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
+    found, exact = (
+        select_rows(one, queries, [0] * 4).rows.flatten(0, 1) for one in (index(keys), make_flat(100, keys, 2))
+    )
+    return sum(len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)) / len(found)
 
 
 def select(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection | None:

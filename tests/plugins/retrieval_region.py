@@ -66,9 +66,9 @@ class Region:
         self.extents.release(slot)
         self.extents.reserve(slot, n + room)
         self.lengths[slot], self.keys[slot] = n, keys.clone()
-        built = self.index.build(slot, keys, queries)
-        if built.ticket is not None:
-            built.ticket.wait()
+        work = self.index.build(slot, keys, queries)
+        if work is not None:
+            work.wait()
         self._write(slot, 0, keys)
 
     def evict(self, slot: int, keys: Tensor) -> None:
@@ -106,7 +106,7 @@ class Region:
 
     def _tokens(self, selection: Selection | None, request: int, slot: int, head: int) -> Tensor:
         n = self.lengths[slot]
-        assert selection is None or int(selection.rows[request, head].max()) * selection.page < n
+        assert selection is None or int(selection.rows[request, head].max()) < n
         places = selected_places(selection, request, head, n)
         rows = self.extents.read(self.pool, slot, n)[head, places]
         owners, tokens = rows[:, 1, 0].long(), rows[:, 1, 1].long()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tests.plugins.cases import CASES, Settings
@@ -55,7 +57,8 @@ def test_selections_do_not_depend_on_company_slots_or_history(
     prompts = {owner: topical(size, owner) for owner, size in ((0, 700), (1, 333), (2, 1100))}
     places = {0: 2, 1: 0, 2: 1}  # slots of the second region
     regions[1].prefill(0, *(part if i == 0 else part.transpose(0, 1) for i, part in enumerate(topical(900, 9))), 200)
-    regions[1].step(topical(1, 9)[1], [0])  # another request had the slot before
+    regions[1].step(topical(1, 9)[1], [0])  # another request had the slot before, and would have gone on
+    regions[1].index.append(0, 900, topical(EVICTED, 10)[0])
     for owner, (keys, queries) in prompts.items():
         regions[0].prefill(owner, keys, queries.transpose(0, 1), 200)
     for owner in (2, 0, 1):
@@ -71,6 +74,31 @@ def test_selections_do_not_depend_on_company_slots_or_history(
             new = topical(EVICTED, 50 + owner)[0]
             regions[0].evict(owner, new)
             regions[1].evict(places[owner], new)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_a_query_that_is_no_number_hurts_no_other_request(
+    method: str, settings: Settings, value: float, kernels: CpuLibrary | None
+) -> None:
+    found = []
+    for bad in (False, True):
+        region = Region(method, settings, slots=2, library=kernels)
+        for slot, size in enumerate((700, 900)):
+            keys, queries = topical(size, slot)
+            region.prefill(slot, keys, queries.transpose(0, 1))
+        steps = topical(6, 3)[1].unflatten(0, (3, 2))
+        if bad:
+            steps[0, 0, :, 3], steps[1, 0, 0, 0] = value, value
+        rows = []
+        for queries in steps:
+            selection = region.index.select(queries, region.batch([0, 1]))
+            rows.append(torch.zeros(0) if selection is None else selection.rows[1].clone())
+            if selection is not None:
+                assert int(selection.rows[0].max()) < 700, "places of the region"
+            region.index.refresh([0, 1])
+        found.append(rows)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(("method", "settings"), VARIANTS)

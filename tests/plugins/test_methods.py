@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.model.test_logits import engine_logits
-from tests.plugins.cases import CASES, SELECTING, WITH_PAPER, method_flags
+from tests.plugins.cases import CASES, SELECTING, WITH_PAPER, Settings, method_flags
 
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.options import build_options
@@ -17,7 +20,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
-from kvseek.plugins.registry import METHODS
+from kvseek.plugins.registry import METHODS, get_method
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 PROMPT = torch.arange(230).mul(13).remainder(101).tolist()
@@ -72,6 +75,26 @@ def test_bfloat16_runs_close_to_float32(model: Path, method: str, build_engine: 
     narrow = build_engine(model, method, *everything, "--dtype", "bfloat16")
     found = engine_logits(Engine.load(narrow), PROMPT, [1, 2, 3])
     assert (found - exact).norm() <= 0.03 * exact.norm()
+
+
+def given_settings(method: str) -> list[Settings]:
+    cases = CASES[method]
+    return [{}, cases.sparse, cases.index, *cases.options, *cases.on_gpu.values(), *cases.counted, cases.losses or {}]
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_fields_go_through_json(method: str) -> None:
+    for fields in given_settings(method):
+        config = get_method(method).configure({**fields})
+        assert get_method(method).configure(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "message"), [(name, *one) for name in CASES for one in CASES[name].refused]
+)
+def test_bad_fields_are_named(method: str, fields: Settings, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        get_method(method).configure({**fields})
 
 
 def preset_numbers(config: EngineConfig, method: str) -> dict[str, object]:

@@ -82,7 +82,7 @@ def server(random_model: RandomModel, build_engine: BuildEngine) -> Iterator[Ser
     for prompt, tokens in ((PROMPT, 5), (PROMPT, 8), (LONG_PROMPT, 9)):
         assert server.ask(Request(prompt, tokens))[-1].finish_reason is FinishReason.LENGTH
     server.metrics.refused(ErrorCode.QUEUE_FULL)
-    while server.service.call(lambda: None) is None and server.service.running:
+    while server.service.call(lambda: None) is None and server.service.engine.running:
         time.sleep(0.01)
     yield server
     server.service.close()
@@ -127,11 +127,11 @@ def test_the_state_is_shown(server: Server) -> None:
     found = samples(server.metrics.text())
     assert value(found, "num_requests_running") == value(found, "num_requests_waiting") == 0
     assert value(found, "max_queue_size") == 3
-    assert value(found, "max_batch_size") == server.service.config.max_batch_size
+    assert value(found, "max_batch_size") == server.service.engine.config.max_batch_size
     assert value(found, "extents_used") == value(found, "kv_cache_usage_perc") == 0
     assert value(found, "extents_free") > 0
     assert value(found, "row_pool_free_bytes", location="device") == 0
-    model = server.service.config.model
+    model = server.service.engine.config.model
     row_bytes = model.num_layers * model.num_kv_heads * 2 * model.head_dim * 4
     assert value(found, "row_pool_free_bytes", location="host") == value(found, "extents_free") * 1024 * row_bytes
     assert math.isnan(value(found, "hot_row_hit_ratio")), "nobody counts hits on the CPU"
@@ -149,7 +149,8 @@ def stand_in() -> Any:
     """A service of an engine on a GPU whose method counts hits."""
     usage = CacheUsage(3, 2, 1, 100, 200, 64, 0.75, ReuseCounts(100, 40, 7, 5), sessions=3, pinned_extents=2)
     config = SimpleNamespace(method="clusterkv", max_batch_size=4)
-    return SimpleNamespace(running=2, waiting=1, unsound=6, cache_usage=usage, config=config)
+    engine = SimpleNamespace(running=2, waiting=1, unsound=6, cache_usage=usage, config=config)
+    return SimpleNamespace(engine=engine)
 
 
 def test_extents_on_both_sides() -> None:

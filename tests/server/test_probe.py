@@ -25,10 +25,10 @@ def test_a_probe_that_is_answered_makes_an_engine_ready_again(
     with broken_activations(service.engine):
         for number in range(UNSOUND_REQUESTS):
             probe.look()
-            assert service.unsound == number, "it asks nothing of an engine that may be ready"
+            assert service.engine.unsound == number, "it asks nothing of an engine that may be ready"
             service.submit(Request((5, 6), 3), outputs.put)
             assert outputs.get(timeout=60).finish_reason is FinishReason.ERROR
         probe.look()
-        wait_for(lambda: service.unsound == service.unsound_in_a_row == UNSOUND_REQUESTS + 1)
-    wait_for(lambda: probe.look() is None and service.unsound_in_a_row == 0)
+        wait_for(lambda: service.engine.unsound == service.engine.unsound_in_a_row == UNSOUND_REQUESTS + 1)
+    wait_for(lambda: probe.look() is None and service.engine.unsound_in_a_row == 0)
     service.close()

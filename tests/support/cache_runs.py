@@ -14,7 +14,7 @@ from kvseek.engine.cache.cache import EVICT_AHEAD, Cache, Eviction
 from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.kernels.reference.attention.attend import window_rows
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, DIM, SLOTS = 3, 2, 4, 3
@@ -32,9 +32,8 @@ class KeyList(Index):
         self.appended: dict[int, Tensor] = {}
         self.visible: dict[int, Tensor] = {}
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         self.visible[slot] = keys.clone()
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         assert start == self.visible[slot].shape[1] == self.context.lengths[slot]

@@ -18,7 +18,7 @@ import torch
 from tests.support.structs import compiled_part
 
 from kvseek.builder.compile.cuda import Specialisation
-from kvseek.builder.compile.roots import package_roots
+from kvseek.builder.compile.shared import package_roots
 from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
 
 SOURCES = {
@@ -56,20 +56,18 @@ class EmulatedKernels(UnloadedKernels):
         self.multiprocessors = MULTIPROCESSORS
         self.device, self._library = torch.device("cpu"), library
 
-    def launch(
+    def launch(  # type: ignore[override]
         self,
         name: str,
         grid: tuple[int, int, int],
         threads: int,
         arguments: ctypes.Structure,
         shared_bytes: int = 0,
-        overlap: bool = False,
-        even: bool = False,
-        together: bool = False,
+        **options: bool,
     ) -> None:
         """Run a kernel; raises AttributeError if it is none of those that are emulated."""
         assert grid[2] == 1
-        assert grid[0] == 1 or not together, "blocks run one after another"
+        assert grid[0] == 1 or not options.get("together"), "blocks run one after another"
         assert shared_bytes <= DYNAMIC_BYTES
         getattr(self._library, f"emulate_{name}")(ctypes.byref(arguments), grid[0], grid[1], threads)
 

@@ -199,7 +199,7 @@ def make_together(
     if sums is None:
         logger.warning("rank %d cannot sum by %s: %s", ranks.rank, name, reason)
         ranks.reporter.failed(f"cannot sum by {name}: {reason}")
-    failed = _most(ranks.reporter, loading, sums is None, told=sums is None)
+    failed = _most(ranks.reporter, loading, sums is None, failed=sums is None)
     return None if failed else sums
 
 
@@ -209,13 +209,13 @@ def _make_on(device: torch.device, make: Callable[[], Sums]) -> tuple[Sums | Non
     return try_to_make(make)
 
 
-def _most(reporter: Reporter, group: dist.ProcessGroup, number: float, told: bool = False) -> float:
+def _most(reporter: Reporter, group: dist.ProcessGroup, number: float, failed: bool = False) -> float:
     """Return the largest number of all ranks, which all call this; float64 is exact for bytes.
 
-    `told`: the rank has told of a failure, which is to stand in its report as long as it waits.
+    `failed`: the rank has reported a failure, which is to stand in its report as long as it waits.
     """
     found = torch.tensor(float(number), dtype=torch.float64)
-    if not told:
+    if not failed:
         reporter.waiting("waits for the other ranks")
     reporter.apart(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=group))
     reporter.doing("goes on with the others")

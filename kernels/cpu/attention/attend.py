@@ -30,7 +30,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("queries", "out", "requests", "window", "rows", "table", "selected")),
         *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim")),
         *((name, c_int64) for name in ("window_rows", "window_stride", "sink", "extent_stride", "max_extents")),
-        *((name, c_int64) for name in ("entries", "page", "bfloat16", "threads")),
+        *((name, c_int64) for name in ("entries", "bfloat16", "threads")),
         ("scaling", c_double),
     )
 
@@ -95,7 +95,6 @@ def attend(
     arguments.selected = None if selected is None else pointer(selected)
     arguments.sink = sink
     arguments.max_extents = batch.table.shape[1]
-    arguments.page = 1 if selection is None else selection.page
     arguments.threads = torch.get_num_threads()
     arguments.scaling = scaling
     kernel(library)(ctypes.byref(arguments))
@@ -160,7 +159,7 @@ def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
             window_rows=window_rows,
             window_stride=window_stride[0],
             extent_stride=rows_stride[0],
-            entries=1 if selected is None else selected[2],
+            entries=0 if selected is None else selected[2],
             bfloat16=dtype is torch.bfloat16,
         )
     )

@@ -17,30 +17,17 @@ struct AttendArguments {
     const void* window;       // [slots, kv_heads, window_rows, 2, dim], contiguous but for the slot stride
     const void* rows;         // [extents, kv_heads, 1024, 2, dim], contiguous but for the extent stride
     const int32_t* table;     // [slots, max_extents]
-    const int32_t* selected;  // [batch, kv_heads, entries], negative: none; null: every row, as one entry
+    const int32_t* selected;  // [batch, kv_heads, entries], places; negative: none; null: every row
     int64_t batch, kv_heads, group, dim;
     int64_t window_rows, window_stride, sink;
     int64_t extent_stride, max_extents;
-    int64_t entries, page;
+    int64_t entries;
     int64_t bfloat16;  // rows, queries and out are bfloat16, else float32
     int64_t threads;
     double scaling;
 };
 
 namespace {
-
-// Places [first, end) of an entry; empty for a negative entry and beyond the region.
-struct Span {
-    int64_t first, end;
-};
-
-inline Span entry_span(const AttendArguments& a, const int32_t* entries, int64_t number, int64_t length) {
-    if (entries == nullptr) return {0, length};
-    const int32_t entry = entries[number];
-    if (entry < 0) return {0, 0};
-    const int64_t first = entry * a.page, end = first + a.page < length ? first + a.page : length;
-    return {first, end > first ? end : first};
-}
 
 inline const int32_t* entries_of(const AttendArguments& a, int64_t request, int64_t head) {
     return a.selected == nullptr ? nullptr : a.selected + (request * a.kv_heads + head) * a.entries;
@@ -50,18 +37,13 @@ inline int64_t count_rows(const AttendArguments& a, int64_t request, int64_t hea
     const int32_t* entries = entries_of(a, request, head);
     const Request& read = a.requests[request];
     int64_t rows = read.sink_rows + read.ring_rows;
-    if (entries != nullptr && a.page == 1) {
-        for (int64_t entry = 0; entry < a.entries; entry++) rows += entries[entry] >= 0 && entries[entry] < read.length;
-        return rows;
-    }
-    for (int64_t entry = 0; entry < a.entries; entry++) {
-        const Span span = entry_span(a, entries, entry, read.length);
-        rows += span.end - span.first;
-    }
+    if (entries == nullptr) return rows + read.length;
+    for (int64_t entry = 0; entry < a.entries; entry++) rows += entries[entry] >= 0 && entries[entry] < read.length;
     return rows;
 }
 
-// Walks sink rows, ring rows (in two runs if they wrap), then selected rows, in runs that are contiguous in memory.
+// Walks sink rows and ring rows (in two runs if they wrap), then selected rows one by one, or every row of the region:
+// all but single rows in runs that are contiguous in memory.
 template <class T>
 class RowCursor {
   public:
@@ -85,11 +67,9 @@ class RowCursor {
             const int64_t step = count < run_ ? count : run_;
             advance(step);
             count -= step;
-            if (in_single_rows()) {
-                for (; count > 0 && entry_ < a_.entries; entry_++) count -= is_row(entries_[entry_]);
-                return;
-            }
         }
+        if (entries_ == nullptr) return;
+        for (; count > 0 && entry_ < a_.entries; entry_++) count -= is_row(entries_[entry_]);
     }
 
     // Addresses of up to `limit` further rows; returns how many there were.
@@ -100,17 +80,14 @@ class RowCursor {
             for (int64_t i = 0; i < step; i++) rows[taken + i] = next_ + i * row_;
             advance(step);
             taken += static_cast<int>(step);
-            if (!in_single_rows()) continue;
-            for (; taken < limit && entry_ < a_.entries; entry_++)
-                if (is_row(entries_[entry_])) rows[taken++] = row_at(entries_[entry_]);
         }
+        if (entries_ == nullptr) return taken;
+        for (; taken < limit && entry_ < a_.entries; entry_++)
+            if (is_row(entries_[entry_])) rows[taken++] = row_at(entries_[entry_]);
         return taken;
     }
 
   private:
-    // Whether the window has been walked and entries are rows, of which many are taken or skipped faster.
-    bool in_single_rows() const { return run_ == 0 && ring_left_ == 0 && entries_ != nullptr && a_.page == 1; }
-
     bool is_row(int32_t entry) const { return entry >= 0 && entry < length_; }
 
     const T* row_at(int64_t place) const {
@@ -131,15 +108,10 @@ class RowCursor {
             ring_first_ = 0;
             return true;
         }
-        while (position_ == end_) {
-            if (entry_ == a_.entries) return false;
-            const Span span = entry_span(a_, entries_, entry_++, length_);
-            position_ = span.first;
-            end_ = span.end;
-        }
+        if (entries_ != nullptr || position_ == length_) return false;
         const int64_t to_border = EXTENT_TOKENS - position_ % EXTENT_TOKENS;
         next_ = row_at(position_);
-        run_ = end_ - position_ < to_border ? end_ - position_ : to_border;
+        run_ = length_ - position_ < to_border ? length_ - position_ : to_border;
         position_ += run_;
         return true;
     }
@@ -151,7 +123,7 @@ class RowCursor {
     int64_t ring_first_, ring_left_;
     const T* next_;
     int64_t run_;
-    int64_t entry_ = 0, position_ = 0, end_ = 0;
+    int64_t entry_ = 0, position_ = 0;
 };
 
 }  // namespace

@@ -80,9 +80,7 @@ def selected_places(selection: Selection | None, request: int, head: int, length
     if selection is None:
         return torch.arange(length)
     entries = selection.rows[request, head].long()
-    entries = entries[entries >= 0]
-    places = (entries[:, None] * selection.page + torch.arange(selection.page, device=entries.device)).flatten()
-    return places[places < length]
+    return entries[(entries >= 0) & (entries < length)]
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.loading.indexes import IndexMaker
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS = 3, 2
@@ -34,9 +34,8 @@ class KeyList(Index):
     def bytes_per_token(self) -> float:
         return 0.0
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         self.built = {**getattr(self, "built", {}), slot: keys.clone()}
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None: ...
 
@@ -50,7 +49,7 @@ class KeyList(Index):
 class NoRoom(KeyList):
     """An index that cannot be built."""
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         raise CapacityError("no room for the index")
 
 

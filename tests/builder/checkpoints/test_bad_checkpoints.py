@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.builder.checkpoints.damage import (
-    Damage,
-    Tensors,
-    configure,
-    garbage,
-    gguf,
-    in_file,
-    shorten_to,
-    tensors,
-    write,
-)
-from tests.support.gguf_files import write_gguf
+from tests.support.builds import run_build
+from tests.support.edited_files import Tensors, edit_json, edit_tensors
+from tests.support.gguf_files import edit_gguf, write_gguf
 from tests.support.random_models import save_random_model
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
@@ -31,9 +25,12 @@ from kvseek.builder import build
 from kvseek.core.manifest import verify
 from kvseek.engine.model.weights import load_weights
 
+Damage = Callable[[Path], None]
+GENERATOR = np.random.default_rng(3)
 INDEX = "model.safetensors.index.json"
 QUERIES, KEYS = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 GATE, NORM = "model.layers.1.mlp.gate_proj.weight", "model.layers.2.input_layernorm.weight"
+HEAD, ARCHITECTURE = "lm_head.weight", "general.architecture"
 QKV = "transformer.layers.1.attention.qkv.weight"
 # Each kind of checkpoint → a file of weights that is not its first, if it has several.
 FILES = {
@@ -62,8 +59,88 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run(model: Path, output_dir: Path, tokenizer: Path, *flags: str) -> int:
-    arguments = ["--model", str(model), "--output_dir", str(output_dir), "--tokenizer", str(tokenizer)]
-    return build.main([*arguments, "--method", "full", "--kernels", "reference", "--quiet", *flags])
+    return run_build(model, output_dir, "--tokenizer", str(tokenizer), *flags)
+
+
+# Ways to damage a checkpoint, each a function of its path
+
+
+def weight_file(checkpoint: Path, start: str) -> Path:
+    """The file of weights whose name begins so; the checkpoint itself if it is a file."""
+    return checkpoint if checkpoint.is_file() else next(checkpoint.glob(f"{start}*"))
+
+
+def in_file(start: str, change: Callable[[Path], None]) -> Damage:
+    """Alter the file of weights whose name begins so."""
+    return lambda checkpoint: change(weight_file(checkpoint, start))
+
+
+def shorten_to(size: int) -> Callable[[Path], None]:
+    """Keep so many bytes of a file; a negative number leaves as many out."""
+    return lambda path: os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+
+
+def garbage(start: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_bytes(start + GENERATOR.bytes(5000))
+
+    return change
+
+
+def tensors(change: Callable[[Tensors], Any], file: str = "") -> Damage:
+    """Alter tensors of a safetensors file: one of this name's beginning, else the only or the first one."""
+
+    return lambda checkpoint: edit_tensors(weight_file(checkpoint, file or "*.safetensors"), change)
+
+
+def gguf(change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> Damage:
+    return lambda checkpoint: edit_gguf(checkpoint, change)
+
+
+def configure(change: Callable[[dict[str, Any]], Any], file: str = "config.json") -> Damage:
+    return lambda checkpoint: edit_json(checkpoint / file, change)
+
+
+def write(file: str, content: bytes) -> Damage:
+    """Put a content in place of that of a file, "" for the checkpoint itself."""
+
+    def damage(checkpoint: Path) -> None:
+        (checkpoint / file).write_bytes(content)
+
+    return damage
+
+
+def without(name: str, file: str = "") -> Damage:
+    return tensors(lambda found: found.pop(name), file)
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor], file: str = "") -> Damage:
+    return tensors(lambda found: found.update({name: change(found[name])}), file)
+
+
+def gguf_changed(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Damage:
+    return gguf(lambda _, found: found.update({name: change(found[name])}))
+
+
+def stated(**values: Any) -> Damage:
+    """Set keys of config.json."""
+    return configure(lambda found: found.update(values))
+
+
+def gguf_without(name: str) -> Damage:
+    return gguf(lambda _, found: found.pop(name))
+
+
+def index(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    return configure(change, INDEX)
+
+
+def with_extra(file: str = "") -> Damage:
+    return tensors(lambda found: found.update(lora=torch.ones(3)), file)
+
+
+def as_fp8(found: Tensors) -> None:
+    found.update({name: tensor.to(torch.float8_e4m3fn) for name, tensor in found.items()})
 
 
 def shift_rows(found: Tensors) -> None:
@@ -74,226 +151,105 @@ def shift_rows(found: Tensors) -> None:
 
 def drop_from_shard(checkpoint: Path) -> None:
     """Take a tensor out of the shard that the index names for it."""
-    file = json.loads((checkpoint / INDEX).read_text())["weight_map"][GATE]
-    tensors(lambda found: found.pop(GATE), file)(checkpoint)
+    without(GATE, json.loads((checkpoint / INDEX).read_text())["weight_map"][GATE])(checkpoint)
 
 
-CUT_HEADER = [
-    (kind, in_file(FILES[kind], shorten_to(40)), rf"cannot read \S*{FILES[kind]}\S*: .* again") for kind in FILES
-]
-CUT_DATA = [
-    (kind, in_file(FILES[kind], shorten_to(-1000)), rf"cannot read \S*{FILES[kind]}\S*: .* again") for kind in FILES
-]
-EMPTY = [(kind, in_file(FILES[kind], shorten_to(0)), rf"{FILES[kind]}\S*( = |: ).*; ") for kind in FILES]
-GARBAGE = [(kind, in_file(FILES[kind], garbage(b"\x93")), rf"{FILES[kind]}\S*( = |: ).*; ") for kind in FILES]
+CUT = r"cannot read \S*{}\S*: .* again"
+SHORT = r"{}\S*( = |: ).*; "
 # A GGUF file of no tensors and one field, "a", an array of 2**20 bytes, or strings, of which the file has none.
 LONG_ARRAY, LONG_STRINGS = (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, kind, 1 << 20) for kind in (0, 8))
-FORGED = [
-    (
-        "gguf",
-        write("", LONG_ARRAY),
-        r"cannot read \S*model\.gguf: byte 1,048,625 is named in its header, the file has 49; .* again",
-    ),
-    (
-        "gguf",
-        write("", LONG_STRINGS),
-        r"cannot read \S*model\.gguf: byte 57 is named in its header, the file has 49; .* again",
-    ),
-    (
-        "gguf",
-        write("", LONG_STRINGS + struct.pack("<Q", 1 << 62)),
-        r"cannot read \S*model\.gguf: byte 4,611,686,018,427,387,969 is named in its header, the file has 57; .* again",
-    ),
-    ("gguf", garbage(b"GGUF\x03\0\0\0"), r"cannot read \S*model\.gguf: .*damaged or cut short"),
-    (
-        "single",
-        in_file(FILES["single"], garbage(b"\x40\0\0\0\0\0\0\0{")),
-        r"cannot read \S*model\.safetensors: .* again",
-    ),
-]
+FAR = struct.pack("<Q", 1 << 62)
+BEYOND = r"cannot read \S*model\.gguf: byte {} is named in its header, the file has {}; .* again"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-ABSENT = [
-    *(
-        (kind, in_file(FILES[kind], garbage(POINTER)), "fetch the file with `git lfs pull`")
-        for kind in ("single", "sharded")
-    ),
-    (
-        "sharded",
-        in_file(FILES["sharded"], Path.unlink),
-        rf"model-00002-of-\d+\.safetensors is missing, {INDEX} names it; .* again",
-    ),
-    (
-        "tensorrt_llm",
-        in_file(FILES["tensorrt_llm"], Path.unlink),
-        r"rank1\.safetensors is missing \(1 of the 2 ranks' files\)",
-    ),
-    (
-        "single",
-        in_file(FILES["single"], Path.unlink),
-        rf"single has neither model\.safetensors nor {INDEX}; save the model",
-    ),
-]
-LISTING = [
-    ("sharded", drop_from_shard, rf"model-\d+-of-\d+\.safetensors: tensor {GATE} is missing, {INDEX} names it"),
-    ("sharded", configure(lambda it: it.pop("weight_map"), INDEX), rf"{INDEX}: weight_map must be an object of tensor"),
-    (
-        "sharded",
-        configure(lambda it: it["weight_map"].clear(), INDEX),
-        rf"{INDEX}: weight_map is empty: must name every",
-    ),
-    ("sharded", configure(lambda it: it["weight_map"].update(x=[1]), INDEX), rf"{INDEX}: weight_map must be an object"),
-    ("sharded", write(INDEX, b"{"), rf"cannot read \S*{INDEX}: .* download .* again"),
-]
-MISSING = [
-    (
-        "single",
-        tensors(lambda it: it.pop(NORM)),
-        rf"single: tensor {NORM} is missing in model\.safetensors; config.json and weights are of different models, or",
-    ),
-    (
-        "single",
-        tensors(lambda it: it.pop("lm_head.weight")),
-        r"tensor lm_head\.weight is missing in model\.safetensors; tie_word_embeddings is false, .* set it to true if the head",
-    ),
-    (
-        "tensorrt_llm",
-        tensors(lambda it: it.pop("lm_head.weight"), "rank1"),
-        r"tensor lm_head\.weight is missing; share_embedding_table is false, .* set it to true if the head is the embedding",
-    ),
-    (
-        "gguf",
-        gguf(lambda _, it: it.pop("blk.2.attn_norm.weight")),
-        r"model\.gguf: tensor blk\.2\.attn_norm\.weight is miss",
-    ),
-    ("gguf", gguf(lambda _, it: it.pop("token_embd.weight")), r"model\.gguf: tensor token_embd\.weight is missing"),
-    ("tensorrt_llm", tensors(lambda it: it.pop(QKV), "rank1"), rf"rank1\.safetensors: tensor {QKV} is missing; copy"),
-]
-EXTRA = torch.ones(3)
-SURPLUS = [
-    (
-        "single",
-        tensors(lambda it: it.update(lora=EXTRA)),
-        r"tensor lora of model\.safetensors \(1 in all\) has no place in a",
-    ),
-    (
-        "sharded",
-        tensors(lambda it: it.update(lora=EXTRA), "model-00002"),
-        r"tensor lora of model-00002\S* \(1 in all\) has no",
-    ),
-    (
-        "gguf",
-        gguf(lambda _, it: it.update(lora=EXTRA.numpy())),
-        r"model\.gguf: tensor lora \(1 in all\) has no place in a llama",
-    ),
-    (
-        "tensorrt_llm",
-        tensors(lambda it: it.update(lora=EXTRA), "rank1"),
-        r"tensor lora of rank1\.safetensors \(1 in all\) has",
-    ),
-]
-SHAPES = [
-    (
-        "single",
-        tensors(lambda it: it.update({GATE: it[GATE][:, :-1]})),
-        rf"model\.safetensors: {GATE}: shape \(160, 95\): must be \(160, 96\) by the model's configuration",
-    ),
-    ("single", tensors(shift_rows), rf"model\.safetensors: {QUERIES}: shape \(191, 96\): must be \(192, 96\)"),
-    ("single", tensors(lambda it: it.update({NORM: it[NORM][None]})), rf"{NORM}: shape \(1, 96\): must be \(96,\)"),
-    (
-        "gguf",
-        gguf(lambda _, it: it.update({"blk.1.attn_q.weight": it["blk.1.attn_q.weight"][:-1]})),
-        r"model\.gguf: blk\.1\.attn_q\.weight: shape \(191, 96\): must be \(192, 96\)",
-    ),
-    (
-        "gguf",
-        gguf(lambda _, it: it.update({"output.weight": it["output.weight"][:-1]})),
-        r"model\.gguf: output\.weight: shape \(383, 96\): must be \(384, 96\)",
-    ),
-    (
-        "tensorrt_llm",
-        tensors(lambda it: it.update({QKV: it[QKV][:-1]}), "rank1"),
-        rf"rank1\.safetensors: shape of {QKV} = \(159, 96\): must be \(160, 96\) by config\.json",
-    ),
-]
+TRT = "tensorrt_llm"
+SINGLE, SHARD, RANK = (FILES[kind] for kind in ("single", "sharded", TRT))
+NO_TENSOR, OTHER_MODELS = (
+    "tensor {} is missing in model.safetensors; ",
+    "config.json and weights are of different models, or",
+)
 FLOATS = "must be one of F32, BF16, F16"
-TYPES = [
-    (
-        "single",
-        tensors(lambda it: it.update({GATE: it[GATE].to(torch.int8)})),
-        rf"dtype of {GATE} = I8: {FLOATS}; use the unq",
-    ),
-    (
-        "sharded",
-        tensors(lambda it: it.update({name: it[name].to(torch.float8_e4m3fn) for name in it}), "model-00002"),
-        rf"model-00002-of-\d+\.safetensors: dtype of \S+ = F8_E4M3: {FLOATS}; use the unquantised checkpoint",
-    ),
-    (
-        "gguf",
-        gguf(lambda _, it: it.update({"blk.1.ffn_up.weight": it["blk.1.ffn_up.weight"].astype(np.int8)})),
-        r"model\.gguf: type of blk\.1\.ffn_up\.weight = I8: must be a floating-point or quantised type",
-    ),
-    (
-        "tensorrt_llm",
-        tensors(lambda it: it.update({QKV: it[QKV].to(torch.int8)}), "rank0"),
-        rf"rank0\.safetensors: dtype of {QKV} = I8: {FLOATS}; convert the model without",
-    ),
-    (
-        "tensorrt_llm",
-        tensors(lambda it: it.update({QKV: it[QKV].half()}), "rank1"),
-        rf"rank1\.safetensors: dtype of {QKV} = torch\.float16: must be torch\.float32 as in the first rank's",
-    ),
-]
-CONFIG = r"config\.json: "
-CONFIGURATIONS = [
-    (
-        "single",
-        configure(lambda it: it.update(architectures=["GPT2LMHeadModel"])),
-        CONFIG + "architectures = 'GPT2LMHead",
-    ),
-    (
-        "tensorrt_llm",
-        configure(lambda it: it.update(architecture="GPTForCausalLM")),
-        CONFIG + "architecture = 'GPTForC",
-    ),
-    (
-        "gguf",
-        gguf(lambda it, _: it.update({"general.architecture": "gpt2"})),
-        r"model\.gguf: general\.architecture = 'gpt2': must be one of llama, qwen2, qwen3",
-    ),
-    ("single", configure(lambda it: it.pop("hidden_size")), CONFIG + "hidden_size is missing; add it"),
-    (
-        "single",
-        configure(lambda it: it.update(rms_norm_eps="small")),
-        CONFIG + "model: rms_norm_eps = 'small': must be float",
-    ),
-    ("tensorrt_llm", configure(lambda it: it.pop("norm_epsilon")), CONFIG + "norm_epsilon is missing; convert"),
-    (
-        "tensorrt_llm",
-        configure(lambda it: it.update(num_attention_heads=5)),
-        CONFIG + "num_kv_heads = 2: must be a divisor",
-    ),
-    (
-        "gguf",
-        gguf(lambda it, _: it.pop("llama.block_count")),
-        r"model\.gguf: llama\.block_count is missing; use the model's",
-    ),
-    ("single", write("config.json", b"{"), r"cannot read \S*config\.json: .* again"),
-    ("tensorrt_llm", write("config.json", b"{"), r"cannot read \S*config\.json: .* again"),
-    ("single", write("config.json", b"[]"), r"config\.json = list: must be a JSON object"),
-]
-EVERY = {
-    "cut in the header": CUT_HEADER,
-    "cut in the data": CUT_DATA,
-    "empty": EMPTY,
-    "garbage": GARBAGE,
-    "forged": FORGED,
-    "absent file": ABSENT,
-    "listing": LISTING,
-    "missing tensor": MISSING,
-    "surplus tensor": SURPLUS,
-    "shape": SHAPES,
-    "type": TYPES,
-    "configuration": CONFIGURATIONS,
+UP = "blk.1.ffn_up.weight"
+EVERY: dict[str, list[tuple[str, Damage, str]]] = {
+    "cut in the header": [(kind, in_file(file, shorten_to(40)), CUT.format(file)) for kind, file in FILES.items()],
+    "cut in the data": [(kind, in_file(file, shorten_to(-1000)), CUT.format(file)) for kind, file in FILES.items()],
+    "empty": [(kind, in_file(file, shorten_to(0)), SHORT.format(file)) for kind, file in FILES.items()],
+    "garbage": [(kind, in_file(file, garbage(b"\x93")), SHORT.format(file)) for kind, file in FILES.items()],
+    "forged": [
+        ("gguf", write("", LONG_ARRAY), BEYOND.format("1,048,625", 49)),
+        ("gguf", write("", LONG_STRINGS), BEYOND.format(57, 49)),
+        ("gguf", write("", LONG_STRINGS + FAR), BEYOND.format("4,611,686,018,427,387,969", 57)),
+        ("gguf", garbage(b"\x93"), r"must be b'GGUF'; pass a \.gguf file or a Hugging Face directory"),
+        ("gguf", garbage(b"GGUF\x03\0\0\0"), r"cannot read \S*model\.gguf: .*damaged or cut short"),
+        ("single", in_file(SINGLE, garbage(b"\x40\0\0\0\0\0\0\0{")), CUT.format(SINGLE)),
+    ],
+    "absent file": [
+        ("single", in_file(SINGLE, garbage(POINTER)), "fetch the file with `git lfs pull`"),
+        ("sharded", in_file(SHARD, garbage(POINTER)), "fetch the file with `git lfs pull`"),
+        ("sharded", in_file(SHARD, Path.unlink), rf"model-00002-of-\S+ is missing, {INDEX} names it; .* again"),
+        (TRT, in_file(RANK, Path.unlink), r"rank1\.safetensors is missing \(1 of the 2 ranks' files\)"),
+        ("single", in_file(SINGLE, Path.unlink), rf"has neither {SINGLE} nor {INDEX}; save the model"),
+    ],
+    "listing": [
+        ("sharded", drop_from_shard, rf"model-\d+-of-\S+: tensor {GATE} is missing, {INDEX} names it"),
+        ("sharded", index(lambda it: it.pop("weight_map")), rf"{INDEX}: weight_map must be an object of tensor"),
+        ("sharded", index(lambda it: it["weight_map"].clear()), rf"{INDEX}: weight_map is empty: must name every"),
+        ("sharded", index(lambda it: it["weight_map"].update(x=[1])), rf"{INDEX}: weight_map must be an object"),
+        ("sharded", write(INDEX, b"{"), rf"cannot read \S*{INDEX}: .* download .* again"),
+    ],
+    "missing tensor": [
+        ("single", without(NORM), NO_TENSOR.format(NORM) + OTHER_MODELS),
+        ("single", without(HEAD), NO_TENSOR.format(HEAD) + "tie_word_embeddings is false, .* true if the head"),
+        (TRT, without(HEAD, "rank1"), f"{HEAD} is missing; share_embedding_table is false, .* the head"),
+        (TRT, without(QKV, "rank1"), rf"rank1\.safetensors: tensor {QKV} is missing; copy"),
+        ("gguf", gguf_without("blk.2.attn_norm.weight"), r"model\.gguf: tensor blk\.2\.attn_norm\.weight is missing"),
+        ("gguf", gguf_without("token_embd.weight"), r"model\.gguf: tensor token_embd\.weight is missing"),
+    ],
+    "surplus tensor": [
+        ("single", with_extra(), r"lora of model\.safetensors \(1 in all\) has no place"),
+        ("sharded", with_extra(SHARD), r"lora of model-00002\S* \(1 in all\) has no place"),
+        (
+            "gguf",
+            gguf(lambda _, it: it.update(lora=np.ones(3, np.float32))),
+            r"gguf: tensor lora \(1 in all\) has no place in a",
+        ),
+        (TRT, with_extra("rank1"), r"lora of rank1\.safetensors \(1 in all\) has"),
+    ],
+    "shape": [
+        ("single", changed(GATE, lambda it: it[:, :-1]), rf"{GATE}: shape \(160, 95\): must be \(160, 96\) by the"),
+        ("single", tensors(shift_rows), rf"model\.safetensors: {QUERIES}: shape \(191, 96\): must be \(192, 96\)"),
+        ("single", changed(NORM, lambda it: it[None]), rf"{NORM}: shape \(1, 96\): must be \(96,\)"),
+        ("gguf", gguf_changed("blk.1.attn_q.weight", lambda it: it[:-1]), r"attn_q\.weight: shape \(191, 96\): must"),
+        (
+            "gguf",
+            gguf_changed("output.weight", lambda it: it[:-1]),
+            r"output\.weight: shape \(383, 96\): must be \(384",
+        ),
+        (TRT, changed(QKV, lambda it: it[:-1], "rank1"), rf"shape of {QKV} = \(159, 96\): must be \(160, 96"),
+    ],
+    "type": [
+        ("single", changed(GATE, torch.Tensor.char), rf"dtype of {GATE} = I8: {FLOATS}; use the unquantised"),
+        ("sharded", tensors(as_fp8, SHARD), rf"model-00002-of-\S+: dtype of \S+ = F8_E4M3: {FLOATS}; use the unq"),
+        ("gguf", gguf_changed(UP, lambda it: it.astype(np.int8)), f"type of {UP} = I8: must be a floating-point"),
+        (TRT, changed(QKV, torch.Tensor.char, "rank0"), rf"dtype of {QKV} = I8: {FLOATS}; convert the"),
+        (TRT, changed(QKV, torch.Tensor.half, "rank1"), rf"{QKV} = torch\.float16: must be torch\.float32 as"),
+    ],
+    "configuration": [
+        ("single", stated(architectures=["GPT2LMHeadModel"]), r"config\.json: architectures = 'GPT2LMHead"),
+        ("single", configure(lambda it: it.pop("hidden_size")), r"config\.json: hidden_size is missing; add it"),
+        ("single", stated(rms_norm_eps="small"), r"config\.json: model: rms_norm_eps = 'small': must be float"),
+        ("single", write("config.json", b"{"), r"cannot read \S*config\.json: .* again"),
+        ("single", write("config.json", b"[]"), r"config\.json = list: must be a JSON object"),
+        (TRT, stated(architecture="GPTForCausalLM"), r"config\.json: architecture = 'GPTForC"),
+        (TRT, configure(lambda it: it.pop("norm_epsilon")), r"config\.json: norm_epsilon is missing; convert"),
+        (TRT, stated(num_attention_heads=5), r"config\.json: num_kv_heads = 2: must be a divisor"),
+        (TRT, write("config.json", b"{"), r"cannot read \S*config\.json: .* again"),
+        ("gguf", gguf(lambda it, _: it.update({ARCHITECTURE: "gpt2"})), "= 'gpt2': must be one of llama, qwen2, qwen3"),
+        (
+            "gguf",
+            gguf(lambda it, _: it.pop("llama.block_count")),
+            r"gguf: llama\.block_count is missing; use the model's",
+        ),
+    ],
 }
 CASES = [
     pytest.param(*case, id=f"{fault}, {case[0]} {number}")

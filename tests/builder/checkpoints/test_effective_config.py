@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from gguf import GGUFValueType
-from tests.builder.checkpoints.damage import configure
 from tests.conftest import RandomModel
+from tests.support.edited_files import edit_json
 from tests.support.gguf_files import edit_gguf, write_gguf
 from tests.support.random_models import ARCHITECTURE_SHAPE, SHAPE
 
@@ -115,8 +115,7 @@ def changed(directory: Path, changes: dict[str, Any]) -> Path:
         for name in [name for name, value in values.items() if value is ...]:
             del values[name]
 
-    configure(change)(directory)
-    return directory
+    return edit_json(directory / "config.json", change)
 
 
 def test_longrope_is_compared_on_both_sides_of_its_border(tmp_path: Path) -> None:

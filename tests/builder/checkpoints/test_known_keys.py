@@ -103,16 +103,15 @@ def test_a_key_stands_in_one_list(name: str) -> None:
 
 def test_every_used_key_is_read() -> None:
     """A key that no code reads would be dropped in silence."""
-    from kvseek.builder.checkpoints import effective_config, gguf, gguf_tokenizer
+    from kvseek.builder.checkpoints import effective_config, gguf, gguf_tokenizer, tensorrt_llm
     from kvseek.builder.checkpoints import model_config as hugging_face
-    from kvseek.builder.checkpoints.tensorrt_llm import config
 
     def unread(known: KnownKeys, *modules: Any) -> list[str]:
         code = "".join(map(inspect.getsource, modules))
         return [key for key in known.used.split() if key.removeprefix("{arch}.") not in code]
 
     assert unread(CONFIG, hugging_face, effective_config) == []
-    assert unread(TENSORRT_LLM, config) == []
+    assert unread(TENSORRT_LLM, tensorrt_llm) == []
     # transformers reads the vocabulary of a GGUF file; scalings and end ids are put together from parts of their names.
     left = unread(GGUF, gguf, gguf_tokenizer)
     assert [key for key in left if not key.startswith(("tokenizer.", "{arch}.rope.scaling."))] == []

@@ -7,8 +7,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from tests.builder.checkpoints.beside_transformers import outcome
-from tests.builder.checkpoints.drawn_checkpoints import ABSENT, Case, Files, Shape, cases
+from tests.builder.checkpoints.drawn_checkpoints import ABSENT, Case, Files, Shape, cases, outcome
 
 from kvseek.builder.checking import reference
 
@@ -21,6 +20,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+SCALED = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True}
 DYNAMIC = {"type": "dynamic", "factor": 4.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 4.0, 8.0, 16.0]}
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
@@ -29,12 +29,43 @@ MISTRAL, QWEN2, QWEN3 = Shape("mistral"), Shape("qwen2", qkv_bias=True), Shape("
 MLP_BIASED = Shape(mlp_bias=True, qkv_bias=True, output_bias=True)
 BIASED_MISTRAL = Shape("mistral", qkv_bias=True, output_bias=True)
 
+# Configurations that state a thing twice, or where transformers looks first.
+ROPE: dict[str, dict[str, Any]] = {
+    "rope_scaling beside rope_parameters": {"rope_parameters": PLAIN, "rope_scaling": LINEAR},
+    "rope_scaling beside rope_parameters and rope_theta": {
+        "rope_parameters": PLAIN,
+        "rope_theta": 1e6,
+        "rope_scaling": SCALED,
+    },
+    "empty rope_scaling": {"rope_parameters": {**PLAIN, **LLAMA3}, "rope_scaling": {}},
+    "rope_theta beside that of rope_parameters": {"rope_parameters": PLAIN, "rope_theta": 1e6},
+    "type beside rope_type": {"rope_scaling": {**LINEAR, "rope_type": "linear", "type": "yarn"}},
+    "outer original length, yarn": {"rope_scaling": SCALED, "original_max_position_embeddings": 64},
+    "outer original length, llama3": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64},
+    "outer original length, rope_parameters": {
+        "rope_parameters": {**PLAIN, **LLAMA3},
+        "original_max_position_embeddings": 64,
+    },
+    "outer original length, linear": {"rope_scaling": LINEAR, "original_max_position_embeddings": 64},
+    "yarn, all fields": {
+        "rope_scaling": {
+            **SCALED,
+            "beta_fast": 16,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1,
+            "truncate": False,
+        }
+    },
+    "yarn, nulls": {"rope_scaling": {**SCALED, "beta_fast": None, "attention_factor": None}},
+    "yarn, attention_factor": {"rope_scaling": {**SCALED, "attention_factor": 1.5}},
+    "yarn, ramp of no width": {"rope_scaling": {**SCALED, "beta_fast": 2, "beta_slow": 2, "truncate": False}},
+}
 # Checkpoints that broke the property once, or are close to such. An entry stays for good.
 FOUND: dict[str, Case] = {
     "scaling beside parameters": Case(config={"rope_scaling": LINEAR, "rope_parameters": PLAIN}),
     "scaling beside yarn parameters": Case(config={"rope_scaling": LINEAR, "rope_parameters": {**PLAIN, **YARN}}),
     "tied with another head": Case(config={"tie_word_embeddings": True}),
-    "single file beside an index": Case(files=Files(layout="both")),
     "length at the top, yarn scaling": Case(config={"rope_scaling": {"type": "yarn", "factor": 4.0}, LENGTH: 32}),
     "length at the top and in yarn scaling": Case(config={"rope_scaling": YARN, LENGTH: 64, "rope_theta": 500.0}),
     "length at the top and in yarn parameters": Case(
@@ -97,6 +128,12 @@ def quiet() -> Iterator[None]:
 def test_plain_checkpoints_run(shape: Shape, config: dict[str, Any], files: Files) -> None:
     """The property would hold for a builder that refuses everything."""
     assert outcome(Case(shape, config, files)) == "equal"
+
+
+@pytest.mark.parametrize("case", [*(Case(config=own) for own in ROPE.values()), Case(files=Files(layout="both"))])
+def test_what_is_stated_twice_is_served_as_transformers_serves_it(case: Case) -> None:
+    """RoPE by several keys, and a single file beside the shards of an index, of which transformers reads the single file."""
+    assert outcome(case) == "equal"
 
 
 @pytest.mark.parametrize("length", [16, 23, 24, 25, 38, 39, 40])

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tests.support.edited_files import edit_json, edit_tensors
 from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_model
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.tensorrt_llm.checkpoint import TensorRtLlmCheckpoint
+from kvseek.builder.checkpoints.tensorrt_llm import TensorRtLlmCheckpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
@@ -50,17 +49,6 @@ def four_ranks(models: dict[str, Path], tmp_path: Path) -> Path:
     return save_tensorrt_llm(tmp_path / "four", models["llama"], tp=2, pp=2)
 
 
-def configure(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
 def names_of(config: ModelConfig) -> set[str]:
     return {source for weight in list_weights(config) for source in weight.sources}
 
@@ -89,7 +77,7 @@ def test_equals_the_hugging_face_checkpoint(
 def test_half_precision_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
     directory = save_tensorrt_llm(tmp_path / "trt", models["qwen3"], tp=2)
     for rank in range(2):
-        edit(
+        edit_tensors(
             directory / f"rank{rank}.safetensors",
             lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}),
         )
@@ -102,23 +90,23 @@ def test_half_precision_is_kept(models: dict[str, Path], tmp_path: Path) -> None
 def test_tied_embeddings_need_no_head(models: dict[str, Path], tmp_path: Path) -> None:
     flags = {"tie_word_embeddings": False, "share_embedding_table": True}
     directory = save_tensorrt_llm(tmp_path / "trt", models["qwen2"], **flags)
-    edit(directory / "rank0.safetensors", lambda tensors: tensors.pop("lm_head.weight"))
+    edit_tensors(directory / "rank0.safetensors", lambda tensors: tensors.pop("lm_head.weight"))
     checkpoint = open_checkpoint(directory)
     write_weights(checkpoint, tmp_path, WeightFormat(torch.float32))
     assert checkpoint.config.tie_word_embeddings
-    configure(directory, share_embedding_table=False)
+    edit_json(directory / "config.json", share_embedding_table=False)
     with pytest.raises(ConfigError, match=r"rank0\.safetensors: tensor lm_head\.weight is missing"):
         write_weights(open_checkpoint(directory), tmp_path, WeightFormat(torch.float32))
 
 
 def test_scales_of_the_kv_cache_are_no_weights(four_ranks: Path) -> None:
     scale = {f"transformer.layers.0.attention.kv_cache_{kind}scaling_factor": torch.ones(1) for kind in ("", "rcp_")}
-    edit(four_ranks / "rank3.safetensors", lambda tensors: tensors.update(scale))
-    configure(four_ranks, quantization={"quant_algo": None, "kv_cache_quant_algo": "FP8"})
+    edit_tensors(four_ranks / "rank3.safetensors", lambda tensors: tensors.update(scale))
+    edit_json(four_ranks / "config.json", quantization={"quant_algo": None, "kv_cache_quant_algo": "FP8"})
     checkpoint = open_checkpoint(four_ranks)
     assert checkpoint.unused(names_of(checkpoint.config)) == set()
     adapter = {"transformer.layers.0.attention.lora_a": torch.ones(1)}
-    edit(four_ranks / "rank3.safetensors", lambda tensors: tensors.update(adapter))
+    edit_tensors(four_ranks / "rank3.safetensors", lambda tensors: tensors.update(adapter))
     with pytest.raises(ConfigError, match=r"lora_a of rank3\.safetensors \(1 in all\) has no place in a llama decoder"):
         write_weights(open_checkpoint(four_ranks), four_ranks, WeightFormat(torch.float32))
 
@@ -204,80 +192,43 @@ MAPPINGS = [
 
 @pytest.mark.parametrize(("change", "message"), MAPPINGS)
 def test_refused_mappings(change: dict[str, Any], message: str, four_ranks: Path) -> None:
-    configure(four_ranks, **change)
+    edit_json(four_ranks / "config.json", **change)
     with pytest.raises(ConfigError, match=message):
         open_checkpoint(four_ranks).tensor("model.embed_tokens.weight")
 
 
-def drop_layer(tensors: dict[str, torch.Tensor]) -> None:
-    tensors.pop("transformer.layers.0.mlp.fc.weight")
-
-
-def shorten(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[QKV] = tensors[QKV][:-1].contiguous()
-
-
-def narrow(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[QKV] = tensors[QKV].half()
-
-
-def quantise(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[QKV] = tensors[QKV].to(torch.int8)
-
-
-def move(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["transformer.layers.0.post_layernorm.weight"] += 1
-
-
-DAMAGE = [
-    ("rank3", drop_layer, r"rank3\.safetensors: tensor transformer\.layers\.0\.mlp\.fc\.weight is missing"),
-    ("rank1", shorten, r"rank1\.safetensors: shape of .*qkv\.weight = \(191, 256\): must be \(192, 256\)"),
-    ("rank1", narrow, r"rank1\.safetensors: dtype of .*qkv\.weight = torch\.float16: must be torch\.float32 as in"),
-    ("rank0", quantise, r"rank0\.safetensors: dtype of .*qkv\.weight = I8: must be one of F32, BF16, F16"),
-    ("rank3", move, r"rank3\.safetensors: .*post_layernorm\.weight differs from that of rank2\.safetensors"),
-]
-
-
-@pytest.mark.parametrize(("rank", "damage", "message"), DAMAGE)
-def test_damaged_tensors(
-    rank: str, damage: Callable[[dict[str, torch.Tensor]], None], message: str, four_ranks: Path, tmp_path: Path
-) -> None:
-    edit(four_ranks / f"{rank}.safetensors", damage)
-    with pytest.raises(ConfigError, match=message):
+def test_copies_that_differ(four_ranks: Path, tmp_path: Path) -> None:
+    """What else may be wrong with a rank's file: test_bad_checkpoints.py."""
+    name = "transformer.layers.0.post_layernorm.weight"
+    edit_tensors(four_ranks / "rank3.safetensors", lambda tensors: tensors[name].add_(1))
+    with pytest.raises(
+        ConfigError, match=r"rank3\.safetensors: .*post_layernorm\.weight differs from that of rank2\.saf"
+    ):
         write_weights(open_checkpoint(four_ranks), tmp_path, WeightFormat(torch.float32))
 
 
 def test_kv_heads_that_should_be_copies(models: dict[str, Path], tmp_path: Path) -> None:
     """With four ranks and two KV heads, rank 3 repeats the KV head of rank 2."""
     directory = save_tensorrt_llm(tmp_path / "trt", models["qwen3"], tp=4)
-    edit(directory / "rank3.safetensors", lambda tensors: tensors[QKV][-1].add_(1))
+    edit_tensors(directory / "rank3.safetensors", lambda tensors: tensors[QKV][-1].add_(1))
     checkpoint = open_checkpoint(directory)
     assert checkpoint.tensor("model.layers.1.self_attn.k_proj.weight").shape == (64, 256)
     with pytest.raises(ConfigError, match=r"rank3\.safetensors: .*qkv\.weight differs from that of rank2"):
         checkpoint.tensor("model.layers.1.self_attn.v_proj.weight")
 
 
-def test_files_that_cannot_be_read(four_ranks: Path) -> None:
-    last = four_ranks / "rank3.safetensors"
-    os.truncate(last, last.stat().st_size - 1)
-    with pytest.raises(ConfigError, match=r"cannot read .*rank3\.safetensors: .*; copy the checkpoint again"):
-        open_checkpoint(four_ranks).tensor("lm_head.weight")
-    last.unlink()
-    for use in (lambda checkpoint: checkpoint.files, lambda checkpoint: checkpoint.tensor("lm_head.weight")):
-        with pytest.raises(ConfigError, match=r"rank3\.safetensors is missing \(1 of the 4 ranks' files\)"):
-            use(open_checkpoint(four_ranks))
-
-
-def test_compiled_engines_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {}, "build_config": {}}))
-    with pytest.raises(ConfigError, match="is a compiled TensorRT-LLM engine; pass the checkpoint"):
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"pretrained_config": {}, "build_config": {}}, "is a compiled TensorRT-LLM engine; pass the checkpoint"),
+        (
+            {"format_version": 2, "pretrained_config": {}},
+            "is an engine directory of kvseek; pass the checkpoint that it",
+        ),
+        ({"format_version": 1, "model": {}}, "is an engine directory of kvseek; pass the checkpoint that it was built"),
+    ],
+)
+def test_engines_are_no_checkpoints(document: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=message):
         open_checkpoint(tmp_path)
-
-
-def test_engines_of_our_own_are_refused(tmp_path: Path) -> None:
-    for document in ({"format_version": 2, "pretrained_config": {}}, {"format_version": 1, "model": {}}):
-        (tmp_path / "config.json").write_text(json.dumps(document))
-        with pytest.raises(
-            ConfigError, match="is an engine directory of kvseek; pass the checkpoint that it was built"
-        ):
-            open_checkpoint(tmp_path)

@@ -20,7 +20,7 @@ from tests.support.structs import compiled_part, fields_of, mirrors
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
 from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
-from kvseek.builder.compile.roots import package_roots
+from kvseek.builder.compile.shared import package_roots
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError

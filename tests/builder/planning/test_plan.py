@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,33 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.builder.options import FitOptions, parse
 from kvseek.builder.planning.fit import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, FitSearch
-from kvseek.builder.planning.report import fit_document
+from kvseek.builder.planning.report import Document, fit_document
+from kvseek.core.config import TensorRtConfig
+from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError
+from kvseek.core.ranks import rank_config
 from kvseek.core.request import Request
-from kvseek.core.sizes import memory_size, readable
+from kvseek.core.sizes import readable
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.memory_layout import lay_out_rows
+from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.draws.sampling import Sampler
+from kvseek.engine.model.activation_memory import prefill_bytes, work_bytes
+from kvseek.engine.model.cpu.products import HostProducts
+from kvseek.engine.model.reference.products import Linear, Products
 from kvseek.engine.model.weights import load_weights
+from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.scheduler import Scheduler
-from kvseek.engine.schedule.sequence import Sequence
+from kvseek.engine.schedule.sequence import RequestSequence
 from kvseek.plugins.registry import method_traits
 
 GIB, MIB = 1 << 30, 1 << 20
+BUDGET_FLAG = "--cache.kv_cache_host_memory_bytes"
+SEGMENTS = ("--runtime", "tensorrt", "--tensorrt.form", "segments")
 CPU = torch.device("cpu")
 SMALL = {**SHAPE, "architectures": ["LlamaForCausalLM"], "head_dim": 64, "max_position_embeddings": 65536}
 LLAMA = {
@@ -74,10 +84,22 @@ def arguments(model: Path, *flags: str, method: str = "pariskv", gpu: str = "80G
     return ["--plan", "--model", str(model), "--method", method, *memory, "--dtype", "bfloat16", *flags]
 
 
-def planner(model: Path, *flags: str, **options: str) -> FitSearch:
-    parsed = parse(arguments(model, *flags, **options))
+def options(flags: list[str]) -> FitOptions:
+    parsed = parse(flags)
     assert isinstance(parsed, FitOptions)
-    return FitSearch(parsed, open_checkpoint(parsed.model).config)
+    return parsed
+
+
+def search(flags: list[str]) -> FitSearch:
+    return FitSearch(options(flags), open_checkpoint(options(flags).model).config)
+
+
+def document(flags: list[str]) -> Document:
+    return fit_document(options(flags))
+
+
+def planner(model: Path, *flags: str, **values: str) -> FitSearch:
+    return search(arguments(model, *flags, **values))
 
 
 def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
@@ -94,7 +116,7 @@ def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)
         statistics = RequestStatistics(prompt_tokens=context - 8, submitted_at=0.0)
-        scheduler.queue.push(Sequence(number, request, Sampler(request, 384), statistics))
+        scheduler.queue.push(RequestSequence(number, request, Sampler(request, 384), statistics))
     while (sequence := scheduler.admit()) is not None:
         scheduler.open(sequence)
     return len(scheduler.running)
@@ -164,9 +186,9 @@ def test_weights_are_what_a_build_writes(tmp_path: Path) -> None:
 def test_numbers_of_llama(llama: Path) -> None:
     """By hand: 8.03e9 weights of 2 bytes, 32 layers, 8 KV heads of 128 channels."""
     started = time.process_time()
-    document = fit_document(parse(arguments(llama, "--max_seq_len", "1048576", "--max_batch_size", "1")))  # type: ignore[arg-type]
+    plan = document(arguments(llama, "--max_seq_len", "1048576", "--max_batch_size", "1"))
     assert time.process_time() - started < 2
-    sizes = document["bytes"]
+    sizes = plan["bytes"]
     assert sizes["weights"] == 2 * 8_030_261_248
     assert sizes["window_per_slot"] == 576 * 131072
     assert sizes["rows_per_token"] == 131072 == 32 * 8 * 2 * 128 * 2
@@ -176,18 +198,18 @@ def test_numbers_of_llama(llama: Path) -> None:
     assert sizes["index_per_slot"] == pytest.approx(kept + work_space + scratch, rel=0.01), (
         "hot rows, counts; votes, columns, totals; votes, places, estimates and keys of a region"
     )
-    assert [row["context"] for row in document["contexts"]] == [1 << power for power in range(13, 21)]
-    assert [row["batch"] for row in document["batches"]] == [1, 2, 4, 8]
-    by_context = {row["context"]: row["batch"] for row in document["contexts"]}
+    assert [row["context"] for row in plan["contexts"]] == [1 << power for power in range(13, 21)]
+    assert [row["batch"] for row in plan["batches"]] == [1, 2, 4, 8]
+    by_context = {row["context"]: row["batch"] for row in plan["contexts"]}
     assert by_context[8192] == 64
-    for row in document["batches"]:
+    for row in plan["batches"]:
         assert by_context[1 << 17] >= row["batch"] or row["context"] < 1 << 17
-    held = [row["batch"] for row in document["contexts"]]
+    held = [row["batch"] for row in plan["contexts"]]
     assert held == sorted(held, reverse=True)
-    for row in document["contexts"]:
+    for row in plan["contexts"]:
         assert row["device_total"] <= 80 * GIB
         assert row["host_rows"] <= 511 * GIB
-    engine = document["engine"]
+    engine = plan["engine"]
     assert engine["device_rows_per_token"] + engine["host_rows_per_token"] == 131072
     parts = ("weights", "windows", "index_of_tokens", "index_of_slots", "work_space", "device_rows")
     assert sum(engine[part] for part in parts) == engine["device_total"]
@@ -220,15 +242,13 @@ def test_tables_and_json(small: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert build.main(flags) == 0
     printed = capsys.readouterr().out
     assert build.main([*flags, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    parsed = parse(flags)
-    assert isinstance(parsed, FitOptions)
-    assert document == json.loads(json.dumps(fit_document(parsed)))
+    plan = json.loads(capsys.readouterr().out)
+    assert plan == json.loads(json.dumps(document(flags)))
     assert {path: path.stat().st_mtime_ns for path in small.parent.rglob("*")} == before, "nothing is written"
-    assert document["contexts"][-1]["context"] == 131072
-    for row in document["contexts"]:
+    assert plan["contexts"][-1]["context"] == 131072
+    for row in plan["contexts"]:
         assert f"{row['context']:,}" in printed
-    assert readable(document["bytes"]["weights"]) in printed
+    assert readable(plan["bytes"]["weights"]) in printed
     assert "The model reaches 65,536 tokens: a build refuses a larger --max_seq_len." in printed.replace("\n", " ")
     assert "max_batch_size 3, max_seq_len 131,072" in printed
 
@@ -254,75 +274,13 @@ def test_an_engine_that_does_not_fit_is_told(small: Path, capsys: pytest.Capture
 
 
 def test_the_dtype_is_that_of_a_build(small: Path) -> None:
-    flags = [flag for flag in arguments(small) if flag not in ("--dtype", "bfloat16")]
-    parsed = parse(flags)
-    assert isinstance(parsed, FitOptions)
-    assert (parsed.dtype, parsed.device) == ("float32", "cuda")
-    half = fit_document(dataclasses.replace(parsed, dtype="bfloat16"))
+    parsed = options([flag for flag in arguments(small) if flag not in ("--dtype", "bfloat16")])
+    assert (parsed.choices["dtype"], parsed.choices["device"]) == ("float32", "cuda")
+    half = fit_document(dataclasses.replace(parsed, choices=parsed.choices | {"dtype": "bfloat16"}))
     full = fit_document(parsed)
     assert full["bytes"]["rows_per_token"] == 2 * half["bytes"]["rows_per_token"]
     assert any("--dtype bfloat16 halves" in note for note in full["notes"])
     assert not any("--dtype" in note for note in half["notes"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--method", "flat"), "method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv"),
-        (("--pariskv.top_k", "0"), "top_k = 0: must be >= 1"),
-        (("--max_input_len", "900", "--max_seq_len", "800"), "max_input_len = 900: must be <= max_seq_len = 800"),
-        (("--max_batch_size", "65"), "max_batch_size = 65: must be <= 64"),
-        (("--tp_size", "3"), "tp_size = 3: must be a divisor of intermediate_size = 160; choose"),
-        (("--tp_size", "0"), "tp_size = 0: must be >= 1"),
-        (("--tp_size", "2", "--runtime", "tensorrt"), "tp_size = 2: must be 1 with runtime = 'tensorrt'"),
-        (("--kernels", "reference"), "kernels = 'reference': must be 'native'"),
-    ],
-)
-def test_bad_values(small: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
-    assert build.main([*arguments(small), *flags]) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("--gpu_memory", "80GX"),
-            "argument --gpu_memory: '80GX': must be a number > 0 and a unit, one of KB, KiB, MB",
-        ),
-        (("--host_memory", "0"), "argument --host_memory: '0': must be a number > 0"),
-        (("--device", "cpu"), "--gpu_memory belongs to --device cuda; --device is cpu: leave it out"),
-        (("--force",), "--force does not go with --plan; leave it out"),
-        (("--inspect", "x"), "--inspect does not go with --plan"),
-        (("--prkv.page", "8"), "--prkv.page belongs to --method prkv"),
-    ],
-)
-def test_bad_usage(small: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        build.main([*arguments(small), *flags])
-    assert message in capsys.readouterr().err
-
-
-def test_memory_must_be_stated(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        build.main(["--plan", "--model", str(small), "--method", "full", "--gpu_memory", "1"])
-    assert "required with --plan: --host_memory" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        build.main(["--model", str(small), "--method", "full", "--output_dir", "x", "--gpu_memory", "1"])
-    assert "--gpu_memory goes only with --plan; leave it out" in capsys.readouterr().err
-
-
-def test_sizes() -> None:
-    assert [memory_size(text) for text in ("80GiB", "80GB", "512MiB", "123")] == [80 * GIB, 80 * 10**9, 512 * MIB, 123]
-    assert memory_size("1.5 TB") == 1_500_000_000_000
-    assert memory_size("0.1GB") == 100_000_000, "decimal: no rounding of binary fractions"
-    for size, text in (
-        (640, "640 B"),
-        (1536, "1.50 KiB"),
-        (80 * GIB, "80.00 GiB"),
-        (5000 * 1024 * GIB, "5,000.00 TiB"),
-    ):
-        assert readable(size) == text
 
 
 def test_loading_says_what_does_not_fit(small: Path) -> None:
@@ -333,3 +291,229 @@ def test_loading_says_what_does_not_fit(small: Path) -> None:
         own = planner(small, method=method)
         with pytest.raises(CapacityError, match=r"weights 2,000, windows [\d,]+, work space .* 1,000 are available"):
             divide_measured(own.config(8192, 1), IndexNeeds(0, 0), 1000, 2000)
+
+
+# On the CPU, and of several ranks: each rank's part, as a build writes it and as loading lays it out
+
+
+def on_cpu(
+    model: Path, *flags: str, method: str = "pariskv", host: str = "64GiB", dtype: str = "bfloat16"
+) -> list[str]:
+    own = ("--device", "cpu", "--host_memory", host, "--dtype", dtype)
+    return ["--plan", "--model", str(model), "--method", method, *own, *flags]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_what_is_planned_is_built_and_loaded(tp_size: int, tmp_path: Path) -> None:
+    """Weights, windows and rows of each rank of an engine; with 4 ranks, two have the same KV head."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    model = save_random_model(tmp_path / "model", "llama", **shape)
+    limits = ("--max_seq_len", "4096", "--max_batch_size", "3", "--tp_size", str(tp_size))
+    own = search(on_cpu(model, *limits, method="full", dtype="float32"))
+    engine = tmp_path / "engine"
+    flags = ["--model", str(model), "--method", "full", "--output_dir", str(engine), "--kernels", "reference"]
+    assert build.main([*flags, *limits, "--quiet", "--no-check"]) == 0
+    for rank in range(tp_size):
+        index = json.loads((engine / f"rank{rank}.index.json").read_text())
+        assert own.weight_bytes == index["metadata"]["total_size"]
+    config = rank_config(read_config(engine))
+    layout = host_rows(config, torch.float32)
+    cache = Cache(config, torch.float32, CPU, RowStorage(config, torch.float32, CPU, layout))
+    attempt = own.attempt(4096, 3)
+    assert attempt.memory is not None
+    assert attempt.memory.rows == layout
+    assert attempt.memory.window_bytes == cache.window.nbytes == 3 * own.slot_window_bytes
+    assert own.token_row_bytes == cache.rows.pool.rows[0].nbytes // 1024
+    assert own.host_bytes(attempt.memory) == tp_size * (attempt.memory.device_bytes + layout.host_bytes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["none", "int8", "int8 with its head", "fp8"])
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_weights_in_memory_are_what_products_hold(precision: str, dtype: str, kernels: str, tmp_path: Path) -> None:
+    """Of two ranks; the kernel for bytes cannot multiply the rows of `down`, which are 24 numbers long."""
+    model = save_random_model(tmp_path / "model", "llama", intermediate_size=48, tie_word_embeddings=True)
+    bits, *head = precision.split(maxsplit=1)
+    flags = ["--tp_size", "2", "--weight_only_precision", bits, "--kernels", kernels, "--dtype", dtype]
+    flags += ["--quantize_lm_head"] * bool(head)
+    engine, planned = tmp_path / "engine", search(on_cpu(model, *flags, method="full", dtype=dtype)).weight_bytes
+    build_flags = ["--model", str(model), "--method", "full", "--output_dir", str(engine), "--quiet", "--no-check"]
+    assert build.main([*build_flags, *flags]) == 0
+    own: Products = (Products if kernels == "reference" else HostProducts)(getattr(torch, dtype))
+    weights = load_weights(engine, CPU, rank=1)
+    packed = kernels == "native" and "lm_head.weight" not in weights
+    held = weights["embed.weight"].nbytes if packed else 0  # beside the packed head
+    for name, weight in weights.items():
+        scale = weights.get(f"{name}_scale")
+        if scale is None:
+            held += 0 if name.endswith("_scale") else weight.nbytes
+            continue
+        linear = own.linear(weight, None, scale)
+        assert isinstance(linear, Linear)
+        kept = linear.weight.dtype == weight.dtype
+        held += linear.weight.numel() * linear.weight.element_size() + kept * scale.nbytes
+    assert planned == held
+
+
+def test_a_rank_is_planned_as_an_engine_of_its_size(tmp_path: Path) -> None:
+    """Index, window, rows and work space follow from the rank's heads and channels alone, on a GPU and on the CPU."""
+    shape = {**SMALL, "vocab_size": 64}  # so that the head, of which a rank has a part, is not the largest weight
+    part = {**shape, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 80}
+    together, alone = save(tmp_path / "together", shape), save(tmp_path / "part", part)
+    for method in ("pariskv", "ctkvr", "clusterkv"):
+        for flags in (arguments, on_cpu):
+            whole, own = search(flags(together, "--tp_size", "2", method=method)), search(flags(alone, method=method))
+            for name in ("token_row_bytes", "token_index_bytes", "slot_index_bytes", "slot_window_bytes"):
+                assert getattr(whole, name) == getattr(own, name) > 0 or (method, name) == (
+                    "ctkvr",
+                    "token_index_bytes",
+                )
+            mine, others = whole.attempt(8192, 2).memory, own.attempt(8192, 2).memory
+            assert mine is not None
+            assert others is not None
+            of_sums = symmetric_bytes(2) + NCCL_BYTES if flags is arguments else 0
+            assert (mine.rows, mine.work_bytes) == (others.rows, others.work_bytes + of_sums)
+
+
+def test_numbers_of_llama_on_ranks(llama: Path) -> None:
+    """By hand: 128 KiB of rows a token; weights divided but for 65 norms of 4,096; vocabulary 128,256."""
+    norms = 65 * 4096 * 2
+    for tp_size, rows in ((2, 65536), (8, 16384), (16, 16384)):
+        sizes = document(on_cpu(llama, "--tp_size", str(tp_size)))["bytes"]
+        assert sizes["rows_per_token"] == rows
+        copies = 0 if tp_size <= 8 else 2 * 32 * 4096 * 8 * 128 * 2  # of the rows of K and V in qkv, once more
+        assert sizes["weights"] == (2 * 8_030_261_248 - norms + copies) // tp_size + norms
+
+
+def test_a_weight_may_be_converted(llama: Path) -> None:
+    """Of bfloat16, on processors without instructions for it: here a rank's part of the head."""
+    for tp_size in (1, 2):
+        narrow, wide = (
+            search(on_cpu(llama, "--tp_size", str(tp_size), dtype=dtype)) for dtype in ("bfloat16", "float32")
+        )
+        assert (
+            narrow.work_bytes(narrow.asked) - work_bytes(narrow.asked, torch.bfloat16) == 4 * 128256 * 4096 // tp_size
+        )
+        assert wide.work_bytes(wide.asked) == work_bytes(wide.asked, torch.float32)
+
+
+def test_host_memory_is_that_of_all_ranks(small: Path) -> None:
+    for flags in (("--tp_size", "2"), ()):
+        own = search(on_cpu(small, *flags, host="3GiB"))
+        most = own.largest_batch(65536)
+        assert most.best is not None
+        assert most.limit == HOST
+        assert most.best.memory is not None
+        more = own.attempt(65536, most.best.batch + 1)
+        assert more.memory is not None
+        assert own.host_bytes(most.best.memory) <= 3 * GIB < own.host_bytes(more.memory)
+        assert f"{own.host_bytes(more.memory):,} bytes of host memory" in more.reason
+    always = ("--cache.offload", "always")
+    two = planner(small, *always, "--tp_size", "2", host="2GiB").attempt(65536, 8)
+    one = planner(small, *always, host="2GiB").attempt(65536, 8)
+    assert two.memory is not None
+    assert one.memory is not None
+    assert 2 * two.memory.rows.host_bytes == one.memory.rows.host_bytes
+    assert two.limit == one.limit
+
+
+def test_budgets_are_those_of_all_ranks(small: Path) -> None:
+    extent = 3 * 2 * 1024 * 2 * 64 * 2  # in 3 layers of 2 KV heads
+    most = search(on_cpu(small, BUDGET_FLAG, str(5 * 4 * extent), "--tp_size", "2")).largest_batch(4096)
+    assert (most.limit, most.best.batch if most.best else 0) == (BUDGET, 5)
+    never = ("--cache.offload", "never", "--cache.kv_cache_device_memory_bytes", str(5 * 4 * extent))
+    most = planner(small, *never, "--tp_size", "2").largest_batch(4096)
+    assert (most.limit, most.best.batch if most.best else 0) == (BUDGET, 5)
+    assert planner(small, "--tp_size", "2", gpu="1GiB").largest_batch(4096).limit == DEVICE
+
+
+def test_what_is_printed_of_ranks(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(flags: list[str]) -> str:
+        assert build.main(flags) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    of_sums = "The work space contains 24.00 MiB in which ranks sum, and 512.00 MiB for NCCL"
+    text = printed(arguments(small, "--tp_size", "2"))
+    assert of_sums in text
+    assert "those of all 2 ranks, of 512.00 GiB" in text
+    text = printed(on_cpu(small, "--tp_size", "2"))
+    assert of_sums not in text
+    assert "of all 2 ranks, of 64.00 GiB" in text
+    assert "on the device" not in text
+    assert "have the same KV head" not in text
+    wide = save(small.parent / "wide", {**SMALL, "num_attention_heads": 8})
+    assert "2 ranks have the same KV head" in printed(on_cpu(wide, "--tp_size", "4"))
+    text = printed(on_cpu(small))
+    assert "ranks" not in text
+    assert build.main([*on_cpu(small, "--tp_size", "2"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    engine = found["engine"]
+    parts = ("weights", "windows", "index_of_tokens", "index_of_slots", "work_space", "host_rows")
+    assert engine["host_total"] == 2 * sum(engine[part] for part in parts)
+    assert (found["device"], found["tp_size"], found["gpu"]) == ("cpu", 2, None)
+
+
+def test_a_plan_for_the_cpu_has_no_most_requests(small: Path) -> None:
+    assert document(on_cpu(small, "--max_batch_size", "100", method="flat"))["engine"]["fits"]
+
+
+def test_the_documented_excerpt_is_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    model = save(tmp_path / "Llama-3.1-8B", LLAMA)
+    flags = ("--weight_only_precision", "int8", "--max_batch_size", "2", "--tp_size", "4")
+    assert build.main(on_cpu(model, *flags, method="nested", host="128GiB")) == 0
+    text = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"--tp_size 4\n\n((?:     .*\n|\n)+)", text)
+    lines = [line.strip() for line in shown.splitlines() if line]
+    printed = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    assert len(lines) > 5
+    assert [line for line in lines if line not in printed] == []
+
+
+# TensorRT's plans: bytes of their weights, and prompts that are read whole; no TensorRT is needed
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An untied model, and a tied one, whose embedding is 384 × 192."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save_random_model(folder / name, name) for name in ("llama", "qwen2")}
+
+
+@pytest.mark.parametrize(("name", "copies"), [("llama", 0), ("qwen2", 1)])
+def test_weights_of_plans(name: str, copies: int, models: dict[str, Path]) -> None:
+    """Segments of a tied model hold the embedding twice; nothing else differs."""
+    torch_weights = document(arguments(models[name], method="full"))["bytes"]["weights"]
+    assert (
+        document(arguments(models[name], "--runtime", "tensorrt", method="full"))["bytes"]["weights"] == torch_weights
+    )
+    segments = document(arguments(models[name], *SEGMENTS, method="full"))
+    assert segments["bytes"]["weights"] - torch_weights == copies * 384 * 192 * 2
+    assert segments["engine"]["weights"] == segments["bytes"]["weights"]
+    about = [note for note in segments["notes"] if "TensorRT" in note]
+    assert about[0] == f"Weights are those of the TensorRT plans{', the tied embedding twice' * copies}."
+    assert about[1].startswith("Not counted: the plans' tables of cosines and sines")
+
+
+def test_what_it_says_of_the_runtime(models: dict[str, Path]) -> None:
+    found = document(arguments(models["llama"], *SEGMENTS, method="full"))
+    assert (found["runtime"], found["tensorrt"]) == ("tensorrt", {"module": "tensorrt", "form": "segments"})
+    torch_plan = document(arguments(models["llama"], method="full"))
+    assert (torch_plan["runtime"], torch_plan["tensorrt"]) == ("torch", None)
+    assert not [note for note in torch_plan["notes"] if "TensorRT" in note]
+
+
+def test_one_plan_reads_prompts_whole(models: dict[str, Path]) -> None:
+    """Its chunk is as long as the longest prompt, whatever context is asked about; activations are TensorRT's, not counted."""
+    own = planner(models["llama"], "--runtime", "tensorrt", method="full")
+    assert own.asked.tensorrt == TensorRtConfig("tensorrt", "engine")
+    for context in (100, 1024):
+        config = own.config(context, 2)
+        assert (config.max_input_len, config.prefill_chunk_tokens) == (context, context)
+    chunked = planner(models["llama"], *SEGMENTS, method="full")
+    assert chunked.config(100, 2).prefill_chunk_tokens == 2048
+    limited = dataclasses.replace(own.asked, prefill_chunk_tokens=64)
+    assert prefill_bytes(own.asked, own.dtype, 1024) == prefill_bytes(limited, own.dtype, 1024)
+    assert prefill_bytes(own.asked, own.dtype, 1024) < prefill_bytes(chunked.asked, own.dtype, 1024)

@@ -11,25 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.builds import run_build
 from tests.support.gguf_files import write_gguf
 from tests.support.random_models import save_random_model
 from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
-from kvseek.builder import build, preflight
+from kvseek.builder import preflight
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size
-from kvseek.builder.preflight import Room, available_room, needed_room, refuse_too_little, weight_memory
+from kvseek.builder.preflight import Room, available_room, needed_room, weight_memory
 from kvseek.builder.tensorrt import storage
 from kvseek.core.config import EngineConfig, TensorRtConfig
-from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import verify
 
 PLENTY = 1 << 50
-
-
-def run(model: Path, output_dir: Path, *flags: str) -> int:
-    arguments = ["--model", str(model), "--output_dir", str(output_dir), "--method", "full", "--kernels", "reference"]
-    return build.main([*arguments, "--quiet", *flags])
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, disk: int = PLENTY, memory: int = PLENTY) -> list[Path]:
@@ -71,25 +66,25 @@ def test_one_byte_too_little(
 ) -> None:
     output, least = tmp_path / "folder/engine", getattr(needed(model), short)
     asked = pretend(monkeypatch, **{short: least - 1})
-    assert run(model, output) == 1
+    assert run_build(model, output) == 1
     assert re.search(message, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == [], "not even the folder above"
     assert asked == [tmp_path], "the nearest folder that exists"
     pretend(monkeypatch, **{short: least})
-    assert run(model, output) == 0
+    assert run_build(model, output) == 0
     verify(output)
 
 
 def test_an_old_engine_stays(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "engine"
-    assert run(model, output) == 0
+    assert run_build(model, output) == 0
     inode = output.stat().st_ino
     asked = pretend(monkeypatch, disk=needed(model).disk - 1)
-    assert run(model, output, "--force") == 1
+    assert run_build(model, output, "--force") == 1
     assert (output.stat().st_ino, [path.name for path in tmp_path.iterdir()]) == (inode, ["engine"])
     verify(output)
     assert asked == [output]
-    assert run(model, output) == 0, "what is up to date needs no room"
+    assert run_build(model, output) == 0, "what is up to date needs no room"
 
 
 def test_the_disk_of_the_nearest_folder(tmp_path: Path) -> None:
@@ -101,7 +96,7 @@ def test_the_disk_of_the_nearest_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_more_is_announced_than_written(model: Path, tmp_path: Path, dtype: str) -> None:
-    assert run(model, tmp_path / "engine", "--dtype", dtype) == 0
+    assert run_build(model, tmp_path / "engine", "--dtype", dtype) == 0
     written = sum(path.stat().st_size for path in (tmp_path / "engine").rglob("*") if path.is_file())
     expected, weights = (
         needed(model, dtype),
@@ -197,11 +192,3 @@ def test_the_largest_weight_decides(model: Path, tmp_path: Path) -> None:
     grown = needed(wide).memory - needed(model).memory
     embedding = 384 * 96 * 4  # the largest of the narrow model: read as it is stored
     assert grown == 2 * (2 * 4000 * 96 * 4) - max(embedding, 2 * 320 * 96 * 4), "gate_up, fused"
-
-
-def test_what_is_enough() -> None:
-    output, model = Path("engine"), Path("model")
-    refuse_too_little(Room(5, 7), Room(5, 7), output, model)
-    for available in (Room(4, 7), Room(5, 6)):
-        with pytest.raises(ConfigError):
-            refuse_too_little(Room(5, 7), available, output, model)

@@ -24,8 +24,12 @@ from tests.support.tensorrt_stand_ins import with_plugin_layers
 
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import weight_reader
+from kvseek.builder.tensorrt.plans import write_plans
 from kvseek.builder.tensorrt.sizes import weight_bytes
+from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
+from kvseek.core.errors import KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.plugins.tensorrt.fields import AttentionFields
 
@@ -84,9 +88,12 @@ def check_engine(directory: Path, model: Path) -> None:
     assert 0 < beside < len(plans) * PLAN_OVERHEAD
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_segments(architecture: str, models: dict[str, Path], tmp_path: Path, no_kernels: None) -> None:
-    assert run(models[architecture], tmp_path / "engine", *SEGMENTS, *LIMITS) == 0
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [*((name, "bfloat16") for name in ARCHITECTURES), ("llama", "float32"), ("qwen2", "float16")],
+)
+def test_segments(architecture: str, dtype: str, models: dict[str, Path], tmp_path: Path, no_kernels: None) -> None:
+    assert run(models[architecture], tmp_path / "engine", *SEGMENTS, *LIMITS, "--dtype", dtype) == 0
     check_engine(tmp_path / "engine", models[architecture])
     assert (tmp_path / "engine/kernels/sm_90.cubin").read_bytes() == b"cubin"
 
@@ -159,55 +166,6 @@ def test_the_other_form_is_another_engine(
         assert read_config(directory).tensorrt.form == form
         assert len(read_files(directory)) == plans
         assert (directory / "rank0.engine").exists() == (form == "engine")
-
-
-REFUSED = [
-    (("--tensorrt.form", "segments"), "--tensorrt.form belongs to --runtime tensorrt; --runtime is torch"),
-    (("--tensorrt.module", "tensorrt"), "--tensorrt.module belongs to --runtime tensorrt"),
-    (
-        ("--runtime", "tensorrt", "--prefill_chunk_tokens", "64"),
-        "--prefill_chunk_tokens does not go with --tensorrt.form engine, which reads a prompt in one call",
-    ),
-]
-
-
-@pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_flags_that_would_be_ignored(
-    flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for mode in (
-        ("--output_dir", str(tmp_path / "engine")),
-        ("--plan", "--gpu_memory", "1GiB", "--host_memory", "1GiB"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            build.main(["--model", str(tmp_path), "--method", "full", *mode, *flags])
-        assert message in " ".join(capsys.readouterr().err.split())
-
-
-INVALID = [
-    (
-        ("--tensorrt.module", "tensorrt_rtx"),
-        "tensorrt.form = 'engine': must be 'segments' with module = 'tensorrt_rtx'",
-    ),
-    (("--tensorrt.module", "onnx"), "tensorrt.module = 'onnx': must be one of"),
-    (("--tensorrt.form", "layers"), "tensorrt.form = 'layers': must be one of"),
-    (("--device", "cpu"), "runtime = 'tensorrt': must be 'torch' with device = 'cpu'"),
-    (("--weight_only_precision", "int8"), "weight_only_precision = 'int8': must be 'none' with runtime = 'tensorrt'"),
-]
-
-
-@pytest.mark.parametrize(("flags", "message"), INVALID)
-def test_refused_before_anything_is_written(
-    flags: tuple[str, ...],
-    message: str,
-    models: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    basis = () if "--device" in flags else CUDA
-    assert run(models["llama"], tmp_path / "engine", *basis, "--runtime", "tensorrt", *flags) == 1
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorrt", "tensorrt-cu13"), ("tensorrt_rtx", "tensorrt-rtx-cu13")])
@@ -319,3 +277,19 @@ def test_torch_engines_have_no_plans(
     directory = build_engine(models["llama"], "full", "--kernels", "reference")
     assert build.main(["--inspect", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"] is None
+
+
+def test_weight_of_another_shape_is_an_error(models: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint, progress = open_checkpoint(models["qwen2"]), list[int]()
+    runtime = {"runtime": "tensorrt", "tensorrt": TensorRtConfig("tensorrt_rtx", "segments")}
+    config = EngineConfig(checkpoint.config, "full", device="cuda", max_seq_len=128, max_input_len=100, **runtime)
+    read = weight_reader(checkpoint, torch.float32)
+
+    def wrong(name: str) -> torch.Tensor:
+        return read(name)[:, :-1] if name == "layers.1.down.weight" else read(name)
+
+    with pytest.raises(
+        KernelError, match=r"layer layers\.1\.down of network .segment_2. is refused by tensorrt_rtx .*dim"
+    ):
+        write_plans(api, config, wrong, tmp_path, progress.append)
+    assert progress == [1] * 2, "two segments were written"

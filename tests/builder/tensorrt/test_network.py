@@ -16,8 +16,7 @@ from tests.support.random_models import ARCHITECTURES, save_random_model
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.graph import Graph
-from kvseek.builder.tensorrt.network_forms import NetworkWriter
-from kvseek.builder.tensorrt.plans import describe
+from kvseek.builder.tensorrt.network import NetworkWriter
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.reference.attention import causal_attention
 from kvseek.engine.tensorrt.messages import logger
@@ -157,22 +156,6 @@ def test_segments_are_in_memory_one_at_a_time(tmp_path: Path) -> None:
 
     segments.decoder.write_segments(consume)
     assert len(alive) == segments.model.num_layers + 1
-
-
-def test_inputs_and_outputs(tmp_path: Path) -> None:
-    """Every segment takes what it uses and gives what the next one needs, in the engine's dtype."""
-    segments = Segments(save_random_model(tmp_path / "model", "llama"), torch.bfloat16)
-    first, middle, after, last = (describe(graph.network) for graph in segments.graphs)
-    queries, keys = {"dtype": "BF16", "shape": [-1, 6, 32]}, {"dtype": "BF16", "shape": [-1, 2, 32]}
-    hidden, angles = {"dtype": "BF16", "shape": [-1, 96]}, {"dtype": "BF16", "shape": [-1, 1, 16]}
-    ids = {"dtype": "INT32", "shape": [-1]}
-    made = {"queries": queries, "keys": keys, "values": keys, "next_hidden": hidden}
-    taken = {"attended": queries, "hidden": hidden}
-    rotation = {"cos": angles, "sin": angles}
-    assert first == {"inputs": {"ids": ids, "positions": ids}, "outputs": made | rotation}
-    assert middle == after == {"inputs": taken | rotation, "outputs": made}
-    logits = {"dtype": "FLOAT", "shape": [-1, 384]}
-    assert last == {"inputs": taken | {"rows": ids}, "outputs": {"logits": logits}}
 
 
 def tied_constants(network: Any) -> int:

@@ -19,14 +19,14 @@ from tests.support.cache_runs import CPU, DIM, LAYERS, SLOTS, CacheRun, make_cac
 
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig
 from kvseek.core.errors import CapacityError
-from kvseek.core.streams import SideStream, Ticket
+from kvseek.core.streams import SideStream, SideWork
 from kvseek.engine.cache import cache as cache_module
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT, Cache
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 
 
-class LateTicket(Ticket):
+class LateWork(SideWork):
     """Runs what its stream was given, up to and including its own work, when it is waited for."""
 
     def __init__(self, stream: LateStream) -> None:
@@ -48,14 +48,14 @@ class LateStream(SideStream):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.pending: deque[Ticket] = deque()
+        self.pending: deque[SideWork] = deque()
         self.works: deque[Callable[[], None]] = deque()
 
-    def run(self, work: Callable[[], None], read: tuple[torch.Tensor, ...] = ()) -> Ticket:
-        ticket = LateTicket(self)
-        self.pending.append(ticket)
+    def run(self, work: Callable[[], None], read: tuple[torch.Tensor, ...] = ()) -> SideWork:
+        late = LateWork(self)
+        self.pending.append(late)
         self.works.append(work)
-        return ticket
+        return late
 
 
 # What happens to a slot: (slot, prompt, decode steps after it, cancelled while its prompt is read).

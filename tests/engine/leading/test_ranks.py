@@ -104,10 +104,10 @@ def test_every_architecture_has_the_tokens_of_one_rank(
 
 def logits_of(directory: Path) -> Tensor:
     """Of a prompt in chunks, and of steps with given tokens."""
-    tokens = [i * i * 13 % 250 + 3 for i in range(200)]
+    tokens = [i * i * 7 % 250 + 3 for i in range(300)]
     with closing(load_decoder(directory, read_config(directory))) as decoder:
         rows = [run_prefill(decoder, 0, tokens, 40)[None]]
-        rows += [decoder.decode([token], [0])[0] for token in tokens[:20]]
+        rows += [decoder.decode([token], [0])[0] for token in tokens[:30]]
         return torch.cat(rows)
 
 
@@ -118,7 +118,7 @@ def test_a_head_of_8_bits_is_divided_by_rows(tied: bool, random_model: RandomMod
     model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, **shape)
     flags = (*FLAGS, "--dtype", "bfloat16", "--weight_only_precision", "int8", "--quantize_lm_head")
     expected, found = (logits_of(build_engine(model, "full", *flags, *more)) for more in ((), ("--tp_size", "2")))
-    assert found.shape == expected.shape == (21, 401)
+    assert found.shape == expected.shape == (31, 401)
     assert (found - expected).norm() / expected.norm() <= 5e-2
 
 
@@ -177,12 +177,12 @@ def test_a_rank_that_hangs_ends_the_engine(random_model: RandomModel, build_engi
 
 
 def test_a_rank_whose_cache_differs_ends_the_engine(directory: Path) -> None:
-    decoder = lead(directory, read_config(directory))
-    run_prefill(decoder, 0, [5, 6, 7], 5)
-    decoder.cache.tokens[1] += 1
-    with pytest.raises(RankError, match=r"rank 1: RuntimeError: checksum of the cache's state = .*: must be rank 0's"):
-        decoder.decode([8], [0])
-    decoder.close()
+    with closing(lead(directory, read_config(directory))) as decoder:
+        run_prefill(decoder, 0, [5, 6, 7], 5)
+        decoder.cache.tokens[1] += 1
+        message = r"rank 1: RuntimeError: checksum of the cache's state = .*: must be rank 0's"
+        with pytest.raises(RankError, match=message):
+            decoder.decode([8], [0])
 
 
 def test_a_rank_that_cannot_load_its_part_says_why(directory: Path, tmp_path: Path) -> None:

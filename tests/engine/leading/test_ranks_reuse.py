@@ -12,6 +12,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.engine.leading.test_ranks import loaded
 from tests.engine.number_faults import broken_activations
 from tests.plugins.cases import CASES, method_flags
+from tests.support.long_prompts import DOCUMENT, SHAPE, WINDOW
 from tests.support.prefill import run_to_end
 
 from kvseek.core.errors import ConfigError
@@ -22,10 +23,8 @@ from kvseek.engine.leading.followers import RankError
 from kvseek.engine.loading.prefixes import DiskSettings
 
 EXTENT_BYTES = 2 * 2 * 1024 * 2 * 32 * 4  # of two layers and two KV heads of 32 channels
-WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
 POOL = ("--cache.kv_cache_host_memory_bytes", str(6 * EXTENT_BYTES))
-DOCUMENT = tuple(i * i * 13 % 379 + 3 for i in range(2300))
 METHODS = (
     "full",
     "nested",
@@ -39,8 +38,7 @@ Build = Callable[..., tuple[Path, Path]]
 @pytest.fixture(scope="module")
 def build(random_model: RandomModel, build_engine: BuildEngine) -> Build:
     """An engine of one rank and one of two."""
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32, **shape)
+    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32, **SHAPE)
 
     def make(method: str, *flags: str) -> tuple[Path, Path]:
         flags = (*WINDOW, *LIMITS, *flags)

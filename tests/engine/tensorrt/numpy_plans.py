@@ -18,7 +18,7 @@ from torch import Tensor
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.graph import Graph
-from kvseek.builder.tensorrt.network_forms import NetworkWriter
+from kvseek.builder.tensorrt.network import NetworkWriter
 from kvseek.core.batch import BUCKETS
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.engine.decoder import Decoder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,14 +12,16 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_cached_prefill as sparse_checks
 from tests.engine import test_prefix_reuse as checks
-from tests.engine.cache.test_isolation import POISONS, poison
-from tests.engine.test_prefix_reuse import DOCUMENT, LIMITS, Load
+from tests.engine.cache.test_isolation import POISONS
+from tests.engine.test_prefix_disk import check_restarts
+from tests.engine.test_prefix_reuse import LIMITS
 from tests.engine.test_reuse_operations import ROOM, check_operations
 from tests.gpu.engine.test_isolation import left_behind
 from tests.gpu.plugins.test_methods import CONTESTANTS
 from tests.gpu.waits import no_host_waits, slow_stream
 from tests.plugins.cases import CASES, method_flags
 from tests.plugins.prkv.settings import UPDATES
+from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, Load, known_answers, load_changed
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
@@ -48,8 +50,7 @@ WINDOW = (*checks.WINDOW, *EVICTIONS)
 
 @pytest.fixture(scope="module")
 def model(random_model: RandomModel) -> Path:
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    return random_model("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=64, **shape)
+    return random_model("llama", **SHAPE, **HEADS, head_dim=64)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,8 @@ def load_gpu(model: Path, on_gpu: BuildEngine) -> LoadGpu:
         if (most := cache.pop("kv_cache_host_memory_bytes", None)) is not None:
             assert isinstance(most, int)
             cache[f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes"] = 2 * most
-        config = read_config(directory)
-        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, offload=offload, **cache))
-        engine = Engine(config, load_decoder(directory, config), Tokenizer(directory))
-        assert engine._prefixes.enabled == (config.cache.reuse is not False)
+        engine = load_changed(directory, {"offload": offload, **cache})
+        assert engine._prefixes.enabled == (engine.config.cache.reuse is not False)
         return engine
 
     return make
@@ -97,14 +96,7 @@ def load(request: pytest.FixtureRequest, load_gpu: LoadGpu) -> Load:
 @pytest.fixture(scope="module")
 def plain(load_gpu: LoadGpu) -> checks.Plain:
     """What an engine answers that reads every prompt, and has only one request."""
-    engine, known = load_gpu("always", reuse=False), dict[Request, list[int]]()
-
-    def answer(request: Request) -> list[int]:
-        if request not in known:
-            known[request] = engine.generate([request])[0]
-        return known[request]
-
-    return answer
+    return known_answers(load_gpu("always", reuse=False))
 
 
 @of(list(SPARSE), *ENTRIES, "prkv", "prkv_codes")
@@ -170,24 +162,13 @@ def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(name: str, load: Load) 
 
 @of(["nested", "pariskv", "clusterkv", "ctkvr-cpu", "prkv", "prkv_codes"], "pariskv", "prkv_codes")
 def test_what_is_free_tells_nothing(name: str, load: Load, plain: checks.Plain) -> None:
-    """Windows, entries of slots, hot rows and all extents but the kept ones may hold anything."""
-    engine, generator = load(name), torch.Generator().manual_seed(3)
-    first, second = Request(DOCUMENT[:1500], 12), Request(DOCUMENT[:1500] + (8,) * 90, 30)
-    checks.ask(engine, first)
-    extents = engine._cache.extents
-    kept = set(range(extents.capacity)) - set(extents._free)
-    assert 0 < len(kept) < extents.capacity
-    for kind in POISONS:
-        torch.cuda.synchronize()  # rows that change places are read when their request has ended, and the host writes next
-        with torch.inference_mode():
-            for array in left_behind(engine):
-                for number in range(array.shape[0]):
-                    if array.shape[0] != extents.capacity or number not in kept:
-                        poison(array[number], kind, generator)
-        ((tokens, statistics),) = checks.ask(engine, second)
-        assert tokens == plain(second)
-        assert statistics.reused_tokens >= checks.may_reuse(engine, second.prompt_ids, 1500)
-        kept = set(range(extents.capacity)) - set(extents._free)
+    checks.check_what_is_free(load(name), plain, left_behind_now, POISONS)
+
+
+def left_behind_now(engine: Engine) -> Iterable[torch.Tensor]:
+    """See left_behind. Rows that change places are read when their request has ended, and the host writes next."""
+    torch.cuda.synchronize()
+    return left_behind(engine)
 
 
 @of(["full", "nested", "prkv_codes"])
@@ -197,16 +178,7 @@ def test_a_prompt_is_not_read_again_after_a_restart(
     method, few = SPARSE[name]
     flags = (*WINDOW, *LIMITS, *few, *method_flags(method, CASES[method].everything), "--dtype", "float32")
     directory = on_gpu(model, method, *flags, "--cache.offload", "always")
-    for prompt, reused in (
-        (DOCUMENT, 0),
-        (DOCUMENT + (5,) * 40, len(DOCUMENT)),
-        (DOCUMENT + (5,) * 40, len(DOCUMENT) + 39),
-        (DOCUMENT[:1500] + (7,) * 40, 1500),
-    ):
-        engine = Engine.load(directory, disk=DiskSettings(tmp_path))
-        ((tokens, statistics),) = checks.ask(engine, request := Request(prompt, 12))
-        engine.close()
-        assert (tokens, statistics.reused_tokens) == (plain(request), checks.may_reuse(engine, prompt, reused))
+    check_restarts(lambda: Engine.load(directory, disk=DiskSettings(tmp_path)), plain)
 
 
 def test_rows_on_the_device_are_not_written_to_disk(model: Path, on_gpu: BuildEngine, tmp_path: Path) -> None:

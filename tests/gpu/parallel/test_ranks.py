@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.leading import test_ranks as cpu_ranks
-from tests.engine.leading.test_ranks import FLAGS, check_a_rank_that_dies, check_equal, follower_of, loaded
+from tests.engine.leading.test_ranks import FLAGS, check_a_rank_that_dies, check_equal, follower_of, loaded, logits_of
 from tests.engine.leading.test_ranks_reuse import conversation
 from tests.gpu.parallel.failing_way import WAY
 from tests.plugins.cases import CASES, method_flags
@@ -72,17 +72,6 @@ def test_tokens_are_those_of_one_rank(
     model = model_of(random_model, architecture)
     flags = (*FLAGS, *WINDOW, *SPARSE[method], "--cache.offload", offload, "--dtype", "float32")
     check_equal(on_gpu(model, method, *flags), on_gpu(model, method, *flags, "--tp_size", "2"))
-
-
-def logits_of(directory: Path) -> Tensor:
-    """Of a prompt in chunks, and of steps with given tokens."""
-    decoder = load_decoder(directory, read_config(directory))
-    try:
-        rows = [run_prefill(decoder, 0, TEACHER, 40)[None]]
-        rows += [decoder.decode([token], [0])[0] for token in TEACHER[:30]]
-        return torch.cat(rows)
-    finally:
-        decoder.close()
 
 
 @pytest.mark.parametrize("precision", ["none", "int8", "int8 --quantize_lm_head", "fp8"])
@@ -263,16 +252,7 @@ def test_nccl_that_fails_on_one_rank_ends_the_engine(directory: Path, monkeypatc
 
 
 def test_a_rank_whose_cache_differs_ends_the_engine(directory: Path) -> None:
-    decoder = lead(directory, read_config(directory))
-    run_prefill(decoder, 0, [5, 6, 7], 5)
-    decoder.cache.tokens[1] += 1
-    try:
-        with pytest.raises(
-            RankError, match=r"rank 1: RuntimeError: checksum of the cache's state = .*: must be rank 0's"
-        ):
-            decoder.decode([8], [0])
-    finally:
-        decoder.close()
+    cpu_ranks.test_a_rank_whose_cache_differs_ends_the_engine(directory)
 
 
 def test_cores_are_given_back(directory: Path) -> None:

@@ -58,9 +58,9 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
 
 def build(index: CudaIndex, slot: int, keys: Tensor) -> None:
     """Give a slot its prompt's keys, on the GPU, and wait for its clusters."""
-    built = index.build(slot, keys, keys)
-    if built.ticket is not None:
-        built.ticket.wait()
+    work = index.build(slot, keys, keys)
+    if work is not None:
+        work.wait()
 
 
 def make_pair(

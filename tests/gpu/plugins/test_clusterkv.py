@@ -305,10 +305,10 @@ def test_a_slot_may_be_closed_while_its_prompt_is_clustered() -> None:
     poison(index)
     keys, extents = random_keys(n, 64, "bfloat16").cuda(), index.context.extents
     owned = extents.table[0].tolist()
-    built = index.build(0, keys, keys)
+    work = index.build(0, keys, keys)
     extents.release(0)
-    assert built.ticket is not None
-    built.ticket.wait()
+    assert work is not None
+    work.wait()
     places = index.reference.places.cpu()
     listed = places[owned].transpose(0, 1).flatten(1)[:, :n]
     assert torch.equal(listed.sort(dim=1).values, torch.arange(n, dtype=torch.int32).expand(KV_HEADS, -1))

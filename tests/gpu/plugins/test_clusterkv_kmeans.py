@@ -209,10 +209,10 @@ def test_two_runs_and_two_slots_give_the_same_bits(size: tuple[int, int]) -> Non
     filler = torch.zeros(64 << 20, device="cuda")  # other work beside it
     side = SideStream(keys.device)
     results: list[Found] = []
-    ticket = side.run(lambda: results.append(cluster(keys, clusters)))
+    work = side.run(lambda: results.append(cluster(keys, clusters)))
     for _ in range(20):
         filler += 1
-    ticket.wait()
+    work.wait()
     assert_same(first, results[0])
 
 

@@ -22,7 +22,7 @@ from tests.gpu.plugins.prkv_world import (
 from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
-from kvseek.core.streams import SideStream, Ticket
+from kvseek.core.streams import SideStream, SideWork
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.update import PUBLISH_STEPS
@@ -103,7 +103,7 @@ def test_every_step_sees_one_static_set(on_host: bool, page_score: str) -> None:
     index = world.index
     assert isinstance(index, CudaIndex)
     evictions = SideStream(world.device)
-    appended: dict[int, tuple[Tensor, Ticket]] = {}
+    appended: dict[int, tuple[Tensor, SideWork]] = {}
     whole = [random_rows(n + 3000, 64, world.dtype) for n in world.context.lengths]
     first = list(world.context.lengths)
     for slot in range(3):
@@ -117,8 +117,8 @@ def test_every_step_sees_one_static_set(on_host: bool, page_score: str) -> None:
             base = 2 * torch.randn(1, KV_HEADS * 3, 64)  # queries resemble each other for a while
         queries = (base + 0.3 * torch.randn(len(slots), KV_HEADS * 3, 64)).to(world.dtype).cuda()
         for slot in [slot for slot in slots if slot in appended and chance.random() < 0.4]:
-            keys, ticket = appended.pop(slot)
-            ticket.wait()
+            keys, work = appended.pop(slot)
+            work.wait()
             start = world.context.lengths[slot]
             world.context.lengths[slot] += keys.shape[1]
             index.publish(slot, start, keys.shape[1])

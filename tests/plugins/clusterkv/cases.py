@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.plugins.cases import MethodCases, NeedleCase
 from tests.plugins.clusterkv.settings import CENTROIDS, OLD_DEFAULTS
 
@@ -30,4 +32,26 @@ CASES = MethodCases(
     losses={"top_k": 64, "tokens_per_cluster": 40},
     recall=0.935,
     needle=NeedleCase(margin=17.0),  # half an answer of three
+    refused=(
+        ({"top_k": 0}, "top_k = 0: must be"),
+        ({"top_k": 65_536}, "top_k = 65536: must be"),
+        ({"tokens_per_cluster": 0}, "tokens_per_cluster = 0: must be"),
+        ({"tokens_per_cluster": 1025}, "tokens_per_cluster = 1025: must be"),
+        ({"clusters_per_update": 0}, "clusters_per_update = 0: must be"),
+        ({"clusters_per_update": 321}, "clusters_per_update = 321: must be"),
+        ({"iterations": 0}, "iterations = 0: must be"),
+        ({"seed": -1}, "seed = -1: must be"),
+        ({"dense_layers": -1}, "dense_layers = -1: must be"),
+        ({"cache_steps": -1}, "cache_steps = -1: must be"),
+        ({"cache_steps": 9}, "cache_steps = 9: must be"),
+        ({"spread_weight": -1.0}, "spread_weight = -1.0: must be finite and >= 0"),
+        ({"spread_weight": math.inf}, "spread_weight = inf: must be finite and >= 0"),
+        ({"spread_weight": math.nan}, "spread_weight = nan: must be finite and >= 0"),
+        ({"rerank_bits": 4}, "rerank_bits = 4: must be 0 or 2; 0 takes clusters whole"),
+        ({"candidates": 0}, "candidates = 0: must be >= 1"),
+        (
+            {"top_k": 10_000},
+            "candidates x top_k = 80000: must be at most 65535 with top_k = 10000; lower candidates or top_k",
+        ),
+    ),
 )

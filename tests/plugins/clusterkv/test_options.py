@@ -25,7 +25,6 @@ from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.core.fields import from_dict
 from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
 from kvseek.kernels.reference.codes.key_codes import estimate_all, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
@@ -168,46 +167,6 @@ def test_spreads_and_codes_grow_with_evictions(update: int) -> None:
     rows = select_rows(index, query, [0]).rows[0]
     for head, own in enumerate(query[0].view(KV_HEADS, GROUP, DIM)):
         assert rows[head].tolist() == expected_rows(index, keys, own, head)
-
-
-def test_equal_keys_are_taken_in_the_order_of_the_list() -> None:
-    keys = torch.ones(KV_HEADS, 200, DIM) * torch.arange(DIM)
-    index = built(Config(top_k=30, tokens_per_cluster=20, candidates=3), keys)
-    rows = select_rows(index, random_queries(1, GROUP * KV_HEADS, DIM), [0]).rows
-    assert rows.tolist() == [[list(range(30))] * KV_HEADS]
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_query_that_is_no_number_hurts_no_other_request(value: float) -> None:
-    config = Config(top_k=30, tokens_per_cluster=12, candidates=4)
-    index = built(config, random_keys(300, DIM, 1), random_keys(300, DIM, 2))
-    queries = random_queries(2, GROUP * KV_HEADS, DIM)
-    want = select_rows(index, queries, [0, 1]).rows[1]
-    queries[0, :, 3] = value
-    rows = select_rows(index, queries, [0, 1]).rows
-    assert torch.equal(rows[1], want)
-    for head in rows[0].tolist():
-        assert len(set(head)) == 30
-        assert 0 <= min(head) <= max(head) < 300
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"spread_weight": -1.0}, r"spread_weight = -1\.0: must be finite and >= 0"),
-        ({"spread_weight": math.inf}, "spread_weight = inf: must be finite and >= 0"),
-        ({"spread_weight": math.nan}, "spread_weight = nan: must be finite and >= 0"),
-        ({"rerank_bits": 4}, "rerank_bits = 4: must be 0 or 2; 0 takes clusters whole"),
-        ({"candidates": 0}, "candidates = 0: must be >= 1"),
-        (
-            {"top_k": 10_000},
-            "candidates x top_k = 80000: must be at most 65535 with top_k = 10000; lower candidates or top_k",
-        ),
-    ],
-)
-def test_bad_options_are_named(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        from_dict(Config, fields, "clusterkv")
 
 
 def test_bytes_per_token_are_those_of_the_arrays() -> None:

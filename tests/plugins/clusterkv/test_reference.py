@@ -14,8 +14,6 @@ from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_key
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
-from kvseek.core.errors import ConfigError
-from kvseek.core.fields import from_dict
 from kvseek.plugins.clusterkv.clustering import cluster_keys
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.costs import costs
@@ -251,27 +249,6 @@ def test_default_sizes() -> None:
     assert traits(whole(dense_layers=5)).device_layers == 5
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("top_k", 0),
-        ("top_k", 65_536),
-        ("tokens_per_cluster", 0),
-        ("tokens_per_cluster", 1025),
-        ("clusters_per_update", 0),
-        ("clusters_per_update", 321),
-        ("iterations", 0),
-        ("seed", -1),
-        ("dense_layers", -1),
-        ("cache_steps", -1),
-        ("cache_steps", 9),
-    ],
-)
-def test_bad_fields_are_named(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{field} = {value!r}: must be"):
-        from_dict(Config, {field: value}, "clusterkv")
-
-
 def test_bytes_per_token_are_those_of_the_arrays() -> None:
     index = built(whole(), random_keys(10, DIM))
     arrays = (index.centroids, index.sizes, index.starts, index.places)
@@ -286,12 +263,3 @@ def test_costs_follow_the_region() -> None:
     assert found.index_bytes == 3276 * (256 + 8)
     assert costs(whole(), model, 100, 2).rows == 100
     assert costs(whole(), model, 0, 2).index_bytes == 0
-
-
-def test_what_was_appended_for_another_request_is_dropped() -> None:
-    index, keys = built(whole(top_k=10, tokens_per_cluster=10), random_keys(300, DIM, 1)), random_keys(90, DIM, 2)
-    index.append(0, 300, random_keys(40, DIM, 3))
-    index.context.lengths[0] = 50
-    index.build(0, keys[:, :50], NO_QUERIES)
-    extend(index, 0, keys[:, 50:])
-    check_invariants(index, 0, keys)

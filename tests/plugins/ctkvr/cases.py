@@ -28,4 +28,17 @@ CASES = MethodCases(
     losses_kept={"recent": 1024},
     recall=0.99,
     needle=NeedleCase(margin=17.0),  # half an answer of three
+    refused=(
+        ({"centroids": 2049}, "centroids = 2049: must be between 1 and 2048"),
+        ({"centroids": 0}, "centroids = 0"),
+        ({"centroid_divisor": 0}, "centroid_divisor = 0: must be >= 1"),
+        ({"recall_factor": 0.5}, "recall_factor = 0.5: must be finite and >= 1"),
+        ({"recall_factor": float("inf")}, "recall_factor = inf"),
+        ({"top_k": 0}, "top_k = 0: must be >= 1"),
+        ({"probes": 0}, "probes = 0: must be between 1 and centroids = 2048"),
+        ({"probes": 5, "centroids": 4}, "probes = 5"),
+        ({"top_k": 2000, "recent": 1024}, "recent = 1024: must be >= top_k = 2000"),
+        ({"recent": -1}, "recent = -1"),
+        ({"execution": "gpu"}, "execution = 'gpu': must be one of"),
+    ),
 )

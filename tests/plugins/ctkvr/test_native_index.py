@@ -85,19 +85,6 @@ def test_with_codes_it_ranks_as_the_reference_does(library: CpuLibrary, dtype: t
             index.refresh(slots)
 
 
-@pytest.mark.parametrize("kind", [NativeIndex, ReferenceIndex])
-def test_with_codes_a_bad_query_hurts_no_other_request(library: CpuLibrary, kind: type[ReferenceIndex]) -> None:
-    config = dataclasses.replace(CONFIG, execution="codes")
-    index = _make(kind, library, [1500, 900, 2100], 3, torch.float32, config)
-    queries = random_queries(3, KV_HEADS * 3, 64)
-    want = select_rows(index, queries, [0, 1, 2]).rows
-    queries[0, :, 5], queries[1, 0, 0] = torch.inf, torch.nan
-    found = select_rows(index, queries, [0, 1, 2]).rows
-    assert torch.equal(found[2], want[2])
-    for rows, length in zip(found, index.context.lengths, strict=True):
-        assert (rows < length).all()
-
-
 def test_the_native_index_refuses_what_it_cannot(library: CpuLibrary) -> None:
     context = dataclasses.replace(make_context(CONFIG, 80, 2, [100]), library=library)
     with pytest.raises(KernelError, match=r"head_dim = 80: must be a multiple of 32.*--kernels reference"):

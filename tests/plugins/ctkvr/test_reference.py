@@ -12,7 +12,7 @@ from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
 from torch import Tensor
 
-from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.errors import KernelError
 from kvseek.kernels.reference.codes.key_codes import leading_bits, mean_integers
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.ctkvr.build import build_lists, largest
@@ -21,16 +21,6 @@ from kvseek.plugins.ctkvr.method import create, traits
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
 # Lists.
-
-
-def test_a_list_ranks_by_the_largest_softmax_weight_of_the_group() -> None:
-    # Head 0 scores 9, 8, 0, 0 and head 1 scores 0, 0, 2, -9: by scores place 2 would be third, by weights it is first.
-    keys = torch.tensor([[[9.0, 0.0], [8.0, 0.0], [0.0, 2.0], [0.0, -9.0]]])
-    queries = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    weights = (queries[:, 0] @ keys[0].T).softmax(dim=1).amax(dim=0)
-    assert weights.argsort(descending=True).tolist() == [2, 0, 1, 3]
-    assert build_lists(queries, keys, 3, 1.0).tolist() == [[[2, 0, 1]]]
-    assert build_lists(queries, keys, 6, 1.0).tolist() == [[[2, 0, 1, 3, -1, -1]]]
 
 
 def test_ties_go_to_the_lowest_place() -> None:
@@ -48,11 +38,6 @@ def test_tiles_change_nothing(tile: int) -> None:
     keys = random_keys(333, 16).round()
     queries = random_queries(KV_HEADS * GROUP, 37, 16).mul(2).round()
     assert torch.equal(build_lists(queries, keys, 40, 0.25, tile), build_lists(queries, keys, 40, 0.25))
-
-
-def test_small_weights_still_have_an_order() -> None:
-    keys = torch.tensor([[[400.0], [1.0], [3.0], [2.0]]])  # weights e^-397 and less are 0 in float32
-    assert build_lists(torch.ones(1, 1, 1), keys, 4, 1.0).tolist() == [[[0, 2, 3, 1]]]
 
 
 def test_no_keys_give_empty_lists() -> None:
@@ -225,27 +210,6 @@ def test_sizes_of_a_slot() -> None:
     assert (config.list_width(600), config.recall_capacity(600)) == (600, 600)
     assert config.prompt_centroids(131_072, 2048) == 2048
     assert config.prompt_centroids(1601, 2048) == 101
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"centroids": 2049}, "centroids = 2049: must be between 1 and 2048"),
-        ({"centroids": 0}, "centroids = 0"),
-        ({"centroid_divisor": 0}, "centroid_divisor = 0: must be >= 1"),
-        ({"recall_factor": 0.5}, "recall_factor = 0.5: must be finite and >= 1"),
-        ({"recall_factor": float("inf")}, "recall_factor = inf"),
-        ({"top_k": 0}, "top_k = 0: must be >= 1"),
-        ({"probes": 0}, "probes = 0: must be between 1 and centroids = 2048"),
-        ({"probes": 5, "centroids": 4}, "probes = 5"),
-        ({"top_k": 2000, "recent": 1024}, "recent = 1024: must be >= top_k = 2000"),
-        ({"recent": -1}, "recent = -1"),
-        ({"execution": "gpu"}, "execution = 'gpu': must be one of"),
-    ],
-)
-def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Config(**fields)  # type: ignore[arg-type]
 
 
 def test_the_method_without_compiled_kernels() -> None:

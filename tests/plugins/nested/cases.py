@@ -12,4 +12,9 @@ CASES = MethodCases(
     losses={"top_k": 4, "candidates": 2},
     recall=0.99,
     needle=NeedleCase(margin=2.0, tasks="all", most_attended=0.2),  # 2 of 100: one wrong answer of multi_turn's 8
+    refused=(
+        ({"top_k": 0}, "top_k = 0: must be >= 1"),
+        ({"candidates": 0}, "candidates = 0: must be >= 1"),
+        ({"rotation_seed": -1}, "rotation_seed = -1: must be in"),
+    ),
 )

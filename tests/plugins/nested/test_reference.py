@@ -6,11 +6,12 @@ import pytest
 import torch
 from tests.plugins.index_cases import (
     KV_HEADS,
+    check_definition,
     context_of,
-    make_flat,
     random_keys,
     random_queries,
     select_rows,
+    shared_with_exact,
 )
 from torch import Tensor
 
@@ -54,18 +55,7 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
 @pytest.mark.parametrize(("head_dim", "group", "n"), [(64, 3, 700), (80, 2, 1100), (16, 1, 300)])
 def test_selection_equals_the_definition(head_dim: int, group: int, n: int) -> None:
     index = make_index(Config(top_k=23, candidates=4), head_dim, group, random_keys(n, head_dim))
-    queries = random_queries(2, KV_HEADS * group, head_dim)
-    selection = select_rows(index, queries, [0, 0])
-    assert (selection.rows.dtype, selection.page) == (torch.int32, 1)
-    for request in range(2):
-        for head in range(KV_HEADS):
-            query = queries[request, head * group : (head + 1) * group]
-            assert selection.rows[request, head].tolist() == select_by_hand(index, query, head)
-
-
-def test_equal_keys_are_taken_from_the_front() -> None:
-    index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))
-    assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
+    check_definition(index, select_by_hand, head_dim, group)
 
 
 def test_a_common_offset_of_all_keys_changes_nothing() -> None:
@@ -77,15 +67,13 @@ def test_a_common_offset_of_all_keys_changes_nothing() -> None:
 
 
 def test_finds_most_of_the_exact_top_k() -> None:
-    keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
-    found = select_rows(make_index(Config(), 64, 2, keys), queries, [0] * 4).rows
-    exact = select_rows(make_flat(100, keys, 2), queries, [0] * 4).rows
-    shared = [
-        len(set(a) & set(b)) for a, b in zip(found.flatten(0, 1).tolist(), exact.flatten(0, 1).tolist(), strict=True)
-    ]
-    assert sum(shared) / len(shared) > 85
+    assert shared_with_exact(lambda keys: make_index(Config(), 64, 2, keys)) > 85
 
 
 def test_bytes_per_token() -> None:
     for head_dim, expected in ((64, 34 + 132 / 256), (128, 66 + 260 / 256)):
         assert make_index(Config(), head_dim, 1, random_keys(1, head_dim)).bytes_per_token == KV_HEADS * expected
+
+
+def test_candidates_are_so_many_a_row() -> None:
+    assert [Config().candidate_count(n) for n in (0, 350, 800, 100_000)] == [0, 350, 800, 800]

@@ -8,7 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import KV_HEADS, make_flat, make_index, random_keys, random_queries, select_rows
+from tests.plugins.index_cases import (
+    KV_HEADS,
+    check_definition,
+    make_index,
+    random_keys,
+    random_queries,
+    select_rows,
+    shared_with_exact,
+)
 from torch import Tensor
 
 from kvseek.kernels.reference.codes.rotation import rotate
@@ -54,13 +62,7 @@ class TestSelect:
         steps = (ScheduleStep(1000, 0.3, 0.2), ScheduleStep(None, 0.2, 0.1))
         config = Config(top_k=23, group_reduce=group_reduce, schedule_steps=steps)
         index = make_index(config, head_dim, group, random_keys(n, head_dim))
-        queries = random_queries(2, KV_HEADS * group, head_dim)
-        selection = select_rows(index, queries, [0, 0])
-        assert (selection.rows.dtype, selection.page) == (torch.int32, 1)
-        for request in range(2):
-            for head in range(KV_HEADS):
-                query = queries[request, head * group : (head + 1) * group]
-                assert selection.rows[request, head].tolist() == select_by_hand(index, query, head)
+        check_definition(index, select_by_hand, head_dim, group)
 
     @given(n=st.integers(101, 700), scale=st.floats(0.01, 100.0), seed=st.integers(0, 99))
     @settings(max_examples=15, deadline=None)
@@ -71,16 +73,17 @@ class TestSelect:
         rows = [select_rows(make_index(config, 16, 1, k), queries, [0]).rows for k in (keys, keys * scale)]
         assert torch.equal(*rows)
 
-    def test_equal_keys_are_taken_from_the_front(self) -> None:
-        index = make_index(Config(top_k=10), 64, 1, random_keys(1, 64).expand(-1, 500, -1))
-        assert select_rows(index, random_queries(1, KV_HEADS, 64), [0]).rows[0, 0].tolist() == list(range(10))
-
     def test_finds_most_of_the_exact_top_k(self) -> None:
-        keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
-        found = select_rows(make_index(Config(), 64, 2, keys), queries, [0] * 4).rows
-        exact = select_rows(make_flat(100, keys, 2), queries, [0] * 4).rows
-        shared = [
-            len(set(a) & set(b))
-            for a, b in zip(found.flatten(0, 1).tolist(), exact.flatten(0, 1).tolist(), strict=True)
-        ]
-        assert sum(shared) / len(shared) > 75
+        assert shared_with_exact(lambda keys: make_index(Config(), 64, 2, keys)) > 75
+
+
+def test_default_schedule() -> None:
+    lengths = (1, 4_999, 5_000, 9_999, 10_000, 29_999, 30_000, 10**6)
+    found = [Config().schedule(n) for n in lengths]
+    assert found == [(0.5, 0.5)] * 2 + [(0.3, 0.25)] * 2 + [(0.25, 0.2)] * 2 + [(0.2, 0.1)] * 2
+
+
+def test_candidates_are_the_schedules_share_but_at_least_four_a_row() -> None:
+    config = Config(top_k=100)
+    assert [config.candidates(n) for n in (0, 350, 2000, 8000, 100_000)] == [0, 350, 1000, 2000, 10_000]
+    assert Config(top_k=704).candidates(8000) == 2816

@@ -26,4 +26,14 @@ CASES = MethodCases(
     losses={"top_k": 64, "page": 16},
     recall=0.90,
     needle=NeedleCase(margin=17.0),  # half an answer of three
+    refused=(
+        ({"top_k": 44}, "top_k = 44: must be a positive multiple of page = 8"),
+        ({"page": 24}, "page = 24: must be one of (8, 16, 32, 64, 128)"),
+        ({"page_score": "key"}, "page_score = 'key': must be one of ('box', 'codes')"),
+        ({"static_share": 1.5}, "static_share = 1.5: must be in [0, 1]"),
+        ({"box_radius": -0.1}, "box_radius = -0.1: must be in [0, 1]"),
+        ({"update_interval": 31}, "update_interval = 31: must be >= update_queries = 32"),
+        ({"update_pages": 0}, "update_pages = 0"),
+        ({"cache_steps": 9}, "cache_steps = 9: must be between 0 and 8"),
+    ),
 )

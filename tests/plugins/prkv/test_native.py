@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.reference.codes import stores
-from tests.plugins.index_cases import (
-    KV_HEADS,
-    check_batch_order_and_threads,
-    keys_of_slots,
-    native_context,
-    select_rows,
-)
+from tests.plugins.index_cases import KV_HEADS, SHAPES, NativePair, keys_of_slots, select_rows
 from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
@@ -33,88 +26,50 @@ from kvseek.plugins.prkv.static import observation_scores
 SMALL = Config(top_k=64, static_share=0.25, page=8, window_queries=4, update_interval=8, update_queries=4)
 
 
-make_context = partial(native_context, method.traits)
+class Pair(NativePair):
+    method, kinds = method, (ReferenceIndex, NativeIndex)
+    configs = tuple(replace(SMALL, top_k=256, page=page, static_share=0.5) for page in (8, 16, 128))
+    few = 3
+    steps = 6  # more than `recent` has room for
+    ascending = False  # static rows come first
 
+    def fill(self, keys: Sequence[Tensor]) -> None:
+        store, own = self.expected.summaries.store, self.found.summaries.store
+        stores.poison(own)
+        heads, dim = self.expected.context.num_heads, keys[0].shape[2]
+        queries = torch.randn(heads, self.expected.config.window_queries, dim).to(keys[0].dtype)
+        for slot, part in enumerate(keys):
+            for index in (self.expected, self.found):
+                index.build(slot, part, queries)
+            self.found.set_static(slot, self.expected.static_of(slot))  # near ties
+            stores.copy_slot(store, own, slot, part.shape[1])
 
-def make_pair(
-    library: CpuLibrary, config: Config, group: int, dim: int, keys: Sequence[Tensor]
-) -> tuple[ReferenceIndex, NativeIndex]:
-    """The same keys [G, n, D] per slot in both indexes, with the reference's codes; the native arrays start poisoned."""
-    lengths = [part.shape[1] for part in keys]
-    expected = ReferenceIndex(make_context(None, config, group, dim, lengths, keys[0].dtype))
-    found = NativeIndex(make_context(library, config, group, dim, lengths, keys[0].dtype))
-    store, own = expected.summaries.store, found.summaries.store  # type: ignore[attr-defined]
-    stores.poison(own)
-    queries = torch.randn(KV_HEADS * group, config.window_queries, dim).to(keys[0].dtype)
-    for slot, part in enumerate(keys):
-        for index in (expected, found):
-            index.build(slot, part, queries)
-        found.set_static(slot, expected.static_of(slot))  # near ties
-        stores.copy_slot(store, own, slot, part.shape[1])
-    return expected, found
+    def check(self, queries: Tensor, slots: Sequence[int]) -> None:
+        """Every page taken is counted, too."""
+        found = self.found
+        self.picked = found.picked.clone()
+        super().check(queries, slots)
+        assert torch.equal(found.picked, self.picked)
+        assert torch.equal(found.recent, self.expected.recent)
+        assert found.received == self.expected.received
 
-
-def check_choice(expected: ReferenceIndex, found: NativeIndex, queries: Tensor, slots: Sequence[int]) -> None:
-    """The same rows, but for pages whose values are equal up to rounding; every page taken is counted."""
-    before, config = found.picked.clone(), found.config
-    wanted, chosen = select_rows(expected, queries, slots), select_rows(found, queries, slots)
-    assert (chosen.rows.dtype, chosen.page, chosen.rows.shape) == (torch.int32, 1, wanted.rows.shape)
-    table, of_extent = found.context.extents.table, found.pages_of_extent
-    for request, slot in enumerate(slots):
-        values, count = expected.page_values(queries[request], slot, found.context.lengths[slot]), found.counts[slot]
+    def check_request(self, ours: Tensor, theirs: Tensor, queries: Tensor, slot: int) -> None:
+        """The same rows, but for pages whose values are equal up to rounding."""
+        found, page = self.found, self.found.config.page
+        table, of_extent, count = found.context.extents.table, found.pages_of_extent, found.counts[slot]
+        values = self.expected.page_values(queries, slot, found.context.lengths[slot])
         for head in range(KV_HEADS):
-            ours, theirs = (rows.rows[request, head].tolist() for rows in (chosen, wanted))
-            assert ours[:count] == theirs[:count]
-            ours, theirs = ([row for row in rows[count:] if row >= 0] for rows in (ours, theirs))
-            assert ours == sorted(set(ours))
-            taken = [{row // config.page for row in rows} for rows in (ours, theirs)]
-            differing = [float(values[head, page]) for page in taken[0] ^ taken[1]]
-            scale = max(differing, default=0.0)
-            assert scale - min(differing, default=0.0) <= 1e-5 * scale + 1e-6 * float(
-                values[head].nan_to_num().abs().max()
-            )
+            assert torch.equal(ours[head, :count], theirs[head, :count])
+            have, want = ([row for row in rows[head, count:].tolist() if row >= 0] for rows in (ours, theirs))
+            assert have == sorted(set(have))
+            taken, wanted = ({row // page for row in rows} for rows in (have, want))
+            differing = [float(values[head, number]) for number in taken ^ wanted]
+            scale, largest = max(differing, default=0.0), float(values[head].nan_to_num().abs().max())
+            assert scale - min(differing, default=0.0) <= 1e-5 * scale + 1e-6 * largest
             if not differing:
-                assert ours == theirs
-            for page in taken[0]:
-                before[int(table[slot, page // of_extent]), head, page % of_extent] += 1
-    assert torch.equal(found.picked, before)
-    assert torch.equal(found.recent, expected.recent)
-    assert found.received == expected.received
-
-
-SHAPES = [
-    (8, 2, torch.float32),
-    (16, 2, torch.bfloat16),
-    (64, 3, torch.float32),
-    (96, 7, torch.bfloat16),
-    (128, 1, torch.float32),
-    (256, 16, torch.float32),
-]
-PAGES = (8, 16, 128)
-
-
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES)
-def test_selection_equals_the_reference(
-    library: CpuLibrary, dim: int, group: int, dtype: torch.dtype, page: int
-) -> None:
-    torch.manual_seed(group)
-    config = replace(SMALL, top_k=256, page=page, static_share=0.5)
-    keys = keys_of_slots([1500, 1, 3000 if dim < 256 else 700, 100], dim, dtype)
-    expected, found = make_pair(library, config, group, dim, keys)
-    for _ in range(6):  # more than `recent` has room for
-        check_choice(expected, found, torch.randn(4, KV_HEADS * group, dim).to(dtype), [2, 0, 3, 1])
-
-
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES)
-def test_every_level_selects_as_the_reference(
-    library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype, page: int
-) -> None:
-    torch.manual_seed(dim)
-    keys = keys_of_slots([3100 if dim < 256 else 900], dim, dtype)
-    expected, found = make_pair(library, replace(SMALL, top_k=512, page=page), group, dim, keys)
-    check_choice(expected, found, torch.randn(1, KV_HEADS * group, dim).to(dtype), [0])
+                assert have == want
+            for number in taken:
+                self.picked[int(table[slot, number // of_extent]), head, number % of_extent] += 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -131,50 +86,34 @@ def test_any_length_and_static_set(
 ) -> None:
     torch.manual_seed(seed)
     config = replace(SMALL, top_k=pages * page, page=page, static_share=share)
-    expected, found = make_pair(library, config, group, 64, keys_of_slots([n], 64))
-    check_choice(expected, found, torch.randn(1, KV_HEADS * group, 64), [0])
+    pair = Pair(library, config, group, 64, keys_of_slots([n], 64))
+    pair.check(torch.randn(1, KV_HEADS * group, 64), [0])
 
 
 def test_whole_extents_of_static_rows(library: CpuLibrary) -> None:
     config = replace(SMALL, top_k=1280, static_share=1.0)
-    expected, found = make_pair(library, config, 3, 64, keys_of_slots([3000], 64))
+    pair = Pair(library, config, 3, 64, keys_of_slots([3000], 64))
     for count in (1024, 1032, 1280):
-        for index in (expected, found):
+        for index in (pair.expected, pair.found):
             index.set_static(0, torch.arange(count).expand(KV_HEADS, -1))
-        check_choice(expected, found, torch.randn(1, KV_HEADS * 3, 64), [0])
+        pair.check(torch.randn(1, KV_HEADS * 3, 64), [0])
 
 
 def test_pages_far_below_the_best_keep_their_order(library: CpuLibrary, level: int) -> None:
     """Weights of most pages are too small for a float if the largest exponent of an extent is taken out of all of them."""
     torch.manual_seed(0)
     config = replace(SMALL, top_k=512, static_share=0.0)
-    expected, found = make_pair(library, config, 1, 64, [60 * keys_of_slots([2000], 64)[0]])
+    pair = Pair(library, config, 1, 64, [60 * keys_of_slots([2000], 64)[0]])
     queries, static = torch.randn(1, KV_HEADS, 64), torch.empty(KV_HEADS, 0, dtype=torch.int64)
-    scores = expected.summaries.scores(queries[0][:, None], 0, static, 2000) * expected.context.scaling
+    summaries, scaling = pair.expected.summaries, pair.expected.context.scaling
+    scores = summaries.scores(queries[0][:, None], 0, static, 2000) * scaling
     assert float(scores.amax() - scores.median()) > 200
-    check_choice(expected, found, queries, [0])
+    pair.check(queries, [0])
 
 
 def test_requests_of_one_slot_count_the_same_pages(library: CpuLibrary) -> None:
-    expected, found = make_pair(library, SMALL, 3, 64, keys_of_slots([1900], 64))
-    check_choice(expected, found, torch.randn(3, KV_HEADS * 3, 64), [0, 0, 0])
-
-
-def test_selection_does_not_depend_on_batch_order_or_threads(library: CpuLibrary) -> None:
-    torch.manual_seed(3)
-    _, found = make_pair(library, SMALL, 3, 64, keys_of_slots([900, 3100, 1300], 64))
-    check_batch_order_and_threads(found)
-
-
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0])
-def test_strange_queries_still_give_valid_rows(library: CpuLibrary, level: int, poison: float) -> None:
-    _, found = make_pair(library, SMALL, 3, 64, keys_of_slots([3000], 64))
-    rows = select_rows(found, torch.full((1, 3 * KV_HEADS, 64), poison), [0]).rows[0]
-    for own in rows:
-        taken = own[own >= 0]
-        assert len(taken) > found.config.top_k - found.config.page
-        assert int(taken.max()) < 3000
-        assert len(taken.unique()) == len(taken)
+    pair = Pair(library, SMALL, 3, 64, keys_of_slots([1900], 64))
+    pair.check(torch.randn(3, KV_HEADS * 3, 64), [0, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,7 +122,7 @@ def test_updates_choose_the_static_set_that_the_reference_chooses(library: CpuLi
     keys, prompt = keys_of_slots([1500], 64, dtype)[0], torch.randn(KV_HEADS * 3, 4, 64).to(dtype)
     indexes = []
     for kind, given_library in ((ReferenceIndex, None), (NativeIndex, library)):
-        context = make_context(given_library, SMALL, 3, 64, [1500], dtype)
+        context = Pair.context(given_library, SMALL, 3, 64, [1500], dtype)
         pool = torch.zeros(context.extents.capacity, KV_HEADS, 1024, 2, 64, dtype=dtype)
         index = kind(replace(context, rows=LayerRows(pool, pool.data_ptr(), pool.stride(0))))
         index.build(0, keys, prompt)
@@ -244,16 +183,5 @@ def test_observation_refuses_other_dtypes(library: CpuLibrary) -> None:
         observe(library, torch.zeros(2, 1, 8), torch.zeros(1, 4, 8, dtype=torch.float16), 1.0)
 
 
-def test_create_follows_library_and_score(library: CpuLibrary) -> None:
-    for given_library, config, kind in (
-        (library, Config(), NativeIndex),
-        (None, Config(), ReferenceIndex),
-        (library, Config(**BOXES), ReferenceIndex),
-    ):
-        assert type(method.create(make_context(given_library, config, 1, 64, [10], torch.float32))) is kind
-
-
-def test_unsupported_queries_are_refused(library: CpuLibrary) -> None:
-    index = NativeIndex(make_context(library, Config(), 1, 64, [10], torch.float32))
-    with pytest.raises(KernelError, match=r"queries: torch\.bfloat16 on cpu: must be torch\.float32 on cpu"):
-        select_rows(index, torch.zeros(1, KV_HEADS, 64, dtype=torch.bfloat16), [0])
+def test_boxes_have_no_compiled_kernels(library: CpuLibrary) -> None:
+    assert type(method.create(Pair.context(library, Config(**BOXES), 1, 64, [10]))) is ReferenceIndex

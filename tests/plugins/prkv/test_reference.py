@@ -260,24 +260,6 @@ def test_updates_of_layers_take_turns() -> None:
     assert not update_is_due(config, 1, 80)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"top_k": 44}, r"top_k = 44: must be a positive multiple of page = 8"),
-        ({"page": 24}, r"page = 24: must be one of \(8, 16, 32, 64, 128\)"),
-        ({"page_score": "key"}, r"page_score = 'key': must be one of \('box', 'codes'\)"),
-        ({"static_share": 1.5}, r"static_share = 1.5: must be in \[0, 1\]"),
-        ({"box_radius": -0.1}, r"box_radius = -0.1: must be in \[0, 1\]"),
-        ({"update_interval": 31}, "update_interval = 31: must be >= update_queries = 32"),
-        ({"update_pages": 0}, "update_pages = 0"),
-        ({"cache_steps": 9}, "cache_steps = 9: must be between 0 and 8"),
-    ],
-)
-def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Config(**fields)  # type: ignore[arg-type]
-
-
 def test_shapes_that_the_gpu_does_not_support() -> None:
     with pytest.raises(ConfigError, match="head_dim = 80: must be a multiple of 32 up to 256"):
         traits(Config()).cuda_macros(80, 4)

@@ -6,7 +6,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.plugins.contract import Built, Effort, Index, Traits
+from kvseek.plugins.contract import Effort, Index, Traits
 
 from .config import Config
 
@@ -16,9 +16,8 @@ class LatestIndex(Index):
 
     bytes_per_token = 0.0
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """Nothing to index: rows stay in the order of their tokens, and no work runs on."""
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """Nothing to take in."""

@@ -25,7 +25,7 @@ from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.reference.attention.attend import window_rows
-from kvseek.plugins.contract import Built, Effort, Index
+from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.registry import method_traits
 
 LAYERS, SLOTS, SINK, LOCAL, UPDATE, LONGEST = 2, 3, 4, 40, 512, 5200
@@ -43,9 +43,8 @@ class EntryIndex(Index):
         super().__init__(context)
         self.entries = torch.full((context.extents.capacity, 1, EXTENT_TOKENS, 1), torch.nan)
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> Built:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         self.append(slot, 0, keys)
-        return Built()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         assert start % UPDATE == keys.shape[1] % UPDATE == 0, "whole blocks"

@@ -17,7 +17,7 @@ from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
 from kvseek.builder import build
-from kvseek.builder.calibration.report import Calibration
+from kvseek.builder.calibration.calibrate import Calibration
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.errors import KernelError
 from kvseek.engine.engine import Engine

@@ -69,15 +69,15 @@ def make_cache(
     return Cache(window, rows[:, 1], Batch.of(requests, table.table))
 
 
-def choose(lengths: Sequence[int], kv_heads: int, page: int) -> Selection:
+def choose(lengths: Sequence[int], kv_heads: int) -> Selection:
     """Two fifths of the entries of each request, in random order among entries of -1."""
-    most = max(1, -(-max(lengths) // page))
+    most = max(1, *lengths)
     rows = torch.full((len(lengths), kv_heads, most), -1, dtype=torch.int32)
     for request, head in itertools.product(range(len(lengths)), range(kv_heads)):
-        entries = torch.randperm(-(-lengths[request] // page))
+        entries = torch.randperm(lengths[request])
         filled = torch.randperm(most)[: max(1, round(0.4 * len(entries)))][: len(entries)]
         rows[request, head, filled] = entries[: len(filled)].int()
-    return Selection(rows, page)
+    return Selection(rows)
 
 
 def compare(
@@ -86,12 +86,12 @@ def compare(
     group: int,
     dim: int,
     dtype: torch.dtype,
-    page: int | None,
+    selects: bool,
     wrapped: bool = True,
 ) -> None:
     kv_heads = 2
     cache = make_cache(lengths, kv_heads, dim, dtype, wrapped)
-    selection = None if page is None else choose(lengths, kv_heads, page)
+    selection = choose(lengths, kv_heads) if selects else None
     queries = (3 * torch.randn(len(lengths), kv_heads * group, dim)).to(dtype)
     expected = cache.attend(queries, selection, dim**-0.5)
     assert not expected.isnan().any()
@@ -99,15 +99,15 @@ def compare(
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("page", [1, 32, 1024, None])
+@pytest.mark.parametrize("selects", [True, False])
 @pytest.mark.parametrize("lengths", [[1], [1500], [100, 3000, 0]])
 @pytest.mark.parametrize(("dim", "group"), [(64, 1), (64, 3), (96, 7), (128, 3), (128, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_attention_equals_the_reference(
-    library: CpuLibrary, dtype: torch.dtype, dim: int, group: int, lengths: list[int], page: int | None
+    library: CpuLibrary, dtype: torch.dtype, dim: int, group: int, lengths: list[int], selects: bool
 ) -> None:
-    torch.manual_seed(hash((dim, group, page or 0, len(lengths))))
-    compare(library, lengths, group, dim, dtype, page)
+    torch.manual_seed(hash((dim, group, selects, len(lengths))))
+    compare(library, lengths, group, dim, dtype, selects)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,8 @@ def test_every_level_equals_the_reference(
     library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(level)
-    compare(library, [1100, 37], group, dim, dtype, page=24, wrapped=False)  # pages that straddle extents
+    for selects in (True, False):
+        compare(library, [1100, 37], group, dim, dtype, selects, wrapped=False)
 
 
 @settings(max_examples=15, deadline=None)
@@ -126,19 +127,19 @@ def test_every_level_equals_the_reference(
     lengths=st.lists(st.integers(0, 2100), min_size=1, max_size=4),
     group=st.integers(1, 16),
     dim=st.integers(1, 32).map(lambda eighths: 8 * eighths),
-    page=st.sampled_from([None, 1, 16, 100, 1024]),
+    selects=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_any_shape_equals_the_reference(
-    library: CpuLibrary, lengths: list[int], group: int, dim: int, page: int | None, seed: int
+    library: CpuLibrary, lengths: list[int], group: int, dim: int, selects: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    compare(library, lengths, group, dim, torch.float32, page)
+    compare(library, lengths, group, dim, torch.float32, selects)
 
 
 def test_a_request_does_not_depend_on_its_batch_nor_on_threads(library: CpuLibrary) -> None:
     lengths = [3000, 700, 2048]
-    cache, selection = make_cache(lengths, 2, 64, torch.float32), choose(lengths, 2, 1)
+    cache, selection = make_cache(lengths, 2, 64, torch.float32), choose(lengths, 2)
     queries = torch.randn(3, 6, 64)
     threads = torch.get_num_threads()
     try:
@@ -183,14 +184,14 @@ def test_no_rows_at_all_give_zeros(library: CpuLibrary) -> None:
 def test_unsupported_shapes_are_refused(
     library: CpuLibrary, dim: int, group: int, dtype: torch.dtype, names: str
 ) -> None:
-    cache, selection = make_cache([10], 1, dim, dtype), choose([10], 1, 1)
+    cache, selection = make_cache([10], 1, dim, dtype), choose([10], 1)
     with pytest.raises(KernelError, match=f"{names}.*--kernels reference"):
         cache.attend(torch.randn(1, group, dim, dtype=dtype), selection, 0.125, library)
 
 
 def test_unsupported_layouts_are_refused(library: CpuLibrary) -> None:
     cache, queries = make_cache([10], 2, 64, torch.float32), torch.randn(1, 2, 64)
-    selection = choose([10], 2, 1)
+    selection = choose([10], 2)
 
     def refuses(pattern: str, selection: Selection, queries: Tensor, cache: Cache) -> None:
         with pytest.raises(KernelError, match=pattern):

@@ -1,1 +1,0 @@
-"""TensorRT-LLM checkpoints, whose tensors are spread over ranks."""
