@@ -102,9 +102,12 @@ def pack_rows(rows: Sequence[int], samplers: Sequence[Sampler], device: torch.de
 
 def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
     """Return what differs from draw to draw, each with the place of its pointer in a DrawRow; raises as Sampler.allowed."""
-    allowed, banned = sampler.allowed(), sampler.banned()
-    lists = list[tuple[int, Words]]() if allowed is None else [(ALLOWED, allowed)]
-    return [*lists, (BANNED, np.array(banned, dtype=np.int32))] if banned else lists
+    allowed, banned, lists = sampler.allowed(), sampler.banned(), list[tuple[int, Words]]()
+    if allowed is not None:
+        lists.append((ALLOWED, allowed))
+    if banned:
+        lists.append((BANNED, np.array(banned, dtype=np.int32)))
+    return lists
 
 
 def _prepare(sampler: Sampler, device: torch.device) -> Prepared:
