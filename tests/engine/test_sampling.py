@@ -4,6 +4,7 @@ import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -32,7 +33,7 @@ from transformers import (
 )
 
 from kvseek.core.config import CHOICES
-from kvseek.core.errors import LogitsError, RequestError
+from kvseek.core.errors import LogitsError, RequestError, SamplingError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.draws import Draws
@@ -284,6 +285,57 @@ def test_draws_follow_the_distribution(kind, params):
     squares = float(((found - expected)[likely] ** 2 / expected[likely]).sum())
     squares += float((rest[1] - rest[0]) ** 2 / rest[0]) if rest[0] > 0 else 0.0
     assert squares < chi2.ppf(1 - 1e-6, max(1, int(likely.sum())))
+
+
+class EveryThird:
+    """A guide that allows every third token, and after `ends` tokens the end; it fails where it is told to."""
+
+    def __init__(self, ends: int, fails: int = 1000) -> None:
+        self._ends, self._fails, self._taken = ends, fails, 0
+
+    @property
+    def complete(self) -> bool:
+        return self._taken >= self._ends
+
+    @property
+    def finished(self) -> bool:
+        return self.complete
+
+    def allowed(self) -> np.ndarray:
+        if self._taken == self._fails:
+            raise SamplingError("guided_decoding_guide: too much work")
+        bits = (np.arange(512) % 3 == 1) & (not self.complete)
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def accept(self, token: int) -> None:
+        assert token % 3 == 1
+        self._taken += 1
+
+
+def test_masks_of_guides_and_their_errors(draws):
+    logits = torch.stack([random_logits(n) for n in range(24)]).reshape(8, 3, VOCABULARY)
+    found = []
+    for kind in (draws, make_draws("reference")):
+        params = [
+            SamplingParams(temperature=1.5, seed=4),
+            SamplingParams(min_tokens=3),
+            SamplingParams(temperature=1.0),
+        ]
+        samplers = [OneRequest(kind, one, VOCABULARY, ends=(5, 8)).sampler for one in params]
+        samplers[0].follow(EveryThird(6))
+        samplers[1].follow(EveryThird(9, fails=2))
+        drawn = []
+        for step in logits:
+            drawn.append(kind.begin(step, range(3), samplers)())
+            for one, sampler in zip(drawn[-1], samplers, strict=True):
+                if one.error is None:
+                    sampler.take(one)
+        found.append(drawn)
+    tokens = [[one.token for one in step] for step in found[0]]
+    assert tokens == [[one.token for one in step] for step in found[1]]
+    assert all(token % 3 == 1 for token, _, _ in tokens[:6])
+    assert {token for token, _, _ in tokens[6:]} <= {5, 8}
+    assert [str(step[1].error) for step in found[0]] == ["None"] * 2 + ["guided_decoding_guide: too much work"] * 6
 
 
 def test_a_seeds_random_bits_are_philoxs():
