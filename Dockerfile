@@ -14,9 +14,7 @@ COPY builder /builder
 COPY server /server
 COPY client /client
 COPY cli /cli
-COPY measurement /measurement
-COPY evaluation /evaluation
-COPY benchmarks /benchmarks
+COPY bench /bench
 COPY model_repository /model_repository
 
 

@@ -24,7 +24,9 @@ LOAD_ENGINE := .cache/engines/smollm2-load
 LOAD_RESULT ?= build/load.json
 PERF_ARGS ?=
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-results tables load-tools check check-install lint sizes types links format install model engine clean
+COMMIT ?= main
+
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools check check-install lint sizes types links format install model engine clean
 
 demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -57,16 +59,19 @@ perf: load-tools model ## load test with perf_analyzer and aiperf: table, $(LOAD
 	@mkdir -p $(dir $(LOAD_RESULT))
 	$(BIN)/python builder/build.py --model $(MODEL) --method pariskv --output_dir $(LOAD_ENGINE) \
 	    --max_batch_size 8 --max_seq_len 4096 --cache.reuse false --no-check
-	$(BIN)/python -m kvseek.benchmarks.load.main --engine_dir $(LOAD_ENGINE) --output $(LOAD_RESULT) $(PERF_ARGS)
-	$(BIN)/python -m kvseek.benchmarks.load.chart $(LOAD_RESULT) --output $(LOAD_RESULT:.json=.svg)
+	$(BIN)/python -m kvseek.bench.load.main --engine_dir $(LOAD_ENGINE) --output $(LOAD_RESULT) $(PERF_ARGS)
+	$(BIN)/python -m kvseek.bench.charts.load $(LOAD_RESULT) --output $(LOAD_RESULT:.json=.svg)
 
 perf-results: ## make perf, and put its figures where docs/load_testing.md shows them; on a quiet machine
-	$(MAKE) perf LOAD_RESULT=benchmarks/results/load-cpu-smollm2.json
-	rm benchmarks/results/load-cpu-smollm2.svg
+	$(MAKE) perf LOAD_RESULT=bench/results/load-cpu-smollm2.json
+	rm bench/results/load-cpu-smollm2.svg
 	$(MAKE) tables
 
-tables: install ## write the tables and pictures of measured figures into the documents, from benchmarks/results
-	$(BIN)/python -m kvseek.benchmarks.documents
+perf-gate: install ## is this tree slower than COMMIT by more than 2 %? full, nested and pariskv in turns, on a GPU; some ten minutes
+	$(BIN)/python -m kvseek.bench.perf_gate --commit $(COMMIT)
+
+tables: install ## write the tables and pictures of measured figures into the documents, from bench/results
+	$(BIN)/python -m kvseek.bench.documents
 
 load-tools: $(PERF_ANALYZER) $(AIPERF) ## the two load testers, each in a folder of its own: their pins are not kvseek's; 1.3 GB
 

@@ -41,7 +41,6 @@ from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
-from kvseek.core.weight_only import FASTER_ROWS, NONE
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -175,7 +174,6 @@ def build_engine(options: BuildOptions) -> bool:
             _check_logits(build, directory, console)
     if calibration is not None:
         calibration.print(console)
-    _print_advice(build.config, console)
     size = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
     console.print(f"{options.output_dir}: {options.method} engine of {options.model.name}, {size / 1e6:,.0f} MB")
     return True
@@ -191,15 +189,6 @@ def _check_logits(build: _Build, directory: Path, console: Console) -> None:
     with console.status("compare with transformers"):
         found = check_engine(directory, build.checkpoint)
     console.print(found.text, soft_wrap=True)
-
-
-def _print_advice(config: EngineConfig, console: Console) -> None:
-    """Print advice on options that cost more than they seem to."""
-    if config.weight_only_precision != NONE and config.device == "cuda" and config.max_batch_size > FASTER_ROWS:
-        console.print(
-            f"max_batch_size = {config.max_batch_size}: steps of more than {FASTER_ROWS} requests multiply with 8-bit weights "
-            "slower than without (docs/builder.md); they save memory"
-        )
 
 
 def _write_engine(build: _Build, directory: Path, console: Console) -> Calibration | None:

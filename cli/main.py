@@ -17,7 +17,7 @@ COMMANDS = {
     "openai": ("kvseek.server.openai_door.command", "an OpenAI port for an engine that such a tritonserver serves"),
     "cache": ("kvseek.cli.cache", "list or drop the prefixes that a server keeps on disk"),
     "chat": ("kvseek.client.chat", "ask a running server"),
-    "bench": ("kvseek.benchmarks.decode", "measure the time per output token"),
+    "bench": ("kvseek.bench.speed.decode", "measure the time per output token"),
     "completion": ("kvseek.cli.completion", "print a script that completes commands and flags in a shell"),
 }
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it: 128 + 2

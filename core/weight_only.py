@@ -20,7 +20,6 @@ QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer
 HEAD = "lm_head.weight"
 NOT_FINITE = "use another checkpoint, or download it again if that of its publisher is whole"  # remedy of a weight
 NUMBERS = 1 << 22  # weights quantised at a time, in whole rows: a few float32 copies of them take memory meanwhile
-FASTER_ROWS = 32  # most rows of x that a GPU multiplies faster than with 16-bit weights (benchmarks/README.md)
 INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because kernels load so many at once
 
 

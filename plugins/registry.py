@@ -3,7 +3,7 @@
 A method has three members: `Config` in config.py, a frozen dataclass of its fields, and in method.py
 `traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). A method of a paper has `PAPER` in config.py,
 too: what the paper sets, by field; fields of the cache are `cache.NAME`. costs.py and stages.py of its folder are for
-measurements alone (measurement/offers.py); the engine does not look at them.
+measurements alone (bench/methods.py); the engine does not look at them.
 """
 
 from __future__ import annotations

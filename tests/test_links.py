@@ -12,14 +12,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 DOCUMENTS = [
     path
-    for pattern in (
-        "*.md",
-        "docs/*.md",
-        "plugins/*/README.md",
-        "kernels/**/README.md",
-        "benchmarks/*.md",
-        "evaluation/*.md",
-    )
+    for pattern in ("*.md", "docs/*.md", "plugins/*/README.md", "kernels/**/README.md", "bench/**/*.md")
     for path in sorted(ROOT.glob(pattern))
     if path.name != "CHANGELOG.md"  # its links led to the documents of their time
 ]

@@ -1,7 +1,7 @@
 """Random weights of any shape, made where they are needed: a step costs the same whatever the weights say.
 
 An engine directory with RANDOM_FILE has no weights: each rank makes its own part when it is loaded. Benchmarks write such
-directories (benchmarks/random_engine.py); what the engine answers means nothing.
+directories (bench/engines.py); what the engine answers means nothing.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
 
-KERNELS = 2  # score, choose
-RERANK_KERNELS = 1
 SCALE_BYTES = 2  # of a key's code
 NUMBER = 4  # bytes of a score, a size, a start, a place
 ENTRY_BYTES = 2 * NUMBER  # for each row: its place is read and written
@@ -32,6 +30,5 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
         rerank_bytes=clusters * 2 * NUMBER * lanes
         + taken * NUMBER
         + listed * (ENTRY_BYTES + (code_bytes if config.rerank_bits else 0)),
-        kernels=KERNELS + (RERANK_KERNELS if config.rerank_bits else 0),
         dense_layers=config.dense_layers,
     )

@@ -10,7 +10,6 @@ from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import MOST_CENTROIDS, Config
 
-KERNELS = 3  # probe, recall, rerank; with host cores a merge instead of the rerank
 SCALE_BYTES = 2  # of a code, a float16
 OFFSET_BYTES = 4  # a centroid's product with the mean, per query head (centroids.py)
 DEDUPLICATION = 0.5  # share of the probed places that are distinct: section 3.1.2, footnote: "0.5 or less"
@@ -19,18 +18,15 @@ DEDUPLICATION = 0.5  # share of the probed places that are distinct: section 3.1
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
     """Compute the costs for a region of `length` prompt tokens; recalled tokens that no list holds are not counted."""
     if length <= config.top_k:
-        return SelectionCosts(rows=length, kernels=KERNELS)
+        return SelectionCosts(rows=length)
     centroids = config.prompt_centroids(length, MOST_CENTROIDS)
     listed = min(config.probes, centroids) * config.list_width(length)
     recalled = min(length, max(config.top_k, math.ceil(DEDUPLICATION * listed)))
-    on_host_cores = config.execution == "cpu"
     code_bytes = padded_dim(model.head_dim) * config.bits / 8 + SCALE_BYTES if config.bits else 0
     return SelectionCosts(
         rows=config.top_k,
         index_bytes=centroids * model.group_size * (model.head_dim * itemsize + OFFSET_BYTES),
         rerank_bytes=4 * listed + recalled * code_bytes,
         reranked_keys=0 if config.bits else recalled,
-        kernels=KERNELS,
-        host_functions=int(on_host_cores),
-        host_cores=on_host_cores,
+        host_cores=config.execution == "cpu",
     )

@@ -1,4 +1,4 @@
-"""Costs of a method's decode step beside the matrices, for the benchmark's floor model (benchmarks/device/floors.py).
+"""Costs of a method's decode step beside the matrices, for the benchmark's floor model (bench/speed/device/floors.py).
 
 `costs(config, model, length, itemsize) -> SelectionCosts`, in costs.py of a method's folder, is for a step over a
 retrieval region of `length` tokens; `itemsize` is the bytes of a number of the row pool. All counts are for one request,
@@ -25,12 +25,6 @@ class SelectionCosts:
         Further bytes of device memory that are read to choose rows.
     reranked_keys : float
         Keys that are read from the row pool to choose rows.
-    neighbours : int
-        Rows that lie next to each other in the pool and are read together: 1, or the size of a page.
-    kernels : int
-        Kernel nodes of a layer in the graph, beside those of dense attention.
-    host_functions : int
-        Host-function nodes of a layer whose rows lie in host memory.
     host_cores : bool
         Whether rows and reranked keys in host memory are read by host cores, not over PCIe.
     dense_layers : int
@@ -44,9 +38,6 @@ class SelectionCosts:
     index_bytes: float = 0.0
     rerank_bytes: float = 0.0
     reranked_keys: float = 0.0
-    neighbours: int = 1
-    kernels: int = 0
-    host_functions: int = 0
     host_cores: bool = False
     dense_layers: int = 0
     upkeep_steps: int = 1

@@ -2,7 +2,7 @@
 
 A method may have `stages(index, query, slot) -> Stages` in stages.py of its folder. It looks at one query [H, D] of one slot
 before `select` does. It changes nothing in the index, which must be the reference, and may be slow; it raises KernelError for
-an index of another kind. evaluation/stage_losses.py uses it to count at which stages rows are lost.
+an index of another kind. bench/accuracy/stage_losses.py uses it to count at which stages rows are lost.
 """
 
 from __future__ import annotations

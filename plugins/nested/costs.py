@@ -12,7 +12,6 @@ from .config import Config
 from .reference import FIRST_BITS
 
 SCALE_BYTES = 2  # of a key, a float16
-KERNELS = 2  # scan, choose
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
@@ -22,5 +21,4 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
         rows=min(length, config.top_k),
         index_bytes=length * (dim * FIRST_BITS / 8 + SCALE_BYTES + mean_bytes(dim)),
         rerank_bytes=config.candidate_count(length) * (dim * BITS / 8 + SCALE_BYTES),
-        kernels=KERNELS,
     )

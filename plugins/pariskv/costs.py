@@ -10,7 +10,6 @@ from .codebook import BLOCK
 from .config import Config
 
 WEIGHT_BYTES = 2  # bytes of a block's weight, a float16
-KERNELS = 4  # vote, scan, rerank, top
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
@@ -22,5 +21,4 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
         rows=min(length, config.top_k),
         index_bytes=length * blocks,
         rerank_bytes=candidates * (dim // 2 + WEIGHT_BYTES * blocks),
-        kernels=KERNELS,
     )

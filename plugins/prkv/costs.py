@@ -10,7 +10,6 @@ from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
 
-KERNELS = 1  # kvseek_prkv_select
 SCALE_BYTES = 2  # of a row's codes, a float16
 
 
@@ -20,7 +19,7 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     Updates of the static set are left out, because they run beside the steps; what they delay is measured.
     """
     if length <= config.top_k:  # dense
-        return SelectionCosts(float(length), neighbours=config.page, kernels=KERNELS)
+        return SelectionCosts(float(length))
     if config.page_score == "box":
         index_bytes = (length - config.most_static) * 2 * model.head_dim * itemsize / config.page
     else:
@@ -29,8 +28,6 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     return SelectionCosts(
         rows=float(config.top_k),
         index_bytes=index_bytes,
-        neighbours=config.page,
-        kernels=KERNELS,
         upkeep_steps=config.update_interval,
         upkeep_after=config.update_queries,
     )

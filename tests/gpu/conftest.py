@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine
 
-from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.bench.methods import method_kernels
 from kvseek.plugins.registry import get_method
 
 if TYPE_CHECKING:

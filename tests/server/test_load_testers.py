@@ -16,8 +16,9 @@ import pytest
 from tests.conftest import ROOT, BuildEngine, RandomModel
 from tests.support.metrics import metric
 
-from kvseek.benchmarks.load import aiperf, chart, main, perf_analyzer
-from kvseek.benchmarks.load.cells import Answer, Cell, LoadTestError, figures, prompts
+from kvseek.bench.charts import load as chart
+from kvseek.bench.load import aiperf, main, perf_analyzer
+from kvseek.bench.load.cells import Answer, Cell, LoadTestError, figures, prompts
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.settings import ServeSettings

@@ -1,4 +1,4 @@
-"""Matrix products on a GPU: kernels for the few rows of decode steps, cuBLAS for prompts and large batches."""
+"""Matrix products on a GPU: kernels for decode steps, cuBLAS for prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.engine.model.reference.products import Linear, Product, Products
-from kvseek.kernels.cuda.layer.products import ProductKernels
+from kvseek.kernels.cuda.layer.products import MOST_ROWS, ProductKernels
 
 # Numbers of rows that RowCounts tries: these, and then multiples of ROW_STEP, the rows of a tile of a matrix.
 FEW_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
@@ -23,9 +23,9 @@ TRIED_ROWS = 1024
 class KernelLinear(Linear):
     """A linear map on a GPU, with a weight in the dtype of x or of 8 bits.
 
-    The few rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Prompts and large batches
-    are multiplied by cuBLAS, for which a weight of 8 bits is first written out in the dtype of x: cuBLAS then multiplies faster
-    than a kernel that converts while it multiplies.
+    The rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Prompts are multiplied by cuBLAS,
+    for which a weight of 8 bits is first written out in the dtype of x: cuBLAS then multiplies faster than a kernel that
+    converts while it multiplies.
 
     Parameters
     ----------
@@ -46,18 +46,18 @@ class KernelLinear(Linear):
         counts: RowCounts,
     ) -> None:
         super().__init__(weight, bias)
-        self.scale, self._kernels, self._few, self._counts = scale, kernels, kernels.most_rows(weight), counts
+        self.scale, self._kernels, self._counts = scale, kernels, counts
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""
-        if not prompt and x.shape[0] <= self._few:
+        if not prompt:
             return self._kernels.linear(x, self.weight, self.scale, self.bias)
         weight = self.weight if self.scale is None else self._kernels.dequantise(self.weight, self.scale)
-        return self._counts.multiply(x, weight, self.bias) if prompt else F.linear(x, weight, self.bias)
+        return self._counts.multiply(x, weight, self.bias)
 
     def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor], *, prompt: bool = False) -> Tensor:
         """See Linear.gated. The kernel does both."""
-        if not prompt and x.shape[0] <= self._few:
+        if not prompt:
             return self._kernels.linear(x, self.weight, self.scale, self.bias, gated=True)
         return super().gated(x, silu_mul, prompt=prompt)
 
@@ -65,21 +65,19 @@ class KernelLinear(Linear):
 class KernelHead(Linear):
     """The head of 8 bits on a GPU, which is never written out: it is the largest matrix, and mostly multiplied with few rows.
 
-    More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups. `weight` and `scale` are those
-    of KernelLinear.
+    More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups, since a row's result does not
+    depend on the others. `weight` and `scale` are those of KernelLinear.
     """
 
     def __init__(self, kernels: ProductKernels, weight: Tensor, scale: Tensor) -> None:
         super().__init__(weight)
-        self.scale, self._kernels, self._most = scale, kernels, kernels.most_rows(weight)
+        self.scale, self._kernels = scale, kernels
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear. The rows of a prompt are all multiplied by the kernel of the most rows."""
+        """See Linear."""
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        for start in range(0, x.shape[0], self._most):
-            rows = slice(start, start + self._most)
-            kernel_rows = self._most if prompt else None
-            self._kernels.linear(x[rows], self.weight, self.scale, None, out=out[rows], kernel_rows=kernel_rows)
+        for rows, products in zip(torch.split(x, MOST_ROWS), torch.split(out, MOST_ROWS), strict=True):
+            self._kernels.linear(rows, self.weight, self.scale, None, out=products)
         return out
 
 

@@ -19,10 +19,11 @@ class Product(Protocol):
     """A map from x [rows, inputs] to [rows, outputs], such as a Linear."""
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """Multiply x. With `prompt`, what a row gives depends to the bit on neither the number nor the other rows of x.
+        """Multiply x. What a row gives depends to the bit on neither the number nor the other rows of x, but on `prompt`.
 
-        So a prompt's rows are the same whether it is read whole, in chunks, in a pack or behind a reused beginning. That holds
-        for numbers of 16 bits; in float32, and with PyTorch's operator alone, last bits may differ.
+        So a request's rows are the same in any batch of a decode step, and with `prompt` however its prompt is read: whole, in
+        chunks, in a pack or behind a reused beginning. That holds for numbers of 16 bits; in float32, and with PyTorch's
+        operator alone, last bits may differ.
         """
         ...
 

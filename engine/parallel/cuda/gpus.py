@@ -10,7 +10,6 @@ import torch
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.numa import bind, cores_for, node_of_gpu
-
 from kvseek.engine.parallel.nodes import check_nodes
 
 SHARE_VARIABLE = "KVSEEK_RANKS_SHARE_GPUS"

@@ -2,11 +2,10 @@
 // out = (x wᵀ) scale + bias, x and out in the engine's type; gated, out = silu(gate) up of the two halves of that.
 //
 // A decode step multiplies a few rows with matrices of many megabytes: its time is that of reading the weights once. So
-// each lane keeps many loads of 16 bytes on their way, from before the kernel before this one has ended, and weights of
-// 8 bits become 16-bit numbers in registers, exactly. The tensor cores' 16 rows are output channels, their 8 columns
-// are rows of x. The order of a sum's terms is free, so a lane's neighbouring weights serve as they lie, and the same
-// channels of x with them.
-// kernels/cuda/layer/products.py launches these kernels; builder/compile/cuda.py sets KVSEEK_WEIGHT.
+// each warp keeps many loads on their way, from before the kernel before this one has ended, and weights of 8 bits
+// become 16-bit numbers in registers, exactly. The tensor cores' 16 rows are output channels, their 8 columns are rows
+// of x. The order of a sum's terms is free, so a lane's neighbouring weights serve as they lie, and the same channels
+// of x with them. kernels/cuda/layer/products.py launches these kernels; builder/compile/cuda.py sets KVSEEK_WEIGHT.
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/overlap.cuh"
 
@@ -42,172 +41,160 @@ struct DequantiseArguments {
 namespace products {
 
 constexpr int DEQUANTISE_THREADS = 256;
-constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane loads of one block: a row's part of it is a line
+constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane multiplies of one block: a row's part is a line
 
 // What a kernel's thread block computes: ROW_TILES * 16 rows of the weight, times up to COLUMN_TILES * 8 rows of x. Its
-// warps take turns at the blocks of a row's channels; DEPTH blocks of a warp are on their way or being multiplied. With
-// GATED, the tensor cores' rows g are gates and g + 8 are ups.
-template <class Weight_, int WARPS_, int DEPTH_, int ROW_TILES_, int COLUMN_TILES_, bool GATED_>
+// SPLIT warps take turns at the blocks of a row's channels. With GATED, the tensor cores' rows g are gates and g + 8
+// are ups.
+//
+// A warp adds the products of its blocks, and of 16 channels after the other in a block, as they come; then the warps'
+// sums are added, the first warp's first. So the bits of a sum depend on SPLIT alone, which the weight's shape decides,
+// and not on how many rows x has, or what is in the others.
+template <class Weight_, int SPLIT_, int ROW_TILES_, int COLUMN_TILES_, int AHEAD_, bool GATED_>
 struct Shape {
     using Weight = Weight_;
-    static constexpr int WARPS = WARPS_, DEPTH = DEPTH_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
+    static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
+    static constexpr int AHEAD = AHEAD_;  // eights of x that are loaded before they are needed, as registers have room
     static constexpr bool GATED = GATED_;
-    static constexpr int PIECE = 16 / sizeof(Weight);  // weights that a lane loads at once
-    static constexpr int STEPS = PIECE / 4;            // products of a piece
-    static constexpr int BLOCK = HALVES * 4 * PIECE;   // weights of a row
-    static constexpr int PARTS = ROW_TILES * 2;        // rows of the weight that a lane has pieces of
-    static constexpr int CHANNELS = GATED ? ROW_TILES * 8 : ROW_TILES * 16;  // of the result
-    static constexpr int PIECES = PARTS * HALVES;                            // of a lane and a block
-    static constexpr int SUMS = ROW_TILES * COLUMN_TILES * 4;
-    // With few rows of x, registers have room for its next block, and for a sum of each half: products do not wait for
-    // x, and half as long for each other.
-    static constexpr bool FEW = COLUMN_TILES <= 2;
-    static constexpr int CHAINS = FEW ? HALVES : 1;
+    static constexpr int PIECE = 16 / sizeof(Weight);  // weights that are loaded at once
+    static constexpr int PIECE_EIGHTS = PIECE / 8;
+    static constexpr int BLOCK = HALVES * 4 * PIECE;      // weights of a row
+    static constexpr int EIGHTS = HALVES * PIECE_EIGHTS;  // of a row of x and a block that a lane multiplies
+    static constexpr int PARTS = ROW_TILES * 2;           // of eight rows of the weight, of which a lane multiplies one
+    static constexpr int TILES = ROW_TILES * COLUMN_TILES;
 
-    // The channel of the result that a lane's part belongs to.
-    __device__ __forceinline__ static int channel(int part) {
-        return blockIdx.x * CHANNELS + (GATED ? part / 2 : part) * 8 + threadIdx.x % 32 / 4;
-    }
-    __device__ __forceinline__ static int weight_row(int part, int outputs) {
-        return channel(part) + (GATED && part % 2 ? outputs : 0);
+    // The first channel of the result of a part: in this thread block, and of all.
+    __device__ __forceinline__ static constexpr int channel(int part) { return (GATED ? part / 2 : part) * 8; }
+    __device__ __forceinline__ static int channel_of_all(int part) {
+        return blockIdx.x * channel(PARTS) + channel(part);
     }
 };
 
-// Shared memory. A lane reads the pieces alone that it has loaded, so the ring needs no barrier.
+// Shared memory: of each warp a block that is multiplied and one on its way; at the end the warps' sums.
 template <class S>
-struct Shared {
-    uint4 ring[S::WARPS][S::DEPTH][S::PIECES][32];
-    float parts[S::WARPS - 1][S::SUMS][32];
+union Shared {
+    uint4 blocks[S::SPLIT][2][S::PARTS][HALVES][32];
+    float4 sums[S::SPLIT][S::TILES][32];
 };
 
-// The blocks of a warp on their way from memory.
+// The blocks of a warp.
 template <class S>
 class Blocks {
   public:
     __device__ __forceinline__ Blocks(const LinearArguments& a, Shared<S>& shared)
-        : weight_(static_cast<const Weight*>(a.weight)),
-          outputs_(a.outputs),
-          inputs_(a.inputs),
-          ring_(shared.ring[threadIdx.x / 32]),
-          block_(threadIdx.x / 32) {}
-
-    // Start the warp's next block on its way. Beyond the end of a row there are zeros, and a group to wait for.
-    __device__ __forceinline__ void start_next() {
-        const int lane = threadIdx.x % 32, input = block_ * S::BLOCK + lane % 4 * S::PIECE;
-#pragma unroll
-        for (int part = 0; part < S::PARTS; ++part) {
-            const Weight* from = weight_ + static_cast<long long>(S::weight_row(part, outputs_)) * inputs_ + input;
-#pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                const bool valid = S::channel(part) < outputs_ && input + half * 4 * S::PIECE < inputs_;
-                copy_once_16_or_zeros(&ring_[next_stage_][part * HALVES + half][lane],
-                                      valid ? from + half * 4 * S::PIECE : weight_, valid);
-            }
-        }
-        close_copy_group();
-        next_stage_ = next_stage_ + 1 == S::DEPTH ? 0 : next_stage_ + 1;
-        block_ += S::WARPS;
+        : pieces_(a.inputs / S::PIECE), up_(a.outputs * pieces_), blocks_(shared.blocks[threadIdx.x / 32]) {
+        const int lane = threadIdx.x % 32, row = lane / 8, half = lane % 8 / 4;
+        const int channel = S::channel_of_all(0) + row;
+        from_ = static_cast<const uint4*>(a.weight) + static_cast<long long>(channel) * pieces_;
+        channels_ = a.outputs - channel;
+        to_ = half * 32 + place(row * 4 + lane % 4, half);
     }
 
-    // Wait for the oldest block that has not been taken; its pieces.
-    __device__ __forceinline__ const uint4 (*take())[32] {
-        await_copy_groups<S::DEPTH - 2>();
-        const uint4(*pieces)[32] = ring_[stage_];
-        stage_ = stage_ + 1 == S::DEPTH ? 0 : stage_ + 1;
-        return pieces;
+    // Start a block on its way, four rows' lines of 128 bytes at a time. Beyond a row's end there are zeros.
+    __device__ __forceinline__ void start(int block, int stage) {
+        const int piece = block * HALVES * 4 + threadIdx.x % 8;
+        const uint4* from = from_ + piece;
+#pragma unroll
+        for (int channel = 0; channel < S::channel(S::PARTS); channel += 4) {
+            const bool valid = channel < channels_ && piece < pieces_;
+#pragma unroll
+            for (int up = 0; up < (S::GATED ? 2 : 1); ++up) {
+                uint4* to = blocks_[stage][S::GATED ? channel / 8 * 2 + up : channel / 8][0] + channel % 8 * 4 + to_;
+                copy_once_16_or_zeros(to, up ? from + up_ : from, valid);
+            }
+            from += 4 * pieces_;
+        }
+        close_copy_group();
+    }
+
+    // Wait for all that has been started; by then all lanes have multiplied the block before.
+    __device__ __forceinline__ void await() {
+        await_copy_groups<0>();
+        __syncwarp();
+    }
+
+    // A lane's piece of a block: of row lane / 4 of a part.
+    __device__ __forceinline__ uint4 piece(int stage, int part, int half) const {
+        return blocks_[stage][part][half][place(threadIdx.x % 32, half)];
     }
 
   private:
-    using Weight = typename S::Weight;
-    const Weight* weight_;
-    int outputs_, inputs_;
-    uint4 (*ring_)[S::PIECES][32];
-    int block_;  // what start_next loads
-    int next_stage_ = 0, stage_ = 0;
+    // Where a lane's piece lies: the halves of a line in different banks.
+    __device__ __forceinline__ static int place(int lane, int half) { return lane ^ half * 4; }
+
+    int pieces_, up_;    // of a row of the weight; from a gate's row to that of its up
+    const uint4* from_;  // the first row that a lane copies
+    int channels_, to_;
+    uint4 (*blocks_)[S::PARTS][HALVES][32];
 };
 
-// The channels of a row of x that a piece of weights is multiplied with: registers of two numbers each.
-template <int PIECE>
-struct Channels {
-    uint4 eights[PIECE / 8];
-
-    __device__ __forceinline__ void load(const Number* from, bool valid) {
-#pragma unroll
-        for (int i = 0; i < PIECE / 8; ++i)
-            eights[i] = valid ? reinterpret_cast<const uint4*>(from)[i] : make_uint4(0, 0, 0, 0);
-    }
-    __device__ __forceinline__ unsigned operator[](int i) const { return word(eights[i / 4], i % 4); }
-};
-
-// A lane's channels of one half of a block, in all rows of x.
+// Eight channels of each of a lane's rows of x: registers of two numbers each.
 template <class S>
-struct Half {
-    Channels<S::PIECE> channels[S::COLUMN_TILES];
+struct RowEights {
+    uint4 rows[S::COLUMN_TILES];
+};
 
-    __device__ __forceinline__ void load(const LinearArguments& a, int block, int half) {
-        const int lane = threadIdx.x % 32, input = block * S::BLOCK + half * 4 * S::PIECE + lane % 4 * S::PIECE;
+// The rows of x that a lane multiplies: row g of each tile.
+template <class S>
+class Columns {
+  public:
+    __device__ __forceinline__ Columns(const LinearArguments& a)
+        : x_(static_cast<const char*>(a.x)), inputs_(a.inputs) {
 #pragma unroll
         for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
-            const int row = tile * 8 + lane / 4;
-            const Number* from = static_cast<const Number*>(a.x) + static_cast<long long>(row) * a.inputs + input;
-            channels[tile].load(from, row < a.rows && input < a.inputs);
+            const int row = tile * 8 + threadIdx.x % 32 / 4;
+            const int read = row < a.rows ? row : a.rows - 1;  // what is beyond the last is not stored
+            starts_[tile] = static_cast<unsigned>(read * inputs_) * sizeof(Number);
         }
     }
+
+    // Channels that belong to a lane's pieces of weights. Beyond a row's end, where weights are zeros, its last ones.
+    __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
+        const int piece = eight / S::PIECE_EIGHTS * 4 + threadIdx.x % 4;
+        const int input = block * S::BLOCK + piece * S::PIECE + eight % S::PIECE_EIGHTS * 8;
+        const char* from = x_ + min(input, inputs_ - 8) * sizeof(Number);
+        RowEights<S> loaded;
+#pragma unroll
+        for (int tile = 0; tile < S::COLUMN_TILES; ++tile)
+            loaded.rows[tile] = *reinterpret_cast<const uint4*>(from + starts_[tile]);
+        return loaded;
+    }
+
+  private:
+    const char* x_;
+    int inputs_;
+    unsigned starts_[S::COLUMN_TILES];  // in bytes
 };
 
 template <class S>
 using Sums = float[S::ROW_TILES][S::COLUMN_TILES][4];
 
 template <class S>
-__device__ __forceinline__ void multiply_half(Sums<S>& sums, const uint4 (*pieces)[32], int half, const Half<S>& x) {
+__device__ __forceinline__ void multiply(Sums<S>& sums, const Blocks<S>& blocks, int stage, int eight,
+                                         const RowEights<S>& x, unsigned zero) {
     using Weight = typename S::Weight;
-    const int lane = threadIdx.x % 32;
+    const int half = eight / S::PIECE_EIGHTS;
 #pragma unroll
     for (int tile = 0; tile < S::ROW_TILES; ++tile) {
-        const uint4 lower = pieces[tile * 2 * HALVES + half][lane];  // rows g and g + 8 of the tile
-        const uint4 upper = pieces[(tile * 2 + 1) * HALVES + half][lane];
+        const uint4 lower = blocks.piece(stage, tile * 2, half);  // rows g and g + 8 of the tile
+        const uint4 upper = blocks.piece(stage, tile * 2 + 1, half);
 #pragma unroll
-        for (int step = 0; step < S::STEPS; ++step) {
+        for (int step = 0; step < 2; ++step) {
             unsigned low_numbers[2], high_numbers[2];
-            four_numbers(lower, step, low_numbers, Weight());
-            four_numbers(upper, step, high_numbers, Weight());
+            four_numbers(lower, eight % S::PIECE_EIGHTS * 2 + step, low_numbers, Weight());
+            four_numbers(upper, eight % S::PIECE_EIGHTS * 2 + step, high_numbers, Weight());
+            // The tensor cores take neighbouring registers. Weights as they were loaded would be moved there anew for
+            // every tile; what comes from an operation, even one that changes nothing, is put there at once.
+            if (sizeof(Weight) == sizeof(Number)) {
 #pragma unroll
-            for (int column = 0; column < S::COLUMN_TILES; ++column) {
-                const Channels<S::PIECE>& channels = x.channels[column];
-                multiply_16x8x16(sums[tile][column], low_numbers[0], high_numbers[0], low_numbers[1], high_numbers[1],
-                                 channels[2 * step], channels[2 * step + 1], Number());
+                for (int i = 0; i < 2; ++i) low_numbers[i] ^= zero, high_numbers[i] ^= zero;
             }
+#pragma unroll
+            for (int column = 0; column < S::COLUMN_TILES; ++column)
+                multiply_16x8x16(sums[tile][column], low_numbers[0], high_numbers[0], low_numbers[1], high_numbers[1],
+                                 word(x.rows[column], 2 * step), word(x.rows[column], 2 * step + 1), Number());
         }
     }
-}
-
-template <class S>
-__device__ __forceinline__ void add_chains(Sums<S> (&sums)[S::CHAINS]) {
-    float* total = &sums[0][0][0][0];
-#pragma unroll
-    for (int chain = 1; chain < S::CHAINS; ++chain) {
-#pragma unroll
-        for (int i = 0; i < S::SUMS; ++i) total[i] += (&sums[chain][0][0][0])[i];
-    }
-}
-
-// The first warp adds the others' sums to its own, always in the same order. Returns whether this is the first warp.
-template <class S>
-__device__ __forceinline__ bool add_parts(Sums<S>& sums, float (&parts)[S::WARPS - 1][S::SUMS][32]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* flat = &sums[0][0][0];
-    if (warp > 0) {
-#pragma unroll
-        for (int i = 0; i < S::SUMS; ++i) parts[warp - 1][i][lane] = flat[i];
-    }
-    __syncthreads();
-    if (warp > 0) return false;
-#pragma unroll
-    for (int other = 0; other < S::WARPS - 1; ++other) {
-#pragma unroll
-        for (int i = 0; i < S::SUMS; ++i) flat[i] += parts[other][i][lane];
-    }
-    return true;
 }
 
 // A sum as a number of the product, for one row of the weight.
@@ -217,22 +204,44 @@ __device__ __forceinline__ float finished(const LinearArguments& a, float sum, i
     return to_float(from_float<Number>(sum * scale + bias));
 }
 
+// Store a lane's sums of one tile: rows g and g + 8 of the weight, rows 2t and 2t + 1 of x.
 template <class S>
-__device__ __forceinline__ void store(const LinearArguments& a, const Sums<S>& sums) {
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void store(const LinearArguments& a, const float (&sums)[4], int row_tile, int column_tile) {
 #pragma unroll
-    for (int part = 0; part < S::PARTS; part += S::GATED ? 2 : 1) {
-        const int output = S::channel(part);
+    for (int part = 0; part < (S::GATED ? 1 : 2); ++part) {
+        const int output = S::channel_of_all(row_tile * 2 + part) + threadIdx.x % 32 / 4;
         if (output >= a.outputs) continue;
 #pragma unroll
-        for (int i = 0; i < S::COLUMN_TILES * 2; ++i) {
-            const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+        for (int i = 0; i < 2; ++i) {
+            const int row = column_tile * 8 + threadIdx.x % 4 * 2 + i;
             if (row >= a.rows) continue;
-            const float* own = sums[part / 2][i / 2] + i % 2;
-            float value = finished(a, own[part % 2 * 2], S::weight_row(part, a.outputs));
-            if (S::GATED) value = silu(value) * finished(a, own[2], S::weight_row(part + 1, a.outputs));
+            float value = finished(a, sums[part * 2 + i], output);
+            if (S::GATED) value = silu(value) * finished(a, sums[2 + i], output + a.outputs);
             static_cast<Number*>(a.out)[static_cast<long long>(row) * a.outputs + output] = from_float<Number>(value);
         }
+    }
+}
+
+// Add the warps' sums and store them: each warp some of the tiles.
+template <class S>
+__device__ __forceinline__ void add_and_store(const LinearArguments& a, const Sums<S>& sums, Shared<S>& shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    await_copy_groups<0>();  // zeros, which would be written over the sums
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < S::TILES; ++i) {
+        const float (&own)[4] = sums[i / S::COLUMN_TILES][i % S::COLUMN_TILES];
+        shared.sums[warp][i][lane] = make_float4(own[0], own[1], own[2], own[3]);
+    }
+    __syncthreads();
+    for (int i = warp; i < S::TILES; i += S::SPLIT) {
+        float total[4] = {};
+#pragma unroll
+        for (int other = 0; other < S::SPLIT; ++other) {
+            const float4 more = shared.sums[other][i][lane];
+            total[0] += more.x, total[1] += more.y, total[2] += more.z, total[3] += more.w;
+        }
+        store<S>(a, total, i / S::COLUMN_TILES, i % S::COLUMN_TILES);
     }
 }
 
@@ -241,60 +250,75 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
     Blocks<S> blocks(a, shared);
-#pragma unroll
-    for (int d = 0; d < S::DEPTH - 1; ++d) blocks.start_next();
+    const int first = threadIdx.x / 32, count = (a.inputs + S::BLOCK - 1) / S::BLOCK;
+    blocks.start(first, 0);
     await_earlier_kernels();  // weights are constants, x is not
     allow_later_kernels();
-    const int first = threadIdx.x / 32, count = (a.inputs + S::BLOCK - 1) / S::BLOCK;
-    Half<S> x[HALVES];
+    const Columns<S> columns(a);
+    RowEights<S> ahead[S::AHEAD > 0 ? S::AHEAD : 1];
 #pragma unroll
-    for (int half = 0; S::FEW && half < HALVES; ++half) x[half].load(a, first, half);
-    Sums<S> sums[S::CHAINS] = {};
-    for (int block = first; block < count; block += S::WARPS) {
-        const uint4(*pieces)[32] = blocks.take();
-        blocks.start_next();  // into the stage that was multiplied before
+    for (int eight = 0; eight < S::AHEAD; ++eight) ahead[eight] = columns.load(first, eight);
+    const unsigned zero = a.rows >> 31;  // which the compiler does not know
+    Sums<S> sums = {};
+    for (int block = first, stage = 0; block < count; block += S::SPLIT, stage ^= 1) {
+        blocks.await();
+        blocks.start(block + S::SPLIT, stage ^ 1);
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-            if constexpr (S::FEW) {
-                const Half<S> current = x[half];
-                x[half].load(a, block + S::WARPS, half);
-                multiply_half<S>(sums[half], pieces, half, current);
+        for (int eight = 0; eight < S::EIGHTS; ++eight) {
+            if constexpr (S::AHEAD > 0) {
+                const RowEights<S> current = ahead[eight % S::AHEAD];
+                const int later = eight + S::AHEAD;
+                ahead[eight % S::AHEAD] = columns.load(block + later / S::EIGHTS * S::SPLIT, later % S::EIGHTS);
+                multiply<S>(sums, blocks, stage, eight, current, zero);
             } else {
-                x[0].load(a, block, half);
-                multiply_half<S>(sums[0], pieces, half, x[0]);
+                multiply<S>(sums, blocks, stage, eight, columns.load(block, eight), zero);
             }
         }
     }
-    add_chains<S>(sums);
-    if (add_parts<S>(sums[0], shared.parts)) store<S>(a, sums[0]);
+    add_and_store<S>(a, sums, shared);
 }
 
-// Kernels by the rows of x that they have room for, and by warps: a matrix of few rows, so of few thread blocks, needs
-// more warps in each, or more depth, to keep enough weights on their way. kernels/cuda/layer/products.py knows the
-// shapes and chooses.
-#define KVSEEK_PRODUCT(NAME, WEIGHT, ROWS, WARPS, DEPTH, ROW_TILES)                                 \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                        \
-        kvseek_##NAME##_##ROWS##_##WARPS(const __grid_constant__ kvseek::LinearArguments a) {       \
-        linear<Shape<WEIGHT, WARPS, DEPTH, ROW_TILES, ROWS / 8, false>>(a);                         \
-    }                                                                                               \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                        \
-        kvseek_gated_##NAME##_##ROWS##_##WARPS(const __grid_constant__ kvseek::LinearArguments a) { \
-        linear<Shape<WEIGHT, WARPS, DEPTH, ROW_TILES, ROWS / 8, true>>(a);                          \
+// Kernels by the rows of x that they have room for, by warps and row tiles: a matrix of few rows, so of few thread
+// blocks, needs more warps in each to keep enough weights on their way. With many rows of x, more row tiles read x less
+// often. BLOCKS thread blocks find registers on a multiprocessor. kernels/cuda/layer/products.py knows the shapes and
+// chooses.
+#define KVSEEK_PRODUCT(NAME, WEIGHT, ROWS, SPLIT, ROW_TILES, AHEAD, BLOCKS)                                       \
+    extern "C" __global__ void __launch_bounds__(SPLIT * 32, BLOCKS)                                              \
+        kvseek_##NAME##_##ROWS##_##SPLIT##_##ROW_TILES(const __grid_constant__ kvseek::LinearArguments a) {       \
+        linear<Shape<WEIGHT, SPLIT, ROW_TILES, ROWS / 8, AHEAD, false>>(a);                                       \
+    }                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(SPLIT * 32, BLOCKS)                                              \
+        kvseek_gated_##NAME##_##ROWS##_##SPLIT##_##ROW_TILES(const __grid_constant__ kvseek::LinearArguments a) { \
+        linear<Shape<WEIGHT, SPLIT, ROW_TILES, ROWS / 8, AHEAD, true>>(a);                                        \
     }
 
-KVSEEK_PRODUCT(linear, Number, 8, 4, 2, 1)
-KVSEEK_PRODUCT(linear, Number, 8, 8, 4, 1)
-KVSEEK_PRODUCT(linear, Number, 8, 16, 2, 1)
+KVSEEK_PRODUCT(linear, Number, 8, 4, 1, 2, 8)
+KVSEEK_PRODUCT(linear, Number, 16, 4, 2, 2, 1)
+KVSEEK_PRODUCT(linear, Number, 32, 4, 2, 0, 3)
+KVSEEK_PRODUCT(linear, Number, 64, 4, 3, 1, 1)
+KVSEEK_PRODUCT(linear, Number, 8, 8, 1, 2, 4)
+KVSEEK_PRODUCT(linear, Number, 16, 8, 1, 1, 2)
+KVSEEK_PRODUCT(linear, Number, 32, 8, 1, 1, 2)
+KVSEEK_PRODUCT(linear, Number, 32, 8, 2, 1, 2)
+KVSEEK_PRODUCT(linear, Number, 64, 8, 2, 1, 1)
+KVSEEK_PRODUCT(linear, Number, 64, 8, 3, 1, 1)
+KVSEEK_PRODUCT(linear, Number, 8, 16, 1, 2, 2)
+KVSEEK_PRODUCT(linear, Number, 16, 16, 1, 1, 1)
+KVSEEK_PRODUCT(linear, Number, 32, 16, 1, 1, 1)
+KVSEEK_PRODUCT(linear, Number, 64, 16, 1, 1, 1)
 
 #if KVSEEK_WEIGHT != 0
-KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 4, 2, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 8, 2, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 16, 2, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 4, 2, 2)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 2, 1)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 2, 2)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 2, 2)
-KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 2, 2)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 4, 1, 4, 8)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 4, 2, 2, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 2, 0, 4)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 4, 3, 0, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 8, 1, 4, 4)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 1, 2, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 8, 2, 2, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 2, 1, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 8, 3, 1, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 8, 2, 0, 1)
+KVSEEK_PRODUCT(weight_only_linear, Byte, 64, 8, 3, 0, 1)
 
 // Writes a matrix out in the engine's type, sixteen weights a thread; a row is blockIdx.x.
 extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)

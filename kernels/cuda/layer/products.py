@@ -1,4 +1,4 @@
-"""Launches the kernels of kernels/cuda/layer/products.cu: products of few rows, with weights of 16 or 8 bits.
+"""Launches the kernels of kernels/cuda/layer/products.cu: products of decode steps, with weights of 16 or 8 bits.
 
 Functions launch on the current stream, can be captured in a CUDA graph and read nothing back. Tensors are contiguous and on
 the kernels' GPU.
@@ -29,11 +29,13 @@ ALIGNMENT = 16  # bytes: alignment of x, weights and products, because lanes loa
 
 @dataclass(frozen=True)
 class Shape:
-    """A kernel kvseek_[gated_]<name>_<rows>_<warps>: its thread blocks multiply 16 × `row_tiles` rows of a weight each."""
+    """A kernel kvseek_[gated_]<name>_<rows>_<split>_<row_tiles>, for up to `rows` rows of x.
+
+    Its thread blocks multiply 16 × `row_tiles` rows of a weight each, with `split` warps that each take a part of every sum.
+    """
 
     rows: int
-    warps: int
-    depth: int
+    split: int
     row_tiles: int
 
     @property
@@ -43,38 +45,39 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory: blocks of weights that are being loaded, and the sums of all warps but one."""
-        ring = self.warps * self.depth * self.row_tiles * 4 * WARP * 16
-        return ring + (self.warps - 1) * self.row_tiles * self.rows // 8 * 4 * WARP * 4
+        """Bytes of shared memory: two blocks of weights of each warp, and at the end the sums of all."""
+        return self.split * self.row_tiles * WARP * 16 * max(2 * 4, self.rows // 8)
 
 
-Shapes = dict[int, tuple[tuple[int, Shape], ...]]
-
-# Measured on an H200 with the matrices of Llama-3.1-8B. For each largest number of rows: shapes in descending order of the
-# weight's rows per multiprocessor, each with the fewest rows per multiprocessor for which it is chosen.
-SHAPES: dict[int, Shapes] = {  # by the bits of a weight; cuBLAS multiplies more rows of 16 bits faster
-    16: {8: ((128, Shape(8, 4, 2, 1)), (40, Shape(8, 8, 4, 1)), (0, Shape(8, 16, 2, 1)))},
-    8: {
-        8: ((128, Shape(8, 4, 2, 1)), (40, Shape(8, 8, 2, 1)), (0, Shape(8, 16, 2, 1))),
-        16: ((40, Shape(16, 4, 2, 2)), (0, Shape(16, 8, 2, 1))),
-        32: ((40, Shape(32, 4, 2, 2)), (0, Shape(32, 8, 2, 2))),
-        64: ((0, Shape(64, 4, 2, 2)),),
-    },
+# By the bits of a weight. For weights in descending order of their rows per multiprocessor, each with the fewest: kernels for
+# ever more rows of x. The bits of a sum depend on `split`, which is therefore the same for any number of rows of x. Measured on
+# an H200 with the matrices of Llama-3.1-8B and Llama-3.2-1B.
+SHAPES: dict[int, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
+    16: (
+        (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 3))),
+        (40, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 3))),
+        (24, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 1), Shape(64, 8, 2))),
+        (0, (Shape(8, 16, 1), Shape(16, 16, 1), Shape(32, 16, 1), Shape(64, 16, 1))),
+    ),
+    8: (
+        (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 3))),
+        (40, (Shape(8, 8, 1), Shape(16, 8, 2), Shape(32, 8, 3), Shape(64, 8, 3))),
+        (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
+    ),
 }
+MOST_ROWS = 64  # of x: those of the largest decode step
 
 
 def choose_shape(bits: int, rows: int, weight_rows: float) -> Shape:
     """Choose the kernel for `rows` of x and so many rows of a weight per multiprocessor; raises KernelError on too many rows."""
-    for most, shapes in SHAPES[bits].items():
-        if rows <= most:
-            return next(shape for fewest, shape in shapes if weight_rows >= fewest)
-    raise KernelError(
-        f"rows = {rows}: must be <= {max(SHAPES[bits])} with weights of {bits} bits; leave more to cuBLAS"
-    )
+    if rows > MOST_ROWS:
+        raise KernelError(f"rows = {rows}: must be <= {MOST_ROWS}; leave more to cuBLAS")
+    shapes = next(shapes for fewest, shapes in SHAPES[bits] if weight_rows >= fewest)
+    return next(shape for shape in shapes if rows <= shape.rows)
 
 
 class LinearArguments(ctypes.Structure):
-    """Arguments of kvseek_linear_8_4 and its kind."""
+    """Arguments of kvseek_linear_8_4_1 and its kind."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "out")),
@@ -105,10 +108,6 @@ class ProductKernels:
         self._kernels, self.dtype = kernels, dtype
         self._bytes = None if precision == NONE else PRECISIONS[precision][0]
 
-    def most_rows(self, weight: Tensor) -> int:
-        """Return the most rows that `linear` multiplies with a weight."""
-        return max(SHAPES[8 * weight.itemsize])
-
     def linear(
         self,
         x: Tensor,
@@ -118,11 +117,10 @@ class ProductKernels:
         *,
         gated: bool = False,
         out: Tensor | None = None,
-        kernel_rows: int | None = None,
     ) -> Tensor:
         """Multiply x [rows, inputs] with a weight [outputs, inputs]: (x weightᵀ) scale + bias, [rows, outputs].
 
-        Sums are in float32 and rounded once; they do not depend on the other rows of x, but on the kernel of so many rows.
+        Sums are in float32 and rounded once. A row's result depends to the bit on neither the number nor the other rows of x.
 
         Parameters
         ----------
@@ -133,16 +131,14 @@ class ProductKernels:
             The result is silu(first half of the outputs) times the second half, [rows, outputs / 2].
         out : Tensor [rows, outputs], optional
             Receives the result, and is returned; None: a new tensor.
-        kernel_rows : int, optional
-            Rows for which the kernel is chosen, at least those of x; None: those of x.
 
         Raises
         ------
         KernelError
-            If there are more than `most_rows` rows, or the kernels cannot read a tensor.
+            If there are more than MOST_ROWS rows, or the kernels cannot read a tensor.
         """
         (rows, inputs), outputs = x.shape, weight.shape[0] // (2 if gated else 1)
-        shape = choose_shape(8 * weight.itemsize, kernel_rows or rows, weight.shape[0] / self._kernels.multiprocessors)
+        shape = choose_shape(8 * weight.itemsize, rows, weight.shape[0] / self._kernels.multiprocessors)
         if out is None:
             out = x.new_empty(rows, outputs)
         elif out.shape != (rows, outputs):
@@ -157,11 +153,12 @@ class ProductKernels:
             outputs=outputs,
             inputs=inputs,
         )
-        name = f"kvseek_{'gated_' * gated}{'weight_only_' * (weight.itemsize == 1)}linear_{shape.rows}_{shape.warps}"
+        kind = "gated_" * gated + "weight_only_" * (weight.itemsize == 1)
+        name = f"kvseek_{kind}linear_{shape.rows}_{shape.split}_{shape.row_tiles}"
         blocks = -(-weight.shape[0] // shape.weight_rows)
         # Measured with two and three blocks a multiprocessor. A single one would wait for more than half of the shared memory.
         even = blocks > self._kernels.multiprocessors
-        threads, shared_bytes = shape.warps * WARP, shape.shared_bytes
+        threads, shared_bytes = shape.split * WARP, shape.shared_bytes
         self._kernels.launch(name, (blocks, 1, 1), threads, arguments, shared_bytes, overlap=True, even=even)
         return out
 

@@ -81,9 +81,9 @@ def config(
 
 def product_names(bits: int) -> list[str]:
     """Kernels of products with weights of so many bits."""
-    shapes = {shape for listed in SHAPES[bits].values() for _, shape in listed}
+    names = {f"linear_{shape.rows}_{shape.split}_{shape.row_tiles}" for _, shapes in SHAPES[bits] for shape in shapes}
     prefix = "weight_only_" * (bits == 8)
-    return [f"kvseek_{gated}{prefix}linear_{shape.rows}_{shape.warps}" for gated in ("", "gated_") for shape in shapes]
+    return [f"kvseek_{gated}{prefix}{name}" for gated in ("", "gated_") for name in names]
 
 
 def written_kernels(

@@ -301,16 +301,3 @@ def test_inspection_shows_the_precision(
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert ["weight_only_precision", precision] in lines
         assert ["quantize_lm_head", json.dumps(precision == "int8")] in lines
-
-
-@pytest.mark.parametrize(("batch", "told"), [("32", False), ("33", True)])
-def test_a_build_says_that_large_steps_are_slower(
-    batch: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(build, "write_kernels", lambda *_: None)
-    model = save_random_model(tmp_path / "model", "llama")
-    flags = ("--device", "cuda", "--dtype", "bfloat16", "--weight_only_precision", "fp8", "--max_batch_size", batch)
-    arguments = ("--model", str(model), "--method", "full", "--output_dir", str(tmp_path / "engine"), *flags)
-    assert build.main(arguments) == 0
-    said = "".join(capsys.readouterr().err.split())
-    assert (f"max_batch_size={batch}:stepsofmorethan32requests" in said) == told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,15 +22,12 @@ from tests.plugins.cases import CASES, method_flags
 from tests.plugins.prkv.settings import UPDATES
 from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, Load, known_answers, load_changed
 
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.cache import cache as cache_module
 from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.engine import Engine
-from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings
-from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.prkv import update as prkv_update
 from kvseek.plugins.registry import get_method
 

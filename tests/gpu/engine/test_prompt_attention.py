@@ -14,10 +14,10 @@ from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
+from kvseek.engine.model.cuda.attention import PromptAttention
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.kernels.cuda.attention.merge_attention import Part
 from kvseek.kernels.cuda.attention.merge_attention import merge as merge_parts
-from kvseek.engine.model.cuda.attention import PromptAttention
 from kvseek.kernels.reference.attention.attend import merge
 
 pytestmark = pytest.mark.gpu

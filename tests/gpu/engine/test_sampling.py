@@ -13,9 +13,9 @@ from torch import Tensor
 from kvseek.core.errors import LogitsError, SamplingError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.draws.compiled import CompiledDraws
-from kvseek.kernels.cuda.draw.draw import DeviceDraw
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import Drawn, Sampler
+from kvseek.kernels.cuda.draw.draw import DeviceDraw
 
 pytestmark = pytest.mark.gpu
 

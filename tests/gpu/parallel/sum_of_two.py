@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvseek.bench.methods import method_kernels
 from kvseek.core.config import ModelConfig
 from kvseek.engine.parallel.cuda.gpus import take_gpu
 from kvseek.engine.parallel.cuda.layer import RankLayerKernels
+from kvseek.engine.parallel.cuda.sums import BUFFER_BYTES, SMALL_BYTES, SymmetricSums, inbox_rows, measure
 from kvseek.engine.parallel.ranks import Ranks, find_store
 from kvseek.engine.parallel.reports import Reporter
-from kvseek.engine.parallel.cuda.sums import BUFFER_BYTES, SMALL_BYTES, SymmetricSums, inbox_rows, measure
 from kvseek.engine.parallel.watch import RELEASE_SECONDS
-from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.registry import get_method
 
 SECONDS, HIDDEN = 60.0, 4096

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvseek.benchmarks import decode, shapes
+from kvseek.bench.speed import decode, shapes
 from kvseek.core.config import ModelConfig
 from kvseek.engine.parallel.cuda.gpus import SHARE_VARIABLE
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.engine.parallel.cuda.layer import RankLayerKernels
-from kvseek.engine.parallel.reports import Reporter
 from kvseek.engine.parallel.cuda.sums import Inboxes, inbox_bytes
+from kvseek.engine.parallel.reports import Reporter
 
 pytestmark = pytest.mark.gpu
 

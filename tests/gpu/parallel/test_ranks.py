@@ -27,12 +27,11 @@ from kvseek.core.config_file import read_config
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.engine import Engine
-from kvseek.engine.leading.leader import load_decoder
+from kvseek.engine.leading.followers import RankError
+from kvseek.engine.leading.leader import LeadDecoder, lead
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Takers
 from kvseek.engine.parallel.cuda import ranks as device_ranks
-from kvseek.engine.leading.followers import RankError
 from kvseek.engine.parallel.cuda.gpus import SHARE_VARIABLE
-from kvseek.engine.leading.leader import LeadDecoder, lead
 from kvseek.engine.parallel.cuda.sums import NCCL, SYMMETRIC
 from kvseek.engine.service import EngineService
 
@@ -196,7 +195,8 @@ def test_a_release_that_is_held_up_ends_the_process(directory: Path, tmp_path: P
     program = (
         "import os, signal, sys; from pathlib import Path\n"
         "from kvseek.core.config_file import read_config\n"
-        "from kvseek.engine.leading import leader; from kvseek.engine.parallel import watch; from tests.gpu.parallel import test_ranks\n"
+        "from kvseek.engine.leading import leader; from kvseek.engine.parallel import watch\n"
+        "from tests.gpu.parallel import test_ranks\n"
         "leader.UNITS_AHEAD, watch.RELEASED_SECONDS, directory = 100_000, 3.0, Path(sys.argv[1])\n"
         "decoder = leader.lead(directory, read_config(directory))\n"
         "call, follower = test_ranks.rest_of_a_prompt(decoder), test_ranks.follower_of(decoder)\n"

@@ -11,8 +11,8 @@ from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import KV_HEADS, context_of, select_rows
 from torch import Tensor
 
+from kvseek.bench.methods import method_kernels
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.core.index_context import LayerRows
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex

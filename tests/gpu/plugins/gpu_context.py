@@ -9,8 +9,8 @@ import torch
 from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
+from kvseek.bench.methods import method_kernels
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.registry import get_method
 

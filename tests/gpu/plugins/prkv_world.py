@@ -10,19 +10,19 @@ from tests.gpu.plugins import gpu_context
 from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
+from kvseek.core.index_context import IndexContext, LayerRows
+from kvseek.core.selection import Selection
 from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
-from kvseek.core.batch import Batch, RequestState
 from kvseek.kernels.reference.codes.key_codes import KeyCodes, encode, leading_bits
 from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.core.index_context import IndexContext, LayerRows
+from kvseek.plugins.group import softmax_mean
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.prkv.static import static_first
 from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes, box_scores, read_pages
-from kvseek.core.selection import Selection
-from kvseek.plugins.group import softmax_mean
 
 # dtype, head_dim, group size, page
 SHAPES = [

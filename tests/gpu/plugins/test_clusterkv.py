@@ -15,17 +15,17 @@ from tests.gpu.plugins.clusterkv_pairs import (
     poison,
     random_keys,
 )
-from tests.plugins.clusterkv.settings import CENTROIDS
 from tests.kernels.reference.codes import stores
+from tests.plugins.clusterkv.settings import CENTROIDS
 from tests.plugins.index_cases import extend, select, select_rows
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
+from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
+from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
-from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
-from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.group import softmax_mean
 
 pytestmark = pytest.mark.gpu

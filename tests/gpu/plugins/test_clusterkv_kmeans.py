@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.bench.methods import method_kernels
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
+from kvseek.core.index_context import IndexContext
 from kvseek.core.streams import SideStream
-from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.clusterkv import kmeans
 from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluster_means, cluster_sums, nearest
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import DeviceKMeans
 from kvseek.plugins.clusterkv.seeding import initial_keys
-from kvseek.core.index_context import IndexContext
 
 pytestmark = pytest.mark.gpu
 

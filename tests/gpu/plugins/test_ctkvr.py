@@ -26,14 +26,14 @@ from tests.gpu.plugins.ctkvr_pairs import (
 from tests.plugins.index_cases import select_rows
 from torch import Tensor
 
-from kvseek.core.cpu_library import CpuLibrary
-from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
 from kvseek.core.batch import Batch, RequestState
+from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.selection import Selection
+from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
 from kvseek.kernels.reference.codes.key_codes import leading_bits
 from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import CudaIndex
-from kvseek.core.selection import Selection
 
 pytestmark = pytest.mark.gpu
 

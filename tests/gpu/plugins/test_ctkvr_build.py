@@ -9,8 +9,8 @@ import torch
 from tests.plugins.ctkvr.settings import BY_KEYS
 from torch import Tensor
 
+from kvseek.bench.methods import method_kernels
 from kvseek.core.cuda import CudaKernels
-from kvseek.measurement.gpu_kernels import method_kernels
 from kvseek.plugins.ctkvr import device_build
 from kvseek.plugins.ctkvr.build import attention_values
 from kvseek.plugins.ctkvr.config import Config

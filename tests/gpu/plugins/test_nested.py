@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState, pack
 from kvseek.kernels.reference.codes.key_codes import estimate_at
+from kvseek.plugins.group import softmax_mean
 from kvseek.plugins.nested import device
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import HELD_CANDIDATES, CudaIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
-from kvseek.plugins.group import softmax_mean
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,9 @@ from tests.gpu.plugins.shared_extents import check_shared_extents
 from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor
 
-from kvseek.core.extents import extents_for
 from kvseek.core.batch import Batch, RequestState, pack
+from kvseek.core.extents import extents_for
+from kvseek.plugins.group import best_positions, softmax_mean
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
 from kvseek.plugins.pariskv.device import CudaIndex
 from kvseek.plugins.pariskv.reference import (
@@ -25,7 +26,6 @@ from kvseek.plugins.pariskv.reference import (
     take_rows,
     tier_table,
 )
-from kvseek.plugins.group import best_positions, softmax_mean
 
 pytestmark = pytest.mark.gpu
 

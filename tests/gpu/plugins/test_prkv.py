@@ -21,7 +21,7 @@ from tests.gpu.plugins.prkv_world import (
 )
 from tests.plugins.prkv.settings import BOXES
 
-from kvseek.measurement.gpu_kernels import method_kernels
+from kvseek.bench.methods import method_kernels
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.observe import observe

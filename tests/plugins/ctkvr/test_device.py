@@ -77,16 +77,16 @@ def test_codes_are_a_macro_of_the_kernels(execution: str, expected: dict[str, in
 
 def test_costs_of_a_step() -> None:
     config = Config(execution="cpu")
-    assert costs(config, LLAMA, 256, 2) == SelectionCosts(rows=256, kernels=3)
+    assert costs(config, LLAMA, 256, 2) == SelectionCosts(rows=256)
     found = costs(config, LLAMA, 131072, 2)
     assert found.rows == 256
     assert found.index_bytes * LLAMA.num_kv_heads == 2048 * 32 * (128 * 2 + 4), "the centroids of all query heads"
     assert found.reranked_keys == 16 * 1280 / 2
     assert found.rerank_bytes == 16 * 1280 * 4
-    assert (found.kernels, found.host_functions, found.host_cores) == (3, 1, True)
+    assert found.host_cores
     coded = costs(Config(), LLAMA, 131072, 2)
     assert coded.rerank_bytes == 16 * 1280 * 4 + 16 * 1280 / 2 * 66
-    rest = {"host_functions": 0, "host_cores": False, "rerank_bytes": coded.rerank_bytes, "reranked_keys": 0}
+    rest = {"host_cores": False, "rerank_bytes": coded.rerank_bytes, "reranked_keys": 0}
     assert coded == replace(found, **rest), "no key is read from the pool"
     short = costs(config, LLAMA, 600, 2)
     assert short.index_bytes == 38 * 4 * (128 * 2 + 4), "a centroid for 16 tokens"

@@ -10,10 +10,10 @@ from tests.gpu.conftest import MakeKernels
 from tests.gpu.kernels.attention.random_cache import POISON, RandomCache
 from torch import Tensor
 
-from kvseek.kernels.cuda.attention.attend import DeviceAttention
-from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
 from kvseek.core.batch import RequestState
 from kvseek.core.selection import Selection
+from kvseek.kernels.cuda.attention.attend import DeviceAttention
+from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, by norm
 KV_HEADS, ENTRIES = 2, 100

@@ -10,9 +10,9 @@ from tests.gpu.conftest import MakeKernels
 from tests.gpu.kernels.layer.test_layer import KV_HEADS, make, random, requests, state
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState, pack
 from kvseek.core.errors import KernelError
 from kvseek.kernels.cuda.layer.layer import LayerKernels
-from kvseek.core.batch import Batch, RequestState, pack
 
 pytestmark = pytest.mark.gpu
 

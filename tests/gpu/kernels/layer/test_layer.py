@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import ModelConfig, RopeScaling
-from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.core.rope import RotaryEmbedding, Rotation, rotate
 from kvseek.engine.draws.sampling import NO_TOKEN
-from kvseek.core.batch import Batch, RequestState
+from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,15 +16,15 @@ from tests.support.quantised_models import save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
+from kvseek.bench.methods import load_kernels
 from kvseek.builder import build
 from kvseek.builder.calibration.calibrate import Calibration
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.errors import KernelError
+from kvseek.core.weight_only import NONE, PRECISIONS, dequantise, quantise
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cuda.products import KernelHead, KernelLinear, KernelProducts
-from kvseek.kernels.cuda.layer.products import ALIGNMENT, SHAPES, ProductKernels, choose_shape
-from kvseek.core.weight_only import NONE, PRECISIONS, dequantise, quantise
-from kvseek.measurement.gpu_kernels import load_kernels
+from kvseek.kernels.cuda.layer.products import ALIGNMENT, MOST_ROWS, SHAPES, ProductKernels, choose_shape
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,6 @@ MakeProducts = Callable[[str, str], ProductKernels]
 DTYPES = ("bfloat16", "float16")
 WEIGHTS = (NONE, *PRECISIONS)
 FORMS = [("int8", False), ("int8", True), ("fp8", False)]  # weight_only_precision and quantize_lm_head
-MAX_ROWS = max(SHAPES[8])
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64)
 INPUTS = (48, 576, 4096, 14336)
 OUTPUTS = (33, 100)
@@ -70,11 +69,11 @@ class Case:
             self.scale = torch.cat((scale, torch.full((64,), nan, device=device)))[:outputs]
         self.bias = random(outputs).to(self.dtype)
         poison = torch.full((64, inputs), nan, device=device, dtype=self.dtype)
-        self._x = torch.cat((random(MAX_ROWS, inputs).to(self.dtype), poison))
+        self._x = torch.cat((random(MOST_ROWS, inputs).to(self.dtype), poison))
 
     def x(self, rows: int) -> Tensor:
         """The last so many rows before the poison, as a tensor of their own."""
-        return self._x[MAX_ROWS - rows : MAX_ROWS]
+        return self._x[MOST_ROWS - rows : MOST_ROWS]
 
     def check(self, found: Tensor, rows: int, bias: Tensor | None) -> None:
         """Within the rounding of one 16-bit result, and what float32 sums lose."""
@@ -96,12 +95,9 @@ def test_linear(precision: str, dtype: str, inputs: int, products: MakeProducts,
     kernels = products(precision, dtype)
     for outputs in OUTPUTS:
         case = Case(precision, dtype, device, outputs, inputs)
-        for rows in (count for count in ROWS if count <= kernels.most_rows(case.weight)):
+        for rows in ROWS:
             for bias in (None, case.bias):
-                found = kernels.linear(case.x(rows), case.weight, case.scale, bias)
-                case.check(found, rows, bias)
-                if precision == NONE:
-                    assert torch.equal(found[-1:], kernels.linear(case.x(1), case.weight, case.scale, bias)), "company"
+                case.check(kernels.linear(case.x(rows), case.weight, case.scale, bias), rows, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,7 +108,7 @@ def test_gated_products_are_products_and_activations(
     kernels = products(precision, dtype)
     for intermediate in (17, 1536, 14336):
         case = Case(precision, dtype, device, 2 * intermediate, 576)
-        for rows in (count for count in ROWS if count <= kernels.most_rows(case.weight)):
+        for rows in ROWS:
             for bias in (None, case.bias):
                 found = kernels.linear(case.x(rows), case.weight, case.scale, bias, gated=True)
                 gate, up = kernels.linear(case.x(rows), case.weight, case.scale, bias).float().chunk(2, dim=1)
@@ -127,13 +123,39 @@ def test_linear_of_every_shape(precision: str, dtype: str, products: MakeProduct
     """Few output channels choose only the shapes of small matrices: each shape has the fewest that it is for, and some."""
     multiprocessors, tried = torch.cuda.get_device_properties(device).multi_processor_count, set()
     bits = 16 if precision == NONE else 8
-    for fewest in {fewest for shapes in SHAPES[bits].values() for fewest, _ in shapes}:
+    for fewest, shapes in SHAPES[bits]:
         case = Case(precision, dtype, device, fewest * multiprocessors + 7, 576)
-        for rows in (*SHAPES[bits], 5):
+        for rows in (*(shape.rows for shape in shapes), 5):
             tried.add(choose_shape(bits, rows, case.weight.shape[0] / multiprocessors))
             found = products(precision, dtype).linear(case.x(rows), case.weight, case.scale, case.bias)
             case.check(found, rows, case.bias)
-    assert tried == {shape for shapes in SHAPES[bits].values() for _, shape in shapes}
+    assert tried == {shape for _, shapes in SHAPES[bits] for shape in shapes}
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("inputs", [48, 4112])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", WEIGHTS)
+def test_a_steps_row_depends_on_no_other_row(
+    precision: str, dtype: str, inputs: int, products: MakeProducts, device: torch.device
+) -> None:
+    """Nor on how many there are: matrices of each way to divide a sum, with bias or not, gated or not, and heads."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    made = KernelProducts(products(precision, dtype), 64, 64)
+    for fewest, _ in SHAPES[16 if precision == NONE else 8]:
+        case = Case(precision, dtype, device, fewest * multiprocessors + 34, inputs)
+        plain, biased = (made.linear(case.weight, bias, case.scale) for bias in (None, case.bias))
+        gated = (partial(product.gated, silu_mul=silu_mul) for product in (plain, biased))
+        x = case.x(MOST_ROWS)
+        for product in (plain, biased, made.head(case.weight, case.scale), *gated):
+            alone = torch.cat([product(row) for row in x.split(1)])
+            for rows in (*ROWS, 12, 24, 48, 63):
+                for first in (0, MOST_ROWS - rows):
+                    assert torch.equal(product(x[first : first + rows]), alone[first : first + rows]), (fewest, rows)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -142,17 +164,17 @@ def test_a_head_multiplies_any_number_of_rows(precision: str, products: MakeProd
     kernels, outputs, inputs = products(precision, "bfloat16"), 50_001, 512
     case = Case(precision, "bfloat16", device, outputs, inputs)
     head = KernelHead(kernels, case.weight, case.scale)
-    x = torch.cat([case.x(MAX_ROWS)] * 3)
-    for rows in (1, MAX_ROWS, MAX_ROWS + 1, 3 * MAX_ROWS):
+    x = torch.cat([case.x(MOST_ROWS)] * 3)
+    for rows in (1, MOST_ROWS, MOST_ROWS + 1, 3 * MOST_ROWS):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         found = head(x[:rows])
         taken = torch.cuda.max_memory_allocated(device) - before
         assert taken <= found.nbytes + (1 << 20), "the logits alone"
-        for start in range(0, rows, MAX_ROWS):
-            group = found[start : start + MAX_ROWS]
+        for start in range(0, rows, MOST_ROWS):
+            group = found[start : start + MOST_ROWS]
             assert torch.equal(group, kernels.linear(x[: len(group)], case.weight, case.scale, None))
-    case.check(found[-MAX_ROWS:], MAX_ROWS, None)
+    case.check(found[-MOST_ROWS:], MOST_ROWS, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,7 +185,7 @@ def test_a_prompts_row_depends_on_no_other_row(
     """The narrow matrices are those whose sums cuBLAS cuts into parts, if it multiplies few rows."""
     for outputs, inputs in ((4096, 14336), (1024, 3072), (256, 8192), (6144, 1024)):
         case = Case(precision, dtype, device, outputs, inputs)
-        made = KernelProducts(products(precision, dtype), 2048, MAX_ROWS)
+        made = KernelProducts(products(precision, dtype), 2048, MOST_ROWS)
         x = torch.randn(2048, inputs, dtype=case.dtype, device=device)
         for product in (made.linear(case.weight, case.bias, case.scale), made.head(case.weight, case.scale)):
             whole = product(x, prompt=True)
@@ -211,7 +233,7 @@ def test_products_follow_each_other(products: MakeProducts, device: torch.device
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_under_a_graph(precision: str, products: MakeProducts, device: torch.device) -> None:
     kernels, case = products(precision, "float16"), Case(precision, "float16", device, 100, 4096)
-    inputs = {rows: torch.zeros_like(case.x(rows)) for rows in SHAPES}
+    inputs = {rows: torch.zeros_like(case.x(rows)) for rows in ROWS}
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -244,8 +266,8 @@ def test_operands_that_kernels_do_not_read(products: MakeProducts, device: torch
         kernels.linear(odd, weight, scale, None)
     with pytest.raises(KernelError, match=r"^x: torch\.bfloat16 on cpu"):
         kernels.linear(x.cpu(), weight, scale, None)
-    with pytest.raises(KernelError, match=rf"rows = {MAX_ROWS + 1}: must be <= {MAX_ROWS} with weights of 8 bits"):
-        kernels.linear(torch.zeros(MAX_ROWS + 1, 48, dtype=torch.bfloat16, device=device), weight, scale, None)
+    with pytest.raises(KernelError, match=rf"rows = {MOST_ROWS + 1}: must be <= {MOST_ROWS}"):
+        kernels.linear(torch.zeros(MOST_ROWS + 1, 48, dtype=torch.bfloat16, device=device), weight, scale, None)
     for out, message in (
         (torch.zeros(2, 99), r"^out \(2, 99\): must be \(2, 100\)"),
         (torch.zeros(2, 100), "^out: torch"),

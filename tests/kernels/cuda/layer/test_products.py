@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import BUCKETS
+from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import dequantise, quantise
 from kvseek.engine.model.cuda.products import KernelHead, RowCounts
 from kvseek.kernels.cuda.layer import products as product_kernels
-from kvseek.kernels.cuda.layer.products import SHAPES, ProductKernels, Shape
+from kvseek.kernels.cuda.layer.products import MOST_ROWS, SHAPES, ProductKernels, Shape, choose_shape
 
 SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
 
@@ -22,17 +23,23 @@ SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all arch
 def test_shapes_are_those_of_the_source() -> None:
     source = (Path(product_kernels.__file__).parent / "products.cu").read_text(encoding="utf-8")
     for bits, name in ((16, "linear, Number"), (8, "weight_only_linear, Byte")):
-        compiled = re.findall(rf"^KVSEEK_PRODUCT\({name}, (\d+), (\d+), (\d+), (\d+)\)", source, re.MULTILINE)
-        shapes = {shape for listed in SHAPES[bits].values() for _, shape in listed}
+        compiled = re.findall(rf"^KVSEEK_PRODUCT\({name}, (\d+), (\d+), (\d+), \d+, \d+\)", source, re.MULTILINE)
+        shapes = {shape for _, listed in SHAPES[bits] for shape in listed}
         assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes
         assert max(shape.shared_bytes for shape in shapes) <= SHARED_BYTES
-        assert all(shape.rows == rows for rows, listed in SHAPES[bits].items() for _, shape in listed)
-        assert all(listed[-1][0] == 0 for listed in SHAPES[bits].values()), "a weight of any size has a shape"
+        assert all([shape.rows for shape in listed] == [8, 16, 32, 64] for _, listed in SHAPES[bits])
+        assert SHAPES[bits][-1][0] == 0, "a weight of any size has a shape"
 
 
-def test_decode_steps_never_dequantise() -> None:
-    """Their graphs would hold a matrix of the engine's dtype, which no memory plan counts."""
-    assert BUCKETS[-1] <= max(SHAPES[8])
+@pytest.mark.parametrize("bits", SHAPES)
+def test_a_sum_is_divided_alike_for_any_number_of_rows(bits: int) -> None:
+    """So a request's bits do not depend on its batch, and no decode step leaves its rows to a library."""
+    for weight_rows in (0.5, *(fewest for fewest, _ in SHAPES[bits]), 1000):
+        chosen = [choose_shape(bits, rows, weight_rows) for rows in range(1, BUCKETS[-1] + 1)]
+        assert len({shape.split for shape in chosen}) == 1
+        assert all(rows <= shape.rows for rows, shape in enumerate(chosen, 1))
+    with pytest.raises(KernelError, match="rows = 65: must be <= 64"):
+        choose_shape(bits, BUCKETS[-1] + 1, 10)
 
 
 class Launches:
@@ -41,14 +48,9 @@ class Launches:
     def __init__(self) -> None:
         self.rows: list[int] = []
 
-    def most_rows(self, weight: Tensor) -> int:
-        return max(SHAPES[8 * weight.itemsize])
-
-    def linear(
-        self, x: Tensor, weight: Tensor, scale: Tensor, bias: None, *, out: Tensor, kernel_rows: int | None
-    ) -> Tensor:
-        assert x.shape[0] <= self.most_rows(weight)
-        assert kernel_rows in (None, self.most_rows(weight))
+    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: None, *, out: Tensor) -> Tensor:
+        assert x.shape[0] <= MOST_ROWS
+        assert x.is_contiguous()
         assert out.is_contiguous()
         self.rows.append(x.shape[0])
         return out.copy_(x @ dequantise(weight, scale, x.dtype).T)

@@ -1,0 +1,243 @@
+"""Real queries and keys: what attention sees, after RoPE, in every layer of a Hugging Face model.
+
+On a text; or on needle questions that are answered rightly: the right answer is fed, whatever the model would say, and attention
+is full, so that a layer's selection can be looked at by itself, not after the errors of the layers and steps before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvseek.bench.accuracy.needle_tasks.tasks import Dialogue
+from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.core.errors import ConfigError
+from kvseek.plugins.contract import LAST_QUERIES
+
+CHUNK_TOKENS = 1024  # tokens a forward pass, which bounds the memory of attention scores
+ATTENTION_NAME = "kvseek_capture"
+QUESTIONS_NAME = "kvseek_capture_questions"  # of its own: texts may be captured while questions go on
+
+
+@dataclass(frozen=True)
+class CapturedLayer:
+    """One layer's vectors, float32 on the CPU.
+
+    Attributes
+    ----------
+    keys : Tensor [G, tokens, D]
+    queries : Tensor [H, queries, D]
+        Of the last positions.
+    scaling : float
+        Softmax scale.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    scaling: float
+
+
+def load_model(path: Path) -> tuple[Any, Any]:
+    """Load a Hugging Face directory or a GGUF file: (transformers causal model in float32, tokenizer).
+
+    Raises
+    ------
+    ConfigError
+        If `path` is neither, or of an architecture that the builder does not support.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = open_checkpoint(path).tokenizer()  # the builder's: transformers misreads how a GGUF file splits words
+    folder, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
+    return model.eval(), tokenizer
+
+
+def token_ids(tokenizer: Any, text: str, tokens: int) -> list[int]:
+    """The first `tokens` token ids of a text; raises ConfigError if it is shorter."""
+    ids: list[int] = tokenizer.backend.encode(text).ids
+    if len(ids) < tokens:
+        raise ConfigError(f"tokens = {tokens}: must be <= {len(ids)}, the length of the text; pass a longer --text")
+    return ids[:tokens]
+
+
+def cached_capture(model: Path, text: Path, tokens: int, queries: int, folder: Path) -> list[CapturedLayer]:
+    """`capture` of a model on the first tokens of a text, kept in `folder`: minutes the first time, seconds after that.
+
+    Files are named by a hash of the text, the model's name and size, and the counts; delete them if the model changes
+    under the same name and size. Raises ConfigError as `load_model` and `token_ids` do.
+    """
+    content = text.read_text(encoding="utf-8")
+    size = model.stat().st_size if model.is_file() else 0
+    identity = repr((model.resolve().name, size, tokens, queries, content))
+    path = folder / f"{model.stem}-{tokens}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.safetensors"
+    if not path.exists():
+        loaded, tokenizer = load_model(model)
+        layers = capture(loaded, token_ids(tokenizer, content, tokens), queries)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        save_file(_as_tensors(layers), part)
+        part.replace(path)
+    tensors = load_file(path)
+    return [
+        CapturedLayer(
+            tensors[f"{number}.keys"], tensors[f"{number}.queries"], float(tensors[f"{number}.scaling"].item())
+        )
+        for number in range(len(tensors) // 3)
+    ]
+
+
+def _as_tensors(layers: list[CapturedLayer]) -> dict[str, Tensor]:
+    tensors = {}
+    for number, layer in enumerate(layers):
+        tensors[f"{number}.keys"], tensors[f"{number}.queries"] = layer.keys.contiguous(), layer.queries.contiguous()
+        tensors[f"{number}.scaling"] = torch.tensor(layer.scaling, dtype=torch.float64)
+    return tensors
+
+
+@torch.inference_mode()
+def capture(model: Any, ids: list[int], queries: int) -> list[CapturedLayer]:
+    """Run `model` over `ids` and keep every layer's keys and the last `queries` queries.
+
+    The model's attention is replaced by a function that records and then calls the library's own; it is put back.
+    """
+    from transformers import DynamicCache
+
+    with recording(model, queries, ATTENTION_NAME) as recorder:
+        feed(model, DynamicCache(), ids)
+    return recorder.layers()
+
+
+@contextmanager
+def recording(model: Any, queries: int, name: str) -> Iterator[AttentionRecorder]:
+    """Let a model's attention be recorded, with the last `queries` queries of each layer.
+
+    Its attention is replaced by one that is registered as `name`: recordings that overlap in time need names of their own.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    recorder = AttentionRecorder(model.config.num_hidden_layers, queries, sdpa_attention_forward)
+    AttentionInterface.register(name, recorder)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield recorder
+    finally:
+        model.set_attn_implementation(before)
+
+
+def feed(model: Any, cache: Any, ids: list[int]) -> None:
+    """Append tokens to what the cache holds, a chunk at a time."""
+    for start in range(0, len(ids), CHUNK_TOKENS):
+        hidden_states(model, cache, ids[start : start + CHUNK_TOKENS])
+
+
+def hidden_states(model: Any, cache: Any, ids: list[int]) -> Tensor:
+    """Append tokens to what the cache holds: their last hidden states, [1, tokens, width]."""
+    mask = causal_mask(cache.get_seq_length(), len(ids))
+    hidden: Tensor = model.model(torch.tensor([ids]), attention_mask=mask, past_key_values=cache).last_hidden_state
+    return hidden
+
+
+def causal_mask(past: int, tokens: int) -> Tensor:
+    # Given ready-made, because transformers makes no mask for an attention function that it does not know.
+    allowed = torch.ones(tokens, past + tokens, dtype=torch.bool).tril(past)
+    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[None, None]
+
+
+class AttentionRecorder:
+    """An attention function of transformers' AttentionInterface."""
+
+    def __init__(self, layers: int, queries: int, attention: Any) -> None:
+        self._attention = attention
+        self._kept = queries
+        self._queries: list[Tensor | None] = [None] * layers
+        self._keys: list[Tensor | None] = [None] * layers
+        self._scaling = [0.0] * layers
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
+        number = module.layer_idx
+        earlier = self._queries[number]
+        both = query[0] if earlier is None else torch.cat((earlier, query[0]), dim=1)
+        self._queries[number] = both[:, -self._kept :].clone()
+        # The whole cache so far; the last call's is the one that stays.
+        self._keys[number] = key[0]
+        self._scaling[number] = module.scaling
+        return self._attention(module, query, key, value, mask, **options)
+
+    def mark(self) -> list[Tensor | None]:
+        """Where the recording is, for `rewind`."""
+        return list(self._queries)
+
+    def rewind(self, mark: list[Tensor | None]) -> None:
+        """Forget the queries since `mark`."""
+        self._queries = list(mark)
+
+    def layers(self) -> list[CapturedLayer]:
+        """What was seen; raises RuntimeError if a layer did not call the attention function."""
+        layers = []
+        for number, (keys, queries) in enumerate(zip(self._keys, self._queries, strict=True)):
+            if keys is None or queries is None:
+                raise RuntimeError(
+                    f"layer {number} did not use transformers' attention interface: nothing was captured"
+                )
+            layers.append(CapturedLayer(keys.float(), queries.float(), self._scaling[number]))
+        return layers
+
+
+@dataclass(frozen=True)
+class CapturedQuestion:
+    """A question on a context, answered rightly.
+
+    Attributes
+    ----------
+    layers : list of CapturedLayer
+        Keys of context, question and answer but for the answer's last token, which is drawn and not fed; queries of the last
+        positions: at least the decode steps', before them up to 2,048 of the prompt's.
+    steps : int
+        Decode steps, the last positions: an answer of n tokens has n - 1, for its first one is drawn by the prompt's last.
+    right : bool
+        Whether the model itself, with full attention, draws every token of the answer.
+    """
+
+    layers: list[CapturedLayer]
+    steps: int
+    right: bool
+
+
+@torch.inference_mode()
+def capture_questions(model: Any, dialogues: Sequence[Dialogue]) -> Iterator[CapturedQuestion]:
+    """Run every question of the dialogues, one at a time, as they come; a context that dialogues share is read once.
+
+    The rounds of a dialogue follow each other on a growing context: the question, then the right answer. Nothing captured is
+    kept here; the keys of a context are in memory once, as long as its questions go on.
+    """
+    from transformers import DynamicCache
+
+    longest = max(len(gold) for dialogue in dialogues for _, _, gold in dialogue.rounds)
+    with recording(model, LAST_QUERIES + longest - 1, QUESTIONS_NAME) as recorder:
+        empty = recorder.mark()
+        for context, sharing in itertools.groupby(dialogues, key=lambda dialogue: dialogue.context):
+            recorder.rewind(empty)
+            cache = DynamicCache()
+            feed(model, cache, context)
+            after_context = recorder.mark()
+            for dialogue in sharing:
+                if answered := cache.get_seq_length() - len(context):
+                    cache.crop(-answered)
+                recorder.rewind(after_context)
+                for _, question, gold in dialogue.rounds:
+                    hidden = hidden_states(model, cache, question + gold[:-1])[:, -len(gold) :]
+                    drawn = model.lm_head(hidden)[0].argmax(dim=-1).tolist()
+                    yield CapturedQuestion(recorder.layers(), len(gold) - 1, drawn == gold)
+                    hidden_states(model, cache, gold[-1:])

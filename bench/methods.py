@@ -1,0 +1,89 @@
+"""What measurements ask of a method outside of an engine: its costs and stages, its kernels, the batch of one request."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from kvseek.builder.compile.cuda import Specialisation, cached_cubin
+from kvseek.core.batch import Batch, RequestState
+from kvseek.core.config import ModelConfig
+from kvseek.plugins.contract import Index
+from kvseek.plugins.measurements.costs import SelectionCosts
+from kvseek.plugins.measurements.stages import Stages
+from kvseek.plugins.registry import get_method
+
+if TYPE_CHECKING:
+    from kvseek.core.cuda import CudaKernels
+
+Costs = Callable[[Any, ModelConfig, int, int], SelectionCosts]
+StagesOf = Callable[[Index, Tensor, int], Stages]
+
+
+def costs_of(method: str) -> Costs | None:
+    """Return the function for a decode step's costs (plugins/measurements/costs.py); None if the method has none.
+
+    Raises ConfigError for an unknown method.
+    """
+    return cast("Costs | None", _offer(method, "costs"))
+
+
+def stages_of(method: str) -> StagesOf | None:
+    """Return the function for a selection's stages (plugins/measurements/stages.py); None if the method has none.
+
+    Raises ConfigError for an unknown method.
+    """
+    return cast("StagesOf | None", _offer(method, "stages"))
+
+
+def _offer(method: str, name: str) -> Any:
+    """Import the function `name` of the module `name` in a method's folder, if there is one."""
+    module = f"{get_method(method).package}.{name}"
+    return getattr(importlib.import_module(module), name) if find_spec(module) else None
+
+
+def load_kernels(
+    unit: Specialisation, device: torch.device | None = None, roots: Sequence[Path] | None = None
+) -> CudaKernels:
+    """Compile a translation unit for a GPU (None: the current one), unless it has been compiled before, and load it.
+
+    `roots` are the folders of the sources, see cached_cubin. Raises KernelError as that and CudaKernels do.
+    """
+    from kvseek.core.cuda import CudaKernels, cuda_device
+
+    device = cuda_device(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return CudaKernels(cached_cubin(unit, 10 * major + minor, roots), device)
+
+
+def method_kernels(
+    method: str, config: Any, dtype: str, head_dim: int, group_size: int, device: torch.device | None = None
+) -> CudaKernels:
+    """Load the kernels of a method with one Config of it for one shape; see load_kernels."""
+    macros = get_method(method).traits(config).cuda_macros(head_dim, group_size)
+    return load_kernels(Specialisation(dtype, head_dim, group_size, method, tuple(sorted(macros.items()))), device)
+
+
+def batch_of(index: Index, slot: int = 0, position: int | None = None) -> Batch:
+    """Make the batch of the one request that holds a slot, with all of its retrieval tokens and no window.
+
+    Parameters
+    ----------
+    position : int, optional
+        Position of the query's token; the number of retrieval tokens if left out. Successive steps need ascending positions.
+    """
+    context = index.context
+    length = context.lengths[slot]
+    state = RequestState(
+        slot=slot,
+        position=length if position is None else position,
+        length=length,
+        numbers=index.effort(length).numbers,
+    )
+    return Batch.of([state], context.extents.device_table)

@@ -1,0 +1,99 @@
+"""What a decode step has to move, by model, and the time that this takes at least at the rates measured in the same run.
+
+Methods say what their selection moves (plugins/measurements/costs.py). The floor adds up the parts as if each waited for the one
+before: matrices, scan of the index, rerank, rows from the device at the rate of a plain read; rows in host memory at that of the
+host link, or of host memory where host cores read them. Rows that the device kept from earlier steps count as rows from the
+device. Single rows come slower than the link's rate, and launches cost time too: no step can beat its floor, few come near it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from kvseek.bench import methods
+from kvseek.bench.speed.shapes import matrix_bytes
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError
+from kvseek.plugins.measurements.costs import SelectionCosts
+from kvseek.plugins.registry import get_method
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second, measured in the run: a plain read of device memory, copies over the host link, host cores' reads."""
+
+    read: float
+    host_link: float
+    host_memory: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes that one decode step moves, by part."""
+
+    weights: float
+    scan: float = 0.0
+    rerank: float = 0.0
+    device_rows: float = 0.0
+    host_rows: float = 0.0  # and keys of rows, over the host link
+    host_cores: float = 0.0  # the same, read by host cores
+
+    def bytes_by_part(self) -> dict[str, float]:
+        """Bytes of each part of the step."""
+        return asdict(self)
+
+    def floor(self, rates: Rates) -> dict[str, float]:
+        """Seconds by part, and in all."""
+        own = {"host_rows": rates.host_link, "host_cores": rates.host_memory}
+        seconds = {part: moved / own.get(part, rates.read) for part, moved in self.bytes_by_part().items()}
+        return {**seconds, "total": sum(seconds.values())}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of one method: tokens in the retrieval region and in the window, requests, and where rows lie."""
+
+    retrieval: int
+    window: int
+    batch: int
+    host_layers: int  # the last ones
+    hit_rate: float = 0.0  # selected rows that the device kept from earlier steps
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hit_rate <= 1:
+            raise ConfigError(f"hit_rate = {self.hit_rate}: must be between 0 and 1; it is a share of the rows")
+
+
+def costs_of(config: EngineConfig, length: int, itemsize: int) -> SelectionCosts:
+    """What the method's selection moves; raises ConfigError for a method that does not say it."""
+    costs = methods.costs_of(config.method)
+    if costs is None:
+        raise ConfigError(
+            f"--methods: {config.method!r}: must say what its step moves; write plugins/{config.method}/costs.py "
+            "(plugins/measurements/costs.py), or leave it out"
+        )
+    settings = get_method(config.method).configure(config.method_config)
+    return costs(settings, config.model, length, itemsize)
+
+
+def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
+    """What a step moves; raises ConfigError for a method that does not say it."""
+    costs, model = costs_of(config, step.retrieval, itemsize), config.model
+    row = 2 * model.head_dim * itemsize
+    dense = min(costs.dense_layers, model.num_layers)
+    dense_on_host = max(0, dense - (model.num_layers - step.host_layers))
+    selecting, on_host = model.num_layers - dense, step.host_layers - dense_on_host
+    heads = step.batch * model.num_kv_heads
+    at_home = heads * costs.rows * (selecting - on_host * (1 - step.hit_rate))
+    at_home += heads * (step.window * model.num_layers + step.retrieval * (dense - dense_on_host))
+    keys = heads * costs.reranked_keys  # a key is half a row
+    away = (heads * costs.rows * (1 - step.hit_rate) + keys / 2) * on_host * row
+    whole = heads * dense_on_host * step.retrieval * row
+    return Work(
+        weights=float(matrix_bytes(config)),
+        scan=heads * selecting * costs.index_bytes,
+        rerank=heads * selecting * costs.rerank_bytes + keys * (selecting - on_host) * row / 2,
+        device_rows=at_home * row,
+        host_rows=whole + (0 if costs.host_cores else away),
+        host_cores=away if costs.host_cores else 0,
+    )

@@ -1,0 +1,588 @@
+"""What the tables of measured figures show: by its name in the documents, each table's cells, read from result files.
+
+`documents.py` writes them into the documents. A figure that is not read here from a result file is in no document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvseek.bench.load import cells as load_cells
+from kvseek.bench.output import GIB, Figure, read_result
+from kvseek.bench.speed.parts import part_groups
+from kvseek.core.errors import KvseekError
+
+ROOT = Path(__file__).resolve().parents[1]  # also where the folder is reached through a link
+FOLDER = ROOT / "bench/results"
+K, M = 1 << 10, 1 << 20
+METHODS = ("full", "nested", "pariskv", "prkv", "clusterkv", "ctkvr")
+INT8 = "nested:weight_only_precision=int8"
+SPARSE = ":prefill_attention=block_sparse"
+CHUNKS = ",prefill_chunk_tokens=4096"
+TASKS = {  # of bench/accuracy/needle.py, and their headings
+    "niah_single": "single",
+    "niah_multikey": "multikey",
+    "niah_multikey_dense": "dense",
+    "niah_multivalue": "multivalue",
+    "niah_multiquery": "multiquery",
+    "variable_tracking": "variables",
+}
+
+Row = tuple[str, ...]
+Rows = Iterable[Row]  # headings first
+Columns = Mapping[str, Figure]  # by their headings
+
+
+class TableError(KvseekError):
+    """A result file lacks what a table shows, or a document has marks that fit no table; the message names which."""
+
+
+class Results:
+    """The result files, and which of them have been read.
+
+    Attributes
+    ----------
+    read : dict
+        Documents by their files' names without ".json".
+    """
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self.folder = folder
+        self.read: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, name: str) -> dict[str, Any]:
+        """The document of a file; raises ResultError if there is none."""
+        if name not in self.read:
+            self.read[name] = read_result(self.folder / f"{name}.json")
+        return self.read[name]
+
+
+def one(entries: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """The only entry with these values; raises TableError if there is none or several."""
+    found = [entry for entry in entries if all(entry[name] == value for name, value in wanted.items())]
+    if len(found) != 1:
+        raise TableError(f"{wanted}: must be one entry of the result file; there are {len(found)}")
+    return found[0]
+
+
+def step(document: dict[str, Any], method: str, offload: str, context: int) -> dict[str, Any]:
+    """A decode step of one request; with hot rows where the benchmark timed both ways, because serving has them."""
+    phase = one(document["phases"], offload=offload)
+    entries = one(phase["cells"], context=context, batch=1)["results"]
+    hot = [entry for entry in entries if entry["hot_rows"]]
+    return one(
+        [*hot, *(entry for entry in entries if entry["method"] not in {e["method"] for e in hot})], method=method
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def rows(columns: Columns, entries: Iterable[dict[str, Any]]) -> Rows:
+    """A row for each entry."""
+    return [tuple(columns), *(tuple(figure(entry) for figure in columns.values()) for entry in entries)]
+
+
+COLUMNS: Columns = {  # that several tables have
+    "tokens": lambda entry: f"{entry['context']:,}",
+    "method": lambda entry: f"`{entry['method'].partition(':')[0]}`",
+    "layers with rows in host memory": lambda entry: str(entry["host_layers"]),
+}
+
+
+def with_ratio(entry: dict[str, Any]) -> str:
+    """Milliseconds of a step; in brackets those over the baseline's, of every method but the baseline."""
+    ratio = entry["to_baseline"]
+    return milliseconds(entry["step_seconds"]["median"]) + ("" if entry["method"] == "full" else f" ({ratio:.2f})")
+
+
+def one_request(results: Results) -> Rows:
+    today, narrow = results("methods-h200"), results("methods-h200-layers-together")
+    yield ("method", "index bytes a key and KV head", "rows in GPU memory", "rows in host memory")
+    for method, document in (*((method, today) for method in METHODS), (INT8, narrow)):
+        entries = [step(document, method, offload, 128 * K) for offload in ("never", "always")]
+        index = entries[0]["index_bytes_per_token_and_kv_head"]
+        times = [with_ratio(entry) for entry in entries]
+        yield (f"`{method}`", f"{index:.1f}" if index else "", times[0], times[1] if method != "full" else "")
+
+
+def paper_presets(results: Results) -> Rows:
+    document = results("paper-presets-h200")
+    yield ("", "rows in GPU memory", "rows in host memory")
+    for name in ("prkv", "pariskv", "ctkvr", "clusterkv"):
+        times = (with_ratio(step(document, f"{name}:paper", offload, 128 * K)) for offload in ("never", "always"))
+        yield (f"`{name}:paper`", *times)
+
+
+def parts(results: Results) -> Rows:
+    document = results("methods-h200")
+    yield ("method", "products", "selection", "attention", "the rest", "bytes read, GB")
+    for method in METHODS:
+        entry = step(document, method, "never", 128 * K)
+        groups = part_groups(entry["stages"])
+        yield (f"`{method}`", *map(milliseconds, groups.values()), f"{sum(entry['bytes'].values()) / 1e9:.1f}")
+
+
+LONG = (  # result file, contexts, method, where its rows lie
+    ("decode-512k-h200", 512 * K, "full", "never"),
+    ("decode-512k-h200", 512 * K, "nested", "never"),
+    ("decode-512k-h200", 512 * K, "nested", "always"),
+    ("decode-1m-h200", M, "nested", "auto"),
+    ("decode-1m-h200", M, "pariskv", "auto"),
+    ("decode-1m-int8-h200", M, INT8, "auto"),
+    ("decode-2m-h200", 2 * M, "nested", "auto"),
+    ("decode-2m-h200", 2 * M, "pariskv", "auto"),
+)
+
+
+def long_contexts(results: Results) -> Rows:
+    yield ("tokens", "method", "layers with rows in host memory", "index, GiB", "a step, ms", "`full`, at least, ms")
+    for name, context, method, offload in LONG:
+        entry = step(results(name), method, offload, context)
+        fits = entry["to_baseline"] is not None
+        floor = "" if fits else f"{entry['dense_floor_seconds'] * 1e3:,.0f}"
+        index = f"{entry['index_bytes'] / GIB:.1f}" if entry["index_bytes"] else ""
+        time = with_ratio(entry) if fits else milliseconds(entry["step_seconds"]["median"])
+        yield (f"{context:,}", f"`{method}`", str(entry["host_layers"]), index, time, floor)
+
+
+def throughput(results: Results) -> Rows:
+    entries = results("throughput-nested-int8-h200")["results"]
+    peaks = {one["tokens_per_second"] for one in results("throughput-nested-int8-h200")["peaks"]}
+
+    def rate(entry: dict[str, Any]) -> str:
+        mark = "**" if entry["tokens_per_second"] in peaks else ""
+        return f"{mark}{entry['tokens_per_second']:,.0f}{mark}"
+
+    columns: Columns = {
+        "method": lambda entry: f"`{entry['method']}`",
+        "requests": lambda entry: str(entry["batch"]),
+        "layers with rows in host memory": COLUMNS["layers with rows in host memory"],
+        "a step, ms": lambda entry: milliseconds(entry["step_seconds"]["median"]),
+        "tokens/s": rate,
+    }
+    return rows(columns, entries)
+
+
+def evictions(results: Results) -> Rows:
+    columns: Columns = {
+        **COLUMNS,
+        "a step, ms": lambda entry: milliseconds(entry["step_seconds"]),
+        "the longest beside an eviction, ms": lambda entry: milliseconds(entry["longest_seconds"]),
+    }
+    names = ("evictions-1m-h100-nested", "evictions-1m-h100-pariskv", "evictions-2m-h200")
+    return rows(columns, (entry for name in names for entry in results(name)["results"]))
+
+
+def long_request(results: Results) -> Rows:
+    found = results("long-request-h200")
+    memory = found["memory"]
+    return [
+        ("", ""),
+        (f"loading the engine (`{found['method']}`)", f"{found['load_seconds']:.1f} s"),
+        (f"the first token, after {found['tokens']:,} of the prompt", f"{found['first_token']:.1f} s"),
+        ("each further token", f"{milliseconds(found['token'])} ms"),
+        ("tokens that a step attends to", f"{found['attended_tokens']:.0f}"),
+        ("GPU memory that `--plan` counts", f"{memory['device_planned'] / GIB:.2f} GiB"),
+        ("GPU memory that tensors took at most", f"{memory['device_peak'] / GIB:.2f} GiB"),
+    ]
+
+
+def selections(results: Results) -> Rows:
+    columns: Columns = {
+        "method": COLUMNS["method"],
+        "tokens": COLUMNS["tokens"],
+        "requests": lambda entry: str(entry["batch"]),
+        "a layer, µs": lambda entry: f"{entry['layer_seconds']['median'] * 1e6:.1f}",
+        "bytes read, TB/s": lambda entry: f"{entry['bytes'] / entry['layer_seconds']['median'] / 1e12:.2f}",
+    }
+    return rows(columns, results("selection-h200")["results"])
+
+
+PROMPTS = (
+    ("prefill-sparse-h200", "full"),
+    ("prefill-chunks-h200", "full" + ":prefill_chunk_tokens=4096"),
+    ("prefill-sparse-h200", "full" + SPARSE),
+    ("prefill-sparse-h200", "full" + SPARSE + ",block_sparse.samples=8"),
+    ("prefill-chunks-h200", "full" + SPARSE + CHUNKS),
+)
+PROMPT_TOKENS = (32 * K, 128 * K, 512 * K)
+
+
+def prompts(results: Results) -> Rows:
+    yield ("", *(f"{tokens:,} tokens" for tokens in PROMPT_TOKENS))
+    for name, method in PROMPTS:
+        cells = []
+        for tokens in PROMPT_TOKENS:
+            longest = tokens == PROMPT_TOKENS[-1]
+            entries = results("prefill-sparse-512k-h200" if longest else name)["results"]
+            found = [entry for entry in entries if (entry["method"], entry["tokens"]) == (method, tokens)]
+            cells.append(_prompt(found[0], method) if found else "")
+        yield (f"`{method}`", *cells)
+
+
+def _prompt(entry: dict[str, Any], method: str) -> str:
+    seconds = f"{entry['seconds']['median']:.2f} s"
+    return seconds if method == "full" else f"{seconds} ({entry['to_baseline']:.2f})"
+
+
+def prompt_parts(results: Results) -> Rows:
+    document = results("prefill-sparse-h200")
+    yield ("tokens", "prompts", "attention", "products, with the activation", "the rest")
+    for entry in document["results"]:
+        if "samples" not in entry["method"]:
+            times, counts = entry["part_seconds"], entry["operations"]
+            rates = [f"{times[name]:.2f} s, {count / times[name] / 1e12:.0f} TFLOP/s" for name, count in counts.items()]
+            kind = "dense" if entry["method"] == "full" else "sparse"
+            yield (f"{entry['tokens']:,}", kind, *rates, f"{times['others']:.2f} s")
+    best = f"{document['best_product_rate'] / 1e12:.0f} TFLOP/s"
+    yield "", "a product of two matrices of 8,192 × 8,192", "", best, ""
+
+
+def needle(name: str) -> Callable[[Results], Rows]:
+    """The table of a needle result with one question a context: exact answers in %."""
+
+    def table(results: Results) -> Rows:
+        document = results(name)
+        yield ("", *TASKS.values(), "right answers")
+        for engine in document["engines"]:
+            cells = {cell["task"]: cell for cell in document["cells"] if cell["engine"] == engine}
+            right = sum(_right(cell) for cell in cells.values())
+            asked = sum(cell["questions"] for cell in cells.values())
+            shown = (_percent(cells[task]) if task in cells else "" for task in TASKS)
+            yield (f"`{engine}`", *shown, f"{right} of {asked}")
+
+    return table
+
+
+def _right(cell: dict[str, Any]) -> int:
+    return sum(answers.count("1") for answers in cell["right"])
+
+
+def _percent(cell: dict[str, Any]) -> str:
+    return f"{cell['exact']:.1f}".removesuffix(".0")
+
+
+def _counted(cell: dict[str, Any]) -> str:
+    return f"{_right(cell)} of {cell['questions']}"
+
+
+def ctkvr_lists(results: Results) -> Rows:
+    document = results("needle-128k-ctkvr-lists")
+    tasks = ("niah_multikey_dense", "niah_multivalue")
+    yield ("", *(TASKS[task] for task in tasks))
+    for engine in document["engines"]:
+        yield (f"`{engine}`", *(_counted(one(document["cells"], engine=engine, task=task)) for task in tasks))
+
+
+def sparse_answers(results: Results) -> Rows:
+    cells = results("needle-sparse-h100")["cells"]
+    yield ("tokens", "", *TASKS.values())
+    for length in (32 * K, 130_048):
+        for engine in ("full", *(f"{m}{SPARSE}{chunks}" for chunks in ("", CHUNKS) for m in ("full", "pariskv"))):
+            found = {c["task"]: c for c in cells if (c["engine"], c["length"]) == (engine, length)}
+            if found:
+                shown = (_counted(found[task]) if task in found else "" for task in TASKS)
+                yield (f"{length:,}", f"`{engine}`", *shown)
+
+
+def sparse_settings(results: Results) -> Rows:
+    cells, times = results("needle-sparse-h100")["cells"], results("prefill-sparse-settings-h100")["results"]
+    yield ("", "right answers", "a prompt, s")
+    for setting in ("", "query_block=256", "budget=16384", "samples=64", "dense_layers=2"):
+        field = f",block_sparse.{setting}" if setting else ""
+        cell = one(cells, engine=f"full{SPARSE}{field}{CHUNKS}", task="niah_multivalue", length=130_048)
+        entry = one(times, method=f"full{SPARSE}{CHUNKS}{field}")
+        ratio = f" ({entry['to_baseline']:.2f} ×)" if setting else ""
+        yield (f"`{setting}`" if setting else "defaults", _counted(cell), f"{entry['seconds']['median']:.2f}{ratio}")
+
+
+def cached_prompts(results: Results) -> Rows:
+    document = results("cached-prompts-h200")
+    yield ("method", "rows", "dense", '`cache.cached_prefill = "sparse"`', "steps wait, s")
+    for offload, where in (("always", "in host memory"), ("never", "in GPU memory")):
+        for method in ("full", "nested", "prkv"):
+            entries = [e for e in document["results"] if (e["method"], e["offload"]) == (method, offload)]
+            found = {entry["form"]: f"{entry['questions']['100']['seconds']:.2f}" for entry in entries}
+            left = f"{one(entries, form='dense')['left']:.3f}"
+            yield (f"`{method}`", where, found["dense"], found.get("sparse", ""), left)
+
+
+def prefixes_on_disk(results: Results) -> Rows:
+    found = results("prefixes-on-disk-cpu-smollm2")
+
+    def middle(name: str, cached: bool) -> str:
+        values = sorted(load[name] for load in found["loads"] if load["cached"] == cached)
+        return f"{values[len(values) // 2]:.2f} s"
+
+    def slowest(name: str) -> str:
+        steps = [part[name] for part in found["steps"]]
+        low, high = (end(step["median_seconds"] for step in steps) * 1e3 for end in (min, max))
+        return f"{low:.1f} to {high:.1f} ms; the longest {max(s['longest_seconds'] for s in steps) * 1e3:.0f} ms"
+
+    return [
+        ("", ""),
+        (f"reading the document ({found['tokens']:,} tokens), with a question", f"{found['read_seconds']:.1f} s"),
+        ("loading it, files in the page cache", middle("load_seconds", True)),
+        ("loading it, from the disk", middle("load_seconds", False)),
+        ("time to first token of another question, loaded from the disk", middle("ttft_seconds", False)),
+        ("writing it, behind the answer", f"{found['write_seconds']:.2f} s"),
+        ("its files", f"{found['files']}, {found['bytes'] / 1e6:.0f} MB"),
+        ("another request's steps, alone", slowest("alone")),
+        ("while the document is written", slowest("writing")),
+        ("while it is loaded", slowest("loading")),
+    ]
+
+
+def ranks_steps(results: Results) -> Rows:
+    device, host = results("ranks-h200-128k-device")["results"], results("ranks-h200-128k-host")["results"]
+    yield ("", "1 rank", "2 ranks", "× 1 rank")
+    for method in ("full", "nested", "pariskv"):
+        before, after = (one(device, method=method, tp_size=size) for size in (1, 2))
+        times = (milliseconds(entry["seconds"]["median"]) for entry in (before, after))
+        yield (f"`{method}`, rows in GPU memory", *times, f"{after['to_one_rank']:.2f}")
+    for entry in host:
+        time = milliseconds(entry["seconds"]["median"])
+        yield (f"`{entry['method']}`, rows in host memory", "", time, "")
+
+
+def ranks_prompts(results: Results) -> Rows:
+    yield ("", "1 rank, s", "2 ranks, s", "× 1 rank")
+    for name in ("ranks-h200-prefill", "ranks-h200-prefill-chunks"):
+        entries = results(name)["results"]
+        for method in dict.fromkeys(entry["method"] for entry in entries):
+            before, after = (one(entries, method=method, tp_size=size) for size in (1, 2))
+            times = (f"{entry['seconds']['median']:.2f}" for entry in (before, after))
+            yield (f"`{method}`", *times, f"{after['to_one_rank']:.2f}")
+
+
+def ranks_long(results: Results) -> Rows:
+    columns: Columns = {
+        "tokens": COLUMNS["tokens"],
+        "method": COLUMNS["method"],
+        "ranks": lambda entry: str(entry["tp_size"]),
+        "layers with rows in host memory": COLUMNS["layers with rows in host memory"],
+        "a step, ms": lambda entry: milliseconds(entry["seconds"]["median"]),
+        "× 1 rank": lambda entry: f"{entry['to_one_rank']:.2f}" if entry["tp_size"] > 1 else "",
+        "the prompt, s": lambda entry: f"{entry['prefill_seconds']:.1f}",
+    }
+    found = (results(name)["results"] for name in ("ranks-h200-1m-auto", "ranks-h200-2m-auto"))
+    return rows(columns, (entry for one in found for entry in sorted(one, key=lambda entry: int(entry["tp_size"]))))
+
+
+def ranks_72b(results: Results) -> Rows:
+    (entry,) = results("ranks-h200-72b-int8")["results"]
+    memory = entry["device_memory"]["after"]
+    return [
+        ("", ""),
+        ("a step", f"{milliseconds(entry['seconds']['median'])} ms"),
+        ("a prompt", f"{entry['prefill_seconds']:.1f} s"),
+        ("GPU memory that tensors took at most, a GPU", f"{memory['most_tensors'] / GIB:.2f} GiB"),
+        ("GPU memory in use, with CUDA's own, a GPU", f"{memory['in_use'] / GIB:.2f} GiB"),
+    ]
+
+
+def cpu_steps(name: str) -> Callable[[Results], Rows]:
+    """The table of a result of `kvseek bench` on the CPU with one context."""
+
+    def table(results: Results) -> Rows:
+        (part,) = results(name)["contexts"]
+        yield ("", "a step, ms", "× `full`", "products", "selection", "attention", "the rest")
+        for entry in part["results"]:
+            shown = (f"{seconds * 1e3:.1f}" for seconds in part_groups(entry["parts"]).values())
+            time = f"{entry['tpot_seconds']['median'] * 1e3:.1f}"
+            yield (f"`{entry['name']}`", time, f"{entry['to_baseline']:.2f}", *shown)
+
+    return table
+
+
+def server(results: Results) -> Rows:
+    found, tiny = results("serving-cpu-smollm2"), results("serving-cpu-openai")
+    more = found["over_engine_seconds"]
+    rates = found["tokens_per_second"]
+    stream = found["stream_tpot_seconds"]
+    return [
+        ("", "measured", "goal"),
+        ("a token of SmolLM2-135M with the bare engine", f"{milliseconds(found['tpot_seconds']['engine'])} ms", ""),
+        ("more for a token over HTTP", f"{milliseconds(more['http'])} ms", "at most 2 ms"),
+        ("more for a token over gRPC", f"{milliseconds(more['grpc'])} ms", "at most 2 ms"),
+        (
+            "more over the OpenAI port, HTTP, gRPC: a model of two tiny layers",
+            ", ".join(milliseconds(tiny["over_engine_seconds"][door]) for door in ("openai", "http", "grpc")) + " ms",
+            "at most 2 ms",
+        ),
+        ("tokens/s with 8 requests over those with one", f"{rates['8'] / rates['1']:.2f}", "at least 3"),
+        (
+            "four short prompts at once: the last first token over that of one prompt alone",
+            f"{found['first_token_ratio']:.2f}",
+            "at most 3",
+        ),
+        (
+            f"a stream's time per token while {found['prompt_tokens']:,} tokens are read, over its time alone",
+            f"{found['stream_tpot_ratio']:.2f}",
+            "at most 2",
+        ),
+        ("the longest time between two tokens of that stream", f"{stream['the longest of these'] * 1e3:.0f} ms", ""),
+    ]
+
+
+def load(results: Results) -> Rows:
+    document = results("load-cpu-smollm2")
+    return [load_cells.HEADINGS, *(load_cells.row(result) for result in document["results"])]
+
+
+CODES = {  # what is said of it, and the changes from the defaults under which the result file has it
+    "**the defaults: 2 bits find 8 candidates a row, 4 bits choose**": "defaults",
+    "4 candidates a row": "candidates 4",
+    "16 candidates a row": "candidates 16",
+    "1 bit finds candidates": "first_bits 1",
+    "candidates by the largest estimate, not over the query's length": "first_reduce largest",
+    "candidates by the softmax over all keys": "first_reduce softmax_mean",
+    "the mean of blocks of 64 keys": "block 64",
+    "of 1,024": "block 1024",
+    "of the whole region": "block 1073741824",
+    "not centred": "block 0",
+    "a scale for each 32 channels": "scale block",
+    "cells of Δ 0.335, least squared error of a normal channel": "step 0.335",
+    "queries of 16 bits": "query_bits 16",
+    "queries of 4 bits": "query_bits 4",
+    "one pass of 4 bits over all keys": "first_bits 0",
+    "the same, not rotated": "first_bits 0, rotated False",
+    "the same, scale without correction, ‖y‖/√P": "first_bits 0, scale none",
+    "one pass of 3 bits": "bits 3, first_bits 0",
+    "one pass of 2 bits": "bits 2, first_bits 0",
+    "the same with a scale of its own": "bits 2, first_bits 0, scale own",
+    "and cells of its own, Δ 1.0: codes of 2 bits alone": "bits 2, first_bits 0, step 0.25, scale own",
+    "one pass of 1 bit": "bits 1, first_bits 0",
+}
+
+
+def codes(results: Results) -> Rows:
+    found = results("key-codes-smollm2-8k")["results"]
+    yield ("", "recall", "mass")
+    for words, changes in CODES.items():
+        entry = one(found, changes=changes)
+        yield (words, f"{entry['recall']:.3f}", f"{entry['mass']:.3f}")
+
+
+def summary(results: Results) -> Rows:
+    """The page that a busy engineer finishes: one line a question."""
+    yield "", "`full`", "`nested`", "other"
+    yield from _summary(results)
+
+
+def _summary(results: Results) -> Iterator[Row]:
+    today, narrow = results("methods-h200"), results("methods-h200-layers-together")
+    dense = step(today, "full", "never", 128 * K)
+    for offload, where in (("never", "GPU"), ("always", "host")):
+        int8 = step(narrow, INT8, offload, 128 * K)["step_seconds"]["median"]
+        yield (
+            f"a step at 128K tokens, rows in {where} memory",
+            f"{with_ratio(dense)} ms" if offload == "never" else "",
+            _with_unit(step(today, "nested", offload, 128 * K)),
+            f"int8 weights: {milliseconds(int8)} ms",
+        )
+    far = results("decode-512k-h200")
+    host = _with_unit(step(far, "nested", "always", 512 * K))
+    yield (
+        "at 512K tokens, rows in GPU memory",
+        _with_unit(step(far, "full", "never", 512 * K)),
+        _with_unit(step(far, "nested", "never", 512 * K)),
+        f"`nested`, rows in host memory: {host}",
+    )
+    for words, name, context, other in (
+        ("at a million tokens, rows in GPU memory as far as they fit", "decode-1m-h200", M, "decode-1m-int8-h200"),
+        ("at two million tokens, host memory of 256 GiB", "decode-2m-h200", 2 * M, ""),
+    ):
+        entry = step(results(name), "nested", "auto", context)
+        int8_time = step(results(other), INT8, "auto", context)["step_seconds"]["median"] if other else 0.0
+        two = one(results("ranks-h200-2m-auto")["results"], tp_size=2)["seconds"]["median"]
+        yield (
+            words,
+            f"at least {entry['dense_floor_seconds'] * 1e3:,.0f} ms",
+            f"{milliseconds(entry['step_seconds']['median'])} ms",
+            f"int8 weights: {milliseconds(int8_time)} ms" if other else f"two H200s: {milliseconds(two)} ms",
+        )
+    rates = results("throughput-nested-int8-h200")["peaks"]
+    wide, small = (one(rates, method=method)["tokens_per_second"] for method in ("nested", INT8))
+    yield "tokens/s at 128K with as many requests as are best", "", f"{wide:,.0f}", f"int8 weights: {small:,.0f}"
+    prefill = results("prefill-sparse-h200")["results"]
+    longest = results("prefill-sparse-512k-h200")["results"]
+    for tokens, entries in ((128 * K, prefill), (512 * K, longest)):
+        full, sparse = (one(entries, method="full" + form, tokens=tokens) for form in ("", SPARSE))
+        seconds = f"{full['seconds']['median']:.1f} s"
+        yield f"reading a prompt of {tokens // K}K tokens", seconds, "", f"sparse prompts: {_prompt(sparse, 'sparse')}"
+    asked = results("cached-prompts-h200")["results"]
+    again = {
+        (entry["offload"], entry["form"]): f"{entry['questions']['100']['seconds']:.2f} s"
+        for entry in asked
+        if entry["method"] == "nested"
+    }
+    yield (
+        "a further question of 100 tokens about 128K, rows in GPU memory",
+        "",
+        again["never", "dense"],
+        f"rows in host memory: {again['always', 'dense']}; read sparsely {again['always', 'sparse']}",
+    )
+    for name, words in (
+        ("needle-gpu-32k-layers-together", "needle questions at 32K tokens, right answers"),
+        ("needle-h100-128k-layers-together", "at 127K tokens"),
+    ):
+        right = {row[0].strip("`"): row[-1] for row in needle(name)(results)}
+        others = "; ".join(f"`{method}` {right[method]}" for method in METHODS[2:])
+        yield words, right["full"], right["nested"], others
+    ranks = results("ranks-h200-128k-device")["results"]
+    shares = [
+        f"{one(ranks, method=method, tp_size=2)['to_one_rank']:.2f} ×" for method in ("full", "nested", "pariskv")
+    ]
+    yield "a step of two H200s over that of one, 128K tokens", shares[0], shares[1], f"`pariskv` {shares[2]}"
+    rows = {row[0].strip("`"): row for row in cpu_steps("decode-cpu-8k-int8-two-cores")(results)}
+    times = {name: f"{row[1]} ms ({row[2]})" for name, row in rows.items()}
+    others = "; ".join(f"`{name}` {times[name]}" for name in ("pariskv", "prkv"))
+    words = "two CPU cores, SmolLM2-135M, 8,000 tokens, int8 weights"
+    yield words, f"{rows['full'][1]} ms", times["nested"], others
+    more = results("serving-cpu-smollm2")["over_engine_seconds"]
+    doors = ", ".join(
+        f"{milliseconds(more[door])} ms over {words}" for door, words in (("http", "HTTP"), ("grpc", "gRPC"))
+    )
+    yield "what the server adds to a token", "", "", doors
+
+
+def _with_unit(entry: dict[str, Any]) -> str:
+    time, space, ratio = with_ratio(entry).partition(" ")
+    return f"{time} ms{space}{ratio}"
+
+
+SUMMARY = "summary"
+TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the documents
+    SUMMARY: summary,
+    "one request": one_request,
+    "steps with the settings of papers": paper_presets,
+    "parts of a step": parts,
+    "long contexts": long_contexts,
+    "throughput": throughput,
+    "evictions": evictions,
+    "long request": long_request,
+    "selections": selections,
+    "prompts": prompts,
+    "parts of a prompt": prompt_parts,
+    "needle at 32K": needle("needle-gpu-32k-layers-together"),
+    "needle at 127K": needle("needle-h100-128k-layers-together"),
+    "lists of ctkvr": ctkvr_lists,
+    "answers with sparse prompts": sparse_answers,
+    "settings of sparse prompts": sparse_settings,
+    "further questions": cached_prompts,
+    "prefixes on disk": prefixes_on_disk,
+    "steps of two ranks": ranks_steps,
+    "prompts of two ranks": ranks_prompts,
+    "long contexts of two ranks": ranks_long,
+    "72B on two ranks": ranks_72b,
+    "steps on two CPU cores": cpu_steps("decode-cpu-8k-int8-two-cores"),
+    "steps of clusterkv on a CPU core": cpu_steps("decode-cpu-8k-int8-clusterkv"),
+    "server": server,
+    "load": load,
+    "key codes": codes,
+}

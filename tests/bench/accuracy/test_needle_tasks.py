@@ -1,0 +1,149 @@
+"""The needle tasks: what contexts state, what is asked and how it is scored."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from kvseek.bench.accuracy.needle_results import wilson
+from kvseek.bench.accuracy.needle_tasks import facts, vocabulary
+from kvseek.bench.accuracy.needle_tasks.contexts import write_context
+from kvseek.bench.accuracy.needle_tasks.facts import Score, score
+from kvseek.bench.accuracy.needle_tasks.tasks import TASKS, Dialogue, make_dialogues
+from kvseek.core.errors import ConfigError
+
+ORDINALS = ("first", "second", "third", "fourth")
+
+
+def text_of(dialogue: Dialogue) -> str:
+    return vocabulary.decode(dialogue.context)
+
+
+def right_answer(question: list[int], context: str) -> str:
+    """Read the context for the answer, as a person would."""
+    asked, _, begun = vocabulary.decode(question).partition(" ? answer")
+    if variable := re.search("trace (.*)", asked):
+        (said,) = re.findall(rf"var {variable[1]} = (.*?) [.]", context)
+        answer = f"{said} ."
+        while said.isupper():
+            (said,) = re.findall(rf"var {said} = (.*?) [.]", context)
+            answer = f"{answer.removesuffix(' .')} = {said} ."
+        return answer
+    keys = re.findall(r"the (\w+ish \w+er)", asked)
+    found = [fact for key in keys for fact in re.findall(rf"(the {key} is .*?) [.]", context)]
+    if begun:  # the question begins the answer with the key
+        (fact,) = found
+        return fact.removeprefix(begun.strip()).strip() + " ."
+    return " ".join(f"{ordinal} {fact}" for ordinal, fact in zip(ORDINALS, found, strict=True)) + " ."
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_stand_in_the_context(task: str, tokens: int) -> None:
+    """A reader of the text finds the answer; lengths are those asked for; other seeds make other contexts."""
+    dialogues = make_dialogues(task, tokens, 2)
+    assert dialogues == [make_dialogues(task, tokens, 1, first=number)[0] for number in (0, 1)]
+    assert len({text_of(dialogue) for dialogue in dialogues}) == 2
+    for dialogue in dialogues:
+        assert dialogue.context[0] == vocabulary.BOS
+        assert tokens - 2 <= dialogue.tokens <= tokens
+        assert len(dialogue.rounds) == (8 if task == "multi_turn" else 1)
+        for kind, question, gold in dialogue.rounds:
+            assert vocabulary.decode(gold) == right_answer(question, text_of(dialogue))
+            assert score(kind, gold, gold) == Score(True, 1.0)
+
+
+def test_questions_on_one_context() -> None:
+    for task in TASKS:
+        dialogues = make_dialogues(task, 2048, 2, questions=3)
+        if task == "multi_turn":
+            assert [len(dialogue.rounds) for dialogue in dialogues] == [8, 8]
+            continue
+        assert [dialogue.seed - dialogues[0].seed for dialogue in dialogues] == [0, 0, 0, 1, 1, 1]
+        first, second, third = (dialogue.rounds[0] for dialogue in dialogues[:3])
+        assert first != second != third
+        assert all(dialogue.context == dialogues[0].context for dialogue in dialogues[:3])
+    with pytest.raises(ConfigError, match=r"--questions = 64: must be <= \d+, facts of this context"):
+        make_dialogues("niah_multikey_dense", 256, 1, questions=64)
+
+
+def test_long_dialogues_repeat_the_mixture() -> None:
+    """Sixty-four rounds within the length asked for, and no fact of one value asked for twice."""
+    (dialogue,) = make_dialogues("multi_turn", 4096, 1, rounds=64)
+    kinds = [kind for kind, _, _ in dialogue.rounds]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"value": 40, "four": 8, "values": 8, "chain": 8}
+    assert len({tuple(question) for kind, question, _ in dialogue.rounds if kind == "value"}) == 40
+    assert dialogue.tokens == 4096
+    assert len(make_dialogues("multi_turn", 1024, 1, rounds=3)[0].rounds) == 3
+    with pytest.raises(ConfigError, match=r"--lengths 1024: multi_turn with 64 questions a context needs \d+ tokens"):
+        make_dialogues("multi_turn", 1024, 1, rounds=64)
+
+
+def test_scores() -> None:
+    value = vocabulary.encode("1 2 3 4 5 .")
+    assert score("value", value, vocabulary.encode("1 2 3 4 5 . the")) == Score(True, 1.0)
+    assert score("value", value, vocabulary.encode("1 2 3 0 5 .")) == Score(False, 5 / 6)
+    assert score("value", value, []) == Score(False, 0.0)
+    (dialogue,) = make_dialogues("niah_multivalue", 1024, 1)
+    kind, _, gold = dialogue.rounds[0]
+    key = gold[1:5]
+    ends = [place for place, number in enumerate(gold) if number in vocabulary.ORDINALS] + [len(gold) - 1]
+    values = [gold[a + 5 : b] for a, b in pairwise(ends)]
+    turned = [number for o, v in zip(vocabulary.ORDINALS, values[::-1], strict=True) for number in [o, *key, *v]]
+    assert score(kind, gold, [*turned, vocabulary.FULL_STOP]) == Score(True, 1.0)
+    assert score("four", gold, [*turned, vocabulary.FULL_STOP]) == Score(False, 1.0)
+    assert score(kind, gold, [*gold[: ends[3]], vocabulary.FULL_STOP]) == Score(False, 0.75)
+
+
+def test_the_layout_is_the_needle_models(needle_folder: Path) -> None:
+    """Words of the grammar have the ids of the model's own tokenizer, and so have the classes of made-up words."""
+    from transformers import AutoTokenizer
+
+    own = AutoTokenizer.from_pretrained(needle_folder / "model").get_vocab()
+    given = 4 + 17 + 10
+    assert len(own) == vocabulary.SIZE == len(vocabulary.IDS) == len(vocabulary.WORDS)
+    assert [own[word] for word in vocabulary.WORDS[:given]] == list(range(given))
+    assert all(word.isupper() == (number in vocabulary.VARIABLES) for word, number in own.items() if number >= given)
+
+
+def test_the_saved_tokenizer_reads_the_text_back(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    vocabulary.save_tokenizer(tmp_path, 4096)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    (dialogue,) = make_dialogues("variable_tracking", 512, 1)
+    assert tokenizer(vocabulary.decode(dialogue.context[1:]))["input_ids"] == dialogue.context
+    assert tokenizer.convert_tokens_to_ids("nonsense") == vocabulary.UNKNOWN
+
+
+def test_filler_fills() -> None:
+    """Sentences begin where the context says, and no facts or no filler are contexts too."""
+    numbers = np.random.default_rng(0)
+    for tokens in (0, 1, 7, 300):
+        context = write_context([], tokens, numbers)
+        assert context.ids.shape == (tokens,)
+        assert all(context.ids[start - 1] == vocabulary.FULL_STOP for start in context.starts[1:])
+    assert context.starts[0] == 0
+    assert len(context.starts) > 20
+
+
+@given(st.integers(1, 400), st.data())
+def test_intervals_are_those_of_scipy(samples: int, data: st.DataObject) -> None:
+    right = data.draw(st.integers(0, samples))
+    expected = binomtest(right, samples).proportion_ci(0.95, method="wilson")
+    assert wilson(right / samples, samples) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_more_facts_than_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context of a million tokens that consists of facts would need more: the search for a free key would not end."""
+    assert len(facts.ADJECTIVES) * len(facts.NOUNS) == 65_536
+    monkeypatch.setattr(facts, "NOUNS", facts.NOUNS[:2])
+    with pytest.raises(ConfigError, match=r"more than 512 facts: must be <= 512; give shorter"):
+        make_dialogues("niah_multikey_dense", 1 << 14, 1)

@@ -1,0 +1,100 @@
+"""Row pools filled with synthetic keys: what lies in them is what the indexes are built on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvseek.bench.speed.device import filling
+from kvseek.bench.speed.device.filling import Filler
+from kvseek.bench.speed.device.memory_plan import Cell
+from kvseek.core.batch import Batch
+from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.errors import CapacityError
+from kvseek.core.selection import Selection
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.memory_layout import host_rows
+from kvseek.engine.cache.row_storage import RowStorage
+from kvseek.engine.loading.indexes import IndexMaker
+from kvseek.plugins.contract import Effort, Index
+
+CPU = torch.device("cpu")
+LAYERS, KV_HEADS = 3, 2
+SHAPE = ModelConfig("llama", 16, 64, 8, LAYERS, 4, KV_HEADS, 16, 1e-5, 1e4, 1 << 20)
+CELL, ROOM = Cell(2500, 2), 64
+
+
+class KeyList(Index):
+    """Keeps the keys that it is built from, by slot."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        return 0.0
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        self.built = {**getattr(self, "built", {}), slot: keys.clone()}
+
+    def append(self, slot: int, start: int, keys: Tensor) -> None: ...
+
+    def effort(self, length: int) -> Effort:
+        return Effort(length)
+
+    def select(self, queries: Tensor, batch: Batch) -> Selection | None:
+        return None
+
+
+class NoRoom(KeyList):
+    """An index that cannot be built."""
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        raise CapacityError("no room for the index")
+
+
+def make(monkeypatch: pytest.MonkeyPatch, kind: type[KeyList] = KeyList) -> tuple[Filler, Cache, list[Index]]:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(filling, "CHUNK_TOKENS", 1024)  # rows are written in several pieces
+    sizes = {"max_batch_size": CELL.batch + 1, "max_seq_len": 4096, "max_input_len": 4096}
+    config = EngineConfig(SHAPE, "full", cache=CacheConfig(sink=4, local=16, update=64), dtype="float32", **sizes)
+    cache = Cache(config, torch.float32, CPU, RowStorage(config, torch.float32, CPU, host_rows(config, torch.float32)))
+    contexts = [index.context for index in IndexMaker(config, {}).over(cache)]
+    indexes: list[Index] = [kind(dataclasses.replace(context, shared={})) for context in contexts]
+    return Filler(SHAPE, [CELL], torch.float32, CPU, seed=3, room=ROOM), cache, indexes
+
+
+def test_the_pool_holds_the_keys_that_the_index_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of two slots and of two layers differ."""
+    filler, cache, indexes = make(monkeypatch)
+    filler.fill(CELL, [(cache, [indexes])])
+    seen = {}
+    for layer, index in enumerate(indexes):
+        assert isinstance(index, KeyList)
+        for slot in range(CELL.batch):
+            n = cache.lengths[slot]
+            assert n == (CELL.context - 1 - 4 - 16) // 64 * 64
+            rows = cache.extents.read(cache.rows.of_layer(layer).pool, slot, n)
+            assert rows.shape == (KV_HEADS, n, 2, 16)
+            assert torch.equal(rows[:, :, 0], index.built[slot])
+            assert torch.equal(filler.keys(layer, slot, n), index.built[slot])
+            seen[layer, slot] = rows[:, :, 0]
+    assert not torch.equal(seen[0, 0], seen[0, 1])
+    assert not torch.equal(seen[0, 0], seen[1, 0])
+
+
+def test_slots_that_a_cell_does_not_have_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    filler, cache, indexes = make(monkeypatch)
+    filler.fill(CELL, [(cache, [indexes])])
+    filler.fill(Cell(1200, 1), [(cache, [indexes])])
+    assert cache.tokens[: CELL.batch] == [4 + 16 + 1 + 1152, 0], "nothing is in the update buffer"
+    assert cache.extents.capacity - cache.extents.free == 2  # of the longest that the request may grow to
+
+
+def test_a_failure_half_way_leaves_the_keys_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are turned in place, layer by layer; what is filled next begins with the same ones, to the bit."""
+    filler, cache, indexes = make(monkeypatch, NoRoom)
+    before = filler.keys(1, 0, CELL.context)
+    with pytest.raises(CapacityError, match="no room for the index"):
+        filler.fill(CELL, [(cache, [indexes])])
+    assert torch.equal(filler.keys(1, 0, CELL.context), before)

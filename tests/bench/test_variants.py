@@ -1,0 +1,101 @@
+"""Variants of methods: what their labels say, and the flags that build them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvseek.bench.variants import parse_variants
+from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
+from kvseek.core.errors import ConfigError
+
+SPARSE = "full:prefill_attention=block_sparse"
+
+
+def test_labels_fields_and_flags() -> None:
+    full, plain, other, paged = parse_variants("full,ctkvr,ctkvr:execution=cpu,top_k=1024,prkv:cache.local=128")
+    assert [v.label for v in (full, plain, other, paged)] == [
+        "full",
+        "ctkvr",
+        "ctkvr:execution=cpu,top_k=1024",
+        "prkv:cache.local=128",
+    ]
+    assert other.fields == {"execution": "cpu", "top_k": 1024}
+    assert other.flags() == ["--method", "ctkvr", "--ctkvr.execution", "cpu", "--ctkvr.top_k", "1024"]
+    assert (other.settings.execution, plain.settings.execution) == ("cpu", "codes")
+    assert (paged.cache.local, paged.cache.sink) == (128, CacheConfig().sink)
+    assert full.laid_out_as(paged.cache).cache == paged.cache
+
+
+def test_a_variant_may_have_sparse_prompts() -> None:
+    dense, usual, own = parse_variants(f"full,{SPARSE},{SPARSE},block_sparse.budget=1024")
+    assert dense.prompt_attention == ("dense", BlockSparseConfig())
+    assert usual.prompt_attention == ("block_sparse", BlockSparseConfig())
+    assert own.prompt_attention == ("block_sparse", BlockSparseConfig(1024))
+    expected = ["--method", "full", "--prefill_attention", "block_sparse", "--block_sparse.budget", "1024"]
+    assert own.flags() == expected
+    assert dense.flags() == expected[:2]
+
+
+def test_a_variant_may_have_a_head_of_8_bits() -> None:
+    (variant,) = parse_variants("full:weight_only_precision=int8,quantize_lm_head=true")
+    assert variant.weights == ("int8", True)
+    assert variant.flags() == ["--method", "full", "--weight_only_precision", "int8", "--quantize_lm_head"]
+
+
+def test_a_variant_may_read_prompts_in_other_chunks() -> None:
+    usual, own = parse_variants("full,full:prefill_chunk_tokens=4096")
+    assert [one.engine["prefill_chunk_tokens"] for one in (usual, own)] == [EngineConfig.prefill_chunk_tokens, 4096]
+    assert own.flags() == [*usual.flags(), "--prefill_chunk_tokens", "4096"]
+
+
+def test_sizes_have_units() -> None:
+    (variant,) = parse_variants("full:cache.kv_cache_host_memory_bytes=2GiB")
+    assert variant.cache.kv_cache_host_memory_bytes == 2 << 30
+    assert variant.flags()[-2:] == ["--cache.kv_cache_host_memory_bytes", str(2 << 30)]
+
+
+def test_a_variant_may_begin_with_the_settings_of_its_paper() -> None:
+    usual, paper, fewer = parse_variants("clusterkv,clusterkv:paper,clusterkv:paper,top_k=256,cache.sink=8")
+    assert (usual.settings.tokens_per_cluster, paper.settings.tokens_per_cluster) == (40, 80)
+    assert (paper.settings.top_k, paper.cache.sink) == (1024, 16)
+    assert dataclasses.replace(paper.settings, top_k=256) == fewer.settings
+    assert fewer.cache == dataclasses.replace(paper.cache, sink=8)
+    (words,) = (variant.flags() for variant in parse_variants("pariskv:paper"))
+    assert words[words.index("--cache.update") + 1] == "512"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "full:prefill_attention=sparse",
+            r"--methods: prefill_attention = 'sparse': must be one of \('dense', 'block_sparse'\)",
+        ),
+        (
+            "full:block_sparse.budget=1024",
+            r"--methods: block_sparse = {'budget': 1024}: must be left out with dense prompts",
+        ),
+        (f"{SPARSE},block_sparse.budget=100", r"block_sparse.budget = 100: must be a multiple of 64"),
+        (f"{SPARSE},block_sparse.tokens=100", r"block_sparse: unknown key 'tokens'"),
+        ("full:quantize_lm_head=1", "--methods: quantize_lm_head = 1: must be true or false"),
+        ("full:prefill_chunk_tokens=0", "--methods: prefill_chunk_tokens = 0: must be a whole number > 0"),
+        ("full:prefill_chunk_tokens=true", "--methods: prefill_chunk_tokens = True: must be a whole number > 0"),
+        (
+            "full:cache.reuse_host_bytes=2Gb1",
+            "--methods: cache.reuse_host_bytes = '2Gb1': must be a number > 0 and a unit",
+        ),
+        ("nested:paper", "preset = 'paper': method nested has none of that name"),
+        ("pariskv:top_k=1,paper", "method = 'paper': unknown"),
+        ("full,full", "must name each once"),
+        ("ctkvr:speed=7", "unknown key 'speed'"),
+        ("ctkvr:cache.speed=7", "unknown key 'speed'"),
+        ("ctkvr:execution", "must be NAME, NAME:field=value"),
+        ("nothing", "choose one of"),
+        ("full:weight_only_precision=int4", r"--methods: weight_only_precision = 'int4': must be one of"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_variants(text)
