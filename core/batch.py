@@ -19,7 +19,8 @@ from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
 
 REQUEST_FIELDS = 16
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # batch sizes for which a GPU has captured steps
+# Batch sizes for which a GPU has captured steps; units.cuh counts up to the largest.
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 METHOD_NUMBERS = 6  # fields of a request that are the method's own
 
 
@@ -145,7 +146,7 @@ class Batch:
 
 def most_requests(slots: int) -> int:
     """Return the requests of the largest batch over `slots` slots; several requests that fill up a graph share one slot."""
-    return max(slots, 1 << max(0, slots - 2).bit_length())
+    return max(slots, next((size for size in BUCKETS if size >= slots - 1), 0))
 
 
 def buckets_for(max_batch_size: int) -> tuple[int, ...]:
@@ -154,7 +155,7 @@ def buckets_for(max_batch_size: int) -> tuple[int, ...]:
         raise ConfigError(
             f"max_batch_size = {max_batch_size}: must be <= {BUCKETS[-1]} with device = 'cuda'; build with less"
         )
-    return tuple(size for size in BUCKETS if size < 2 * max_batch_size)
+    return BUCKETS[: BUCKETS.index(bucket_of(max_batch_size)) + 1]
 
 
 def bucket_of(batch: int) -> int:

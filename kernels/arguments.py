@@ -8,12 +8,22 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 
+POWER_SUM_BYTES = 24  # of a PowerSum (power_sum.cuh)
 MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them with 32 bits
 
 
 def pointers(owner: object, *names: str) -> dict[str, int]:
     """Return the addresses of an object's tensors by name, for a structure of arguments whose fields have the same names."""
     return {name: getattr(owner, name).data_ptr() for name in names}
+
+
+def blocks_for(batch: int, heads: int, at_once: int, most: int) -> int:
+    """Return the blocks of a KV head in a launch that divides work by lengths (Units::divide of units.cuh).
+
+    As many as run at once, `at_once` in all, but two for each request, so that long ones get more than one where requests are
+    many; no more than `most` for each.
+    """
+    return min(max(at_once // heads, 2 * batch), most * batch)
 
 
 def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:

@@ -5,17 +5,19 @@
 
 namespace kvseek {
 
-// blockIdx.y is the task: request * kv_heads + head. Arguments have `requests`, `table`, `kv_heads` and `max_extents`.
+// Arguments have `requests`, `table`, `kv_heads` and `max_extents`.
 template <class Arguments>
 struct TaskOf {
-    int number, head;
+    int number;  // request * kv_heads + head
+    int head;
     const Request& request;
     const int* table;  // the slot's extents
 
-    __device__ __forceinline__ explicit TaskOf(const Arguments& a)
-        : number(blockIdx.y),
-          head(blockIdx.y % a.kv_heads),
-          request(a.requests[blockIdx.y / a.kv_heads]),
+    // The KV head is blockIdx.y.
+    __device__ __forceinline__ TaskOf(const Arguments& a, int owner)
+        : number(owner * a.kv_heads + static_cast<int>(blockIdx.y)),
+          head(blockIdx.y),
+          request(a.requests[owner]),
           table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
 
     // Whether the request attends to everything, so that nothing is selected for it.

@@ -21,7 +21,7 @@ from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.core.streams import SideStream, SideWork
-from kvseek.kernels.arguments import pointers, require_fit
+from kvseek.kernels.arguments import blocks_for, pointers, require_fit
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Effort, Index
 
@@ -42,7 +42,7 @@ class SelectArguments(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "requests", "table", "clusters", "centroids", "sizes", "starts")),
         *((name, c_void_p) for name in ("places", "scores", "statistics", "rows")),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "units", "top_k")),
+        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "units", "top_k")),
         ("scale", c_float),
         ("spread_weight", c_float),
         ("spreads", c_void_p),
@@ -151,16 +151,16 @@ class CudaIndex(Index):
             return None
         require_fit("queries", queries, self.context)
         queries = queries.contiguous()
-        tasks = batch.size * self.context.num_kv_heads
         shape = (batch.size, self.context.num_kv_heads, self.config.top_k)
         rows = torch.empty(shape, dtype=torch.int32, device=self.context.device)
         codes, reranker = self.reference.codes, self.reranker
         if reranker is not None:
             reranker.check(batch.size)
         arguments = self._arguments(queries, batch, rows if reranker is None else reranker.candidates)
-        chunks = min(self.workspace.units, max(1, SCORE_BLOCKS * self._kernels.multiprocessors // tasks))
-        self._launch("score", (chunks, tasks, 1), SCORE_THREADS, arguments, 0, even=True)
-        self._launch("choose", (tasks, 1, 1), CHOOSE_THREADS, arguments, self._choose_bytes)
+        heads, at_once = self.context.num_kv_heads, SCORE_BLOCKS * self._kernels.multiprocessors
+        blocks = blocks_for(batch.size, heads, at_once, self.workspace.units)
+        self._launch("score", (blocks, heads, 1), SCORE_THREADS, arguments, 0, even=True)
+        self._launch("choose", (1, heads, batch.size), CHOOSE_THREADS, arguments, self._choose_bytes)
         if reranker is not None:
             assert isinstance(codes, CudaCodeStore), "the constructor gives the reference this kind of store"
             reranker.launch(codes, queries, batch, rows)
@@ -187,6 +187,7 @@ class CudaIndex(Index):
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),
             rows=rows.data_ptr(),
+            batch=batch.size,
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             units=work.units,

@@ -13,13 +13,13 @@ from kvseek.core.batch import Batch, most_requests
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.arguments import pointers, require_numbered_rows, require_room
+from kvseek.kernels.arguments import POWER_SUM_BYTES, blocks_for, pointers, require_numbered_rows, require_room
 from kvseek.kernels.cuda.codes.store import CudaCodeStore
 
 from .config import Config
 
 THREADS = 512  # as in rerank.cu
-MOST_BLOCKS = 16  # blocks of a task, which share a multiprocessor each
+MOST_BLOCKS = 16  # blocks of a task
 
 
 class RerankArguments(ctypes.Structure):
@@ -29,7 +29,7 @@ class RerankArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales")),
         *((name, c_void_p) for name in ("means", "mean_steps", "signs")),
         *((name, c_void_p) for name in ("candidates", "estimates", "normalisers", "finished", "rows")),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "listed", "blocks", "top_k")),
+        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "listed", "top_k")),
         ("exponent", c_float),
         ("block_bits", c_int32),
     )
@@ -65,8 +65,7 @@ class Reranker:
 
         self.candidates = empty(torch.int32, tasks, self.listed)
         self.estimates = empty(torch.float32, tasks, self.listed, lanes)
-        # One for each block, whatever the batch size: blocks_of(tasks) * tasks is at most this.
-        self.normalisers = empty(torch.float32, max(tasks, kernels.multiprocessors), lanes, 2)
+        self.normalisers = empty(torch.uint8, self._heads, self.blocks(self.most), lanes, POWER_SUM_BYTES)
         # Every selection leaves zeros behind, for tasks of any batch size.
         self.finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
 
@@ -74,25 +73,24 @@ class Reranker:
         """Raise KernelError if a batch is larger than the work space."""
         require_room(batch, self.most)
 
-    def blocks_of(self, tasks: int) -> int:
-        """Return the blocks of each of a number of tasks: together at most one a multiprocessor, but one at least."""
-        return min(MOST_BLOCKS, max(1, self._kernels.multiprocessors // tasks))
+    def blocks(self, batch: int) -> int:
+        """Return the blocks of a KV head in a launch for a batch."""
+        return blocks_for(batch, self._heads, self._kernels.multiprocessors, MOST_BLOCKS)
 
     def launch(self, codes: CudaCodeStore, queries: Tensor, batch: Batch, rows: Tensor) -> None:
         """Rank `candidates` for queries [batch, H, D], and write the best to rows int32 [batch, G, top_k]."""
-        tasks = batch.size * self._heads
-        blocks = self.blocks_of(tasks)
         arguments = RerankArguments(
             **codes.arguments("high", "low"),
             **pointers(self, "candidates", "estimates", "normalisers", "finished"),
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),
             rows=rows.data_ptr(),
+            batch=batch.size,
             kv_heads=self._heads,
             max_extents=batch.table.shape[1],
             listed=self.listed,
-            blocks=blocks,
             top_k=self._top_k,
             exponent=self._exponent,
         )
-        self._kernels.launch("kvseek_clusterkv_rerank", (blocks, tasks, 1), THREADS, arguments, overlap=True)
+        grid = (self.blocks(batch.size), self._heads, 1)
+        self._kernels.launch("kvseek_clusterkv_rerank", grid, THREADS, arguments, overlap=True)

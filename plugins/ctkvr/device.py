@@ -13,7 +13,7 @@ from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.kernels.arguments import pointers, require_fit, require_numbered_rows
+from kvseek.kernels.arguments import blocks_for, pointers, require_fit, require_numbered_rows
 from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.splits import address
 from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM, CudaCodeStore
@@ -136,25 +136,25 @@ class CudaIndex(Index):
         arguments.scores, arguments.statistics = self.workspace.scores.data_ptr(), self.workspace.statistics.data_ptr()
         arguments.keys, arguments.selected = address(self.workspace.keys), rows.data_ptr()
         self._recall(arguments, batch.size)
-        blocks, shared_bytes = 1 + self.config.update, self.workspace.shared_key_bytes
-        self._launch("rerank", (blocks, batch.size * kv_heads), RERANK_THREADS, arguments, shared_bytes)
+        grid, shared_bytes = (1 + self.config.update, kv_heads, batch.size), self.workspace.shared_key_bytes
+        self._launch("rerank", grid, RERANK_THREADS, arguments, shared_bytes)
         return Selection(rows)
 
     def _recall(self, arguments: StepArguments, batch: int) -> None:
-        tasks = batch * self.context.num_kv_heads
+        heads = self.context.num_kv_heads
         tiles = -(-self.capacity // TILE)
-        splits = min(tiles, max(1, self._kernels.multiprocessors // tasks))
-        self._launch("probe", (-(-self.ring // PROBE_CENTROIDS), tasks), PROBE_THREADS, arguments)
+        grid = (blocks_for(batch, heads, self._kernels.multiprocessors, tiles), heads, 1)
+        self._launch("probe", (-(-self.ring // PROBE_CENTROIDS), heads, batch), PROBE_THREADS, arguments)
         if self.codes is None:
-            self._launch("recall", (splits, tasks), RECALL_THREADS, arguments, self._recall_bytes)
+            self._launch("recall", grid, RECALL_THREADS, arguments, self._recall_bytes)
         else:
             coded = CodedStepArguments(step=arguments, **self.codes.arguments("high", "low"))
-            self._launch("recall_coded", (splits, tasks), RECALL_THREADS, coded, self._recall_bytes)
+            self._launch("recall_coded", grid, RECALL_THREADS, coded, self._recall_bytes)
 
     def _launch(
-        self, kernel: str, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, shared_bytes: int = 0
+        self, kernel: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure, shared_bytes: int = 0
     ) -> None:
-        self._kernels.launch(f"kvseek_ctkvr_{kernel}", (*grid, 1), threads, arguments, shared_bytes, overlap=True)
+        self._kernels.launch(f"kvseek_ctkvr_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
     def _arguments(self, queries: Tensor, batch: Batch, host: HostBuffers | None = None) -> StepArguments:
         self.workspace.require(batch.size)
@@ -170,6 +170,7 @@ class CudaIndex(Index):
             table=batch.table.data_ptr(),
             rows=rows.pointer if rows else None,
             extent_stride=rows.extent_stride if rows else 0,
+            batch=batch.size,
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             ring=self.ring,

@@ -164,7 +164,7 @@ class HostPart:
             top_k=index.config.top_k,
         )
         # Without overlap, because this kernel also follows the host function.
-        self._kernels.launch("kvseek_ctkvr_merge", (1, batch.size * kv_heads, 1), MERGE_THREADS, arguments)
+        self._kernels.launch("kvseek_ctkvr_merge", (1, kv_heads, batch.size), MERGE_THREADS, arguments)
 
 
 @lru_cache(maxsize=1)

@@ -27,7 +27,7 @@ class StepArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("scores", "statistics", "keys", "selected", "host_recalled", "host_counts")),
         *((name, c_void_p) for name in ("host_queries", "host_slots")),
         ("extent_stride", c_int64),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "ring", "width", "capacity", "probes")),
+        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "ring", "width", "capacity", "probes")),
         *((name, c_int32) for name in ("prompt_probes", "recent", "top_k")),
         ("scale", c_float),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,14 @@ from kvseek.core.batch import Batch, most_requests
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.kernels.arguments import require_fit, require_numbered_rows, require_room
+from kvseek.kernels.arguments import (
+    POWER_SUM_BYTES,
+    blocks_for,
+    pointers,
+    require_fit,
+    require_numbered_rows,
+    require_room,
+)
 from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM, CudaCodeStore
 
 from .reference import ReferenceIndex
@@ -21,7 +27,8 @@ from .reference import ReferenceIndex
 BINS = 4096  # of a histogram of scores
 SCAN_THREADS, CHOOSE_THREADS = 256, 512
 SCAN_BLOCKS = 2  # blocks of the scan of a multiprocessor
-MOST_BLOCKS = 16  # blocks of a task in the choice, which share a multiprocessor each
+MOST_BLOCKS_OF_SCAN = 1024  # of a task
+MOST_BLOCKS = 16  # blocks of a task in the choice
 HELD_CANDIDATES = 1600  # that the choice ranks without reading them again
 
 
@@ -33,10 +40,7 @@ class SelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("means", "mean_steps", "signs")),
         *((name, c_void_p) for name in ("scores", "totals", "places", "estimates", "keys")),
         *((name, c_void_p) for name in ("counts", "normalisers", "finished", "rows")),
-        *(
-            (name, c_int32)
-            for name in ("kv_heads", "max_extents", "top_k", "chunks", "blocks", "capacity", "block_bits")
-        ),
+        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "top_k", "capacity", "block_bits")),
         ("scaling", c_float),
     )
 
@@ -62,44 +66,26 @@ class Workspace:
         self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
         self.most = most_requests(context.extents.slots)
         self.capacity = max(candidates, min(2 * candidates, HELD_CANDIDATES))
-        tasks = self.most * self._kv_heads
-        # One for each block of the choice, whatever the batch size.
-        lists = max(tasks, min(multiprocessors, MOST_BLOCKS * tasks))
+        tasks = self.most * context.num_kv_heads
+        _, blocks = self.blocks(self.most)
+        lists = (context.num_kv_heads, blocks)
 
         def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=context.device)
 
-        self.scores = new((context.scratch_extents, self._kv_heads, EXTENT_TOKENS), torch.int16)
-        self._of_lists = {
-            "places": new((lists, self.capacity), torch.int32),
-            "estimates": new((lists, self.capacity, context.group_size), torch.float32),
-            "keys": new((lists, self.capacity), torch.int32),
-            "counts": new((lists,), torch.int32),
-            "normalisers": new((lists, context.group_size, 2), torch.float32),
-        }
-        self._of_tasks = {  # each selection leaves zeros behind, for tasks of any batch size
-            "totals": torch.zeros((tasks, BINS), dtype=torch.int32, device=context.device),
-            "finished": torch.zeros(tasks, dtype=torch.int32, device=context.device),
-        }
+        self.scores = new((context.scratch_extents, context.num_kv_heads, EXTENT_TOKENS), torch.int16)
+        self.places, self.keys = (new((*lists, self.capacity), torch.int32) for _ in range(2))
+        self.estimates = new((*lists, self.capacity, context.group_size), torch.float32)
+        self.counts = new(lists, torch.int32)
+        self.normalisers = new((*lists, context.group_size, POWER_SUM_BYTES), torch.uint8)
+        # Each selection leaves zeros behind.
+        self.totals = torch.zeros((tasks, BINS), dtype=torch.int32, device=context.device)
+        self.finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
 
-    def __call__(self, batch: int) -> dict[str, Any]:
-        """Return arrays [tasks, ...] and grid sizes for a batch, by their names in SelectArguments.
-
-        Raises KernelError if the batch is larger than the workspace.
-        """
-        require_room(batch, self.most)
-        tasks = batch * self._kv_heads
-        blocks = min(MOST_BLOCKS, max(1, self._multiprocessors // tasks))
-        return {
-            "chunks": max(1, SCAN_BLOCKS * self._multiprocessors // tasks),
-            "blocks": blocks,
-            "capacity": self.capacity,
-            **{
-                name: array[: tasks * blocks].view(tasks, blocks, *array.shape[1:])
-                for name, array in self._of_lists.items()
-            },
-            **{name: array[:tasks] for name, array in self._of_tasks.items()},
-        }
+    def blocks(self, batch: int) -> tuple[int, int]:
+        """Return the blocks of a KV head in the scan and in the choice of a batch."""
+        scan = blocks_for(batch, self._kv_heads, SCAN_BLOCKS * self._multiprocessors, MOST_BLOCKS_OF_SCAN)
+        return scan, blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_BLOCKS)
 
 
 class CudaIndex(ReferenceIndex):
@@ -126,28 +112,26 @@ class CudaIndex(ReferenceIndex):
         """See ReferenceIndex.select. Launches two kernels."""
         require_fit("queries", queries, self.context)
         queries, heads = queries.contiguous(), self.context.num_kv_heads
-        scratch = self.workspace(batch.size)
+        work = self.workspace
+        require_room(batch.size, work.most)
         rows = torch.empty((batch.size, heads, self.config.top_k), dtype=torch.int32, device=queries.device)
-        arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
         arguments = SelectArguments(
-            **arrays,
+            **pointers(work, "scores", "totals", "places", "estimates", "keys", "counts", "normalisers", "finished"),
             **self.codes.arguments("high", "low"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             table=batch.table.data_ptr(),
-            scores=self.workspace.scores.data_ptr(),
             rows=rows.data_ptr(),
+            batch=batch.size,
             kv_heads=heads,
             max_extents=batch.table.shape[1],
             top_k=self.config.top_k,
+            capacity=work.capacity,
             scaling=self.context.scaling,
         )
-        tasks = batch.size * heads
-        for kernel, blocks, threads in (
-            ("scan", scratch["chunks"], SCAN_THREADS),
-            ("choose", scratch["blocks"], CHOOSE_THREADS),
-        ):
-            grid = (blocks, tasks, 1)
+        scan, choose = work.blocks(batch.size)
+        for kernel, blocks, threads in (("scan", scan, SCAN_THREADS), ("choose", choose, CHOOSE_THREADS)):
+            grid = (blocks, heads, 1)
             self._kernels.launch(f"kvseek_nested_{kernel}", grid, threads, arguments, overlap=True, even=True)
         return Selection(rows)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,14 @@ from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.kernels.arguments import pointers, require_fit, require_numbered_rows, require_room
+from kvseek.kernels.arguments import (
+    POWER_SUM_BYTES,
+    blocks_for,
+    pointers,
+    require_fit,
+    require_numbered_rows,
+    require_room,
+)
 from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM
 from kvseek.plugins.contract import Effort, Index
 
@@ -26,7 +32,8 @@ ENCODE_WARPS = 8
 COUNT_THREADS, SCAN_THREADS, RERANK_THREADS, TOP_THREADS = 256, 1024, 256, 1024
 CHUNKS_OF_SCAN = 4  # chunks of a region for one block of the scan; a block of the rerank takes one chunk
 LARGE_TABLE, SMALL_TABLE = 128 << 10, 64 << 10  # bytes of shared memory that the scan fills with copies of the votes
-MOST_TOP_BLOCKS = 16  # most blocks of a task's top-k; the tasks share one block per multiprocessor
+MOST_TOP_BLOCKS = 16  # most blocks of a task's top-k (top.cu)
+MOST_SCAN_BLOCKS = 256  # most blocks of a task's scan
 COUNT_KEYS = 4096  # keys that one block of the counting kernel takes at least
 
 
@@ -49,7 +56,7 @@ class SelectArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("signs", "levels", "columns", "votes", "totals", "chunk_totals")),
         *((name, c_void_p) for name in ("scores", "candidates", "estimates", "keys", "normalisers")),
         *((name, c_void_p) for name in ("best_keys", "best_places", "finished", "rows")),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "chunks", "top_blocks")),
+        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "top_k", "scan_blocks")),
         ("scaling", c_float),
     )
 
@@ -71,49 +78,28 @@ class Workspace:
         self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
         self.most = most_requests(context.extents.slots)
         rows = (context.scratch_extents, context.num_kv_heads, EXTENT_TOKENS)
-        tasks, top_k, blocks = self.most * self._kv_heads, context.config.top_k, dim // 8
-        # One for each block of the scan, and of the choice, whatever the batch size.
-        chunks = CHUNKS_OF_SCAN * max(tasks, multiprocessors)
-        lists = max(tasks, min(multiprocessors, MOST_TOP_BLOCKS * tasks))
+        tasks, top_k, blocks = self.most * context.num_kv_heads, context.config.top_k, dim // 8
+        scan, top = self.blocks(self.most)
+        chunks, lists = (context.num_kv_heads, CHUNKS_OF_SCAN * scan), (context.num_kv_heads, top)
 
         def new(shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=context.device)
 
         self.scores, self.candidates = new(rows, torch.uint8), new(rows)
         self.estimates, self.keys = new((*rows, lanes), torch.float32), new(rows)
-        self._of_chunks = {
-            "chunk_totals": new((chunks, SCORES)),
-            "normalisers": new((chunks, lanes, 2), torch.float32),
-        }
-        self._of_lists = {"best_keys": new((lists, top_k)), "best_places": new((lists, top_k))}
-        self._of_tasks = {
-            # The last columns may belong to lanes that do not exist; they stay zero.
-            "columns": new((tasks, -(-lanes // 4), dim // 16, 32, 2)).zero_(),
-            "votes": new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(lanes)), torch.uint8),
-            "totals": new((tasks, SCORES)),
-            "finished": new((tasks,)).zero_(),  # each selection leaves zeros behind
-        }
+        self.chunk_totals = new((*chunks, SCORES))
+        self.normalisers = new((*chunks, lanes, POWER_SUM_BYTES), torch.uint8)
+        self.best_keys, self.best_places = new((*lists, top_k)), new((*lists, top_k))
+        # The last columns may belong to lanes that do not exist; they stay zero.
+        self.columns = new((tasks, -(-lanes // 4), dim // 16, 32, 2)).zero_()
+        self.votes = new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(lanes)), torch.uint8)
+        self.totals = new((tasks, SCORES))
+        self.finished = new((tasks,)).zero_()  # each selection leaves zeros behind
 
-    def __call__(self, batch: int) -> dict[str, Any]:
-        """Return arrays [tasks, ...] and grid sizes for a batch, by their names in SelectArguments.
-
-        Raises KernelError if the batch is larger than the workspace.
-        """
-        require_room(batch, self.most)
-        tasks = batch * self._kv_heads
-        chunks = CHUNKS_OF_SCAN * max(1, self._multiprocessors // tasks)
-        top_blocks = min(MOST_TOP_BLOCKS, max(1, self._multiprocessors // tasks))
-
-        def shared(arrays: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
-            return {name: array[: tasks * parts].view(tasks, parts, *array.shape[1:]) for name, array in arrays.items()}
-
-        return {
-            "chunks": chunks,
-            "top_blocks": top_blocks,
-            **shared(self._of_chunks, chunks),
-            **shared(self._of_lists, top_blocks),
-            **{name: array[:tasks] for name, array in self._of_tasks.items()},
-        }
+    def blocks(self, batch: int) -> tuple[int, int]:
+        """Return the blocks of a KV head in the scan and in the top-k of a batch."""
+        scan = blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_SCAN_BLOCKS)
+        return scan, blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_TOP_BLOCKS)
 
 
 class CudaIndex(Index):
@@ -185,20 +171,20 @@ class CudaIndex(Index):
         """See Index.select. Launches four kernels. Rows ascend."""
         require_fit("queries", queries, self.context)
         queries, heads, top_k = queries.contiguous(), self.context.num_kv_heads, self.config.top_k
-        scratch = self.workspace(batch.size)
+        require_room(batch.size, self.workspace.most)
         rows = torch.empty((batch.size, heads, top_k), dtype=torch.int32, device=queries.device)
-        arguments = self._select_arguments(queries, batch, scratch, rows)
-        tasks, chunks = batch.size * heads, scratch["chunks"]
-        self._launch("vote", (self.reference.blocks, tasks), 32 * self._lanes, arguments)
-        self._launch("scan", (chunks // CHUNKS_OF_SCAN, tasks), SCAN_THREADS, arguments, self._table_bytes)
-        self._launch("rerank", (chunks, tasks), RERANK_THREADS, arguments)
-        self._launch("top", (scratch["top_blocks"], tasks), TOP_THREADS, arguments)
+        scan, top = self.workspace.blocks(batch.size)
+        arguments = self._select_arguments(queries, batch, scan, rows)
+        self._launch("vote", (self.reference.blocks, heads, batch.size), 32 * self._lanes, arguments)
+        self._launch("scan", (scan, heads, 1), SCAN_THREADS, arguments, self._table_bytes)
+        self._launch("rerank", (CHUNKS_OF_SCAN * scan, heads, 1), RERANK_THREADS, arguments)
+        self._launch("top", (top, heads, 1), TOP_THREADS, arguments)
         return Selection(rows)
 
     def _launch(
-        self, kernel: str, grid: tuple[int, int], threads: int, arguments: SelectArguments, shared_bytes: int = 0
+        self, kernel: str, grid: tuple[int, int, int], threads: int, arguments: SelectArguments, shared_bytes: int = 0
     ) -> None:
-        self._kernels.launch(f"kvseek_pariskv_{kernel}", (*grid, 1), threads, arguments, shared_bytes, overlap=True)
+        self._kernels.launch(f"kvseek_pariskv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
     def _encode_arguments(self, slot: int, start: int, tokens: int) -> EncodeArguments:
         index, extents = self.reference, self.context.extents
@@ -211,21 +197,22 @@ class CudaIndex(Index):
             first=start,
         )
 
-    def _select_arguments(
-        self, queries: Tensor, batch: Batch, scratch: dict[str, Any], rows: Tensor
-    ) -> SelectArguments:
-        arrays = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in scratch.items()}
+    def _select_arguments(self, queries: Tensor, batch: Batch, scan_blocks: int, rows: Tensor) -> SelectArguments:
         return SelectArguments(
-            **arrays,
             **pointers(self.reference, "ids", "codes", "weights", "counts", "signs", "levels"),
-            **pointers(self.workspace, "scores", "candidates", "estimates", "keys"),
+            **pointers(
+                self.workspace, "columns", "votes", "totals", "chunk_totals", "scores", "candidates", "estimates"
+            ),
+            **pointers(self.workspace, "keys", "normalisers", "best_keys", "best_places", "finished"),
             queries=queries.data_ptr(),
             requests=batch.requests.data_ptr(),
             table=batch.table.data_ptr(),
             rows=rows.data_ptr(),
+            batch=batch.size,
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             top_k=self.config.top_k,
+            scan_blocks=scan_blocks,
             scaling=self.context.scaling,
         )
 

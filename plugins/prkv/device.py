@@ -16,7 +16,14 @@ from kvseek.core.batch import Batch, most_requests
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.kernels.arguments import pointers, require_fit, require_numbered_rows, require_room
+from kvseek.kernels.arguments import (
+    POWER_SUM_BYTES,
+    blocks_for,
+    pointers,
+    require_fit,
+    require_numbered_rows,
+    require_room,
+)
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
 from kvseek.plugins.contract import Effort, Index
 
@@ -29,6 +36,7 @@ from .update import Updater
 logger = logging.getLogger(__name__)
 
 BOX_THREADS = 256
+MOST_CTAS = 1024  # of a selection's task
 STATIC_BIT = torch.iinfo(torch.int16).min  # of a scale, which is never negative: the sign marks a static row
 
 
@@ -47,7 +55,7 @@ def select_fields(summaries: Sequence[str], numbers: Sequence[tuple[str, type]])
     return (
         *((name, c_void_p) for name in ("queries", "requests", "table", *summaries, "statics", "static_rows")),
         *((name, c_void_p) for name in ("scores", "normalisers", "finished", "picked", "recent", "rows")),
-        *((name, c_int32) for name in ("kv_heads", "max_extents", "top_k", "recent_queries", "most_static")),
+        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "top_k", "recent_queries", "most_static")),
         ("scaling", c_float),
         *numbers,
     )
@@ -164,26 +172,19 @@ class Workspace:
     def __init__(self, context: IndexContext, pages_of_extent: int, multiprocessors: int) -> None:
         self._kv_heads, self._multiprocessors, lanes = context.num_kv_heads, multiprocessors, context.group_size
         self.most = most_requests(context.extents.slots)
-        pages, tasks = (context.extents.capacity, context.num_kv_heads, pages_of_extent), self.most * self._kv_heads
+        pages, tasks = (
+            (context.extents.capacity, context.num_kv_heads, pages_of_extent),
+            self.most * context.num_kv_heads,
+        )
         self.scores = torch.empty((*pages, lanes), dtype=torch.float32, device=context.device)
-        parts = (max(tasks, multiprocessors), lanes, 2)  # one for each CTA, whatever the batch size
-        self._normalisers = torch.empty(parts, dtype=torch.float32, device=context.device)
+        parts = (context.num_kv_heads, self.ctas(self.most), lanes, POWER_SUM_BYTES)
+        self.normalisers = torch.empty(parts, dtype=torch.uint8, device=context.device)
         # Each selection leaves zeros behind.
-        self._finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
+        self.finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
 
-    def __call__(self, batch: int) -> dict[str, Any]:
-        """Return the number of CTAs of a task, and arrays by their names in SelectArguments.
-
-        Raises KernelError if the batch is larger than the workspace.
-        """
-        require_room(batch, self.most)
-        tasks = batch * self._kv_heads
-        chunks = max(1, self._multiprocessors // tasks)
-        return {
-            "chunks": chunks,
-            "normalisers": self._normalisers[: tasks * chunks],
-            "finished": self._finished[:tasks],
-        }
+    def ctas(self, batch: int) -> int:
+        """Return the CTAs of a KV head in a selection of a batch."""
+        return blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_CTAS)
 
 
 class CudaIndex(Index):
@@ -255,26 +256,23 @@ class CudaIndex(Index):
         rows = torch.empty(
             (batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device
         )
-        scratch = self.workspace(batch.size)
-        grid = (scratch["chunks"], batch.size * self.context.num_kv_heads, 1)
-        arguments = self._select_arguments(queries, batch, rows, scratch)
+        require_room(batch.size, self.workspace.most)
+        grid = (self.workspace.ctas(batch.size), self.context.num_kv_heads, 1)
+        arguments = self._select_arguments(queries, batch, rows)
         self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)
         return Selection(rows)
 
-    def _select_arguments(
-        self, queries: Tensor, batch: Batch, rows: Tensor, scratch: dict[str, Any]
-    ) -> ctypes.Structure:
+    def _select_arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> ctypes.Structure:
         config = self.config
         return self.summaries.select_arguments(
             **self.summaries.selected(),
             **pointers(self.reference, "static_rows", "picked", "recent"),
             statics=self.reference.static.data_ptr(),
-            **pointers(self.workspace, "scores"),
+            **pointers(self.workspace, "scores", "normalisers", "finished"),
             **pointers(batch, "requests", "table"),
             queries=queries.data_ptr(),
-            normalisers=scratch["normalisers"].data_ptr(),
-            finished=scratch["finished"].data_ptr(),
             rows=rows.data_ptr(),
+            batch=batch.size,
             kv_heads=self.context.num_kv_heads,
             max_extents=batch.table.shape[1],
             top_k=config.top_k,

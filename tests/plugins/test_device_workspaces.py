@@ -7,7 +7,7 @@ import torch
 from tests.plugins.cases import ON_GPU
 from tests.plugins.index_cases import KV_HEADS, context_of
 
-from kvseek.core.batch import Batch, RequestState, most_requests
+from kvseek.core.batch import BUCKETS, Batch, RequestState, most_requests
 from kvseek.core.extents import ExtentTable
 from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
 from kvseek.plugins.contract import Index
@@ -30,7 +30,7 @@ def test_steps_of_every_batch_size_take_no_memory_that_loading_has_not_counted(m
     with MetaBytes() as count:
         index = make_index(method, slots)
         before = count.used
-        for size in (1, 2, 4, 8, 16, 32, 64):
+        for size in BUCKETS:
             if size <= most_requests(slots):
                 state = RequestState(slot=slots - 1, length=0, dense=True)
                 batch = Batch.of([state] * size, index.context.extents.device_table)

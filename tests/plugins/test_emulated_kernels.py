@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu.plugins import clusterkv_pairs, ctkvr_pairs, gpu_context, prkv_world
+from tests.gpu.plugins import test_batches as batch_checks
 from tests.gpu.plugins import test_clusterkv as clusterkv_checks
 from tests.gpu.plugins import test_nested as nested_checks
 from tests.gpu.plugins.shared_extents import check_shared_extents
@@ -84,7 +85,7 @@ def test_an_infinite_query_hurts_no_other_request_of_nested() -> None:
     rows = select_rows(index, queries, [0, 1, 2]).rows
     assert torch.equal(rows[2], want[2])
     assert ((rows >= 0) & (rows < 1500)).all()
-    assert not index.workspace(3)["totals"].any()
+    assert not index.workspace.totals.any()
 
 
 @pytest.mark.parametrize("shape", [("bfloat16", 128, 4), ("float32", 96, 3)])
@@ -180,3 +181,10 @@ def test_ctkvr(execution: str, dtype: str, dim: int, group: int, monkeypatch: py
     twin = ctkvr_pairs.Twin(index)
     for _ in range(2):
         twin.step(ctkvr_pairs.random_queries(index, 2), [1, 0])
+
+
+def test_a_request_of_nested_selects_the_same_rows_in_any_batch() -> None:
+    """With queries that hardly tell keys apart, so that the last bit of a normaliser would show."""
+    torch.manual_seed(3)
+    index = batch_checks.make_index("nested", {}, [5000, 700, 2600, 300])
+    batch_checks.check_batches(index, 1e-4, (2, 4), 3)

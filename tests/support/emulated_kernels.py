@@ -42,8 +42,8 @@ FLAGS = ("-std=c++20", "-O1", "-w", "-mavx2", "-mf16c", "-shared", "-fPIC", "-fn
 LAUNCH = """
 extern "C" void {name}({arguments});
 extern "C" __attribute__((visibility("default")))
-void emulate_{name}(const void* arguments, unsigned width, unsigned height, int threads) {{
-    emulated::launch<{arguments}>({name}, arguments, width, height, threads);
+void emulate_{name}(const void* arguments, unsigned x, unsigned y, unsigned z, int threads) {{
+    emulated::launch<{arguments}>({name}, arguments, {{x, y, z}}, threads);
 }}
 """
 
@@ -66,10 +66,9 @@ class EmulatedKernels(UnloadedKernels):
         **options: bool,
     ) -> None:
         """Run a kernel; raises AttributeError if it is none of those that are emulated."""
-        assert grid[2] == 1
         assert grid[0] == 1 or not options.get("together"), "blocks run one after another"
         assert shared_bytes <= DYNAMIC_BYTES
-        getattr(self._library, f"emulate_{name}")(ctypes.byref(arguments), grid[0], grid[1], threads)
+        getattr(self._library, f"emulate_{name}")(ctypes.byref(arguments), *grid, threads)
 
 
 @cache

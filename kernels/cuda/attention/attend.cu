@@ -1,11 +1,12 @@
 // Attention of one decode step over the window and the retrieval rows, read where they lie, in one launch.
 //
-// Grid: x = splits of the rows, y = KV head (and tile of its query heads), z = request. How the rows are split depends
-// on what is fixed when a graph is captured; how many there are is read from the request. CTAs without rows leave at
-// once. The last CTA of a head tile merges the partial results. kernels/cuda/attention/README.md says why it is built
-// so.
+// The rows of a list, a (request, KV head) and a tile of its query heads, are cut into units by what the request alone
+// says: so a list is summed in the same order in any batch. The CTAs of the launch, as many as the GPU holds, take the
+// units of all lists in turn. The last CTA of a list merges its partial results. kernels/cuda/attention/README.md says
+// why it is built so.
 #include "kernels/cuda/attention/attend_merge.cuh"
 #include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/units.cuh"
 #if KVSEEK_DTYPE == 0
 #include "kernels/cuda/attention/attend_scalar.cuh"
 #else
@@ -32,59 +33,103 @@ union Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "splits.py asks for as much");
 
 struct Range {
-    int begin = 0, end = 0;
+    int begin, end;
     __device__ bool empty() const { return begin >= end; }
 };
 
-// The part of `rows` rows that split `split` of `splits` takes, in whole multiples of `unit`.
-__device__ __forceinline__ Range share_of(int rows, int split, int splits, int unit) {
-    const int share = ((rows + splits - 1) / splits + unit - 1) / unit * unit;
-    return {min(split * share, rows), min(split * share + share, rows)};
+// Rows of a list, cut into parts of `size` rows.
+struct Cut {
+    int rows, size;
+
+    __device__ __forceinline__ int parts() const { return (rows + size - 1) / size; }
+    __device__ __forceinline__ Range part(int number) const { return {number * size, min(number * size + size, rows)}; }
+};
+
+// The least multiple of `unit` that is at least `rows` divided by `parts`.
+__device__ __forceinline__ int share_of(int rows, int parts, int unit) {
+    return ((rows + parts - 1) / parts + unit - 1) / unit * unit;
 }
+
+__device__ __forceinline__ Cut cut_window(const Request& request) {
+    const int rows = request.sink_rows + request.ring_rows;
+    return {rows, max(WINDOW_ROWS, share_of(rows, MAX_WINDOW_SPLITS, PASS))};
+}
+
+__device__ __forceinline__ bool is_dense(const AttendArguments& a, const Request& request) {
+    return request.dense || !a.selected || !request.length;
+}
+
+__device__ __forceinline__ Cut cut_retrieval(const AttendArguments& a, const Request& request) {
+    if (!is_dense(a, request)) return {a.entries, a.selected_rows};
+    return {request.length, max(a.dense_rows, share_of(request.length, a.dense_splits, PASS))};
+}
+
+// The units of a batch: those of all windows, then those of all retrieval rows. A list has one in its window at least,
+// so that one without any row has its output written.
+struct Work {
+    Units window, retrieval;
+
+    __device__ __forceinline__ void count(const AttendArguments& a) {
+        const int warp = threadIdx.x / WARP;
+        window.count(a.requests, a.batch, warp == 0, [](const Request& r) { return max(1, cut_window(r).parts()); });
+        retrieval.count(a.requests, a.batch, warp == 1, [&](const Request& r) { return cut_retrieval(a, r).parts(); });
+        __syncthreads();
+    }
+    __device__ __forceinline__ int total() const { return window.total() + retrieval.total(); }
+};
 
 }  // namespace attention
 }  // namespace kvseek
 
+// grid: any number of CTAs for each list of a request
 extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek::attention::RESIDENT_CTAS)
     kvseek_attend(const __grid_constant__ kvseek::AttendArguments a) {
     using namespace kvseek;
     using namespace kvseek::attention;
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
+    __shared__ Work work;
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_memory);
-    const Request request = a.requests[blockIdx.z];  // was uploaded before the step
-    const Place place{static_cast<int>(blockIdx.z), request.slot, static_cast<int>(blockIdx.y) / TILES,
-                      static_cast<int>(blockIdx.y) % TILES, request.length};
-    const int split = blockIdx.x, window_split = split - a.retrieval_splits;
-    const int window_rows = request.sink_rows + request.ring_rows;
-    const bool dense = request.dense || !a.selected || !request.length;
-    // A selection lets this kernel start when it has itself waited for the kernel that wrote queries and window, so
-    // that blocks of the window need not wait for the selected rows. They wait before they write; a second wait costs
-    // nothing.
-    if (!a.selected || window_split < 0) await_earlier_kernels();
+    work.count(a);  // requests were uploaded before the step
+    // The windows' units are the smaller ones, and come last, unless rows are selected: a selection lets this kernel
+    // start when it has itself waited for the kernel that wrote queries and window, so that windows need not wait for
+    // the selected rows. They wait before they write; a second wait costs nothing.
+    if (!a.selected) await_earlier_kernels();
     allow_later_kernels();
+    for (int turn = 0;; ++turn) {
+        // The larger units come first: who had one of the last of them in a turn has one of the last in the next.
+        const bool backwards = !a.selected && turn % 2 != 0;
+        const int number = static_cast<int>(turn * gridDim.x + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x));
+        if (number >= work.total()) break;
+        const int place_in_windows = a.selected ? number : number - work.retrieval.total();
+        const bool in_window = place_in_windows >= 0 && place_in_windows < work.window.total();
+        const Unit unit = in_window ? work.window.find(place_in_windows)
+                                    : work.retrieval.find(a.selected ? number - work.window.total() : number);
+        const Request& request = a.requests[unit.request];
+        const int list = blockIdx.y, retrieval_units = work.retrieval.parts_of(unit.request);
+        Place place{unit.request, request.slot, list / TILES, list % TILES, request.length};
+        place.units = work.window.parts_of(unit.request) + retrieval_units;
+        place.first = list * a.most_units + work.window.first_of(unit.request) + work.retrieval.first_of(unit.request);
+        place.unit = place.first + unit.part + (in_window ? retrieval_units : 0);
+        const Range range = (in_window ? cut_window(request) : cut_retrieval(a, request)).part(unit.part);
+        if (!in_window) await_earlier_kernels();
 
-    Range range;
-    if (window_split >= 0)
-        range = share_of(window_rows, window_split, gridDim.x - a.retrieval_splits, PASS);
-    else if (dense)
-        range = share_of(request.length, split, a.retrieval_splits, PASS);
-    else if (split < a.selected_splits)
-        range = share_of(a.entries, split, a.selected_splits, TILE_ROWS);
-
-    bool has_rows = false;
-    if (!range.empty()) {
-        Warp warp(a, place);
-        if (window_split >= 0)
-            warp.stream(WindowRows(a, request, place.kv_head), range.begin, range.end, a.scale, shared.rings);
-        else if (dense)
-            warp.stream(PoolRows(a, place), range.begin, range.end, a.scale, shared.rings);
-        else
-            warp.gather(SelectedRows(a, request, place), range.begin, range.end, a.scale, shared.rings);
+        bool has_rows = false;
+        if (!range.empty()) {
+            Warp warp(a, place);
+            if (in_window)
+                warp.stream(WindowRows(a, request, place.kv_head), range.begin, range.end, a.scale, shared.rings);
+            else if (is_dense(a, request))
+                warp.stream(PoolRows(a, place), range.begin, range.end, a.scale, shared.rings);
+            else
+                warp.gather(SelectedRows(a, request, place), range.begin, range.end, a.scale, shared.rings);
+            await_earlier_kernels();
+            has_rows = __syncthreads_or(warp.has_rows());
+            if (has_rows) publish(a, place, warp, shared.outputs);
+        }
         await_earlier_kernels();
-        has_rows = __syncthreads_or(warp.has_rows());
-        if (has_rows) publish(a, place, warp, shared.outputs);
+        if (!has_rows) publish_nothing(a, place);
+        if (arrive_last(a, place)) merge_partials(a, place, shared.weights);
+        __syncthreads();  // before the next unit's rows replace what this one has in shared memory
     }
     await_earlier_kernels();
-    if (!has_rows) publish_nothing(a, place);
-    if (arrive_last(a, place)) merge_partials(a, place, shared.weights);
 }

@@ -41,7 +41,8 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("statistics", "arrivals", "hits")),
         *((name, c_int64) for name in ("extent_stride", "window_stride", "frame_count", "frame_step")),
         *((name, c_int32) for name in ("kv_heads", "table_stride", "window_rows", "sink", "entries")),
-        *((name, c_int32) for name in ("hot_buffers", "rows_on_host", "retrieval_splits", "selected_splits")),
+        *((name, c_int32) for name in ("hot_buffers", "rows_on_host", "batch", "most_units", "dense_splits")),
+        *((name, c_int32) for name in ("dense_rows", "selected_rows")),
         ("scale", c_float),
     )
 
@@ -62,7 +63,7 @@ class DeviceAttention:
     scaling : float
         Softmax scale.
     splits : int or None
-        CTAs that share the retrieval rows of a request and KV head; None: `Splits.plan` chooses.
+        Most units that the dense rows of a request and KV head are cut into; None: `Splits.plan` chooses.
     hot : HotRows or None
         Copies of the rows that each slot's last steps selected. Of no use if the row pool lies on the device.
     scratch : AttentionScratch or None
@@ -101,7 +102,9 @@ class DeviceAttention:
         self.window_rows, self.sink, self.entries, self.max_batch = window_rows, sink, entries, max_batch
         self.tiles = HeadTiles.of(dtype, head_dim, num_heads // kv_heads)
         self._scale = scaling * math.log2(math.e)  # the kernel's weights are powers of two
-        self._retrieval_splits = splits
+        self._lists = kv_heads * self.tiles.tiles  # of a request
+        self._resident = kernels.multiprocessors * self.tiles.resident_ctas
+        self.splits = Splits.plan(self._lists, window_rows, entries, self._resident, splits)
         size = self._scratch_size()
         fits = scratch is None or scratch.holds(size)
         _require(fits, "scratch", scratch and scratch.size, f"at least {size}", "share that of a layer of this shape")
@@ -117,12 +120,6 @@ class DeviceAttention:
         other = copy.copy(self)
         other.hot = None
         return other
-
-    def splits(self, batch: int) -> Splits:
-        """Choose the splits of a launch of `batch` requests."""
-        lists = batch * self.kv_heads * self.tiles.tiles
-        resident = self.kernels.multiprocessors * self.tiles.resident_ctas
-        return Splits.plan(lists, self.window_rows, self.entries, resident, self._retrieval_splits)
 
     def launch(
         self,
@@ -177,7 +174,6 @@ class DeviceAttention:
         aligned = rows_pointer % ALIGNMENT == 0 and stride_bytes % ALIGNMENT == 0
         where = (rows_pointer, extent_stride)
         _require(aligned, "rows_pointer, extent_stride", where, f"multiples of {ALIGNMENT} bytes", "align the pool")
-        splits = self.splits(batch.size)
         arguments = AttendArguments(
             queries=queries.data_ptr(),
             out=out.data_ptr(),
@@ -197,22 +193,24 @@ class DeviceAttention:
             sink=self.sink,
             entries=self.entries,
             rows_on_host=on_host,
-            retrieval_splits=splits.retrieval,
-            selected_splits=splits.selected,
+            batch=batch.size,
+            most_units=batch.size * self.splits.most,
+            dense_splits=self.splits.dense,
+            dense_rows=self.splits.dense_rows,
+            selected_rows=self.splits.selected_rows,
             scale=self._scale,
         )
         if selection is not None:
             arguments.selected = selection.rows.data_ptr()
             self._describe_hot_rows(arguments)
-        grid = (splits.total, self.kv_heads * self.tiles.tiles, batch.size)
+        grid = (min(max(1, self._resident // self._lists), arguments.most_units), self._lists, 1)
         self.kernels.launch("kvseek_attend", grid, THREADS, arguments, self.tiles.shared_bytes, overlap=True)
         return out
 
     def _scratch_size(self) -> ScratchSize:
-        lists = self.kv_heads * self.tiles.tiles
-        splits = max(batch * self.splits(batch).total for batch in range(1, self.max_batch + 1))
-        heads = splits * lists * self.tiles.heads
-        return ScratchSize(heads * self.head_dim, 2 * heads, lists * self.max_batch)
+        units, heads = self.max_batch * self._lists * self.splits.most, self.tiles.heads
+        kept = min(heads, self.num_heads // self.kv_heads)
+        return ScratchSize(units * kept * self.head_dim, 2 * units * heads, self._lists * self.max_batch)
 
     def _describe_hot_rows(self, arguments: AttendArguments) -> None:
         hot = self.hot

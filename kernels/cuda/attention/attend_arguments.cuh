@@ -19,8 +19,8 @@ struct AttendArguments {
     int* hot_places;           // [slots, G, hot_buffers * entries]: place of the row in each frame, or -1
     FrameNumber* frames;       // [frame_count], as [extents, G, 1024]: frame that received each row of the pool last
     float* lse;                // [batch, H]: natural log of the sum of the scores' exponentials; null: not asked for
-    float* partials;           // [batch, G, tiles, splits, tile heads, D]
-    float2* statistics;        // [batch, G, tiles, splits, tile heads]: largest score, sum of weights
+    float* partials;           // [G, tiles, most_units, KEPT_HEADS, D]
+    float2* statistics;        // [G, tiles, most_units, TILE]: largest score, sum of weights
     int* arrivals;             // [batch, G, tiles], 0 between launches
     unsigned long long* hits;  // [slots, G, 2]: selected rows that were found among the hot rows, and that were not
     long long extent_stride;   // numbers from one extent of the pool to the next
@@ -33,10 +33,13 @@ struct AttendArguments {
     int sink;  // the ring starts at window row `sink`
     int entries;
     int hot_buffers;
-    int rows_on_host;      // `rows` lies in host memory
-    int retrieval_splits;  // CTAs x < retrieval_splits read retrieval rows, the others the window
-    int selected_splits;   // of those, the first ones share what is selected; all of them share dense rows
-    float scale;           // softmax scale times log2(e): weights are powers of two
+    int rows_on_host;   // `rows` lies in host memory
+    int batch;          // requests
+    int most_units;     // of a list of all of them together
+    int dense_splits;   // most units of a list's dense rows
+    int dense_rows;     // least rows of such a unit, but for the last
+    int selected_rows;  // rows of a unit of selected rows
+    float scale;        // softmax scale times log2(e): weights are powers of two
 };
 
 namespace attention {
@@ -48,7 +51,9 @@ constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILE_ROWS = 16;            // rows that a warp takes at once
 constexpr int PASS = TILE_ROWS * WARPS;  // rows that a CTA takes at once
-constexpr int MAX_SPLITS = 128;
+constexpr int MAX_SPLITS = 128;          // units of a list
+constexpr int WINDOW_ROWS = 128;         // of a unit of the window, if these are at most MAX_WINDOW_SPLITS
+constexpr int MAX_WINDOW_SPLITS = 32;
 constexpr int ROW_STRIDE = ROW + 16 / static_cast<int>(sizeof(Number));  // of rows in shared memory: no bank conflicts
 // Tiles of 16 rows that a warp has in shared memory: a CTA must fit the smallest multiprocessors, which have 99 KB.
 constexpr int STAGES = DIM <= 64 ? 3 : DIM <= 128 ? 2 : 1;
@@ -65,6 +70,7 @@ constexpr int TILE = GROUP > 8 && DIM <= 128 ? 16 : 8;  // what the tensor cores
 constexpr int SHARED_BYTES = WARPS * STAGES * TILE_ROWS * ROW_STRIDE * static_cast<int>(sizeof(Number));
 #endif
 constexpr int TILES = (GROUP + TILE - 1) / TILE;
+constexpr int KEPT_HEADS = GROUP < TILE ? GROUP : TILE;  // of a partial result
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
@@ -72,10 +78,12 @@ __device__ __forceinline__ float minus_infinity() {
     return __int_as_float(0xff800000);
 }
 
-// What one CTA works on.
+// What a CTA works on: a list is the rows of a request and KV head, and a tile of its query heads.
 struct Place {
     int request, slot, kv_head, tile;
-    int length;                                                // tokens of the retrieval region
+    int length;       // tokens of the retrieval region
+    int unit, first;  // number of the unit in the launch's scratch memory, and of the list's first one
+    int units;        // of the list
     __device__ int first_head() const { return tile * TILE; }  // in the group
     __device__ int heads() const { return min(TILE, GROUP - first_head()); }
     __device__ int query_head() const { return kv_head * GROUP + first_head(); }

@@ -14,14 +14,9 @@ constexpr float LN_2 = 0.693147180559945f;
 constexpr int MERGED_AT_ONCE = 16;  // partials that are on their way together
 constexpr int LANE_STRIDE = 33;     // floats from one output register to the next in shared memory: no bank conflicts
 
-__device__ __forceinline__ long long partial_index(const AttendArguments& a, const Place& place, int split) {
-    const long long list = (static_cast<long long>(place.request) * a.kv_heads + place.kv_head) * TILES + place.tile;
-    return list * gridDim.x + split;
-}
-
 __device__ __forceinline__ void publish_nothing(const AttendArguments& a, const Place& place) {
     if (threadIdx.x < TILE)
-        a.statistics[partial_index(a, place, blockIdx.x) * TILE + threadIdx.x] = make_float2(minus_infinity(), 0.0f);
+        a.statistics[static_cast<long long>(place.unit) * TILE + threadIdx.x] = make_float2(minus_infinity(), 0.0f);
 }
 
 // Add the warps up, one after the other, and write the sum as this CTA's partial.
@@ -30,7 +25,7 @@ __device__ __forceinline__ void publish(const AttendArguments& a, const Place& p
                                         float* outputs) {
     __shared__ float maxima[WARPS][TILE], sums[WARPS][TILE], factors[WARPS][TILE];
     const int own = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long partial = partial_index(a, place, blockIdx.x);
+    const long long partial = place.unit;
     warp.statistics(maxima[own], sums[own]);
     __syncthreads();
     if (threadIdx.x < TILE) {
@@ -57,22 +52,22 @@ __device__ __forceinline__ void publish(const AttendArguments& a, const Place& p
     }
     for (int i = threadIdx.x; i < place.heads() * DIM; i += THREADS) {
         const int2 from = Warp::output_place(i / DIM, i % DIM);
-        a.partials[partial * TILE * DIM + i] = outputs[from.x * LANE_STRIDE + from.y];
+        a.partials[partial * KEPT_HEADS * DIM + i] = outputs[from.x * LANE_STRIDE + from.y];
     }
 }
 
-// True in one CTA of a head tile: the one that publishes last. It sees what the others wrote.
+// True in one CTA of a list: the one that publishes last. It sees what the others wrote.
 __device__ __forceinline__ bool arrive_last(const AttendArguments& a, const Place& place) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
-        int* arrivals = a.arrivals + partial_index(a, place, 0) / gridDim.x;
-        last = atomicAdd(arrivals, 1) == static_cast<int>(gridDim.x) - 1;
+    if (threadIdx.x == 0) {  // one thread's fences pass on what the barriers before and after it order
+        __threadfence();
+        int* arrivals = a.arrivals + (place.request * a.kv_heads + place.kv_head) * TILES + place.tile;
+        last = atomicAdd(arrivals, 1) == place.units - 1;
         if (last) *arrivals = 0;
+        __threadfence();
     }
     __syncthreads();
-    if (last) __threadfence();
     return last;
 }
 
@@ -84,8 +79,8 @@ __device__ __forceinline__ long long first_query(const AttendArguments& a, const
 // Share of each partial in the result, weights[split][head], from its statistics; zeros if no partial has rows. Writes
 // the log-sum-exp of the heads.
 __device__ __forceinline__ void weigh_partials(const AttendArguments& a, const Place& place, float* weights) {
-    const int splits = gridDim.x, lane = threadIdx.x % 32;
-    const float2* statistics = a.statistics + partial_index(a, place, 0) * TILE;
+    const int splits = place.units, lane = threadIdx.x % 32;
+    const float2* statistics = a.statistics + static_cast<long long>(place.first) * TILE;
     for (int head = threadIdx.x / 32; head < place.heads(); head += WARPS) {
         float2 own[MAX_SPLITS / 32];
         float highest = minus_infinity(), total = 0.0f;
@@ -117,9 +112,9 @@ __device__ __forceinline__ void weigh_partials(const AttendArguments& a, const P
 
 // Add the partials of a head tile up, each times its share, and write the outputs.
 __device__ __forceinline__ void merge_partials(const AttendArguments& a, const Place& place, float* weights) {
-    const int splits = gridDim.x;
+    const int splits = place.units;
     weigh_partials(a, place, weights);
-    const float* partials = a.partials + partial_index(a, place, 0) * TILE * DIM;
+    const float* partials = a.partials + static_cast<long long>(place.first) * (KEPT_HEADS * DIM);
     for (int i = threadIdx.x * 4; i < place.heads() * DIM; i += THREADS * 4) {
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         for (int first = 0; first < splits; first += MERGED_AT_ONCE) {
@@ -131,7 +126,7 @@ __device__ __forceinline__ void merge_partials(const AttendArguments& a, const P
                 shares[s] = split < splits ? weights[split * TILE + i / DIM] : 0.0f;
                 parts[s] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 if (shares[s] != 0.0f)
-                    parts[s] = __ldcg(reinterpret_cast<const float4*>(partials + split * TILE * DIM + i));
+                    parts[s] = __ldcg(reinterpret_cast<const float4*>(partials + split * KEPT_HEADS * DIM + i));
             }
 #pragma unroll
             for (int s = 0; s < MERGED_AT_ONCE; ++s) {

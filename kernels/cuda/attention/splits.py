@@ -1,4 +1,4 @@
-"""Cuts attention on the GPU into CTAs, and provides the scratch memory for their partial results."""
+"""Into what units attention on the GPU cuts the rows of a request, and the scratch memory for their partial results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ TILE_ROWS = 16  # rows that a warp takes at once
 MAX_SPLITS = 128
 SCALAR_SHARED_BYTES = 4224  # float32 rows stay in registers
 
-WINDOW_ROWS_OF_A_SPLIT = 128  # two tiles of 16 rows a warp: such a CTA ends before any CTA that reads host memory
+WINDOW_ROWS = 128  # of a unit: two tiles of 16 rows a warp
 MAX_WINDOW_SPLITS = 32
 MAX_RETRIEVAL_SPLITS = MAX_SPLITS - MAX_WINDOW_SPLITS
-MIN_DENSE_SPLITS = 8  # requests of a batch differ in length: the longest must not be left to a few CTAs
-MIN_SHORT_SPLITS = 4  # least splits of dense rows where requests are dense only while they are short
 
-FEW_ENTRIES = 256  # up to so many, a CTA takes one tile: partial results stay few, and more CTAs read from the host
-ROWS_OF_A_FULL_SPLIT = 512  # rows of a split if a batch fills the GPU several times over
+DENSE_ROWS = 512  # least rows of a unit of dense rows
+FEW_ENTRIES = 512  # up to so many, a unit is a tile for each of a CTA's warps: more of them read from the host at once
+FEW_SELECTED_ROWS, SELECTED_ROWS = 64, 128  # least rows of a unit of selected rows
 
 
 @dataclass(frozen=True)
@@ -48,58 +47,49 @@ class HeadTiles:
 
 @dataclass(frozen=True)
 class Splits:
-    """CTAs that share the rows of one request and head tile; fixed for a batch size."""
+    """How the rows of a list, a (request, KV head) and a tile of its query heads, are cut into units (attend.cu).
 
-    retrieval: int  # CTAs for a dense request's retrieval rows
-    window: int
-    selected: int  # of the `retrieval` CTAs, those that share a sparse request's rows; the others return at once
+    A unit is a CTA's work. The units of a request follow from its own numbers and from the GPU, not from the batch, and so does
+    the order in which its rows are summed. The window has a unit per 128 rows.
 
-    @property
-    def total(self) -> int:
-        """Partial results that are merged."""
-        return self.retrieval + self.window
+    Attributes
+    ----------
+    dense : int
+        Most units of dense rows: with the window's as many as the GPU holds at once for one request.
+    dense_rows : int
+        Least rows of such a unit.
+    selected_rows : int
+        Rows of a unit of selected rows.
+    most : int
+        Most units of a list.
+    """
+
+    dense: int
+    dense_rows: int
+    selected_rows: int
+    most: int
 
     @classmethod
-    def plan(cls, lists: int, window_rows: int, entries: int, resident_ctas: int, retrieval: int | None) -> Splits:
-        """Choose the splits of a launch.
-
-        The window gets a CTA per 128 rows. Selected rows get a CTA per 64 rows, a tile for each of its warps, or a CTA per 16
-        rows if they are few, so that all of them are read at once. If these are more CTAs than the GPU holds at once, window
-        and selected rows share that number in proportion to their rows. Dense rows get as many CTAs as the GPU holds beside
-        the window's CTAs, so that a dense scan is one wave of equal parts. A CTA without rows returns at once.
+    def plan(cls, lists: int, window_rows: int, entries: int, resident_ctas: int, dense: int | None) -> Splits:
+        """Choose the units.
 
         Parameters
         ----------
         lists : int
-            Requests times KV heads times head tiles of the batch.
+            Lists of one request.
         entries : int
             Selected rows of a KV head; 0: all requests are dense.
         resident_ctas : int
             CTAs that the whole GPU holds at once.
-        retrieval : int or None
-            CTAs for retrieval rows, instead of the chosen number; None: choose.
+        dense : int or None
+            Most units of dense rows, instead of the chosen number; None: choose.
         """
-        window = min(-(-window_rows // WINDOW_ROWS_OF_A_SPLIT), MAX_WINDOW_SPLITS)
-        room = resident_ctas // lists
-        selected = 0
-        if entries:
-            selected, window = _share(entries, window_rows, window, room)
-        if retrieval is None:
-            least = max(selected, MIN_SHORT_SPLITS) if entries else MIN_DENSE_SPLITS
-            retrieval = min(max(least, room - window), MAX_RETRIEVAL_SPLITS)
-        return cls(retrieval, window, min(selected, retrieval))
-
-
-def _share(entries: int, window_rows: int, window: int, room: int) -> tuple[int, int]:
-    """Divide the `room` CTAs of one wave between the selected rows and the window, for which `window` CTAs are wanted."""
-    of_a_split = TILE_ROWS if entries <= FEW_ENTRIES else WARPS * TILE_ROWS
-    selected = min(-(-entries // of_a_split), MAX_RETRIEVAL_SPLITS)
-    if selected + window <= room:
-        return selected, window
-    rows = entries + window_rows
-    total = room if room >= 2 else max(2, -(-rows // ROWS_OF_A_FULL_SPLIT))
-    selected = min(max(1, round(total * entries / rows)), total - 1, selected)
-    return selected, min(total - selected, window)
+        window = min(-(-window_rows // WINDOW_ROWS), MAX_WINDOW_SPLITS)
+        if dense is None:
+            dense = min(max(1, resident_ctas // lists - window), MAX_RETRIEVAL_SPLITS)
+        few = FEW_SELECTED_ROWS if entries <= FEW_ENTRIES else SELECTED_ROWS
+        selected_rows = max(few, -(-entries // MAX_RETRIEVAL_SPLITS // TILE_ROWS) * TILE_ROWS)
+        return cls(dense, DENSE_ROWS, selected_rows, window + max(dense, -(-entries // selected_rows)))
 
 
 @dataclass(frozen=True)
@@ -117,11 +107,11 @@ class AttentionScratch:
     Attributes
     ----------
     partials : Tensor, float32
-        Unnormalised outputs of every split.
+        Unnormalised outputs of every unit.
     statistics : Tensor, float32
-        Largest score and sum of weights of every split and head.
+        Largest score and sum of weights of every unit and head.
     arrivals : Tensor, int32
-        Number of splits that are done; zeros between launches.
+        Number of units of each list that are done; zeros between launches.
     """
 
     def __init__(self, size: ScratchSize, device: torch.device) -> None:

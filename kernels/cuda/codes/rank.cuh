@@ -4,15 +4,10 @@
 #pragma once
 
 #include "estimate.cuh"
+#include "kernels/cuda/power_sum.cuh"
 
 namespace kvseek {
 namespace codes {
-
-// Largest exponent, and sum of 2 to the exponents relative to it.
-__device__ __forceinline__ float2 merge(float2 one, float2 other) {
-    const float both = fmaxf(fmaxf(one.x, other.x), -1e30f);  // nothing at all has -infinity
-    return make_float2(both, one.y * power_of_two(one.x - both) + other.y * power_of_two(other.x - both));
-}
 
 // For blocks of THREADS threads and LANES queries.
 template <int BITS, int LANES, int THREADS>
@@ -27,12 +22,10 @@ struct Ranking {
     __device__ __forceinline__ static void estimate(const unsigned char* high, const unsigned char* low,
                                                     const __half* scales, const Means& means,
                                                     const Queries<LANES>& queries, int count, const RowOf& row_of,
-                                                    float exponent, float2 (&partial)[WARPS][LANES], float* estimates,
-                                                    float2* normalisers) {
+                                                    float exponent, PowerSum (&partial)[WARPS][LANES], float* estimates,
+                                                    PowerSum* normalisers) {
         const int member = threadIdx.x % MEMBERS, warp = threadIdx.x / WARP;
-        float2 own[LANES_EACH];
-#pragma unroll
-        for (int i = 0; i < LANES_EACH; i++) own[i] = make_float2(-INFINITE, 0.0f);
+        PowerSum own[LANES_EACH];
         for (int first = 0; first < count; first += THREADS / MEMBERS) {  // warps stay whole: they exchange sums
             const int i = first + static_cast<int>(threadIdx.x) / MEMBERS, entry = min(i, count - 1);
             const unsigned row = row_of(entry);
@@ -46,40 +39,29 @@ struct Ranking {
                 if (member != lane % MEMBERS || i >= count) continue;
                 const float found = estimate_of<BITS>(sums[lane], scale, products[lane], queries, lane);
                 estimates[static_cast<size_t>(i) * LANES + lane] = found;
-                own[lane / MEMBERS] = merge(own[lane / MEMBERS], make_float2(found * exponent, 1.0f));
+                own[lane / MEMBERS].add(found * exponent);
             }
         }
 #pragma unroll
         for (int i = 0; i < LANES_EACH; i++) {
-#pragma unroll
-            for (int mask = MEMBERS; mask < WARP; mask *= 2) {
-                const float other = __shfl_xor_sync(EVERYONE, own[i].x, mask);
-                own[i] = merge(own[i], make_float2(other, __shfl_xor_sync(EVERYONE, own[i].y, mask)));
-            }
+            own[i].add_lanes(WARP - MEMBERS);
             const int lane = i * MEMBERS + member;
             if (threadIdx.x % WARP < MEMBERS && lane < LANES) partial[warp][lane] = own[i];
         }
         __syncthreads();
         if (threadIdx.x >= LANES) return;
-        float2 all = partial[0][threadIdx.x];
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) all = merge(all, partial[w][threadIdx.x]);
-        normalisers[threadIdx.x] = all;
+        normalisers[threadIdx.x] = PowerSum::of<WARPS>([&](int w) { return partial[w][threadIdx.x]; });
     }
 
     // Write log2 of the sum of a lane's powers over all candidates, from the normalisers [blocks, LANES] of at most
     // WARP blocks. A warp calls it whole.
-    __device__ __forceinline__ static void normalise(const float2* normalisers, int blocks, int lane,
+    __device__ __forceinline__ static void normalise(const PowerSum* normalisers, int blocks, int lane,
                                                      float& logarithm) {
         const int thread = threadIdx.x % WARP;
-        float2 own = make_float2(-INFINITE, 0.0f);
-        if (thread < blocks) own = __ldcg(normalisers + thread * LANES + lane);
-#pragma unroll
-        for (int mask = 1; mask < WARP; mask *= 2) {
-            const float other = __shfl_xor_sync(EVERYONE, own.x, mask);
-            own = merge(own, make_float2(other, __shfl_xor_sync(EVERYONE, own.y, mask)));
-        }
-        if (thread == 0) logarithm = own.x + log2f(own.y);
+        PowerSum own;
+        if (thread < blocks) own = PowerSum::read(normalisers + thread * LANES + lane);
+        own.add_lanes(WARP - 1);
+        if (thread == 0) logarithm = own.logarithm();
     }
 
     // What a candidate is ranked by, larger is better: the sum of its softmax weights.

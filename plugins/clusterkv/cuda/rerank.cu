@@ -5,6 +5,7 @@
 #if CLUSTERKV_RERANK_BITS
 #include "kernels/cuda/codes/rank.cuh"
 #include "kernels/cuda/task.cuh"
+#include "kernels/cuda/units.cuh"
 #include "select.cuh"
 
 namespace kvseek {
@@ -13,8 +14,9 @@ namespace reranking {
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
-constexpr int HELD = 4096;      // candidates whose keys lie in shared memory; those of more are computed when needed
-constexpr int DIGIT_BITS = 11;  // of nth_largest
+constexpr int HELD = 4096;       // candidates whose keys lie in shared memory; those of more are computed when needed
+constexpr int DIGIT_BITS = 11;   // of nth_largest
+constexpr int MOST_BLOCKS = 16;  // of a task (rerank.py); a warp adds up what they have
 using Ranking = codes::Ranking<CLUSTERKV_RERANK_BITS, QUERY_LANES, THREADS>;
 
 // Mirrored field by field in rerank.py. A "task" is a request and a KV head: request * kv_heads + head.
@@ -30,12 +32,11 @@ struct RerankArguments {
     const float* signs;     // [DIM]
     const int* candidates;  // [tasks, listed] places of the best clusters, as many as the region has at most
     float* estimates;       // [tasks, listed, QUERY_LANES]
-    float2* normalisers;    // [tasks, blocks, QUERY_LANES] largest exponent, sum of the powers relative to it
+    PowerSum* normalisers;  // [kv_heads, blocks, QUERY_LANES] sums of the powers
     int* finished;          // [tasks] blocks that are done; zeros between selections
     int* rows;              // [batch, kv_heads, top_k] result
-    int kv_heads, max_extents;
+    int batch, kv_heads, max_extents;
     int listed;  // candidates of a region that has as many
-    int blocks;  // of a task, at most a warp's threads
     int top_k;
     float exponent;  // softmax scale times log2(e)
     int block_bits;
@@ -45,7 +46,7 @@ using Task = TaskOf<RerankArguments>;
 
 struct Memory {
     codes::Queries<QUERY_LANES> queries;
-    float2 normalisers[WARPS][QUERY_LANES];
+    PowerSum normalisers[WARPS][QUERY_LANES];
     float normaliser[QUERY_LANES];  // log2 of the sum of the exponentials
     unsigned keys[HELD];
     NthMemory<DIGIT_BITS> nth;
@@ -68,21 +69,22 @@ struct Keys {
 };
 
 // Whether the task's other blocks are done; what they wrote is then visible to this one. All threads of a block.
-__device__ __forceinline__ bool is_last_block(const RerankArguments& a, const Task& task, Memory& memory) {
+__device__ __forceinline__ bool is_last_block(const RerankArguments& a, const Task& task, const Unit& block,
+                                              Memory& memory) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == a.blocks - 1;
+    if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == block.parts - 1;
     __syncthreads();
     if (memory.last) __threadfence();
     return memory.last;
 }
 
 // Write the best top_k of a task's candidates, and -1 where there are fewer.
-__device__ __forceinline__ void rank(const RerankArguments& a, const Task& task, Memory& memory, const int* candidates,
-                                     const float* estimates, int count) {
-    const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * QUERY_LANES;
+__device__ __forceinline__ void rank(const RerankArguments& a, const Task& task, const Unit& block, Memory& memory,
+                                     const int* candidates, const float* estimates, int count) {
+    const PowerSum* parts = a.normalisers + (blockIdx.y * gridDim.x + block.first) * QUERY_LANES;
     for (int lane = threadIdx.x / WARP; lane < QUERY_LANES; lane += WARPS)
-        Ranking::normalise(parts, a.blocks, lane, memory.normaliser[lane]);
+        Ranking::normalise(parts, block.parts, lane, memory.normaliser[lane]);
     __syncthreads();
     const Keys keys{memory, estimates, a.exponent, count <= HELD};
     if (keys.held)
@@ -105,31 +107,36 @@ __device__ __forceinline__ void rank(const RerankArguments& a, const Task& task,
 }  // namespace clusterkv
 }  // namespace kvseek
 
-// grid: blocks, tasks
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::reranking::THREADS)
     kvseek_clusterkv_rerank(const __grid_constant__ kvseek::clusterkv::reranking::RerankArguments a) {
     using namespace kvseek;
     using namespace kvseek::clusterkv;
     using namespace kvseek::clusterkv::reranking;
     __shared__ Memory memory;
-    const reranking::Task task(a);
+    __shared__ Units units;
+    // A region's clusters hold all of its places.
+    const Unit block = units.divide(
+        a.requests, a.batch, gridDim.x, MOST_BLOCKS,
+        [&](const Request& request) { return request.dense ? 0 : min(request.length, a.listed); }, blockIdx.x);
+    const reranking::Task task(a, block.request);
     // `choose` lets this kernel start when `score` has ended, which had waited for the kernel that wrote the queries.
-    if (!task.idle())
+    if (block.exists)
         memory.queries.prepare(a.queries + static_cast<long long>(task.number) * GROUP_HEADS * KEY_DIM, a.signs);
     await_earlier_kernels();
     allow_later_kernels();
-    if (task.idle()) return;
-    const int count = min(task.length(), a.listed), block = blockIdx.x;  // a region's clusters hold all of its places
-    const int first = count * block / a.blocks, last = count * (block + 1) / a.blocks;
+    if (!block.exists) return;
+    const int count = min(task.length(), a.listed);
+    const int first = count * block.part / block.parts, last = count * (block.part + 1) / block.parts;
     const long long listed = static_cast<long long>(task.number) * a.listed;
     const int* candidates = a.candidates + listed;
     float* estimates = a.estimates + listed * QUERY_LANES;
-    float2* normalisers = a.normalisers + (static_cast<long long>(task.number) * a.blocks + block) * QUERY_LANES;
+    PowerSum* normalisers = a.normalisers + (blockIdx.y * gridDim.x + blockIdx.x) * QUERY_LANES;
     auto row_of = [&](int entry) { return task.row(a, candidates[first + entry]); };
     Ranking::estimate(a.high, a.low, a.scales, codes::Means(a), memory.queries, last - first, row_of, a.exponent,
                       memory.normalisers, estimates + static_cast<long long>(first) * QUERY_LANES, normalisers);
-    if (!is_last_block(a, task, memory)) return;
-    rank(a, task, memory, candidates, estimates, count);
+    if (!is_last_block(a, task, block, memory)) return;
+    rank(a, task, block, memory, candidates, estimates, count);
     if (threadIdx.x == 0) a.finished[task.number] = 0;
 }
 #endif

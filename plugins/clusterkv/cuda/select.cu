@@ -4,17 +4,21 @@
 #include "choose.cuh"
 #include "score.cuh"
 
-// grid: chunks, tasks
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     kvseek_clusterkv_score(const __grid_constant__ kvseek::clusterkv::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::clusterkv;
     __shared__ __align__(16) ScoreMemory memory;
     __shared__ float weights[SPREAD ? QUERY_LANES : 1];
-    const SelectTask task(a, blockIdx.y);
-    const int clusters = task.idle() ? 0 : task.clusters(a), units = (clusters + UNIT - 1) / UNIT;
+    __shared__ Units shares;
+    const Unit share = shares.divide(
+        a.requests, a.batch, gridDim.x, a.units,
+        [](const Request& request) { return request.dense ? 0 : request.length; }, blockIdx.x);
+    const SelectTask task(a, share.request);
+    const int clusters = share.exists ? task.clusters(a) : 0, units = (clusters + UNIT - 1) / UNIT;
     UnitRows rows;
-    int unit = blockIdx.x;
+    int unit = share.part;
     // Clusters were made before the step, so their first numbers may be on their way while the queries are computed.
     if (unit < units) rows.load(a, task, unit, clusters);
     await_earlier_kernels();
@@ -24,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     queries.load(a, task, memory);
     if constexpr (SPREAD) weigh_spreads(a, queries, memory, weights);
     while (unit < units) {  // the same for the whole block
-        const int following = unit + gridDim.x;
+        const int following = unit + share.parts;
         UnitRows next;
         if (following < units) next.load(a, task, following, clusters);
         score_unit(a, rows, queries, memory, weights);
@@ -37,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     }
 }
 
-// grid: tasks; dynamic shared memory: ChooseArrays
+// grid: 1, kv_heads, requests; dynamic shared memory: ChooseArrays
 extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::CHOOSE_THREADS)
     kvseek_clusterkv_choose(const __grid_constant__ kvseek::clusterkv::SelectArguments a) {
     using namespace kvseek;
@@ -45,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::CHOOSE_THREADS)
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     __shared__ ChooseMemory memory;
     const ChooseArrays arrays(a, dynamic_memory);
-    const SelectTask task(a, blockIdx.x);
+    const SelectTask task(a, blockIdx.z);
     const int clusters = task.idle() ? 0 : task.clusters(a);
     if (!task.idle()) load_sizes(a, task, clusters, arrays, memory);
     await_earlier_kernels();

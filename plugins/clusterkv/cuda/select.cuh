@@ -7,6 +7,7 @@
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/units.cuh"
 
 namespace kvseek {
 namespace clusterkv {
@@ -35,7 +36,7 @@ struct SelectArguments {
     float* scores;            // [slots, kv_heads, units, UNIT, QUERY_LANES] of each cluster, as powers of two
     float2* statistics;       // [slots, kv_heads, units, QUERY_LANES] largest score, sum of the powers relative to it
     int* rows;                // [batch, kv_heads, top_k] places, -1 at the end
-    int kv_heads, max_extents, units;
+    int batch, kv_heads, max_extents, units;
     int top_k;
     float scale;  // softmax scale times log2(e)
     // Last, so that kernels of clusters without spreads are the same whether these fields exist or not.
@@ -43,16 +44,16 @@ struct SelectArguments {
     const float* spreads;  // [extents, kv_heads, EXTENT_CLUSTERS]; not read unless SPREAD
 };
 
-// One (request, KV head).
+// One (request, KV head); the KV head is blockIdx.y.
 struct SelectTask {
     int number, head;
     const Request& request;
     const int* table;
 
-    __device__ __forceinline__ SelectTask(const SelectArguments& a, int task)
-        : number(task),
-          head(task % a.kv_heads),
-          request(a.requests[task / a.kv_heads]),
+    __device__ __forceinline__ SelectTask(const SelectArguments& a, int owner)
+        : number(owner * a.kv_heads + static_cast<int>(blockIdx.y)),
+          head(blockIdx.y),
+          request(a.requests[owner]),
           table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
 
     __device__ __forceinline__ bool idle() const { return request.dense != 0; }

@@ -41,12 +41,12 @@ __device__ __forceinline__ void merge_outputs(const MergeArguments& a, const Tas
 }  // namespace ctkvr
 }  // namespace kvseek
 
-// grid: 1, tasks. Launched without overlap: it follows a host function too.
+// grid: 1, kv_heads, requests. Launched without overlap: it follows a host function too.
 extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::MERGE_THREADS)
     kvseek_ctkvr_merge(const __grid_constant__ kvseek::ctkvr::decode::MergeArguments a) {
     using namespace kvseek;
     using namespace kvseek::ctkvr::decode;
-    const Task task(a.requests, a.kv_heads);
+    const Task task(a.requests, a.kv_heads, blockIdx.z);
     if (task.request.dense) return;
     merge_outputs(a, task);
     if (!a.host_best || task.request.length <= a.top_k) return;

@@ -30,13 +30,13 @@ struct CentroidTile {
 }  // namespace ctkvr
 }  // namespace kvseek
 
-// grid: blocks of 64 centroids, tasks
+// grid: blocks of 64 centroids, kv_heads, requests
 extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::PROBE_THREADS, kvseek::ctkvr::decode::PROBE_BLOCKS)
     kvseek_ctkvr_probe(const __grid_constant__ kvseek::ctkvr::decode::StepArguments a) {
     using namespace kvseek;
     using namespace kvseek::ctkvr::decode;
     __shared__ float cosines[GROUP][PROBE_CENTROIDS];
-    const Task task(a.requests, a.kv_heads);
+    const Task task(a.requests, a.kv_heads, blockIdx.z);
     const int warp = threadIdx.x / WARP, first = blockIdx.x * PROBE_CENTROIDS;
     const int valid = min(a.written[task.list(a.kv_heads)], a.ring);
     const bool idle = task.request.dense || first >= valid;

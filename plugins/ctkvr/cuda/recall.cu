@@ -59,7 +59,7 @@ __device__ __forceinline__ void score_tile(const StepArguments& a, const Task& t
 }  // namespace ctkvr
 }  // namespace kvseek
 
-// grid: blocks that share the places of a task, tasks. Dynamic shared memory: max_extents * (4 + 128) bytes
+// grid: as many blocks as requests at least, kv_heads. Dynamic shared memory: max_extents * (4 + 128) bytes
 extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::RECALL_THREADS, 1)
     kvseek_ctkvr_recall(const __grid_constant__ kvseek::ctkvr::decode::StepArguments a) {
     using namespace kvseek::ctkvr::decode;

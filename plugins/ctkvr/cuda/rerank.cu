@@ -89,15 +89,15 @@ __device__ __forceinline__ void take_best(const RankedKeys& keys, int count, int
 }  // namespace ctkvr
 }  // namespace kvseek
 
-// grid: 1, or 2 if centroids are updated; tasks. Dynamic shared memory: 4 bytes for each of `capacity`, or none with
-// a.keys
+// grid: 1, or 2 if centroids are updated; kv_heads, requests. Dynamic shared memory: 4 bytes for each of `capacity`, or
+// none with a.keys
 extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::decode::RERANK_THREADS, 1)
     kvseek_ctkvr_rerank(const __grid_constant__ kvseek::ctkvr::decode::StepArguments a) {
     using namespace kvseek;
     using namespace kvseek::ctkvr::decode;
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     __shared__ RerankMemory memory;
-    const Task task(a.requests, a.kv_heads);
+    const Task task(a.requests, a.kv_heads, blockIdx.z);
     const bool updates = blockIdx.x == 1;
     // The queries of regions that are selected whole become no centroids.
     const bool idle = task.request.dense || (updates && task.request.length <= a.top_k);

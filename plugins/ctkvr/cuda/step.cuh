@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/batch.cuh"
 #include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/units.cuh"
 #include "products.cuh"
 
 namespace kvseek {
@@ -35,7 +36,7 @@ struct StepArguments {
     Number* host_queries;     // [batch, kv_heads * GROUP, DIM]
     int* host_slots;          // [batch]
     long long extent_stride;  // numbers from one extent of the pool to the next
-    int kv_heads, max_extents;
+    int batch, kv_heads, max_extents;
     int ring, width, capacity;
     int probes, prompt_probes, recent, top_k;
     float scale;  // softmax scale times log2(e): weights are powers of two
@@ -45,9 +46,9 @@ struct Task {
     int number, head;
     const Request& request;
 
-    // blockIdx.y is the task.
-    __device__ __forceinline__ Task(const Request* requests, int kv_heads)
-        : number(blockIdx.y), head(blockIdx.y % kv_heads), request(requests[blockIdx.y / kv_heads]) {}
+    // The KV head is blockIdx.y.
+    __device__ __forceinline__ Task(const Request* requests, int kv_heads, int owner)
+        : number(owner * kv_heads + static_cast<int>(blockIdx.y)), head(blockIdx.y), request(requests[owner]) {}
 
     // Row of [slots, kv_heads, ...].
     __device__ __forceinline__ long long list(int kv_heads) const {

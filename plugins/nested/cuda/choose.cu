@@ -1,8 +1,8 @@
 // Nested codes, second kernel of a selection: the keys with the best scores become candidates, their q·k is estimated
 // from all 4 bits, and the top k of them are the result.
 //
-// The blocks of a task share its region. Each collects the candidates of its part, in order, and estimates them; the
-// last one to finish ranks all of them.
+// The blocks of a task share its region, as many as its length asks for. Each collects the candidates of its part, in
+// order, and estimates them; the last one to finish ranks all of them.
 #include "kernels/cuda/codes/rank.cuh"
 #include "kernels/cuda/largest.cuh"
 #include "select.cuh"
@@ -39,7 +39,7 @@ struct Groups {
 struct Memory : Top::Memory {
     Queries queries;
     Counts counts[CHOOSE_WARPS];
-    float2 normalisers[CHOOSE_WARPS][LANES];
+    PowerSum normalisers[CHOOSE_WARPS][LANES];
     float normaliser[LANES];      // log2 of the sum of the exponentials
     int before[MOST_BLOCKS + 1];  // candidates of earlier blocks, and of all
     int places[LISTED];
@@ -191,10 +191,15 @@ __device__ __forceinline__ int collect(const SelectArguments& a, const Task& tas
 
 // Estimate the block's candidates.
 __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& task, Memory& memory, int count,
-                                         const int* places, float* estimates, float2* normalisers) {
+                                         const int* places, float* estimates, PowerSum* normalisers) {
     auto row_of = [&](int entry) { return task.row(a, entry < LISTED ? memory.places[entry] : places[entry]); };
     Ranking::estimate(a.high, a.low, a.scales, codes::Means(a), memory.queries, count, row_of, a.scaling * LOG2_E,
                       memory.normalisers, estimates, normalisers);
+}
+
+// Where the results of the block with this number lie, in arrays [kv_heads, blocks, ...].
+__device__ __forceinline__ int list_of(int block) {
+    return static_cast<int>(blockIdx.y * gridDim.x) + block;
 }
 
 // Where entry i of all candidates lies: the blocks' lists one after another.
@@ -213,16 +218,17 @@ struct Lists {
 };
 
 // Read how many candidates each block has, and merge their normalisers.
-__device__ __forceinline__ void gather_blocks(const SelectArguments& a, const Task& task, Memory& memory) {
+__device__ __forceinline__ void gather_blocks(const SelectArguments& a, const Unit& block, Memory& memory) {
+    const int first = list_of(block.first);
     const int warp = threadIdx.x / WARP, thread = threadIdx.x % WARP;
     if (warp == 0) {
-        const int own = thread < a.blocks ? __ldcg(a.counts + task.number * a.blocks + thread) : 0;
+        const int own = thread < block.parts ? __ldcg(a.counts + first + thread) : 0;
         const int sum = sum_up_to_here(own, thread);
         if (thread <= MOST_BLOCKS) memory.before[thread] = sum - own;
     }
-    const float2* parts = a.normalisers + static_cast<long long>(task.number) * a.blocks * LANES;
+    const PowerSum* parts = a.normalisers + first * LANES;
     for (int lane = CHOOSE_WARPS - 1 - warp; lane < LANES; lane += CHOOSE_WARPS)
-        Ranking::normalise(parts, a.blocks, lane, memory.normaliser[lane]);
+        Ranking::normalise(parts, block.parts, lane, memory.normaliser[lane]);
     __syncthreads();
 }
 
@@ -234,10 +240,10 @@ struct Held {
 };
 
 // Rank all candidates of the task, once every block has written its own.
-__device__ __forceinline__ void rank(const SelectArguments& a, const Task& task, Memory& memory) {
-    gather_blocks(a, task, memory);
+__device__ __forceinline__ void rank(const SelectArguments& a, const Task& task, const Unit& block, Memory& memory) {
+    gather_blocks(a, block, memory);
     const int count = memory.before[MOST_BLOCKS], top_k = a.top_k;
-    const Lists lists{memory, static_cast<long long>(task.number) * a.blocks * a.capacity, a.capacity};
+    const Lists lists{memory, static_cast<long long>(list_of(block.first)) * a.capacity, a.capacity};
     int* rows = a.rows + static_cast<long long>(task.number) * top_k;
     for (int i = min(count, top_k) + threadIdx.x; i < top_k; i += CHOOSE_THREADS) rows[i] = -1;
     const bool listed = count <= LISTED;
@@ -260,37 +266,40 @@ __device__ __forceinline__ void rank(const SelectArguments& a, const Task& task,
 }  // namespace nested
 }  // namespace kvseek
 
-// grid: blocks, tasks
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __maxnreg__(kvseek::nested::CHOOSE_REGISTERS)
     kvseek_nested_choose(const __grid_constant__ kvseek::nested::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::nested;
     __shared__ Memory memory;
-    const Task task(a);
+    __shared__ Units units;
+    const Unit block = share_keys(a, units, MOST_BLOCKS);
+    const Task task(a, block.request);
+    const int length = block.exists ? task.length() : 0;
     // The scan lets this kernel start when it has itself waited for the kernel that wrote the queries.
-    if (!task.idle()) memory.queries.prepare(task.queries(a), a.signs);
-    const Share units((task.length() + UNIT_KEYS - 1) / UNIT_KEYS, a.blocks, blockIdx.x);
-    Share own(units.last - units.first, CHOOSE_WARPS, threadIdx.x / WARP);
-    own.first += units.first, own.last += units.first;
-    const long long list = static_cast<long long>(task.number) * a.blocks + blockIdx.x;
+    if (block.exists) memory.queries.prepare(task.queries(a), a.signs);
+    const Share share((length + UNIT_KEYS - 1) / UNIT_KEYS, block.parts, block.part);
+    Share own(share.last - share.first, CHOOSE_WARPS, threadIdx.x / WARP);
+    own.first += share.first, own.last += share.first;
+    const long long list = list_of(blockIdx.x);
     int* places = a.places + list * a.capacity;
     await_earlier_kernels();
     allow_later_kernels();
-    if (task.idle()) return;
+    if (!block.exists) return;
     fetch_totals(a, task, memory);
     Scores scores;
     scores.load(a, task, own.first, own.last);
     const Border border = find_border(a, task, memory);
-    const int count = collect(a, task, memory, border, scores, own, units.first, places);
+    const int count = collect(a, task, memory, border, scores, own, share.first, places);
     estimate(a, task, memory, count, places, a.estimates + list * a.capacity * LANES, a.normalisers + list * LANES);
     if (threadIdx.x == 0) a.counts[list] = count;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == a.blocks - 1;
+    if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == block.parts - 1;
     __syncthreads();
     if (!memory.last) return;
     __threadfence();
-    rank(a, task, memory);
+    rank(a, task, block, memory);
     for (int i = threadIdx.x; i < BINS / 4; i += CHOOSE_THREADS)
         reinterpret_cast<int4*>(a.totals + task.number * BINS)[i] = make_int4(0, 0, 0, 0);
     if (threadIdx.x == 0) a.finished[task.number] = 0;

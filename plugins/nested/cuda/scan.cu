@@ -21,7 +21,7 @@ struct ScanMemory {
 
 // What a warp has on its way: the words of UNIT keys, the scales of this thread's rows of their products, and the mean
 // of their block, if it is another one than that of the unit before.
-struct Unit {
+struct KeyUnit {
     codes::WordTiles<UNIT_TILES> words;
     unsigned short scales[2 * UNIT_TILES];
     codes::MeanWords mean;
@@ -109,7 +109,7 @@ struct Columns : codes::Columns<LANES> {
     }
 
     // The same of this thread's own key of a pair of tiles.
-    __device__ __forceinline__ float own_product(const Unit& unit, int pair) const {
+    __device__ __forceinline__ float own_product(const KeyUnit& unit, int pair) const {
         const int k = 4 * pair;
         const float low = products(unit.words.keys[2 * pair], unit.scale(k), unit.scale(k + 1));
         const float high = products(unit.words.keys[2 * pair + 1], unit.scale(k + 2), unit.scale(k + 3));
@@ -129,37 +129,39 @@ __device__ __forceinline__ unsigned ordered_half(float score) {
 }  // namespace nested
 }  // namespace kvseek
 
-// grid: chunks, tasks
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::nested::SCAN_THREADS)
     kvseek_nested_scan(const __grid_constant__ kvseek::nested::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::nested;
     __shared__ ScanMemory memory;
-    const Task task(a);  // requests, table and codes are older than this step's kernels
-    const int length = task.idle() ? 0 : task.length();
-    const Share units((length + UNIT - 1) / UNIT, a.chunks, blockIdx.x);
-    Share own(units.last - units.first, SCAN_WARPS, threadIdx.x / WARP);  // neighbours, which share means
-    own.first += units.first, own.last += units.first;
-    Unit next;
+    __shared__ Units units;
+    const Unit block = share_keys(a, units, gridDim.x);  // requests, table and codes are older than this step's kernels
+    const Task task(a, block.request);
+    const int length = block.exists ? task.length() : 0;
+    const Share share((length + UNIT - 1) / UNIT, block.parts, block.part);
+    Share own(share.last - share.first, SCAN_WARPS, threadIdx.x / WARP);  // neighbours, which share means
+    own.first += share.first, own.last += share.first;
+    KeyUnit next;
     codes::MeanWords first;
     if (length > 0) first.load(codes::Means(a), task.row(a, 0));
     if (own.first < own.last) next.load(a, task, own.first, true);
     for (int i = threadIdx.x; i < BINS; i += SCAN_THREADS) memory.histogram[i] = 0;
     await_earlier_kernels();
     allow_later_kernels();
-    if (task.idle()) return;
+    if (!block.exists) return;
     memory.queries.prepare(task.queries(a), a.signs);
     Columns columns(memory.queries);
     columns.multiply_mean(first, memory.queries, columns.first);
     for (int number = own.first; number < own.last; number++) {
-        const Unit unit = next;
+        const KeyUnit unit = next;
         if (number + 1 < own.last) next.load(a, task, number + 1, false);
         if (unit.new_block) columns.take_mean(unit.mean, memory.queries);
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
             const unsigned score = ordered_half(columns.own_product(unit, pair));
-            if (number * UNIT + Unit::own(pair) < length) {
-                a.scores[unit.scratch + Unit::own(pair)] = static_cast<unsigned short>(score);
+            if (number * UNIT + KeyUnit::own(pair) < length) {
+                a.scores[unit.scratch + KeyUnit::own(pair)] = static_cast<unsigned short>(score);
                 atomicAdd(&memory.histogram[score >> BIN_SHIFT], 1);
             }
         }

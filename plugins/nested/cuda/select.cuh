@@ -4,7 +4,9 @@
 #include "kernels/cuda/codes/queries.cuh"
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/power_sum.cuh"
 #include "kernels/cuda/task.cuh"
+#include "kernels/cuda/units.cuh"
 #include "layout.cuh"
 
 namespace kvseek {
@@ -26,16 +28,14 @@ struct SelectArguments {
     const float* signs;      // [DIM]
     unsigned short* scores;  // [scratch extents, kv_heads, 1024] of each key: larger is better
     int* totals;             // [tasks, BINS] keys by score; zeros between selections
-    int* places;             // [tasks, blocks, capacity] candidates of a block, ascending
-    float* estimates;        // [tasks, blocks, capacity, LANES] of these candidates
-    unsigned* keys;          // [tasks, blocks * capacity] what they are ranked by
-    int* counts;             // [tasks, blocks] how many they are
-    float2* normalisers;     // [tasks, blocks, LANES] largest exponent, sum of the powers relative to it
+    int* places;             // [kv_heads, blocks of the choice, capacity] candidates of a block, ascending
+    float* estimates;        // [kv_heads, blocks of the choice, capacity, LANES] of these candidates
+    unsigned* keys;          // [kv_heads, blocks of the choice, capacity] what they are ranked by
+    int* counts;             // [kv_heads, blocks of the choice] how many they are
+    PowerSum* normalisers;   // [kv_heads, blocks of the choice, LANES] sums of the powers
     int* finished;           // [tasks] blocks of the choice that are done; zeros between selections
     int* rows;               // [batch, kv_heads, top_k] result
-    int kv_heads, max_extents, top_k;
-    int chunks;    // blocks of a task in the scan
-    int blocks;    // blocks of a task in the choice
+    int batch, kv_heads, max_extents, top_k;
     int capacity;  // most candidates of a task
     int block_bits;
     float scaling;  // softmax scale
@@ -52,12 +52,22 @@ struct Task : TaskOf<SelectArguments> {
     }
 };
 
+// Share out keys among the blocks of a launch, of which a task has `most` at most; returns this block's unit. All
+// threads call it.
+__device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int most) {
+    return units.divide(
+        a.requests, a.batch, gridDim.x, most, [](const Request& request) { return request.dense ? 0 : request.length; },
+        blockIdx.x);
+}
+
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
 struct Share {
     int first, last;
     __device__ __forceinline__ Share(int count, int parts, int index)
-        : first(static_cast<int>(static_cast<long long>(count) * index / parts)),
-          last(static_cast<int>(static_cast<long long>(count) * (index + 1) / parts)) {}
+        : first(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index) /
+                                 static_cast<unsigned>(parts))),
+          last(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index + 1) /
+                                static_cast<unsigned>(parts))) {}
 };
 
 }  // namespace nested

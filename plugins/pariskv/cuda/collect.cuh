@@ -119,11 +119,12 @@ struct Collector {
     __device__ __forceinline__ int taken(Counts counts) const { return counts.above + min(counts.ties, ties_wanted); }
 };
 
-// Candidates in the chunks before this one, from what the scan counted; every thread gets it.
-__device__ __forceinline__ Counts count_before(const SelectArguments& a, int task, int threshold) {
-    const int* totals = a.chunk_totals + static_cast<long long>(task) * a.chunks * SCORES;
+// Candidates in the chunks of a task before one, from what the scan counted; every thread gets it. `first` is the
+// number of its first chunk.
+__device__ __forceinline__ Counts count_before(const SelectArguments& a, int first, int before, int threshold) {
+    const int* totals = a.chunk_totals + static_cast<long long>(first) * SCORES;
     int above = 0, reached = 0;
-    for (int chunk = threadIdx.x % WARP; chunk < blockIdx.x; chunk += WARP) {
+    for (int chunk = threadIdx.x % WARP; chunk < before; chunk += WARP) {
         above += totals[chunk * SCORES + threshold + 1];
         reached += totals[chunk * SCORES + threshold];
     }

@@ -61,38 +61,21 @@ struct Quarter {
 };
 
 // This thread's share of the queries: column threadIdx % 32 / 4 of each tile, its quarter's coordinates (vote.cu).
-__device__ __forceinline__ void load_columns(const SelectArguments& a, uint2 (&columns)[COLUMN_TILES][STEPS]) {
+__device__ __forceinline__ void load_columns(const SelectArguments& a, int task,
+                                             uint2 (&columns)[COLUMN_TILES][STEPS]) {
     const uint2* from = reinterpret_cast<const uint2*>(a.columns) +
-                        static_cast<long long>(blockIdx.y) * (COLUMN_TILES * STEPS * WARP) + threadIdx.x % WARP;
+                        static_cast<long long>(task) * (COLUMN_TILES * STEPS * WARP) + threadIdx.x % WARP;
 #pragma unroll
     for (int tile = 0; tile < COLUMN_TILES; tile++)
 #pragma unroll
         for (int step = 0; step < STEPS; step++) columns[tile][step] = from[(tile * STEPS + step) * WARP];
 }
 
-// Largest exponent, and sum of 2 to the exponents relative to it.
-struct Normaliser {
-    float largest, sum;
-
-    __device__ __forceinline__ void clear() { largest = -INFINITE, sum = 0.0f; }
-    __device__ __forceinline__ void add(float first, float second) {  // -infinity adds nothing; not both
-        const float all = fmaxf(largest, fmaxf(first, second));
-        sum = sum * power_of_two(largest - all) + power_of_two(first - all) + power_of_two(second - all);
-        largest = all;
-    }
-    __device__ __forceinline__ void merge(float other_largest, float other_sum) {
-        const float both = fmaxf(largest, other_largest);
-        if (both == -INFINITE) return;
-        sum = sum * power_of_two(largest - both) + other_sum * power_of_two(other_largest - both);
-        largest = both;
-    }
-};
-
 struct RerankMemory {
     // Two neighbouring coordinates by the byte of their codes, once for each thread of a warp.
     unsigned pairs[256][WARP];
     Counts counts[RERANK_WARPS];
-    Normaliser normalisers[RERANK_WARPS][COLUMN_TILES * 4];
+    PowerSum normalisers[RERANK_WARPS][COLUMN_TILES * 4];
 };
 
 // A thread fills the row of one byte, from another column on than its neighbours: they would meet in one bank.
@@ -108,7 +91,7 @@ __device__ __forceinline__ void fill_pairs(const SelectArguments& a, unsigned (*
 // Estimate candidates first .. last - 1 of the list for all lanes, 16 a warp at a time.
 __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& task, const unsigned (*pairs)[WARP],
                                          const uint2 (&columns)[COLUMN_TILES][STEPS], int first, int last,
-                                         Normaliser (&own)[COLUMN_TILES]) {
+                                         PowerSum (&own)[COLUMN_TILES]) {
     if (first >= last) return;
     const int lane = threadIdx.x % WARP, quarter = lane % 4, line = lane / 4;
     const unsigned own_pairs = static_cast<unsigned>(__cvta_generic_to_shared(&pairs[0][lane]));
@@ -148,47 +131,36 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
 #pragma unroll
         for (int c = 0; c < COLUMN_TILES; c++) {
             if (c * 4 + quarter >= LANES || !(valid[0] || valid[1])) continue;
-            float exponents[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float value = sums[c][2 * i] + sums[c][2 * i + 1];
                 if (valid[i]) estimates[8 * i * LANES + 4 * c] = value;
-                exponents[i] = valid[i] ? value * scale : -INFINITE;
+                if (!MEAN && valid[i]) own[c].add(value * scale);
             }
-            if (!MEAN) own[c].add(exponents[0], exponents[1]);
         }
     }
 }
 
 // Merge the threads' normalisers and store the block's.
-__device__ __forceinline__ void store_normalisers(const SelectArguments& a, const Task& task, RerankMemory& memory,
-                                                  Normaliser (&own)[COLUMN_TILES]) {
+__device__ __forceinline__ void store_normalisers(const SelectArguments& a, RerankMemory& memory,
+                                                  PowerSum (&own)[COLUMN_TILES]) {
     const int quarter = threadIdx.x % 4, line = threadIdx.x % WARP / 4;
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++) {
-#pragma unroll
-        for (int mask = 4; mask < WARP; mask *= 2) {
-            const float largest = __shfl_xor_sync(EVERYONE, own[c].largest, mask);
-            const float sum = __shfl_xor_sync(EVERYONE, own[c].sum, mask);
-            own[c].merge(largest, sum);
-        }
+        own[c].add_lanes(WARP - 4);
         if (line == 0) memory.normalisers[threadIdx.x / WARP][c * 4 + quarter] = own[c];
     }
     __syncthreads();
     if (threadIdx.x < LANES) {
-        Normaliser all;
-        all.clear();
-        for (int w = 0; w < RERANK_WARPS; w++)
-            all.merge(memory.normalisers[w][threadIdx.x].largest, memory.normalisers[w][threadIdx.x].sum);
-        const long long chunk = static_cast<long long>(task.number) * a.chunks + blockIdx.x;
-        a.normalisers[chunk * LANES + threadIdx.x] = make_float2(all.largest, all.sum);
+        const PowerSum all = PowerSum::of<RERANK_WARPS>([&](int w) { return memory.normalisers[w][threadIdx.x]; });
+        a.normalisers[static_cast<long long>(first_chunk(a, 0) + blockIdx.x) * LANES + threadIdx.x] = all;
     }
 }
 
 }  // namespace pariskv
 }  // namespace kvseek
 
-// grid: chunks, tasks
+// grid: CHUNKS_OF_SCAN for each block of the scan, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
     kvseek_pariskv_rerank(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
     using namespace kvseek;
@@ -196,26 +168,27 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
     __shared__ RerankMemory memory;
     static_assert(RERANK_THREADS == SCORES, "one entry a thread");
     fill_pairs(a, memory.pairs);
-    const Task task(a);
+    __shared__ Units units;
+    const Unit scanned = share_keys(a, units, blockIdx.x / CHUNKS_OF_SCAN);
+    const Task task(a, scanned.request);
+    const int chunk = scanned.part * CHUNKS_OF_SCAN + blockIdx.x % CHUNKS_OF_SCAN;
     await_earlier_kernels();
     allow_later_kernels();
-    if (task.idle()) return;
-    const Share extents((task.length() + EXTENT_TOKENS - 1) / EXTENT_TOKENS, a.chunks, blockIdx.x);
-    Normaliser own[COLUMN_TILES];
-#pragma unroll
-    for (int c = 0; c < COLUMN_TILES; c++) own[c].clear();
+    if (!scanned.exists) return;
+    const Share extents((task.length() + EXTENT_TOKENS - 1) / EXTENT_TOKENS, scanned.parts * CHUNKS_OF_SCAN, chunk);
+    PowerSum own[COLUMN_TILES];
     if (extents.first < extents.last) {  // the same for the whole block
         uint2 columns[COLUMN_TILES][STEPS];
-        load_columns(a, columns);
+        load_columns(a, task.number, columns);
         // The threshold is the highest score that enough keys reach; of those that just reach it, the first are taken.
         const int* totals = a.totals + task.number * SCORES;
         const int wanted = task.candidates();
         const int threshold = __syncthreads_count(totals[threadIdx.x] >= wanted) - 1;
         const Collector collector{a, task, threshold, wanted - totals[threshold + 1], extents.first * UNITS};
-        const Counts before = count_before(a, task.number, threshold);
+        const Counts before = count_before(a, first_chunk(a, scanned.first), chunk, threshold);
         const int warp = threadIdx.x / WARP;
-        const Share units((extents.last - extents.first) * UNITS, RERANK_WARPS, warp);
-        memory.counts[warp] = collector.count(units.first, units.last);
+        const Share own_units((extents.last - extents.first) * UNITS, RERANK_WARPS, warp);
+        memory.counts[warp] = collector.count(own_units.first, own_units.last);
         __syncthreads();
         Counts here = before, after = before;
 #pragma unroll
@@ -223,9 +196,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::RERANK_THREADS)
             after.above += memory.counts[w].above, after.ties += memory.counts[w].ties;
             if (w < warp) here = after;
         }
-        collector.write(units.first, units.last, here);
+        collector.write(own_units.first, own_units.last, here);
         __syncthreads();
         estimate(a, task, memory.pairs, columns, collector.taken(before), collector.taken(after), own);
     }
-    if (!MEAN) store_normalisers(a, task, memory, own);
+    if (!MEAN) store_normalisers(a, memory, own);
 }

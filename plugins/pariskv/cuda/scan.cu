@@ -151,7 +151,7 @@ __device__ __forceinline__ void store_totals(const SelectArguments& a, int task,
 #pragma unroll
     for (int i = 0; i < EACH_BINS; i++) {
         const int bin = lane * EACH_BINS + i, count = counts[i] + above;
-        a.chunk_totals[(static_cast<long long>(task) * a.chunks + chunk) * SCORES + bin] = count;
+        a.chunk_totals[static_cast<long long>(chunk) * SCORES + bin] = count;
         if (count != 0) atomicAdd(a.totals + task * SCORES + bin, count);
     }
 }
@@ -159,18 +159,21 @@ __device__ __forceinline__ void store_totals(const SelectArguments& a, int task,
 }  // namespace pariskv
 }  // namespace kvseek
 
-// grid: chunks / CHUNKS_OF_SCAN, tasks; dynamic shared memory: TABLE_LIMIT
+// grid: as many blocks as requests at least, kv_heads; dynamic shared memory: TABLE_LIMIT
 extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     kvseek_pariskv_scan(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::pariskv;
     extern __shared__ __align__(16) unsigned char dynamic_memory[];
     __shared__ int histograms[CHUNKS_OF_SCAN][SCORES];
-    const Task task(a);  // the requests and the ids are older than this step's kernels
-    const int length = task.idle() ? 0 : task.length(), extents = (length + EXTENT_TOKENS - 1) / EXTENT_TOKENS;
-    const int chunk = blockIdx.x * CHUNKS_OF_SCAN;
-    const int first = Share(extents, a.chunks, chunk).first;
-    const int last = Share(extents, a.chunks, chunk + CHUNKS_OF_SCAN - 1).last;
+    __shared__ Units units;
+    // The requests and the ids are older than this step's kernels.
+    const Unit block = share_keys(a, units, blockIdx.x);
+    const Task task(a, block.request);
+    const int length = block.exists ? task.length() : 0, extents = (length + EXTENT_TOKENS - 1) / EXTENT_TOKENS;
+    const int chunks = block.parts * CHUNKS_OF_SCAN, chunk = block.part * CHUNKS_OF_SCAN;
+    const int first = Share(extents, chunks, chunk).first;
+    const int last = Share(extents, chunks, chunk + CHUNKS_OF_SCAN - 1).last;
     Ids ahead[AHEAD];
     const unsigned char* own_ids = a.ids + threadIdx.x * BLOCKS;
     auto fetch = [&](int extent, int i) {  // beyond the length too: an extent is allocated whole
@@ -182,21 +185,21 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     for (int i = threadIdx.x; i < CHUNKS_OF_SCAN * SCORES; i += SCAN_THREADS) histograms[0][i] = 0;
     await_earlier_kernels();
     allow_later_kernels();
-    if (task.idle()) return;
+    if (!block.exists) return;
     const unsigned char* votes = a.votes + static_cast<long long>(task.number) * (QUADS * CENTROIDS * ID_BYTES);
     if (IN_SHARED && first < last) fill_table(reinterpret_cast<const uint4*>(votes), dynamic_memory);
     __syncthreads();
     const Lookup lookup(IN_SHARED ? dynamic_memory : votes);
     unsigned char* own_scores = a.scores + threadIdx.x;
     int* histogram = histograms[0];
-    int part = 0, part_end = Share(extents, a.chunks, chunk).last;
+    int part = 0, part_end = Share(extents, chunks, chunk).last;
     for (int start = first; start < last; start += AHEAD) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             const int extent = start + i;
             if (extent >= last) break;
             while (extent >= part_end) {
-                part_end = Share(extents, a.chunks, chunk + ++part).last;
+                part_end = Share(extents, chunks, chunk + ++part).last;
                 histogram = histograms[part];
             }
             if (extent * EXTENT_TOKENS + static_cast<int>(threadIdx.x) < length) {
@@ -210,5 +213,5 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::SCAN_THREADS, 1)
     }
     __syncthreads();
     const int warp = threadIdx.x / WARP;
-    if (warp < CHUNKS_OF_SCAN) store_totals(a, task.number, chunk + warp, histograms[warp]);
+    if (warp < CHUNKS_OF_SCAN) store_totals(a, task.number, first_chunk(a, blockIdx.x) + warp, histograms[warp]);
 }

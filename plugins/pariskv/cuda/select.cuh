@@ -3,7 +3,9 @@
 
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/power_sum.cuh"
 #include "kernels/cuda/task.cuh"
+#include "kernels/cuda/units.cuh"
 #include "layout.cuh"
 
 namespace kvseek {
@@ -24,20 +26,19 @@ struct SelectArguments {
     unsigned* columns;           // [tasks, COLUMN_TILES, STEPS, 32, 2] rotated queries, as the rerank multiplies them
     unsigned char* votes;        // [tasks, BLOCKS / 4, 256, 4, VOTE_BYTES] votes of each centroid, a byte a lane
     int* totals;                 // [tasks, SCORES] keys with at least so many votes
-    int* chunk_totals;           // [tasks, chunks, SCORES] the same, of the keys that one block of the scan saw
+    int* chunk_totals;           // [kv_heads, chunks, SCORES] the same, of the keys of a chunk
     unsigned char* scores;       // [scratch extents, kv_heads, 1024] votes of each key
     int* candidates;             // [scratch extents, kv_heads, 1024] places, ascending
     float* estimates;            // [scratch extents, kv_heads, 1024, LANES] of candidates
     unsigned* keys;              // [scratch extents, kv_heads, 1024] of candidates: larger is better
-    float2* normalisers;         // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
-    unsigned* best_keys;         // [tasks, top blocks, top_k]
-    int* best_places;            // [tasks, top blocks, top_k]
+    PowerSum* normalisers;       // [kv_heads, chunks, LANES] sums of the powers
+    unsigned* best_keys;         // [kv_heads, top blocks, top_k]
+    int* best_places;            // [kv_heads, top blocks, top_k]
     int* finished;               // [tasks] blocks of the last kernel that are done; 0 between launches
     int* rows;                   // [batch, kv_heads, top_k] result
-    int kv_heads, max_extents, top_k;
-    int chunks;      // parts of a task: blocks of the rerank, CHUNKS_OF_SCAN to a block of the scan
-    int top_blocks;  // blocks of a task in the top-k
-    float scaling;   // softmax scale
+    int batch, kv_heads, max_extents, top_k;
+    int scan_blocks;  // of a KV head; each has CHUNKS_OF_SCAN chunks, of which a block of the rerank takes one
+    float scaling;    // softmax scale
 };
 
 struct Task : TaskOf<SelectArguments> {
@@ -46,6 +47,17 @@ struct Task : TaskOf<SelectArguments> {
     __device__ __forceinline__ int budget() const { return request.numbers[0]; }
     __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
 };
+
+// Share out keys among the blocks of the scan, and return the unit of the one with this number. All threads call it.
+__device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int number) {
+    return units.divide(
+        a.requests, a.batch, a.scan_blocks, a.scan_blocks,
+        [](const Request& request) { return request.dense ? 0 : request.length; }, number);
+}
+// Number of the first chunk of a block of the scan, in arrays [kv_heads, chunks, ...].
+__device__ __forceinline__ int first_chunk(const SelectArguments& a, int block) {
+    return (static_cast<int>(blockIdx.y) * a.scan_blocks + block) * CHUNKS_OF_SCAN;
+}
 
 // Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
 struct Share {

@@ -10,7 +10,8 @@ namespace pariskv {
 
 constexpr int TOP_THREADS = 1024;
 constexpr int TOP_WARPS = TOP_THREADS / WARP;
-constexpr int KEYS_EACH = 16;  // that a thread holds in registers
+constexpr int MOST_TOP_BLOCKS = 16;  // of a task (device.py)
+constexpr int KEYS_EACH = 16;        // that a thread holds in registers
 using Top = largest::Largest<TOP_THREADS, KEYS_EACH>;
 constexpr int AT_ONCE = LANES <= 4 ? 4 : 1;         // estimates that are on their way together
 constexpr int SMALLEST_SHARE = Top::HELD_KEYS / 2;  // of several blocks: a second round takes as long as 8,192 keys
@@ -20,27 +21,14 @@ struct Memory : Top::Memory {
 };
 
 // log2 of the sum over a task's candidates of 2 to the scaled estimates, for each lane.
-__device__ __forceinline__ void normalise(const SelectArguments& a, Memory& memory) {
+__device__ __forceinline__ void normalise(const PowerSum* parts, int chunks, Memory& memory) {
     const int lane = threadIdx.x % WARP;
-    const float2* parts = a.normalisers + static_cast<long long>(blockIdx.y) * a.chunks * LANES;
     for (int query = threadIdx.x / WARP; query < LANES; query += TOP_WARPS) {
-        float largest = -INFINITE, sum = 0.0f;
+        PowerSum sum;
 #pragma unroll 4
-        for (int i = lane; i < a.chunks; i += WARP) {
-            const float2 part = parts[i * LANES + query];
-            const float both = fmaxf(fmaxf(largest, part.x), -1e30f);  // a block without candidates has -infinity
-            sum = sum * power_of_two(largest - both) + part.y * power_of_two(part.x - both);
-            largest = both;
-        }
-#pragma unroll
-        for (int mask = 1; mask < WARP; mask *= 2) {
-            const float other = __shfl_xor_sync(EVERYONE, largest, mask);
-            const float other_sum = __shfl_xor_sync(EVERYONE, sum, mask);
-            const float both = fmaxf(fmaxf(largest, other), -1e30f);
-            sum = sum * power_of_two(largest - both) + other_sum * power_of_two(other - both);
-            largest = both;
-        }
-        if (lane == 0) memory.normaliser[query] = largest + log2f(sum);
+        for (int i = lane; i < chunks; i += WARP) sum.add(parts[i * LANES + query]);
+        sum.add_lanes(WARP - 1);
+        if (lane == 0) memory.normaliser[query] = sum.logarithm();
     }
     __syncthreads();
 }
@@ -110,35 +98,46 @@ struct Held {
 }  // namespace pariskv
 }  // namespace kvseek
 
-// grid: top_blocks, tasks
+// grid: as many blocks as requests at least, kv_heads
 extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     kvseek_pariskv_top(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::pariskv;
     __shared__ Memory memory;
-    const Task task(a);
+    __shared__ Units scan_units, units;
+    const Unit block = units.divide(
+        a.requests, a.batch, gridDim.x, MOST_TOP_BLOCKS,
+        [](const Request& request) { return request.dense ? 0 : request.numbers[1]; }, blockIdx.x);
+    // The blocks of a request in the scan.
+    Unit scanned = share_keys(a, scan_units, 0);
+    if (a.batch > 1)
+        scanned.first = scan_units.first_of(block.request), scanned.parts = scan_units.parts_of(block.request);
+    const Task task(a, block.request);
     await_earlier_kernels();
     allow_later_kernels();
-    if (task.idle()) return;
+    if (!block.exists) return;
     const int count = task.candidates(), top_k = a.top_k;
-    const int even = max((count + a.top_blocks - 1) / a.top_blocks, SMALLEST_SHARE);
+    const int even = max((count + block.parts - 1) / block.parts, SMALLEST_SHARE);
     const int share = count <= Top::HELD_KEYS ? count : even;
     const int active = (count + share - 1) / share;  // blocks with work: at least one, as a task has candidates
-    if (blockIdx.x >= active) return;
-    const int first = blockIdx.x * share, here = min(share, count - first);
-    if (!MEAN) normalise(a, memory);
+    if (block.part >= active) return;
+    const int first = block.part * share, here = min(share, count - first);
+    if (!MEAN) {
+        const int chunk = first_chunk(a, scanned.first);
+        normalise(a.normalisers + static_cast<long long>(chunk) * LANES, scanned.parts * CHUNKS_OF_SCAN, memory);
+    }
     int* rows = a.rows + static_cast<long long>(task.number) * top_k;
-    if (blockIdx.x == 0)
+    if (block.part == 0)
         for (int i = min(count, top_k) + threadIdx.x; i < top_k; i += TOP_THREADS) rows[i] = -1;
     const int each = min(share, top_k);  // of every block; the last one may have fewer
-    const long long list = static_cast<long long>(task.number) * a.top_blocks * top_k;
+    const long long list = static_cast<long long>(blockIdx.y * gridDim.x + block.first) * top_k;
     auto take = [&](int rank, int i, unsigned key) {
         const int place = a.candidates[static_cast<size_t>(task.scratch_row(a, first + i))];
         if (active == 1) {
             rows[rank] = place;
         } else {
-            a.best_keys[list + blockIdx.x * each + rank] = key;
-            a.best_places[list + blockIdx.x * each + rank] = place;
+            a.best_keys[list + block.part * each + rank] = key;
+            a.best_places[list + block.part * each + rank] = place;
         }
     };
     if (share > Top::HELD_KEYS || !Top::take_largest(memory, here, top_k, Held(a, task, memory, first, here), take)) {

@@ -89,7 +89,7 @@ __device__ __forceinline__ void vote_limits(int budget, int (&limits)[TIERS]) {
 }  // namespace pariskv
 }  // namespace kvseek
 
-// grid: BLOCKS, tasks; a warp for each lane
+// grid: BLOCKS, kv_heads, requests; a warp for each lane
 extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     kvseek_pariskv_vote(const __grid_constant__ kvseek::pariskv::SelectArguments a) {
     using namespace kvseek;
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     // Only the queries come from the kernel before this one. Counts change between steps, before an upload that this
     // step waited for. The totals' last readers are `rerank` and `scan` of an earlier selection: `top`, which ends
     // every selection, lets nothing start before it has waited for both.
-    const Task task(a);
+    const Task task(a, blockIdx.z);
     const int block = blockIdx.x, query = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int* all =
         a.counts + ((static_cast<long long>(task.request.slot) * a.kv_heads + task.head) * BLOCKS + block) * CENTROIDS;
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::VOTE_THREADS)
     await_earlier_kernels();
     if (task.idle()) return;
     float x[EACH], scores[HELD];
-    codes::load_query<MEAN>(a.queries + static_cast<long long>(blockIdx.y) * GROUP * HEAD_DIM, query, a.signs, x);
+    codes::load_query<MEAN>(a.queries + static_cast<long long>(task.number) * GROUP * HEAD_DIM, query, a.signs, x);
     if (block == 0) store_columns(a, task.number, query, x);
     centroid_scores(x, block, scores);
     unsigned long long keys[HELD];

@@ -33,18 +33,13 @@ struct BestMemory {
     int rows[PAGES];   // their rows that are not static
 };
 
-__device__ __forceinline__ void add_normalisers(const SelectArguments& a, const Task& task, BestMemory& memory) {
-    const int lane = threadIdx.x % 32, chunks = gridDim.x;
-    const float2* parts = a.normalisers + static_cast<long long>(task.number) * chunks * LANES;
+__device__ __forceinline__ void add_normalisers(const PowerSum* parts, int count, BestMemory& memory) {
+    const int lane = threadIdx.x % 32;
     for (int query = threadIdx.x / 32; query < LANES; query += WARPS) {
         PowerSum sum;
-        for (int i = lane; i < chunks; i += 32) {
-            const float2 part = __ldcg(parts + i * LANES + query);
-            sum.add(part.x, part.y);
-        }
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) sum.add_lane(mask);
-        if (lane == 0) memory.normaliser[query] = sum.largest + log2f(sum.sum);
+        for (int i = lane; i < count; i += 32) sum.add(PowerSum::read(parts + i * LANES + query));
+        sum.add_lanes(WARP - 1);
+        if (lane == 0) memory.normaliser[query] = sum.logarithm();
     }
     __syncthreads();
 }
@@ -190,13 +185,14 @@ __device__ __forceinline__ int rank_pages(const Ranking& ranking, SortKey best, 
 
 // The pages that are taken: the best ones whose rows that are not static are at most `room`. Ascending, into
 // memory.pages and memory.rows; returns how many there are.
-__device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& task, int room, BestMemory& memory) {
+__device__ __forceinline__ int best_pages(const SelectArguments& a, const Task& task, const Unit& unit, int room,
+                                          BestMemory& memory) {
     if (room < 1) return 0;  // all rows are static
     const int first = task.first_page(a), most = a.top_k / PAGE, i = threadIdx.x;
     const Ranking ranking{a, task, memory.normaliser, first, task.pages(), first & ~31};
     Scores scores[AT_ONCE];  // asked for together with the normalisers
     ranking.load(scores, ranking.base + threadIdx.x);
-    add_normalisers(a, task, memory);
+    add_normalisers(a.normalisers + (blockIdx.y * gridDim.x + unit.first) * LANES, unit.parts, memory);
     const SortKey best = ranking.largest_own(scores);
     memory.maxima[threadIdx.x] = best;
     __syncthreads();

@@ -47,7 +47,7 @@ class Bounds {
 #pragma unroll
                 for (int mask = 16; mask; mask /= 2) bound += __shfl_xor_sync(EVERYONE, bound, mask);
                 if (lane == 0) store(page, column, bound);
-                sums[column].add(bound * exponent_scale, 1.0f);
+                sums[column].add(bound * exponent_scale);
             }
         }
         load_next();

@@ -96,7 +96,7 @@ class Bounds {
                 const int page = g + j / 2 * 8, column = 8 * i + 2 * t + j % 2;
                 if (column >= LANES || !valid(page)) continue;
                 store(page, column, bound[j]);
-                sums[i][j % 2].add(bound[j] * exponent_scale, 1.0f);
+                sums[i][j % 2].add(bound[j] * exponent_scale);
             }
         }
         load_next();
@@ -109,7 +109,7 @@ class Bounds {
         for (int i = 0; i < COLUMN_TILES; ++i)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                sums[i][j].add_lane(4), sums[i][j].add_lane(8), sums[i][j].add_lane(16);
+                sums[i][j].add_lanes(4 + 8 + 16);
                 const int column = 8 * i + 2 * t + j;
                 if (g == 0 && column < LANES) store(column, sums[i][j]);
             }

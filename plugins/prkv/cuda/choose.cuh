@@ -7,9 +7,10 @@ namespace kvseek {
 namespace prkv {
 
 // Choose and count pages, and write the static rows, then those of the pages that are not static; -1 fills up.
-__device__ __forceinline__ void choose(const SelectArguments& a, const Task& task, BestMemory& memory) {
+__device__ __forceinline__ void choose(const SelectArguments& a, const Task& task, const Unit& unit,
+                                       BestMemory& memory) {
     const int static_rows = task.static_rows(a), i = threadIdx.x;
-    const int taken = best_pages(a, task, a.top_k - static_rows, memory);
+    const int taken = best_pages(a, task, unit, a.top_k - static_rows, memory);
     int* rows = a.rows + static_cast<long long>(task.number) * a.top_k;
     for (int entry = i; entry < static_rows; entry += THREADS) rows[entry] = task.statics(a)[entry];
     int entry = static_rows, end = static_rows;

@@ -40,7 +40,7 @@ class Estimates {
             for (int k = 0; k < ROWS; ++k) scales[k] = __ldcs(own + 8 * k);
         }
     };
-    using Pages = PowerSum[Columns::COLUMN_TILES][Columns::EACH][PARTS];
+    using Pages = RelativeSum[Columns::COLUMN_TILES][Columns::EACH][PARTS];
 
     Unit held;
     Columns columns;
@@ -100,11 +100,12 @@ class Estimates {
         for (int tile = 0; tile < Columns::COLUMN_TILES; ++tile)
 #pragma unroll
             for (int i = 0; i < Columns::EACH; ++i) {
-                const PowerSum page = of_own_part(pages[tile][i]);
+                const RelativeSum page = of_own_part(pages[tile][i]);
                 const int lane = Columns::lane(tile, i);
                 if (!own || lane >= LANES) continue;
-                store(part, lane, (page.largest + log2f(page.sum)) * unscaled);
-                sums[tile][i].add(page.largest, page.sum);
+                const float logarithm = page.largest + log2f(page.sum);
+                store(part, lane, logarithm * unscaled);
+                sums[tile][i].add(logarithm);
             }
     }
 
@@ -116,7 +117,7 @@ class Estimates {
 #pragma unroll
             for (int i = 0; i < Columns::EACH; ++i) {
                 PowerSum& sum = sums[tile][i];
-                sum.add_lane(4), sum.add_lane(8), sum.add_lane(16);
+                sum.add_lanes(4 + 8 + 16);
                 const int lane = Columns::lane(tile, i);
                 if (g == 0 && lane < LANES) store(lane, sum);
             }
@@ -172,15 +173,15 @@ class Estimates {
 
     // Add up the pages over the eight threads that have rows of them. Thread g ends up with part g / (8 / PARTS): in
     // each step a thread gives away the half of its parts that it will not end up with.
-    __device__ __forceinline__ PowerSum of_own_part(PowerSum (&parts)[PARTS]) const {
+    __device__ __forceinline__ RelativeSum of_own_part(RelativeSum (&parts)[PARTS]) const {
 #pragma unroll
         for (int step = 0; step < 3; ++step) {
             const int mask = 16 >> step, half = PARTS >> (step + 1);
             const bool upper = threadIdx.x & mask;
 #pragma unroll
             for (int i = 0; i < half; ++i) {
-                PowerSum kept = upper ? parts[half + i] : parts[i];
-                const PowerSum given = upper ? parts[i] : parts[half + i];
+                RelativeSum kept = upper ? parts[half + i] : parts[i];
+                const RelativeSum given = upper ? parts[i] : parts[half + i];
                 const float largest = __shfl_xor_sync(EVERYONE, given.largest, mask);
                 kept.add(largest, __shfl_xor_sync(EVERYONE, given.sum, mask));
                 parts[i] = kept;

@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::OBSERVE_THREADS)
     for (int first_row = 0; first_row < share.rows; first_row += BLOCK_ROWS) {
         const WindowRows rows(a.queries + static_cast<long long>(share.head) * GROUP * a.query_head_stride,
                               a.query_head_stride, a.query_stride, a.window, first_row, share.rows);
-        PowerSum sums[ROW_TILES][2];
+        RelativeSum sums[ROW_TILES][2];
         pass_by(
             a, share, rows, memory,
             [&](int key, const float (&products)[ROW_TILES][4], int) {
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::OBSERVE_THREADS)
             [](int) {});
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
-            PowerSum& sum = sums[i / 2][i % 2];
+            RelativeSum& sum = sums[i / 2][i % 2];
             sum.add_lane(1), sum.add_lane(2);
             const int row = first_row + WindowRows::row(i / 2, i % 2);
             if (t == 0 && row < share.rows) share.parts(a, blockIdx.x)[row] = make_float2(sum.largest, sum.sum);
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::OBSERVE_THREADS)
     float* scores = a.scores + static_cast<long long>(share.head) * a.count;
     for (int first_row = 0; first_row < share.rows; first_row += BLOCK_ROWS) {
         for (int i = threadIdx.x; i < BLOCK_ROWS; i += OBSERVE_THREADS) {
-            PowerSum sum;
+            RelativeSum sum;
             for (int chunk = 0; chunk < gridDim.x && first_row + i < share.rows; ++chunk) {
                 const float2 part = share.parts(a, chunk)[first_row + i];
                 sum.add(part.x, part.y);

@@ -1,8 +1,8 @@
 // PRKV's selection in one launch: scores of all pages, then the rows of the static set and of the best pages (paper,
 // section 4.1). Pages are scored by their boxes (bounds_*.cuh) or by codes of their rows (estimates.cuh).
 //
-// The CTAs of a task score its pages in tiles, a warp a tile; the last one to finish chooses. A second kernel would
-// cost more than the wait for the others.
+// The CTAs of a task, as many as its length asks for, score its pages in tiles, a warp a tile; the last one to finish
+// chooses. A second kernel would cost more than the wait for the others.
 #include "choose.cuh"
 #ifdef PRKV_CODES
 #include "estimates.cuh"
@@ -24,11 +24,10 @@ using Scorer = Bounds;
 // Tiles of pages, one after another, dealt to the warps of all CTAs of a task.
 struct Tiles {
     int number, last, stride;
-    __device__ __forceinline__ Tiles(int first_page, int pages)
-        : number(first_page / TILE + static_cast<int>(threadIdx.x) / 32 * static_cast<int>(gridDim.x) +
-                 static_cast<int>(blockIdx.x)),
+    __device__ __forceinline__ Tiles(const Unit& unit, int first_page, int pages)
+        : number(first_page / TILE + static_cast<int>(threadIdx.x) / 32 * unit.parts + unit.part),
           last((pages + TILE - 1) / TILE),
-          stride(WARPS * static_cast<int>(gridDim.x)) {}
+          stride(WARPS * unit.parts) {}
     __device__ __forceinline__ bool left() const { return number < last; }
 };
 
@@ -43,12 +42,12 @@ __device__ __forceinline__ void record_queries(const SelectArguments& a, const T
 }
 
 // Whether this CTA is the last of its task to come here: then it sees what the others have written, past the L1 cache.
-__device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task& task) {
+__device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task& task, const Unit& unit) {
     __shared__ int last;
     __syncthreads();
     if (threadIdx.x == 0) {  // one thread's fences pass on what the barriers before and after it order
         __threadfence();
-        last = atomicAdd(a.finished + task.number, 1) == static_cast<int>(gridDim.x) - 1;
+        last = atomicAdd(a.finished + task.number, 1) == unit.parts - 1;
         if (last) a.finished[task.number] = 0;
         __threadfence();
     }
@@ -59,24 +58,27 @@ __device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task
 }  // namespace prkv
 }  // namespace kvseek
 
-// grid: chunks, tasks. Boxes or codes, static rows and requests were written before the step: they are read before the
-// wait.
+// grid: as many CTAs as requests at least, kv_heads. Boxes or codes, static rows and requests were written before the
+// step: they are read before the wait.
 extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     kvseek_prkv_select(const __grid_constant__ kvseek::prkv::SelectArguments a) {
     using namespace kvseek;
     using namespace kvseek::prkv;
     __shared__ BestMemory memory;
+    __shared__ Units units;
     __shared__ PowerSum warp_sums[WARPS][LANES];
-    const Task task(a);
+    const Unit unit = units.divide(
+        a.requests, a.batch, gridDim.x, gridDim.x,
+        [](const Request& request) { return request.dense ? 0 : request.length; }, blockIdx.x);
+    const Task task(a, unit.request);
     const int pages = task.pages(), first_page = task.first_page(a);
-    const bool idle = task.request.dense != 0;
-    Tiles tiles(first_page, pages);
+    Tiles tiles(unit, first_page, pages);
     Scorer scorer(a);
-    if (!idle && tiles.left()) scorer.load(a, task, tiles.number * TILE);
+    if (unit.exists && tiles.left()) scorer.load(a, task, tiles.number * TILE);
     await_earlier_kernels();
-    if (idle) return;
+    if (!unit.exists) return;
     scorer.load_queries(a, task);
-    if (blockIdx.x == 0) record_queries(a, task);
+    if (unit.part == 0) record_queries(a, task);
     for (; tiles.left(); tiles.number += tiles.stride) {
         const int first = tiles.number * TILE;
         float* scores = a.scores + task.entry(a, first) * LANES;
@@ -91,12 +93,8 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     scorer.finish([&](int lane, const PowerSum& sum) { warp_sums[threadIdx.x / 32][lane] = sum; });
     __syncthreads();
     if (threadIdx.x < LANES) {
-        PowerSum sum;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp)
-            sum.add(warp_sums[warp][threadIdx.x].largest, warp_sums[warp][threadIdx.x].sum);
-        const long long chunk = static_cast<long long>(task.number) * gridDim.x + blockIdx.x;
-        a.normalisers[chunk * LANES + threadIdx.x] = make_float2(sum.largest, sum.sum);
+        a.normalisers[(blockIdx.y * gridDim.x + blockIdx.x) * LANES + threadIdx.x] =
+            PowerSum::of<WARPS>([&](int warp) { return warp_sums[warp][threadIdx.x]; });
     }
-    if (arrive_last(a, task)) choose(a, task, memory);
+    if (arrive_last(a, task, unit)) choose(a, task, unit, memory);
 }

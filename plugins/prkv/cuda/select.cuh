@@ -1,7 +1,9 @@
 // What the parts of PRKV's selection share: its arguments, and one (request, KV head) of it.
 #pragma once
 
+#include "kernels/cuda/power_sum.cuh"
 #include "kernels/cuda/task.cuh"
+#include "kernels/cuda/units.cuh"
 #include "layout.cuh"
 
 namespace kvseek {
@@ -24,12 +26,12 @@ struct SelectArguments {
     const int* statics;      // [slots, kv_heads, most_static] static tokens, ascending
     const int* static_rows;  // [slots] their number
     float* scores;           // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
-    float2* normalisers;     // [tasks, chunks, LANES] largest exponent, sum of the powers relative to it
+    PowerSum* normalisers;   // [kv_heads, CTAs, LANES] sums of the powers
     int* finished;           // [tasks] CTAs that are done; 0 between launches
     int* picked;             // [extents, kv_heads, PAGES_OF_EXTENT] selections of each page
     Number* recent;          // [slots, recent_queries, kv_heads * GROUP, HEAD_DIM] last queries
     int* rows;               // [batch, kv_heads, top_k] result
-    int kv_heads, max_extents, top_k, recent_queries, most_static;
+    int batch, kv_heads, max_extents, top_k, recent_queries, most_static;
     float scaling;  // softmax scale
 #ifdef PRKV_CODES
     int block_bits;
@@ -89,7 +91,7 @@ struct Task : TaskOf<SelectArguments> {
 };
 
 // Sum of powers of two of several numbers, relative to the largest: what a softmax divides by.
-struct PowerSum {
+struct RelativeSum {
     float largest = -INFINITE, sum = 0.0f;
 
     __device__ __forceinline__ void add(float other_largest, float other_sum) {

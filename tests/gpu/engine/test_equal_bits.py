@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.test_equal_bits import LIMITS, SHAPE, WINDOW, check_equal_bits
+from tests.engine.test_equal_bits import LIMITS, SHAPE, WINDOW, ask, check_equal_bits, numbers
 from tests.gpu.plugins.test_methods import CONTESTANTS
+
+from kvseek.engine.engine import Engine
 
 pytestmark = pytest.mark.gpu
 
@@ -22,3 +24,19 @@ def test_logits_do_not_depend_on_how_the_prompt_was_read(
     method, few = METHODS[name]
     numbers_of_16_bits = ("--dtype", dtype, "--weight_only_precision", precision)
     check_equal_bits(on_gpu(model, method, *WINDOW, *LIMITS, *few, *numbers_of_16_bits))
+
+
+@pytest.mark.parametrize(("dtype", "precision"), FORMS)
+@pytest.mark.parametrize("name", METHODS)
+def test_logits_do_not_depend_on_the_batch(
+    name: str, dtype: str, precision: str, random_model: RandomModel, on_gpu: BuildEngine
+) -> None:
+    """Requests of many lengths, one of them dense: alone, in pairs, and all at once, in any order."""
+    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64, **SHAPE)
+    method, few = METHODS[name]
+    numbers_of_16_bits = ("--dtype", dtype, "--weight_only_precision", precision)
+    engine = Engine.load(on_gpu(model, method, *WINDOW, *LIMITS, *few, *numbers_of_16_bits))
+    prompts = [numbers(size, size) for size in (2500, 20, 700, 90, 1500, 300, 1100, 33)]
+    alone = [ask(engine, prompt)[0] for prompt in prompts]
+    for chosen in ([0, 1], [3, 2], [4, 6, 1], [7, 5, 3, 1, 2], [*range(8)], [*reversed(range(8))]):
+        assert ask(engine, *(prompts[number] for number in chosen)) == [alone[number] for number in chosen], chosen

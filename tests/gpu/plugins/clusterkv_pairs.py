@@ -53,7 +53,7 @@ def poison(index: CudaIndex | ReferenceIndex) -> None:
         if index.reranker is not None:
             index.reranker.candidates.fill_(-7)
             index.reranker.estimates.fill_(float("nan"))
-            index.reranker.normalisers.fill_(float("nan"))
+            index.reranker.normalisers.fill_(0x77)
 
 
 def build(index: CudaIndex, slot: int, keys: Tensor) -> None:

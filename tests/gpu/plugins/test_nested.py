@@ -91,7 +91,7 @@ def test_a_block_may_have_more_groups_of_scores_than_it_tells_apart(monkeypatch:
     torch.manual_seed(5)
     length = 36 * 768 * 16
     index = make_index(Config(), "bfloat16", 64, 2, gpu_context.keys_of_slots([length], 64, "bfloat16"))
-    assert index.workspace(1)["blocks"] == 1
+    assert index.workspace.blocks(1)[1] == 1
     queries = (3 * torch.randn(1, KV_HEADS * 2, 64)).bfloat16().cuda()
     check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
 
@@ -106,7 +106,7 @@ def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, ro
     kept = min(n, config.top_k)
     assert (rows[:, kept:] == -1).all()
     assert (rows[:, :kept].diff(dim=-1) > 0).all(), "rows ascend"
-    for head, listed in enumerate(candidates(index, queries.shape[0], request)):
+    for head, listed in enumerate(candidates(index, queries[[request]], slot, rows)):
         assert (listed.diff() > 0).all(), "candidates ascend"
         assert min(n, wanted) <= len(listed) <= index.workspace.capacity
         is_listed = torch.zeros(n, dtype=torch.bool, device=rows.device).index_fill_(0, listed, True)
@@ -122,14 +122,16 @@ def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, ro
             assert values[~chosen].max() <= values[chosen].min() + 1e-5 * values.abs().max()
 
 
-def candidates(index: CudaIndex, batch: int, request: int) -> list[Tensor]:
-    """The candidates of each KV head of a request, as the last selection listed them."""
-    scratch = index.workspace(batch)
-    listed = []
-    for task in range(request * KV_HEADS, (request + 1) * KV_HEADS):
-        counts, places = scratch["counts"][task].tolist(), scratch["places"][task].long()
-        listed.append(torch.cat([places[block, :count] for block, count in enumerate(counts)]))
-    return listed
+def candidates(index: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> list[Tensor]:
+    """The candidates of each KV head of a request, as its selection alone lists them; it gives the same rows."""
+    assert torch.equal(select_rows(index, queries, [slot]).rows[0], rows)
+    _, blocks = index.workspace.blocks(1)
+    counts = index.workspace.counts.flatten().tolist()
+    places = index.workspace.places.flatten(0, 1).long()
+    return [
+        torch.cat([places[block, : counts[block]] for block in range(head * blocks, (head + 1) * blocks)])
+        for head in range(KV_HEADS)
+    ]
 
 
 def test_evicted_keys_become_visible_when_they_are_published() -> None:
@@ -201,7 +203,7 @@ def test_an_infinite_or_huge_query_hurts_no_other_request() -> None:
     assert torch.equal(rows[2], want[2])
     assert ((rows >= 0) & (rows < 9000)).all()
     assert (rows.diff(dim=-1) > 0).all()
-    assert not index.workspace(4)["totals"].any()
+    assert not index.workspace.totals.any()
 
 
 @pytest.mark.parametrize("shape", [("bfloat16", 128, 4), ("float32", 64, 2)])

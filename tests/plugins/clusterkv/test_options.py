@@ -205,9 +205,8 @@ def test_the_rerank_has_room_for_every_batch_that_loading_has_counted(slots: int
         assert index.reranker is not None
         before = count.used
         for size in range(1, index.reranker.most + 1):
-            tasks, blocks = size * KV_HEADS, index.reranker.blocks_of(size * KV_HEADS)
-            assert 1 <= blocks <= 16
-            assert tasks * blocks <= index.reranker.normalisers.shape[0]
+            tasks, blocks = size * KV_HEADS, index.reranker.blocks(size)
+            assert size <= blocks <= min(16 * size, index.reranker.normalisers.shape[1])
             assert tasks <= index.reranker.candidates.shape[0] == len(index.reranker.finished)
             state = RequestState(slot=slots - 1, length=0, dense=True)
             batch = Batch.of([state] * size, index.context.extents.device_table)

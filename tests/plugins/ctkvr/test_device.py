@@ -9,7 +9,7 @@ import pytest
 from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import context_of
 
-from kvseek.core.batch import most_requests
+from kvseek.core.batch import BUCKETS, most_requests
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
@@ -31,13 +31,12 @@ def make_context(config: Config, slots: int, tokens: int) -> IndexContext:
 
 
 @pytest.mark.parametrize(
-    ("slots", "most"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 8), (9, 9), (10, 16), (17, 17)], ids=str
+    ("slots", "most"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 8), (9, 9), (10, 12), (17, 17), (18, 24)], ids=str
 )
 def test_the_work_space_holds_every_batch_and_its_padding(slots: int, most: int) -> None:
     assert most_requests(slots) == most
     max_batch = slots - 1  # of an engine: one slot is for padding
-    bucket = 1 << max(0, max_batch - 1).bit_length()
-    assert bucket <= most
+    assert next(size for size in BUCKETS if size >= max_batch) <= most
     space = Workspace(make_context(FEW, slots, 4096), 4, 100)
     assert space.recalled.shape == (most, 2, 100)
     assert space.statistics.shape == (most, 2, 7, 3, 2)

@@ -7,13 +7,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from tests.plugins.index_cases import KV_HEADS, context_of
-from torch import Tensor
 
 import kvseek.kernels
+from kvseek.core.batch import REQUEST_FIELDS, Batch
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.engine.loading.dry_run import HOPPER, META, UnloadedKernels
+from kvseek.kernels.arguments import POWER_SUM_BYTES
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import BINS, CudaIndex
@@ -34,21 +36,23 @@ def make_index(slots: int, config: Config) -> CudaIndex:
 def test_every_batch_has_room_for_its_lists(slots: int) -> None:
     space = make_index(slots, Config(top_k=50)).workspace
     for batch in range(1, space.most + 1):
-        tasks, found = batch * KV_HEADS, space(batch)
-        assert found["blocks"] == min(16, max(1, HOPPER.multiprocessors // tasks))
-        lists = (tasks, found["blocks"], space.capacity)
-        shapes = {name: tuple(array.shape) for name, array in found.items() if isinstance(array, Tensor)}
-        assert shapes["places"] == shapes["keys"] == lists
-        assert shapes["estimates"] == (*lists, GROUP)
-        assert shapes["counts"] == lists[:2]
-        assert shapes["normalisers"] == (*lists[:2], GROUP, 2)
-        assert (shapes["totals"], shapes["finished"]) == ((tasks, BINS), (tasks,))
+        scan, choice = space.blocks(batch)
+        assert batch <= scan
+        assert batch <= choice <= min(16 * batch, space.counts.shape[1])
+    lists = (KV_HEADS, space.blocks(space.most)[1])
+    assert space.places.shape == space.keys.shape == (*lists, space.capacity)
+    assert space.estimates.shape == (*lists, space.capacity, GROUP)
+    assert space.normalisers.shape == (*lists, GROUP, POWER_SUM_BYTES)
+    tasks = space.most * KV_HEADS
+    assert (space.totals.shape, space.finished.shape) == ((tasks, BINS), (tasks,))
 
 
 def test_a_batch_beyond_the_slots_is_refused() -> None:
     index = make_index(3, Config())
+    batch = Batch(torch.zeros(5, REQUEST_FIELDS, dtype=torch.int32, device=META), index.context.extents.device_table)
+    queries = torch.zeros(5, KV_HEADS * GROUP, DIM, device=META)
     with pytest.raises(KernelError, match="batch = 5: must be at most 3, the requests that the slots allow"):
-        index.workspace(5)
+        index.select(queries, batch)
 
 
 PROBE = """

@@ -166,14 +166,16 @@ inline void run_block(int threads) {
 }
 
 template <class Arguments>
-void launch(void (*kernel)(Arguments), const void* arguments, unsigned width, unsigned height, int threads) {
-    blockDim = {static_cast<unsigned>(threads), 1, 1}, gridDim = {width, height, 1};
+void launch(void (*kernel)(Arguments), const void* arguments, Index3 grid, int threads) {
+    blockDim = {static_cast<unsigned>(threads), 1, 1}, gridDim = grid;
     const Arguments& given = *static_cast<const Arguments*>(arguments);
     work = [&] { kernel(given); };
-    for (unsigned y = 0; y < height; y++) {
-        for (unsigned x = 0; x < width; x++) {
-            blockIdx = {x, y, 0};
-            run_block(threads);
+    for (unsigned z = 0; z < grid.z; z++) {
+        for (unsigned y = 0; y < grid.y; y++) {
+            for (unsigned x = 0; x < grid.x; x++) {
+                blockIdx = {x, y, z};
+                run_block(threads);
+            }
         }
     }
 }
@@ -281,6 +283,10 @@ T __ldcg(const T* from) {
     return *from;
 }
 template <class T>
+T __ldg(const T* from) {
+    return *from;
+}
+template <class T>
 T __ldcs(const T* from) {
     return *from;
 }
@@ -318,12 +324,18 @@ inline float __fmaf_rn(float x, float y, float z) {
 inline float __fsqrt_rn(float x) {
     return std::sqrt(x);
 }
+inline float __fdividef(float x, float y) {
+    return x / y;
+}
 inline float __frcp_rn(float x) {
     return 1.0f / x;
 }
 inline int __float2int_rn(float x) {
     if (std::isnan(x)) return 0;
     return static_cast<int>(std::nearbyint(min(max(static_cast<double>(x), -2147483648.0), 2147483647.0)));
+}
+inline unsigned long long __float2ull_rn(float x) {
+    return static_cast<unsigned long long>(std::nearbyint(static_cast<double>(x)));
 }
 inline int __dp4a(int a, int b, int sum) {
     for (int shift = 0; shift < 32; shift += 8)

@@ -133,8 +133,9 @@ def test_buckets() -> None:
     assert buckets_for(1) == (1,)
     assert buckets_for(3) == (1, 2, 4)
     assert buckets_for(4) == (1, 2, 4)
-    assert buckets_for(64) == (1, 2, 4, 8, 16, 32, 64)
-    assert [bucket_of(batch) for batch in (1, 2, 3, 4, 5, 64)] == [1, 2, 4, 4, 8, 64]
+    assert buckets_for(9) == (1, 2, 4, 8, 12)
+    assert buckets_for(64) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+    assert [bucket_of(batch) for batch in (1, 2, 3, 4, 5, 17, 64)] == [1, 2, 4, 4, 8, 24, 64]
     with pytest.raises(ConfigError, match="max_batch_size = 65: must be <= 64"):
         buckets_for(65)
 

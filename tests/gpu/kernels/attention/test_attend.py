@@ -16,6 +16,7 @@ from tests.gpu.kernels.attention.attention_runs import (
     run,
 )
 from tests.gpu.kernels.attention.random_cache import POISON, RandomCache
+from torch import Tensor
 
 from kvseek.core.batch import pack
 from kvseek.core.selection import Selection
@@ -94,6 +95,41 @@ def test_long_context(host_rows: bool, kernels: MakeKernels, device: torch.devic
     for dense in (False, True):
         requests = [cache.request(0, 16, 70, 40, 70056, dense), cache.request(1, 16, 3, 40, 59, dense)]
         check(attention, cache, 4, requests, cache.select(requests, ENTRIES))
+
+
+@pytest.mark.parametrize("host_rows", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("float16", 96, 16), ("float32", 64, 3)])
+def test_a_request_attends_the_same_in_any_batch(
+    dtype: str, dim: int, group: int, host_rows: bool, kernels: MakeKernels, device: torch.device
+) -> None:
+    """Equal to the bit, beside requests of other lengths, dense ones and padding among them."""
+    torch.manual_seed(4)
+    lengths, entries = (30_000, 7, 5000, 900, 12_000, 0, 2500, 1024), 600
+    where = {"dtype": getattr(torch, dtype), "device": device, "host_rows": host_rows}
+    cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, window_rows=700, sink=60, **where)
+    attention = make_attention(kernels, cache, group, entries, kept_steps=0)
+    requests = [cache.request(slot, 60, slot, 640 - 90 * slot, 9, dense=slot % 3 == 0) for slot in range(len(lengths))]
+    queries, selected = make_queries(cache, len(lengths), group), cache.select(requests, entries)
+    for rows in (selected, None):
+
+        def attend(numbers: list[int], rows: Tensor | None = rows) -> tuple[Tensor, Tensor]:
+            lse = torch.empty(len(numbers), KV_HEADS * group, device=device)
+            batch = [requests[number] for number in numbers]
+            return run(attention, cache, queries[numbers], batch, None if rows is None else rows[numbers], lse), lse
+
+        alone = [attend([number]) for number in range(len(lengths))]
+        for numbers in (
+            [0, 1],
+            [3, 2, 0],
+            [5, 6, 7, 4],
+            [7, 1, 2, 3, 0, 5],
+            [*range(8)],
+            [0, 0, 1, *range(8), 3, 2, 7, 6, 5],
+        ):
+            out, lse = attend(numbers)
+            for place, number in enumerate(numbers):
+                assert torch.equal(out[place], alone[number][0][0]), (place, numbers)
+                assert torch.equal(lse[place], alone[number][1][0]), (place, numbers)
 
 
 def test_batch_of_sixty_four(kernels: MakeKernels, device: torch.device) -> None:

@@ -110,41 +110,39 @@ def test_head_tiles(dtype: torch.dtype, dim: int, group: int, heads: int, tiles:
     assert (found.heads, found.tiles) == (heads, tiles)
 
 
-def test_a_dense_scan_is_one_wave() -> None:
+def test_a_dense_scan_of_one_request_is_one_wave() -> None:
     attention = make(entries=0)
-    splits = attention.splits(1)
-    assert splits.window == 5
-    resident = 132 * attention.tiles.resident_ctas
-    assert resident - 8 < splits.total * 8 <= resident
+    splits, resident = attention.splits, 132 * attention.tiles.resident_ctas
+    assert resident - 8 < splits.most * 8 <= resident
+    assert splits.most == splits.dense + 5, "of the window"
 
 
-@pytest.mark.parametrize("batch", [1, 4, 8, 64])
+@pytest.mark.parametrize("lists", [1, 8, 64, 1024])
 @pytest.mark.parametrize("entries", [0, 1, 100, 1024, 4096, 20000])
 @pytest.mark.parametrize("window_rows", [2, 576, 100000])
-def test_splits_fit_the_kernel(batch: int, entries: int, window_rows: int) -> None:
-    splits = Splits.plan(batch * 8, window_rows, entries, 396, None)
-    assert splits.retrieval >= 1
-    assert splits.window >= 1
-    assert splits.total <= MAX_SPLITS
-    assert (splits.selected == 0) == (entries == 0)
-    assert splits.selected <= splits.retrieval
+def test_splits_fit_the_kernel(lists: int, entries: int, window_rows: int) -> None:
+    splits = Splits.plan(lists, window_rows, entries, 396, None)
+    assert splits.dense >= 1
+    assert splits.most <= MAX_SPLITS
+    assert splits.selected_rows % 16 == 0
+    window = min(-(-window_rows // 128), 32)
+    assert splits.most >= window + max(splits.dense, -(-entries // splits.selected_rows))
 
 
-@pytest.mark.parametrize(("entries", "splits"), [(100, 7), (512, 8), (1024, 16), (1280, 20)])
-def test_all_selected_rows_of_one_request_are_under_way_at_once(entries: int, splits: int) -> None:
-    """A tile of 16 rows for each of a CTA's warps; one tile a CTA if they are few."""
-    plan = Splits.plan(8, 576, entries, 396, None)
-    assert (plan.selected, plan.window) == (splits, 5)
-    assert plan.total * 8 <= 396
+@pytest.mark.parametrize(("entries", "rows"), [(100, 64), (512, 64), (513, 128), (1280, 128), (20000, 224)])
+def test_rows_of_a_unit_of_selected_rows(entries: int, rows: int) -> None:
+    """A tile of 16 rows for each of a CTA's warps if they are few, two else."""
+    assert Splits.plan(8, 576, entries, 396, None).selected_rows == rows
 
 
-@pytest.mark.parametrize("entries", [512, 1024, 4096])
-@pytest.mark.parametrize("batch", [8, 16])
-def test_a_batch_is_one_wave_of_parts_that_are_alike(batch: int, entries: int) -> None:
-    plan = Splits.plan(batch * 8, 576, entries, 396, None)
-    assert (plan.selected + plan.window) * batch * 8 <= 396
-    largest, least = sorted((entries / plan.selected, 576 / plan.window), reverse=True)
-    assert largest <= 4 * least
+@pytest.mark.parametrize(("splits", "batch", "ctas"), [(None, 1, 49), (None, 4, 49), (1, 1, 7), (1, 2, 14), (1, 8, 49)])
+def test_a_launch_has_no_more_ctas_than_the_gpu_holds(splits: int | None, batch: int, ctas: int) -> None:
+    attention = make(splits=splits, max_batch=8)
+    states = [RequestState(slot=0, sink_rows=1, length=0, dense=True)] * batch
+    queries = torch.zeros(batch, 32, 128, dtype=torch.bfloat16)
+    launch(attention, queries=queries, batch=Batch.of(states, torch.zeros(5, 3).int()), selection=None)
+    ((_, grid, _, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
+    assert (grid, arguments.batch) == ((ctas, 8, 1), batch)
 
 
 def test_launch_describes_what_it_is_given() -> None:
@@ -153,8 +151,10 @@ def test_launch_describes_what_it_is_given() -> None:
     out = launch(attention)
     assert out.shape == (2, 32, 128)
     ((name, grid, threads, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
-    splits = attention.splits(2)
-    assert (name, grid, threads) == ("kvseek_attend", (splits.total, 8, 2), 128)
+    assert (name, grid, threads) == ("kvseek_attend", (49, 8, 1), 128)
+    splits = attention.splits
+    found = (arguments.batch, arguments.dense_splits, arguments.dense_rows, arguments.selected_rows)
+    assert found == (2, splits.dense, splits.dense_rows, splits.selected_rows)
     assert arguments.out == out.data_ptr()
     found = (arguments.hot_rows, arguments.hot_places, arguments.frames, arguments.hits, arguments.hot_buffers)
     assert found == (*(array.data_ptr() for array in (hot.rows, hot.places, hot.frames, hot.hits)), 4)

@@ -1,0 +1,74 @@
+"""What a request selects is the same, to the bit, alone and in any batch: units are cut by lengths, blocks by the batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.gpu.plugins import gpu_context
+from tests.plugins.cases import CASES, SELECTING
+from tests.plugins.index_cases import KV_HEADS
+from torch import Tensor
+
+from kvseek.core.batch import Batch, RequestState
+from kvseek.plugins.contract import Index
+from kvseek.plugins.registry import get_method
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [70_000, 9_000, 2_600, 300, 40, 5_000, 1_024, 20_000, 1_500, 1, 3_000, 40_000, 700, 1_025, 12_000, 6_000]
+DENSE = {3, 4, 9, 12}  # requests that attend to everything
+LAYER = 5  # some methods select nothing in the first layers
+GROUP, DIM = 4, 128
+STATELESS = {"ctkvr": {"update": False}}  # every selection would replace a centroid
+CONTESTANTS = {
+    name: (method, dict(settings))
+    for method in SELECTING
+    for name, settings in ((method, {}), *CASES[method].on_gpu.items())
+    if CASES[method].on_gpu and settings.get("execution") != "cpu"
+}
+
+
+def make_index(method: str, settings: dict[str, object], lengths: Sequence[int]) -> Index:
+    entry = get_method(method)
+    config = entry.configure({**settings, **STATELESS.get(method, {})})
+    context = gpu_context.make_context(method, config, "bfloat16", DIM, GROUP, lengths, "cuda", layer=LAYER)
+    index = entry.create(context)
+    for slot, keys in enumerate(gpu_context.keys_of_slots(lengths, DIM, "bfloat16")):
+        queries = torch.randn(KV_HEADS * GROUP, min(keys.shape[1], 500), DIM).to(keys).to(gpu_context.PLACE)
+        work = index.build(slot, keys.to(gpu_context.PLACE), queries)
+        if work is not None:
+            work.wait()
+    return index
+
+
+def select(index: Index, queries: Tensor, slots: list[int]) -> Tensor:
+    states, lengths = [], index.context.lengths
+    for slot in slots:
+        numbers = () if slot in DENSE else index.effort(lengths[slot]).numbers
+        states.append(RequestState(slot=slot, length=lengths[slot], dense=slot in DENSE, numbers=numbers))
+    selection = index.select(queries[slots], Batch.of(states, index.context.extents.device_table))
+    assert selection is not None
+    return selection.rows
+
+
+def check_batches(index: Index, scale: float, sizes: Sequence[int], times: int) -> None:
+    """Requests alone, and in random batches of these sizes."""
+    chance, every = random.Random(3), list(range(len(index.context.lengths)))
+    for _ in range(times):
+        queries = (scale * torch.randn(len(every), KV_HEADS * GROUP, DIM)).bfloat16().to(gpu_context.PLACE)
+        alone = {slot: select(index, queries, [slot])[0] for slot in every if slot not in DENSE}
+        for size in sizes:
+            slots = chance.sample(every, size)
+            together = select(index, queries, slots)
+            for number, slot in enumerate(slots):
+                assert slot in DENSE or torch.equal(together[number], alone[slot]), (slot, slots)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["queries", "queries that hardly tell keys apart"])
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_request_selects_the_same_rows_in_any_batch(name: str, scale: float) -> None:
+    torch.manual_seed(3)
+    check_batches(make_index(*CONTESTANTS[name], LENGTHS), scale, (2, 3, 8, 16), 4)
