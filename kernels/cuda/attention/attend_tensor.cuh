@@ -117,7 +117,8 @@ struct TensorWarp {
     // Copy the found rows of a tile and wait for them, some at a time. Loads to registers cross PCIe in larger pieces
     // than asynchronous copies, and the warps together have far more of them under way than PCIe carries.
     __device__ __forceinline__ void copy_through_registers(const FoundRows& rows, Number* to) const {
-        constexpr int TOTAL = ROWS * PIECES / 32, AT_ONCE = TOTAL < 8 ? TOTAL : 8;
+        constexpr int TOTAL = ROWS * PIECES / 32, AT_ONCE = TOTAL % 8 == 0 ? 8 : 4;
+        static_assert(TOTAL % AT_ONCE == 0, "more would be written behind the tile");
 #pragma unroll
         for (int start = 0; start < TOTAL; start += AT_ONCE) {
             uint4 held[AT_ONCE];
