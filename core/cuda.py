@@ -109,6 +109,7 @@ class CudaKernels:
         shared_bytes: int = 0,
         overlap: bool = False,
         even: bool = False,
+        together: bool = False,
     ) -> None:
         """Launch a kernel on PyTorch's current stream of the device, and make the device current in the calling thread.
 
@@ -133,6 +134,9 @@ class CudaKernels:
             even share, so that a grid whose blocks all run at once, with equal work, ends everywhere at the same time. They are
             given shared memory for that, and wait until the preceding kernel leaves it: ask where it was measured to gain.
             Without effect without overlap.
+        together : bool
+            All blocks run at once, so that they can wait for each other; not with overlap. The driver refuses more blocks than
+            the GPU has room for.
 
         Raises
         ------
@@ -156,6 +160,9 @@ class CudaKernels:
         if overlap:
             config = self._overlapping(grid, threads, shared_bytes, stream)
             self._call("cuLaunchKernelEx", config, kernel.function, ctypes.addressof(parameters), 0, what=what)
+        elif together:
+            given = (*grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters))
+            self._call("cuLaunchCooperativeKernel", kernel.function, *given, what=what)
         else:
             launch = (*grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), 0)
             self._call("cuLaunchKernel", kernel.function, *launch, what=what)

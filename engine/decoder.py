@@ -10,6 +10,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefixes.rows import PrefixRows
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 from kvseek.plugins.registry import method_traits
 
@@ -57,18 +58,21 @@ class Steps(Protocol):
         """
 
     def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
-    ) -> tuple[list[Tensor | int], list[float]]:
-        """Run one decode step as `decode` does, but return the next token itself for greedy requests.
+        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
+    ) -> tuple[list[Drawn | int], list[float]]:
+        """Run one decode step as `decode` does, and draw the next tokens.
 
         Returns
         -------
         drawn : list
-            Per request: where `greedy` is set, the token with the largest logit (NO_TOKEN if that logit is not finite), else
-            the logits, float32 [vocabulary] on the CPU.
+            Per request: what its sampler draws; without a sampler the token with the largest logit, NO_TOKEN if that logit is
+            not finite.
         attended : list of float
             See `decode`.
         """
+
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+        """Draw a token from logits that a prompt gave, float32 [vocabulary] on the CPU."""
 
     def prepare(self) -> None:
         """Capture the steps of all batch sizes, also those captured before, so that no request waits for a capture.
@@ -118,10 +122,14 @@ class Decoder:
         return self.steps.decode(tokens, slots)
 
     def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
-    ) -> tuple[list[Tensor | int], list[float]]:
+        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
+    ) -> tuple[list[Drawn | int], list[float]]:
         """See Steps.decode_tokens."""
-        return self.steps.decode_tokens(tokens, slots, greedy)
+        return self.steps.decode_tokens(tokens, slots, samplers)
+
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+        """See Steps.draw."""
+        return self.steps.draw(logits, sampler)
 
     def close(self) -> None:
         """End what other processes do for this decoder, which must not be used any more. May be called twice."""

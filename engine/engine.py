@@ -22,6 +22,7 @@ from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
+from kvseek.engine.draws.sampling import Drawn, Sampler, greedy_token, overflow_remedy
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
@@ -29,7 +30,6 @@ from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
 from kvseek.engine.schedule.reading import PromptReader, Reading
-from kvseek.engine.schedule.sampling import Sampler, accept, overflow_remedy
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import RequestSequence
 from kvseek.plugins.registry import method_traits
@@ -342,31 +342,41 @@ class Engine:
         if reading.logits is not None and sequence.request.max_tokens == 0:
             outputs.append(self._end(sequence, sequence.ended(FinishReason.LENGTH)))
         elif reading.logits is not None:
-            outputs.append(self._take_token(sequence, reading.logits, 0.0))
+            outputs.append(self._take_first(sequence, reading.logits))
         return outputs
 
     def _decode(self, sequences: list[RequestSequence]) -> list[StepOutput]:
         tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
-        greedy = [s.sampler.greedy for s in sequences]
+        samplers = [None if s.sampler.greedy else s.sampler for s in sequences]
         self._refresh_seconds = 0.0
         try:
-            drawn, attended = self.decoder.decode_tokens(tokens, slots, greedy)
+            drawn, attended = self.decoder.decode_tokens(tokens, slots, samplers)
         except Exception as error:  # rows and indexes of the step's requests are in doubt, so these end; others go on
             return [self._fail(sequence, error) for sequence in sequences]
         self._meter.count(slots, attended)  # before slots are closed
         self._refresh_seconds = self.decoder.retrieval.refresh_seconds
         return [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
 
-    def _take_token(self, sequence: RequestSequence, drawn: Tensor | int, attended: float) -> StepOutput:
-        """Take the greedy token, or draw one from logits, and end the sequence if it is the last."""
+    def _take_first(self, sequence: RequestSequence, logits: Tensor) -> StepOutput:
+        """Draw a request's first token from the logits of its prompt."""
+        sampler = sequence.sampler
         try:
-            token = accept(drawn) if isinstance(drawn, int) else sequence.sampler.sample(drawn)
+            drawn = greedy_token(logits) if sampler.greedy else self.decoder.draw(logits, sampler)
+        except Exception as error:  # such as no memory for what the sampling keeps
+            return self._fail(sequence, error)
+        return self._take_token(sequence, drawn, 0.0)
+
+    def _take_token(self, sequence: RequestSequence, drawn: Drawn | int, attended: float) -> StepOutput:
+        """Take the token that was drawn, and end the sequence if it is the last."""
+        try:
+            token = sequence.sampler.take(drawn)
         except SamplingError as error:
             return self._fail(sequence, error, ErrorCode.INVALID)
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return self._fail(sequence, error)
-        statistics, sampler = sequence.statistics, sequence.sampler
-        cached, ends = self._cache.tokens[sequence.slot] if attended else 0, token in sequence.request.end_ids
+        logprobs, logits = (None, b"") if isinstance(drawn, int) else (drawn.logprobs, drawn.logits)
+        statistics, ends = sequence.statistics, token in sequence.request.end_ids
+        cached = self._cache.tokens[sequence.slot] if attended else 0
         statistics.record_token(cached, attended)
         if not ends:
             sequence.generated.append(token)
@@ -378,9 +388,9 @@ class Engine:
             cached_tokens=cached,
             attended_tokens=attended,
             statistics=statistics if reason or statistics.generated_tokens == 1 else None,
-            logprobs=sampler.logprobs,
+            logprobs=logprobs,
             end_id=token if ends else None,
-            generation_logits=b"" if ends else sampler.generation_logits,
+            generation_logits=b"" if ends else logits,
         )
         return output if reason is None else self._end(sequence, output)
 

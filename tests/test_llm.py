@@ -36,8 +36,8 @@ from kvseek import (
 )
 from kvseek.core.errors import UnavailableError
 from kvseek.core.request import Request
+from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.sampling import Sampler
 
 PROMPTS = [[i * 13 % 101 + 3 for i in range(number, number + 90)] for number in range(6)]
 SPARSE = ["--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32"]

@@ -45,9 +45,9 @@ from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.index_context import LayerRows
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.core.selection import Selection
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.observer import Observer
-from kvseek.engine.schedule.sampling import Sampler
 from kvseek.plugins.contract import Index
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import get_method, method_traits
@@ -167,23 +167,15 @@ def fresh_rows(tapped: Tapped, index: Index, method: str) -> Tensor:
 
 
 class ScriptedSampler(Sampler):
-    """Gives a document's tokens, whatever the model makes of them; after the last, what the model draws.
-
-    Never greedy: greedy requests on a GPU ask no sampler.
-    """
+    """Gives a document's tokens, whatever the model makes of them; after the last, what the model draws."""
 
     def __init__(self, request: Request, vocab_size: int, script: Sequence[int]):
         super().__init__(request, vocab_size)
         self._script = iter(script)
 
-    @property
-    def greedy(self) -> bool:
-        """See Sampler.greedy."""
-        return False
-
-    def sample(self, logits: Tensor) -> int:
-        """See Sampler.sample. A token is drawn as in generation, then replaced by the script's; raises as Sampler.sample."""
-        return next(self._script, super().sample(logits))
+    def take(self, drawn: Drawn | int) -> int:
+        """See Sampler.take. A token is drawn as in generation, then replaced by the script's."""
+        return next(self._script, super().take(drawn))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -23,11 +23,11 @@ from kvseek.core.config import EngineConfig, require
 from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError
 from kvseek.core.fields import from_dict
 from kvseek.core.weight_only import HEAD, NONE
+from kvseek.engine.draws.sampling import overflow_remedy
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.cpu.products import HostProducts
 from kvseek.engine.model.layer import Head
 from kvseek.engine.model.weights import load_weights
-from kvseek.engine.schedule.sampling import overflow_remedy
 from kvseek.engine.tokenizer import Tokenizer
 
 from .perplexity import LayerSource, Losses, WindowedText

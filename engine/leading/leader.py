@@ -19,6 +19,7 @@ from kvseek.engine.cache.prefix import Prefix, Reuse
 from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.cuda.model import KernelModel
@@ -172,11 +173,11 @@ class LeadDecoder(Decoder):
             return super().decode(tokens, slots)
 
     def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
-    ) -> tuple[list[Tensor | int], list[float]]:
+        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
+    ) -> tuple[list[Drawn | int], list[float]]:
         """See Decoder."""
         with self._followers.doing(self._decode(tokens, slots)):
-            return super().decode_tokens(tokens, slots, greedy)
+            return super().decode_tokens(tokens, slots, samplers)
 
     def observe(self, observer: Observer) -> None:
         """See Decoder."""

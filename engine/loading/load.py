@@ -18,6 +18,9 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.compiled import CompiledDraws
+from kvseek.engine.draws.draws import Draws
+from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.cpu.model import TorchModel
@@ -29,6 +32,7 @@ from kvseek.engine.model.reference.products import Products
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.kernels.cpu.attention.causal_attention import causal_attention as native_attention
+from kvseek.kernels.cpu.draw.draw import NativeDraw
 from kvseek.kernels.cpu.layer.layer import NativeOperations
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
@@ -71,7 +75,8 @@ def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cach
         ops = NativeOperations(library, config.model, dtype)
         attention = partial(native_attention, library=library)
         model = TorchModel(weights, retrieval, ops, products, attention)
-    return Decoder(model, retrieval, HostSteps(model, retrieval))
+    draws: Draws = TorchDraws() if library is None else CompiledDraws(NativeDraw(library))
+    return Decoder(model, retrieval, HostSteps(model, retrieval, draws))
 
 
 def _load_cuda(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:

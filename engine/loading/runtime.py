@@ -15,6 +15,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.cuda.products import KernelProducts
 from kvseek.engine.model.cuda.steps import GraphSteps
@@ -27,6 +28,7 @@ from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
 from kvseek.engine.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.retrieval import Retrieval
+from kvseek.kernels.cuda.draw.draw import DeviceDraw
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.kernels.cuda.layer.products import product_kernels
 
@@ -78,7 +80,7 @@ class TorchRuntime:
             reader = GraphSteps(model.with_retrieval(cold), cold)
             reader.prepare()
             model.reader = reader
-        return Decoder(model, retrieval, GraphSteps(model, retrieval))
+        return Decoder(model, retrieval, GraphSteps(model, retrieval, CompiledDraws(DeviceDraw(kernels))))
 
 
 def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> Products:

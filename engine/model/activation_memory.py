@@ -30,6 +30,7 @@ from kvseek.plugins.contract import LAST_QUERIES
 RESERVE_BYTES = 1 << 30
 TOKEN_BYTES = 8  # id and position of a prompt's token, as a plan takes them
 LOGITS_BYTES = 4  # a logit, as a plan returns it
+SCORE_BYTES = 4  # of a token, in a draw
 
 
 def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
@@ -96,7 +97,7 @@ def _row_numbers(keys: int) -> int:
 
 
 def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that decode steps hold: logits of all buckets, one layer's activations in the largest, an eviction."""
+    """Return the bytes that decode steps hold: logits of all buckets, one layer's activations in the largest, eviction, draws."""
     model = config.model
     sizes = buckets_for(config.max_batch_size) if config.device == "cuda" else (config.max_batch_size,)
     layer = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -109,7 +110,9 @@ def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     logits = sum(sizes) * model.vocab_size
     if config.cache.cached_prefill == "sparse":  # the steps that read prompts have logits of their own
         logits *= 2
-    return (logits + sizes[-1] * layer + eviction) * dtype.itemsize
+    # Scores of a draw, and for requests with penalties how often each token has occurred.
+    draws = sizes[-1] * model.vocab_size * 2 * SCORE_BYTES if config.device == "cuda" else 0
+    return (logits + sizes[-1] * layer + eviction) * dtype.itemsize + draws
 
 
 def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

@@ -6,8 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import SamplingError
@@ -53,13 +52,15 @@ class GuideMatcher:
         """Whether the text is complete and no token may follow."""
         return self._matcher.is_stopped()
 
-    def allowed(self) -> Tensor:
-        """Find the tokens that may go on with the text; bool [vocabulary], a new tensor. End tokens of the model never do."""
-        bits = self._matcher.compute_bitmask()
+    def allowed(self) -> npt.NDArray[np.uint32]:
+        """Find the tokens that may go on with the text, as new bits [vocabulary / 32, rounded up]. The model's ends never do."""
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         self._check()
-        mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size, bitorder="little")
-        mask[self._end_tokens] = 0
-        return torch.from_numpy(mask.view(np.bool_))
+        bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
+        bits[: found.size] = found[: bits.size]
+        for token in self._end_tokens:
+            bits[token // 32] &= ~np.uint32(1 << token % 32)
+        return bits
 
     def accept(self, token: int) -> None:
         """Add a token to the text."""

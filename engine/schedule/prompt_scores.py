@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.request import LogProbs, Request, StepOutput
-from kvseek.engine.schedule.sampling import log_probabilities, not_finite
+from kvseek.engine.draws.sampling import log_probabilities, not_finite
 
 
 class PromptScores:

@@ -22,8 +22,8 @@ from kvseek.core.errors import LogitsError
 from kvseek.core.extents import extents_for
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.sampling import check_finite
 from kvseek.engine.model.prefill import Prefill
-from kvseek.engine.schedule.sampling import check_finite
 
 from .pacing import Pacing
 from .sequence import RequestSequence

@@ -10,7 +10,7 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefixes.tree import pack_tokens
-from kvseek.engine.schedule.sampling import Sampler
+from kvseek.engine.draws.sampling import Sampler
 
 from .prompt_scores import PromptScores
 

@@ -12,8 +12,8 @@ from tests.support.prefill import run_to_end
 
 from kvseek.core.errors import CapacityError, ErrorCode
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.engine.draws.sampling import overflow_remedy
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.sampling import overflow_remedy
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 LIMITS = ("--max_batch_size", "2", "--max_seq_len", "400", "--max_input_len", "300", "--prefill_chunk_tokens", "64")

@@ -1,11 +1,26 @@
 """Sampling against the processors of transformers, and the laws that it must keep."""
 
 import dataclasses
+from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy.stats import chi2
+from tests.support.draws import (
+    KINDS,
+    VOCABULARY,
+    OneRequest,
+    check_equal,
+    draw_together,
+    every_kind_of_params,
+    make_draws,
+    random_logits,
+)
+from tests.support.structs import fields_of
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -18,31 +33,26 @@ from transformers import (
 )
 
 from kvseek.core.config import CHOICES
-from kvseek.core.errors import LogitsError, RequestError
+from kvseek.core.errors import LogitsError, RequestError, SamplingError
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.schedule.sampling import Sampler, candidates, overflow_remedy, penalise
+from kvseek.engine.draws.compiled import CompiledDraws
+from kvseek.engine.draws.draws import Draws
+from kvseek.engine.draws.reference import candidates, penalise, random_bits
+from kvseek.engine.draws.sampling import SEEN, Sampler, overflow_remedy
+from kvseek.kernels import draw_rows
+from kvseek.kernels.cpu.draw.draw import NativeDraw
 
-VOCABULARY = 500
 seeds = st.integers(0, 2**32 - 1)
 
 
-def random_logits(seed: int, size: int = VOCABULARY) -> torch.Tensor:
-    """Distinct logits with the spread of a language model's, float32 [size]."""
-    generator = torch.Generator().manual_seed(seed)
-    # One from each part of equal probability, not near its borders: numbers drawn freely coincide now and then.
-    parts = torch.randperm(size, generator=generator) + torch.rand(size, generator=generator) * 0.9 + 0.05
-    return torch.special.ndtri(parts / size) * 4
+@pytest.fixture(scope="module", params=KINDS)
+def draws(request: pytest.FixtureRequest) -> Draws:
+    return make_draws(request.param)
 
 
-def make(
-    params: SamplingParams, size: int = VOCABULARY, prompt: tuple[int, ...] = (), ends: tuple[int, ...] = ()
-) -> Sampler:
-    return Sampler(Request(prompt, 1, params, end_ids=ends), size)
-
-
-def draw(params: SamplingParams, rows: torch.Tensor, prompt: tuple[int, ...] = ()) -> list[int]:
-    sampler = make(params, rows.shape[1], prompt)
-    return [sampler.sample(row) for row in rows]
+def draw(draws: Draws, params: SamplingParams, rows: torch.Tensor, prompt: tuple[int, ...] = ()) -> list[int]:
+    one = OneRequest(draws, params, rows.shape[1], prompt)
+    return [one.sample(row) for row in rows]
 
 
 @given(seeds, st.integers(0, VOCABULARY + 5), st.floats(0.01, 1.0), st.floats(0.0, 1.0), st.floats(0.1, 5.0))
@@ -59,37 +69,39 @@ def test_kept_tokens_and_probabilities_agree_with_transformers(seed, top_k, top_
     shares = expected.softmax(-1) / expected.softmax(-1).max()
     assume(bool(((shares - min_p).abs() > 1e-9)[shares < 1].all()))
     expected = MinPLogitsWarper(min_p)(None, expected)
-    ids, probabilities = candidates(logits, temperature, top_k, top_p, min_p)
-    assert set(ids.tolist()) == set(expected[0].isfinite().nonzero()[:, 0].tolist())
-    torch.testing.assert_close(probabilities / probabilities.sum(), expected[0].softmax(-1)[ids], rtol=1e-9, atol=0)
+    ids, weights = candidates(logits, temperature, top_k, top_p, min_p)
+    likely = (expected[0].softmax(-1) >= 2**-44) | torch.zeros(VOCABULARY, dtype=torch.bool).scatter_(0, ids, True)
+    assert set(ids.tolist()) == set((expected[0].isfinite() & likely).nonzero()[:, 0].tolist())
+    shares = weights.double() / weights.sum()
+    torch.testing.assert_close(shares, expected[0].softmax(-1)[ids], rtol=1e-9, atol=2**-44)
 
 
 @given(seeds, st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.floats(0.2, 5.0))
 @settings(max_examples=50, deadline=None)
 def test_repetition_penalty_agrees_with_transformers(seed, previous, penalty):
     logits = random_logits(seed)
-    seen = torch.zeros(VOCABULARY, dtype=torch.bool)
-    seen[torch.tensor(previous, dtype=torch.long)] = True
+    occurrences = torch.zeros(VOCABULARY, dtype=torch.int32)
+    occurrences[torch.tensor(previous, dtype=torch.long)] = SEEN
     expected = RepetitionPenaltyLogitsProcessor(penalty)(
         torch.tensor([previous], dtype=torch.long), logits[None].clone()
     )
-    torch.testing.assert_close(penalise(logits, seen, penalty), expected[0])
+    torch.testing.assert_close(penalise(logits, occurrences, SamplingParams(repetition_penalty=penalty)), expected[0])
 
 
-def test_repetition_penalty_counts_prompt_and_drawn_tokens():
+def test_repetition_penalty_counts_prompt_and_drawn_tokens(draws):
     logits = torch.tensor([1.0, 0.9, 0.8, -5.0])
-    sampler = make(SamplingParams(repetition_penalty=1.5), 4, (0,))
+    sampler = OneRequest(draws, SamplingParams(repetition_penalty=1.5), 4, (0,))
     assert [sampler.sample(logits) for _ in range(4)] == [1, 2, 0, 0]
     assert logits.tolist() == pytest.approx([1.0, 0.9, 0.8, -5.0])  # the engine's tensor is not changed
 
 
 @given(seeds, st.lists(st.integers(0, 5), max_size=9), st.integers(0, 9), st.floats(-2, 2), st.floats(-2, 2))
 @settings(max_examples=50, deadline=None)
-def test_presence_and_frequency_penalties_count_prompt_and_output(seed, prompt, ignored, presence, frequency):
+def test_presence_and_frequency_penalties_count_prompt_and_output(draws, seed, prompt, ignored, presence, frequency):
     """OpenAI's formula, by hand: c occurrences cost c times the one, and once the other."""
     rows = torch.stack([random_logits(seed + step, 6) for step in range(8)])
     penalties = {"presence_penalty": presence, "frequency_penalty": frequency, "prompt_ignore_length": ignored}
-    sampler, seen = make(SamplingParams(**penalties), 6, tuple(prompt)), prompt[ignored:]
+    sampler, seen = OneRequest(draws, SamplingParams(**penalties), 6, tuple(prompt)), prompt[ignored:]
     for row in rows:
         counts = [seen.count(token) for token in range(6)]
         values = [float(row[token]) - frequency * c - presence * (c > 0) for token, c in enumerate(counts)]
@@ -101,9 +113,9 @@ def test_presence_and_frequency_penalties_count_prompt_and_output(seed, prompt, 
 
 @given(seeds, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_bad_words_agree_with_transformers(seed, words):
+def test_bad_words_agree_with_transformers(draws, seed, words):
     assume(len({word[0] for word in words if len(word) == 1}) < 4)  # a token is left
-    sampler, drawn = make(SamplingParams(bad_words=tuple(map(tuple, words))), 4, prompt=(0, 1, 2)), []
+    sampler, drawn = OneRequest(draws, SamplingParams(bad_words=tuple(map(tuple, words))), 4, (0, 1, 2)), []
     processor = NoBadWordsLogitsProcessor(words)
     for step in range(12):
         row = random_logits(seed + step, 4)
@@ -117,12 +129,12 @@ def test_bad_words_agree_with_transformers(seed, words):
         assert drawn[-1] == int(scores.argmax())
 
 
-def test_end_tokens_come_late_and_biases_count_as_in_transformers():
+def test_end_tokens_come_late_and_biases_count_as_in_transformers(draws):
     rows = [random_logits(step) for step in range(6)]
     ends = [int(row.argmax()) for row in rows[:2]]
     bias = {int(rows[4].topk(9).indices[8]): 50.0, int(rows[5].argmax()): -50.0}
     params = SamplingParams(min_tokens=3, logit_bias=tuple(bias.items()))
-    sampler, drawn = make(params, ends=tuple(ends)), []
+    sampler, drawn = OneRequest(draws, params, VOCABULARY, ends=tuple(ends)), []
     late = MinNewTokensLengthLogitsProcessor(1, 3, ends)
     biased = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
     for row in rows:
@@ -132,19 +144,18 @@ def test_end_tokens_come_late_and_biases_count_as_in_transformers():
     assert not set(drawn[:3]) & set(ends)
 
 
-def test_log_probabilities_are_those_of_the_models_logits():
+def test_log_probabilities_are_those_of_the_models_logits(draws):
     logits = random_logits(5)
     params = SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0, logit_bias=((7, 3.0),), logprobs=4)
-    sampler = make(params, prompt=(1, 2))
-    assert sampler.logprobs is None
+    sampler = OneRequest(draws, params, VOCABULARY, (1, 2))
     drawn, expected = sampler.sample(logits), logits.log_softmax(0)
-    found = sampler.logprobs
+    found = sampler.last.logprobs
     assert found.token == pytest.approx(float(expected[drawn]))
     assert [token for token, _ in found.top] == expected.topk(4).indices.tolist()
     assert [value for _, value in found.top] == pytest.approx(expected.topk(4).values.tolist())
-    sampler = make(SamplingParams(logprobs=0))
+    sampler = OneRequest(draws, SamplingParams(logprobs=0), VOCABULARY)
     sampler.sample(logits)
-    assert sampler.logprobs.top == ()
+    assert sampler.last.logprobs.top == ()
 
 
 def test_only_plain_requests_are_greedy():
@@ -153,36 +164,37 @@ def test_only_plain_requests_are_greedy():
         SamplingParams(top_k=3, top_p=0.5, min_p=0.1, seed=9, prompt_ignore_length=4),
         SamplingParams(temperature=1.5, top_p=0.0),
     )
-    assert all(make(params).greedy for params in plain)
+    assert all(Sampler(Request((), 1, params), VOCABULARY).greedy for params in plain)
     changes = {"temperature": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1, "frequency_penalty": 0.1}
     changes |= {"min_tokens": 1, "bad_words": ((1,),), "logit_bias": ((1, 1.0),), "logprobs": 0}
-    assert not any(make(SamplingParams(**{name: value})).greedy for name, value in changes.items())
+    for name, value in changes.items():
+        assert not Sampler(Request((), 1, SamplingParams(**{name: value})), VOCABULARY).greedy
 
 
 @given(seeds)
 @settings(max_examples=20, deadline=None)
-def test_greedy_is_the_argmax(seed):
+def test_greedy_is_the_argmax(draws, seed):
     logits = random_logits(seed)
-    assert draw(SamplingParams(), logits[None]) == [int(logits.argmax())]
+    assert draw(draws, SamplingParams(), logits[None]) == [int(logits.argmax())]
     # one candidate is greedy too, whatever the temperature
-    assert draw(SamplingParams(temperature=3.0, top_k=1), logits[None]) == [int(logits.argmax())]
+    assert draw(draws, SamplingParams(temperature=3.0, top_k=1), logits[None]) == [int(logits.argmax())]
     for one in ({"top_p": 1e-9}, {"top_p": 0.0}, {"top_p": 0.0, "logprobs": 0}, {"min_p": 1.0}):
-        assert draw(SamplingParams(temperature=3.0, **one), logits[None]) == [int(logits.argmax())]
+        assert draw(draws, SamplingParams(temperature=3.0, **one), logits[None]) == [int(logits.argmax())]
 
 
-@given(st.integers(2, 49152), st.data())
+@given(st.integers(2, 2048), st.data())
 @settings(max_examples=50, deadline=None)
-def test_greedy_takes_the_lowest_of_equal_logits(size, data):
+def test_greedy_takes_the_lowest_of_equal_logits(draws, size, data):
     best = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=5)))
     logits = torch.zeros(size)
     logits[best] = 2.0
-    assert draw(SamplingParams(), logits[None]) == [best[0]]
+    assert draw(draws, SamplingParams(), logits[None]) == [best[0]]
 
 
 def test_top_k_keeps_all_that_equal_the_last():
-    ids, probabilities = candidates(torch.tensor([1.0, 0.0, 1.0, 1.0]), 1.0, 2, 1.0)
+    ids, weights = candidates(torch.tensor([1.0, 0.0, 1.0, 1.0]), 1.0, 2, 1.0)
     assert ids.tolist() == [0, 2, 3]
-    torch.testing.assert_close(probabilities, torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert weights.tolist() == [1 << 44] * 3
 
 
 def test_top_p_includes_the_token_that_crosses_it():
@@ -191,41 +203,163 @@ def test_top_p_includes_the_token_that_crosses_it():
         assert candidates(scores, 1.0, 0, top_p)[0].tolist() == kept
 
 
-def test_seed_decides_the_draws():
+def test_seed_decides_the_draws(draws):
     rows = torch.stack([random_logits(i) for i in range(40)])
     params = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7)
-    first = draw(params, rows)
-    assert first == draw(params, rows)
+    first = draw(draws, params, rows)
+    assert first == draw(draws, params, rows)
     other = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=8)
-    assert first != draw(other, rows)
+    assert first != draw(draws, other, rows)
 
 
-def test_draws_do_not_depend_on_other_requests():
-    rows = torch.stack([random_logits(i) for i in range(20)])
-    params = [SamplingParams(temperature=0.8, top_p=0.9, seed=seed) for seed in range(4)]
-    alone = [draw(p, rows) for p in params]
-    samplers = [make(p) for p in params]
-    torch.manual_seed(0)
-    together = [[] for _ in params]
+def test_draws_depend_neither_on_other_requests_nor_on_who_draws(draws):
+    params = every_kind_of_params(5)
+    logits = torch.stack([random_logits(n) for n in range(6 * len(params))]).reshape(6, len(params), VOCABULARY)
+    options = {"prompt": (4, 4, 7, 400), "ends": (17,)}
+    together = draw_together(draws, logits, params, **options)
+    expected = [
+        draw_together(make_draws("reference"), logits[:, [n]], [one], **options)[0] for n, one in enumerate(params)
+    ]
+    for found, wanted in zip(together, expected, strict=True):
+        check_equal(found, wanted)
+
+
+@given(
+    seeds,
+    st.sampled_from([2, 31, 500, 2048]),
+    st.sampled_from(["distinct", "few", "masked"]),
+    *(st.floats(0.05, 5.0), st.integers(0, 60), st.floats(0.0, 1.0, exclude_min=True), st.floats(0.0, 1.0)),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_combination_draws_the_same_token(draws, seed, size, kind, temperature, top_k, top_p, min_p):
+    """With logits of few values, ties end at top-k's and top-p's borders."""
+    logits = random_logits(seed, size)
+    if kind == "few":
+        logits = logits.round()
+    if kind == "masked":
+        logits = logits.masked_fill(torch.arange(size) % 3 == 1, -torch.inf)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    token = draw(draws, params, logits[None])
+    assert token == draw(make_draws("reference"), params, logits[None])
+    assert token[0] in candidates(logits, temperature, top_k, top_p, min_p)[0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["reference", "native"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(
+            {},
+            {"temperature": 0.6, "top_p": 0.9},
+            {"top_k": 5},
+            {"min_p": 0.2},
+            {"top_k": 12, "top_p": 0.7, "min_p": 0.1},
+        ),
+        *({"logit_bias": ((0, 1.0),), "temperature": 2.0}, {"repetition_penalty": 1.5, "presence_penalty": 0.3}),
+    ],
+)
+def test_draws_follow_the_distribution(kind, params):
+    """Chi-square against a plain computation in float64."""
+    draws, count, size = make_draws(kind), 4000, 30
+    logits, prompt = random_logits(9, size) / 2, (1, 2, 5)
+    params = SamplingParams(**({"temperature": 1.0} | params))
+    scores = logits.double()
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    for token in prompt:
+        scores[token] *= params.repetition_penalty if scores[token] < 0 else 1 / params.repetition_penalty
+        scores[token] -= params.presence_penalty
+    shares = (scores / params.temperature).softmax(0)
+    order = shares.argsort(descending=True)
+    order = order[: params.top_k or size]
+    ordered = shares[order] / shares[order].sum()
+    ordered[ordered.cumsum(0) - ordered >= params.top_p] = 0
+    ordered[ordered < params.min_p * ordered[0]] = 0
+    expected = torch.zeros(size, dtype=torch.float64).scatter_(0, order, ordered / ordered.sum()) * count
+    samplers = [Sampler(Request(prompt, 1, dataclasses.replace(params, seed=seed)), size) for seed in range(count)]
+    drawn = draws.begin(logits.expand(count, size).contiguous(), range(count), samplers)()
+    found = torch.tensor([one.token for one in drawn]).bincount(minlength=size)
+    assert not found[expected == 0].any()
+    likely = expected > 5
+    rest = torch.tensor([float(expected[~likely].sum()), float(found[~likely].sum())])
+    squares = float(((found - expected)[likely] ** 2 / expected[likely]).sum())
+    squares += float((rest[1] - rest[0]) ** 2 / rest[0]) if rest[0] > 0 else 0.0
+    assert squares < chi2.ppf(1 - 1e-6, max(1, int(likely.sum())))
+
+
+class EveryThird:
+    """A guide that allows every third token, and after `ends` tokens the end; it fails where it is told to."""
+
+    def __init__(self, ends: int, fails: int = 1000) -> None:
+        self._ends, self._fails, self._taken = ends, fails, 0
+
+    @property
+    def complete(self) -> bool:
+        return self._taken >= self._ends
+
+    @property
+    def finished(self) -> bool:
+        return self.complete
+
+    def allowed(self) -> np.ndarray:
+        if self._taken == self._fails:
+            raise SamplingError("guided_decoding_guide: too much work")
+        bits = (np.arange(512) % 3 == 1) & (not self.complete)
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def accept(self, token: int) -> None:
+        assert token % 3 == 1
+        self._taken += 1
+
+
+def test_masks_of_guides_and_their_errors(draws):
+    logits = torch.stack([random_logits(n) for n in range(24)]).reshape(8, 3, VOCABULARY)
+    found = []
+    for kind in (draws, make_draws("reference")):
+        params = [
+            SamplingParams(temperature=1.5, seed=4),
+            SamplingParams(min_tokens=3),
+            SamplingParams(temperature=1.0),
+        ]
+        samplers = [OneRequest(kind, one, VOCABULARY, ends=(5, 8)).sampler for one in params]
+        samplers[0].follow(EveryThird(6))
+        samplers[1].follow(EveryThird(9, fails=2))
+        drawn = []
+        for step in logits:
+            drawn.append(kind.begin(step, range(3), samplers)())
+            for one, sampler in zip(drawn[-1], samplers, strict=True):
+                if one.error is None:
+                    sampler.take(one)
+        found.append(drawn)
+    tokens = [[one.token for one in step] for step in found[0]]
+    assert tokens == [[one.token for one in step] for step in found[1]]
+    assert all(token % 3 == 1 for token, _, _ in tokens[:6])
+    assert {token for token, _, _ in tokens[6:]} <= {5, 8}
+    assert [str(step[1].error) for step in found[0]] == ["None"] * 2 + ["guided_decoding_guide: too much work"] * 6
+
+
+def test_a_seeds_random_bits_are_philoxs():
+    """Vectors of Random123's own tests, of which a seed and a number choose some; and neighbours do not resemble each other."""
+    assert random_bits(0, 0) == 0x6627E8D5 | 0xE169C58D << 32
+    bits = [random_bits(seed, number) for seed in range(40) for number in range(50)]
+    ones = [bin(one ^ other).count("1") for one, other in pairwise(bits)]
+    assert sum(ones) / len(ones) == pytest.approx(32, abs=0.5)
+
+
+def test_a_request_goes_on_as_if_nothing_had_been(draws):
+    """What a draw keeps on its device may be forgotten, as when a request gives its place up for a while."""
+    rows = torch.stack([random_logits(n, 40) for n in range(20)])
+    params = dataclasses.replace(every_kind_of_params(3)[-1], logit_bias=((3, 1.0),), bad_words=((1,),))
+    one, other = (OneRequest(draws, params, 40, (4, 7, 7), (2,)) for _ in range(2))
     for row in rows:
-        for number in torch.randperm(len(params)).tolist():  # uses the global generator between draws
-            together[number].append(samplers[number].sample(row))
-    assert together == alone
-
-
-def test_draws_follow_the_distribution():
-    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
-    sampler = make(SamplingParams(temperature=1.0, seed=3), 5)
-    drawn = torch.tensor([sampler.sample(probabilities.log()) for _ in range(4000)])
-    share = drawn.bincount(minlength=5) / drawn.numel()
-    assert share[4] == 0  # -inf is never drawn
-    torch.testing.assert_close(share, probabilities, atol=0.03, rtol=0)  # more than three standard deviations
+        one.sampler.prepared = None
+        assert one.sample(row) == other.sample(row)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e300])
-def test_extreme_temperatures(temperature):
+def test_extreme_temperatures(draws, temperature):
     logits = random_logits(1)
-    (token,) = draw(SamplingParams(temperature=temperature, seed=1), logits[None])
+    (token,) = draw(draws, SamplingParams(temperature=temperature, seed=1), logits[None])
     assert temperature > 1 or token == int(logits.argmax())
 
 
@@ -233,14 +367,27 @@ def test_extreme_temperatures(temperature):
     "params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=2)]
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_fail_the_request(params, bad):
+def test_logits_that_are_no_numbers_fail_the_request(draws, params, bad):
     for position in (0, 17, VOCABULARY - 1):
         logits = random_logits(2)
         logits[position] = bad
         with pytest.raises(LogitsError, match=r"logits: the largest is (nan|inf), must be finite"):
-            make(params, prompt=(17,)).sample(logits)
+            OneRequest(draws, params, VOCABULARY, (17,)).sample(logits)
     with pytest.raises(LogitsError, match="-inf"):
-        make(params).sample(torch.full((VOCABULARY,), float("-inf")))
+        OneRequest(draws, params, VOCABULARY).sample(torch.full((VOCABULARY,), float("-inf")))
+
+
+def test_an_error_of_one_request_harms_no_other(draws):
+    logits = torch.stack([random_logits(n) for n in range(3)])[None].repeat(2, 1, 1)
+    logits[0, 1, 77] = torch.nan
+    params = [SamplingParams(temperature=1.0, logprobs=2, return_generation_logits=True, seed=n) for n in range(3)]
+    drawn = draw_together(draws, logits, params)
+    assert [type(one.error) for one in drawn[1]] == [LogitsError, type(None)]
+    assert str(drawn[1][0].error) == "logits: the largest is nan, must be finite"
+    for n in (0, 2):
+        (alone,) = draw_together(draws, logits[:, [n]], params[n : n + 1])
+        assert alone == drawn[n]
+        assert drawn[n][1].logits == logits[1, n].numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -294,3 +441,16 @@ def test_numbers_that_overflow_are_not_mended_by_the_dtype_that_there_is(dtype):
     remedy = overflow_remedy(dtype)
     assert f"--dtype {dtype}" not in remedy
     assert ("--dtype" in remedy) == (dtype == "float16"), "bfloat16 reaches as far as float32"
+
+
+def test_every_instruction_level_draws_the_same(library, level):
+    params = every_kind_of_params(8)
+    logits = torch.stack([random_logits(n) for n in range(2 * len(params))]).reshape(2, len(params), VOCABULARY)
+    found = draw_together(CompiledDraws(NativeDraw(library)), logits, params)
+    for one, other in zip(found, draw_together(make_draws("reference"), logits, params), strict=True):
+        check_equal(one, other)
+
+
+@pytest.mark.parametrize("mirror", [draw_rows.DrawRow, draw_rows.DrawnToken])
+def test_python_mirrors_the_structs_of_both_kernels(mirror):
+    assert list(mirror._fields_) == fields_of(mirror.__name__, [Path(draw_rows.__file__).parent / "draw.h"])

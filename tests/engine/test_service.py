@@ -285,7 +285,7 @@ ONE_POOL = """
 import os, sys
 from pathlib import Path
 from kvseek.core.request import Request, SamplingParams
-from kvseek.engine.schedule.sampling import Sampler
+from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.service import EngineService
 
 before = len(os.listdir("/proc/self/task"))

@@ -22,11 +22,13 @@ from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.reference import TorchDraws
+from kvseek.engine.draws.sampling import greedy_token
 from kvseek.engine.loading.indexes import host_retrieval
 from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.reference.operations import TorchOperations, greedy_token
+from kvseek.engine.model.reference.operations import TorchOperations
 from kvseek.engine.model.reference.products import Products
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
@@ -155,4 +157,4 @@ def make_decoder(directory: Path, offload: str = "always", ranks: Ranks | None =
     model = KernelModel(weights, retrieval, layer_ops(retrieval), causal_attention_device, products)
     if retrieval.config.cache.cached_prefill == "sparse":
         model.reader = GraphSteps(model, retrieval, graphs=False)
-    return Decoder(model, retrieval, GraphSteps(model, retrieval, graphs=False))
+    return Decoder(model, retrieval, GraphSteps(model, retrieval, TorchDraws(), graphs=False))

@@ -10,6 +10,7 @@ import ctypes
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,7 @@ SOURCES = {
     "prkv": ("select.cu", "update.cu", "boxes.cu", "encode.cu"),
     "ctkvr": ("probe.cu", "recall.cu", "coded.cu", "rerank.cu"),
 }
+DRAW = "kernels/cuda/draw/draw.cu"
 HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
 STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "kernels/cuda/instructions.cuh")
 DYNAMIC = "extern __shared__ __align__(16) unsigned char dynamic_memory[];"
@@ -38,6 +40,7 @@ FLAGS = ("-std=c++20", "-O1", "-w", "-mavx2", "-mf16c", "-shared", "-fPIC", "-fn
 
 
 LAUNCH = """
+extern "C" void {name}({arguments});
 extern "C" __attribute__((visibility("default")))
 void emulate_{name}(const void* arguments, unsigned x, unsigned y, unsigned z, int threads) {{
     emulated::launch<{arguments}>({name}, arguments, {{x, y, z}}, threads);
@@ -63,6 +66,7 @@ class EmulatedKernels(UnloadedKernels):
         **options: bool,
     ) -> None:
         """Run a kernel; raises AttributeError if it is none of those that are emulated."""
+        assert grid[0] == 1 or not options.get("together"), "blocks run one after another"
         assert shared_bytes <= DYNAMIC_BYTES
         getattr(self._library, f"emulate_{name}")(ctypes.byref(arguments), *grid, threads)
 
@@ -71,10 +75,20 @@ class EmulatedKernels(UnloadedKernels):
 def emulated_kernels(unit: Specialisation) -> EmulatedKernels:
     """Compile the kernels of a method that can be emulated; takes seconds."""
     with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
-        return EmulatedKernels(_compile(unit, Path(folder)))
+        return EmulatedKernels(
+            _compile(unit, [f"plugins/{unit.method}/cuda/{name}" for name in SOURCES[unit.method]], folder)
+        )
 
 
-def _compile(unit: Specialisation, folder: Path) -> ctypes.CDLL:
+@cache
+def emulated_draw(dtype: str) -> EmulatedKernels:
+    """Compile the kernel that draws tokens, for logits of a dtype."""
+    with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
+        return EmulatedKernels(_compile(Specialisation(dtype, 64, 1, ""), [DRAW], folder))
+
+
+def _compile(unit: Specialisation, names: Sequence[str], within: str) -> ctypes.CDLL:
+    folder = Path(within)
     (root,) = package_roots()
     for path in (path for room in ("kernels", "plugins") for path in (root / room).rglob("*.*")):
         if path.suffix not in (".cu", ".cuh", ".h"):
@@ -85,7 +99,7 @@ def _compile(unit: Specialisation, folder: Path) -> ctypes.CDLL:
         copy.write_text(path.read_text(encoding="utf-8").replace(DYNAMIC, memory), encoding="utf-8")
     for name in STAND_INS:
         (folder / name).write_text("")  # the emulation is included before all
-    sources = [folder / "plugins" / unit.method / "cuda" / name for name in SOURCES[unit.method]]
+    sources = [folder / name for name in names]
     given = {name for name, value in unit.macros if value}
     texts = [compiled_part(path.read_text(encoding="utf-8"), given) for path in sources]
     includes = "".join(f'#include "{path}"\n' for path in sources)

@@ -41,10 +41,10 @@ def main() -> int:
     def dead(self: Cache, slot: int) -> None:
         raise RuntimeError(DEAD_ERROR)
 
-    def failing_decode(self: Decoder, tokens: Any, slots: Any, greedy: Any) -> Any:
+    def failing_decode(self: Decoder, tokens: Any, slots: Any, samplers: Any) -> Any:
         if len(slots) == FAILING_SLOTS:
             raise RuntimeError(STEP_ERROR)
-        return decode_tokens(self, tokens, slots, greedy)
+        return decode_tokens(self, tokens, slots, samplers)
 
     Retrieval.store_layer, Decoder.decode_tokens = failing_store, failing_decode  # type: ignore[method-assign]
     service.HUNG_SECONDS, service.LOOK_SECONDS = HUNG_SECONDS, 0.2

@@ -15,6 +15,7 @@ import kvseek.plugins
 
 KINDS = {
     "long long": ctypes.c_int64,
+    "unsigned long long": ctypes.c_uint64,
     "int64_t": ctypes.c_int64,
     "int": ctypes.c_int32,
     "int32_t": ctypes.c_int32,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.model.reference.operations import greedy_token
+from kvseek.engine.draws.draws import Draws, sampled
+from kvseek.engine.draws.sampling import Drawn, Sampler, greedy_token
 from kvseek.engine.retrieval import Retrieval
 
 from .batch import HostBatch
@@ -17,8 +18,8 @@ from .model import TorchModel
 class HostSteps:
     """Runs the decode steps of a model on the CPU; Steps of engine/decoder.py."""
 
-    def __init__(self, model: TorchModel, retrieval: Retrieval) -> None:
-        self._model, self._retrieval = model, retrieval
+    def __init__(self, model: TorchModel, retrieval: Retrieval, draws: Draws) -> None:
+        self._model, self._retrieval, self._draws = model, retrieval, draws
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
@@ -32,11 +33,20 @@ class HostSteps:
 
     @torch.inference_mode()
     def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
-    ) -> tuple[list[Tensor | int], list[float]]:
+        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
+    ) -> tuple[list[Drawn | int], list[float]]:
         """See Steps.decode_tokens."""
         logits, attended = self.decode(tokens, slots)
-        return [greedy_token(row) if own else row for row, own in zip(logits, greedy, strict=True)], attended
+        rows, drawing = sampled(samplers)
+        drawn = iter(self._draws.begin(logits, rows, drawing)() if rows else ())
+        return [
+            greedy_token(row) if s is None else next(drawn) for row, s in zip(logits, samplers, strict=True)
+        ], attended
+
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+        """See Steps.draw."""
+        (drawn,) = self._draws.begin(logits[None], [0], [sampler])()
+        return drawn
 
     def prepare(self) -> None:
         """See Steps.prepare. It does nothing: no steps are captured on the CPU."""

@@ -86,18 +86,3 @@ class DecodeStep:
             return self._run(Batch(self.batch.requests, self.batch.table))  # a new Batch, with nothing read back yet
         self._graph.replay()
         return self._result
-
-
-class HostCopy:
-    """Copies of tensors on their way to the host. Work that the current stream is given later does not delay them."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # in pinned memory, if from a GPU
-        on_gpu = bool(tensors) and tensors[0].is_cuda
-        self._arrival = torch.cuda.current_stream(tensors[0].device).record_event() if on_gpu else None
-
-    def wait(self) -> list[Tensor]:
-        """Wait until the copies have arrived, and return them."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return self._copies

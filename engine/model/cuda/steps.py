@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch, bucket_of, buckets_for
-from kvseek.core.streams import wait_for_stream, wait_on_error
-from kvseek.engine.model.cuda.graphs import DecodeStep, HostCopy, StepResult
+from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
+from kvseek.engine.draws.draws import Draws, sampled
+from kvseek.engine.draws.sampling import Drawn, Sampler
+from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
 from kvseek.engine.retrieval import Retrieval
 
 
@@ -29,6 +31,8 @@ class GraphSteps:
 
     Parameters
     ----------
+    draws : Draws, optional
+        What draws tokens; steps that only compute logits need none.
     graphs : bool
         Capture decode steps as CUDA graphs, each when its bucket is first used; False launches kernel by kernel.
 
@@ -38,8 +42,10 @@ class GraphSteps:
         If max_batch_size exceeds the largest bucket.
     """
 
-    def __init__(self, model: StepModel, retrieval: Retrieval, *, graphs: bool = True) -> None:
-        self._model, self._retrieval, self._graphs = model, retrieval, graphs
+    def __init__(
+        self, model: StepModel, retrieval: Retrieval, draws: Draws | None = None, *, graphs: bool = True
+    ) -> None:
+        self._model, self._retrieval, self._draws, self._graphs = model, retrieval, draws, graphs
         self._device = retrieval.cache.window.device
         self.buckets = buckets_for(retrieval.config.max_batch_size)
         self._steps: dict[int, DecodeStep] = {}
@@ -61,20 +67,34 @@ class GraphSteps:
 
     @torch.inference_mode()
     def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], greedy: Sequence[bool]
-    ) -> tuple[list[Tensor | int], list[float]]:
-        """See Steps.decode_tokens: for greedy requests only token ids leave the device."""
-        sampled = [request for request, own in enumerate(greedy) if not own]
+        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
+    ) -> tuple[list[Drawn | int], list[float]]:
+        """See Steps.decode_tokens. Draws are launched behind the step's graph: the host prepares them while the step runs."""
+        rows, drawing = sampled(samplers)
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
-            copies = HostCopy([result.tokens, *(result.logits[request] for request in sampled)])
+            finish = self._sampling.begin(result.logits, rows, drawing) if rows else list[Drawn]
+            copies = HostCopy([result.tokens])
             self._retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
-            chosen, *rows = copies.wait()
+            (greedy,) = copies.wait()
+            drawn: list[Drawn | int] = list(greedy.tolist()[: len(slots)])
+            for row, one in zip(rows, finish(), strict=True):
+                drawn[row] = one
             self._retrieval.check()
-        drawn: list[Tensor | int] = list(chosen.tolist()[: len(slots)])
-        for request, row in zip(sampled, rows, strict=True):
-            drawn[request] = row.float()
         return drawn, attended
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+        """See Steps.draw. The logits are numbers of the engine's dtype, as all that its head computes."""
+        with wait_on_error(self._device):
+            own = to_device(logits, self._retrieval.cache.window.dtype, self._device)
+            (drawn,) = self._sampling.begin(own[None], [0], [sampler])()
+        return drawn
+
+    @property
+    def _sampling(self) -> Draws:
+        assert self._draws is not None, "steps that only read blocks draw no tokens"
+        return self._draws
 
     @property
     def most_tokens(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,8 +13,6 @@ from kvseek.core.rope import Rotation, rotate
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.config import ModelConfig
-
-NO_TOKEN = -1  # stands for a greedy token if the largest logit is not finite
 
 
 class LayerOperations(Protocol):
@@ -131,9 +128,3 @@ class TorchOperations:
             qk = torch.cat([F.rms_norm(part, norm.shape, norm, epsilon) for part, norm in parts], dim=1)
         qk = rotate(qk, rotation)
         return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
-
-
-def greedy_token(logits: Tensor) -> int:
-    """Return the token of the largest of float32 logits [vocabulary] on the CPU; NO_TOKEN if that logit is not finite."""
-    token = int(logits.argmax())  # the first of equal logits, or a NaN; half the time of max(dim=0)
-    return token if math.isfinite(logits[token]) else NO_TOKEN

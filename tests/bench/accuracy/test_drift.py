@@ -18,6 +18,7 @@ from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
 from kvseek.core.request import Request, SamplingParams
 from kvseek.core.selection import Selection
+from kvseek.engine.draws.sampling import NO_TOKEN
 from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import get_method
 
@@ -103,10 +104,9 @@ def test_following_feeds_the_document(
 
 def test_the_script_ends_in_draws() -> None:
     sampler = drift.ScriptedSampler(Request((1,), 3), 4, [3, 1])
-    assert not sampler.greedy
-    assert [sampler.sample(torch.tensor([0.0, 0.0, 5.0, 0.0])) for _ in range(3)] == [3, 1, 2]
+    assert [sampler.take(2) for _ in range(3)] == [3, 1, 2]
     with pytest.raises(LogitsError, match="must be finite"):
-        drift.ScriptedSampler(Request((1,), 3), 4, [3]).sample(torch.tensor([0.0, float("nan")]))
+        drift.ScriptedSampler(Request((1,), 3), 4, [3]).take(NO_TOKEN)
 
 
 def test_the_needle_document_is_followed(needle_folder: Path, build_engine: BuildEngine) -> None:

@@ -254,7 +254,7 @@ def struct_fields(struct_name: str, method: str, macros: set[str]) -> list[tuple
     def sources(*folders: str) -> list[Path]:
         return [path for folder in folders for path in sorted((root / folder).rglob("*.cu*"))]
 
-    paths = sources("kernels/cuda/attention", "kernels/cuda/layer", f"plugins/{method}")
+    paths = sources("kernels/cuda/attention", "kernels/cuda/layer", "kernels/cuda/draw", f"plugins/{method}")
     if not any(f"struct {struct_name} {{" in path.read_text() for path in paths):
         paths = sources("kernels/cuda/codes")  # a kernel that methods with codes share
     return fields_of(struct_name, paths, macros)

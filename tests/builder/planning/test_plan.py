@@ -33,13 +33,13 @@ from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
+from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.model.activation_memory import prefill_bytes, work_bytes
 from kvseek.engine.model.cpu.products import HostProducts
 from kvseek.engine.model.reference.products import Linear, Products
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.engine.schedule.queue import RequestQueue
-from kvseek.engine.schedule.sampling import Sampler
 from kvseek.engine.schedule.scheduler import Scheduler
 from kvseek.engine.schedule.sequence import RequestSequence
 from kvseek.plugins.registry import method_traits

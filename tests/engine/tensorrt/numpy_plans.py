@@ -22,6 +22,7 @@ from kvseek.builder.tensorrt.network import NetworkWriter
 from kvseek.core.batch import BUCKETS
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.tensorrt.messages import logger
@@ -106,11 +107,11 @@ def make_tensorrt_decoder(
         graphs: list[Graph] = []
         writer.write_segments(graphs.append)
         segments = SegmentsModel([NumpyPlan(api, graph) for graph in graphs], retrieval, ops, causal_attention_device)
-        return Decoder(segments, retrieval, GraphSteps(segments, retrieval, graphs=False))
+        return Decoder(segments, retrieval, GraphSteps(segments, retrieval, TorchDraws(), graphs=False))
     layers = ServedLayers(shape.num_heads, shape.num_kv_heads)
     monkeypatch.setitem(network_interpreter.LAYERS, "SLICE", ("ISliceLayer", layers.slice))
     whole = WholeModel(NumpyPlan(api, writer.write_whole(layers.add)), layers.serving, retrieval, ops)
-    return Decoder(whole, retrieval, GraphSteps(whole, retrieval, graphs=False))
+    return Decoder(whole, retrieval, GraphSteps(whole, retrieval, TorchDraws(), graphs=False))
 
 
 def make_writer(api: Any, model: Path, config: EngineConfig) -> NetworkWriter:

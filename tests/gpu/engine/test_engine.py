@@ -20,6 +20,7 @@ from kvseek.core.errors import CapacityError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.core.selection import Selection
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import device_retrieval
 from kvseek.engine.model.cuda.model import KernelModel
@@ -138,14 +139,18 @@ def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
     decoder = engine.decoder
     for slot, prompt in SLOTS.items():
         run_prefill(decoder, slot, prompt, 10)
-    tokens, _ = decoder.decode_tokens([1, 2, 3], [0, 1, 2], [True, False, True])
+    params = SamplingParams(return_generation_logits=True)
+    sampler = Sampler(Request((1,), 5, params), engine.config.model.vocab_size)
+    tokens, _ = decoder.decode_tokens([1, 2, 3], [0, 1, 2], [None, sampler, None])
     for slot, prompt in SLOTS.items():
         decoder.cache.close(slot)
         run_prefill(decoder, slot, prompt, 10)
     logits, _ = decoder.decode([1, 2, 3], [0, 1, 2])
     assert tokens[0] == int(logits[0].argmax())
-    assert isinstance(tokens[1], Tensor)
-    torch.testing.assert_close(tokens[1], logits[1], rtol=0, atol=1e-5)
+    assert isinstance(tokens[1], Drawn)
+    assert tokens[1].token == int(logits[1].argmax())
+    found = torch.frombuffer(bytearray(tokens[1].logits), dtype=torch.float32)
+    torch.testing.assert_close(found, logits[1], rtol=0, atol=1e-5)
     assert tokens[2] == int(logits[2].argmax())
     for slot in SLOTS:
         decoder.cache.close(slot)
@@ -188,7 +193,7 @@ def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
     prefill.finish()
     with no_host_waits():  # evictions of 16 tokens come and go
         for step in range(50):
-            decoder.decode_tokens([step], [0], [True])
+            decoder.decode_tokens([step], [0], [None])
     decoder.cache.close(0)
 
 

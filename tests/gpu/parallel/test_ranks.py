@@ -24,7 +24,8 @@ from tests.support.prefill import run_prefill
 from torch import Tensor
 
 from kvseek.core.config_file import read_config
-from kvseek.core.request import Request
+from kvseek.core.request import Request, SamplingParams
+from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.followers import RankError
 from kvseek.engine.leading.leader import LeadDecoder, lead
@@ -116,12 +117,13 @@ def first_step(decoder: LeadDecoder) -> Callable[[], object]:
 
 def first_token(decoder: LeadDecoder) -> Callable[[], object]:
     run_prefill(decoder, 0, [5, 6, 7], 5)
-    return lambda: decoder.decode_tokens([8], [0], [True])
+    return lambda: decoder.decode_tokens([8], [0], [None])
 
 
 def first_logits(decoder: LeadDecoder) -> Callable[[], object]:
     run_prefill(decoder, 0, [5, 6, 7], 5)
-    return lambda: decoder.decode_tokens([8], [0], [False])
+    sampler = Sampler(Request((5,), 5, SamplingParams(temperature=1.0)), decoder.config.model.vocab_size)
+    return lambda: decoder.decode_tokens([8], [0], [sampler])
 
 
 def rest_of_a_prompt(decoder: LeadDecoder) -> Callable[[], object]:

@@ -44,10 +44,10 @@ def install() -> None:
             fail(keys.shape[1])
         store_layer(self, layer, slot, keys, values, queries)
 
-    def failing_decode(self: Decoder, tokens: Any, slots: Any, greedy: Any) -> Any:
+    def failing_decode(self: Decoder, tokens: Any, slots: Any, samplers: Any) -> Any:
         for slot in slots:
             fail(faults.get(slot, 0))
-        return decode_tokens(self, tokens, slots, greedy)
+        return decode_tokens(self, tokens, slots, samplers)
 
     prefill = Decoder.prefill
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.support.draws import allowed_tokens
+
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError, SamplingError
 from kvseek.core.guide import MAX_BYTES, MAX_DEPTH, MAX_REFERENCES, MAX_TEXT_CHARACTERS, Guide, GuideType
@@ -192,7 +194,7 @@ def cost(guides: Guides, guide: Guide, seed: int) -> Cost:
         compiled = time.process_time() - began
         for _ in range(TOKENS):
             began = time.process_time()
-            allowed = matcher.allowed().nonzero()[:, 0]
+            allowed = allowed_tokens(matcher).nonzero()[:, 0]
             if not len(allowed):
                 break
             matcher.accept(int(allowed[random.randrange(len(allowed))]))

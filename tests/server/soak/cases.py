@@ -58,16 +58,16 @@ class GapWatcher:
     """In the place of a decoder's `decode_tokens`: remembers how close the two largest logits of a greedy step came."""
 
     def __init__(self, decoder: Any) -> None:
-        self._decode = decoder.decode_tokens
+        self._decoder = decoder
         self.least = float("inf")
 
-    def __call__(self, tokens: Any, slots: Any, greedy: Sequence[bool]) -> tuple[list[Any], list[float]]:
-        logits, attended = self._decode(tokens, slots, [False] * len(greedy))
+    def __call__(self, tokens: Any, slots: Any, samplers: Sequence[Any]) -> tuple[list[Any], list[float]]:
+        logits, attended = self._decoder.decode(tokens, slots)
         drawn: list[Any] = []
-        for row, is_greedy in zip(logits, greedy, strict=True):
+        for row, sampler in zip(logits, samplers, strict=True):
             values, ids = torch.topk(row, 2)
-            self.least = min(self.least, float(values[0] - values[1])) if is_greedy else self.least
-            drawn.append(int(ids[0]) if is_greedy else row)
+            self.least = min(self.least, float(values[0] - values[1])) if sampler is None else self.least
+            drawn.append(int(ids[0]) if sampler is None else self._decoder.draw(row, sampler))
         return drawn, attended
 
 

@@ -267,6 +267,12 @@ T atomicAdd(T* to, U value) {
     return before;
 }
 template <class T>
+T atomicMax(T* to, T value) {
+    const T before = *to;
+    *to = max(*to, value);
+    return before;
+}
+template <class T>
 T atomicOr(T* to, T value) {
     const T before = *to;
     *to |= value;

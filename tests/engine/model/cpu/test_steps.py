@@ -8,11 +8,11 @@ import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_prefill
-from torch import Tensor
 
+from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Sampler
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.reference.operations import NO_TOKEN
 
 FLAGS = (
     *("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40"),
@@ -50,13 +50,13 @@ def test_requests_of_a_mixed_batch_are_computed_as_if_alone(directory: Path) -> 
     assert attended[slots.index(1)] == together.cache.tokens[1], "it is dense to the end"
 
 
-def test_greedy_requests_get_tokens(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_get_tokens(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, other = start(directory), start(directory)
-    drawn, attended = decoder.decode_tokens([5, 6, 7], [0, 3, 2], [True, False, True])
+    sampler = Sampler(Request((1,), 5, SamplingParams(return_generation_logits=True)), decoder.config.model.vocab_size)
+    drawn, attended = decoder.decode_tokens([5, 6, 7], [0, 3, 2], [None, sampler, None])
     logits, expected = other.decode([5, 6, 7], [0, 3, 2])
     assert (drawn[0], drawn[2], attended) == (int(logits[0].argmax()), int(logits[2].argmax()), expected)
-    assert isinstance(drawn[1], Tensor)
-    assert torch.equal(drawn[1], logits[1])
+    assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     spoiled = logits.index_fill(0, torch.tensor([1]), torch.nan)
     monkeypatch.setattr(decoder.steps, "decode", lambda tokens, slots: (spoiled, expected))
-    assert decoder.decode_tokens([5, 6, 7], [0, 3, 2], [True] * 3)[0][1] == NO_TOKEN
+    assert decoder.decode_tokens([5, 6, 7], [0, 3, 2], [None] * 3)[0][1] == NO_TOKEN

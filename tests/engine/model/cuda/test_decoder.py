@@ -19,6 +19,7 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.indexes import IndexMaker
@@ -27,7 +28,6 @@ from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
 from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference.attention import causal_attention
-from kvseek.engine.model.reference.operations import NO_TOKEN
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
@@ -60,17 +60,17 @@ def test_logits_are_those_of_the_cpu(
     check_agreement(ours, reference, prompts, 30, room=40, most=MAX_DIFFERENCE)
 
 
-def test_greedy_requests_get_tokens_and_others_logits(directories: dict[tuple[str, str], Path]) -> None:
+def test_requests_get_tokens_and_logits(directories: dict[tuple[str, str], Path]) -> None:
     directory = directories["llama", "flat"]
     ours, twin = make_decoder(directory), make_decoder(directory)
     for decoder in (ours, twin):
         for slot in range(3):
             run_prefill(decoder, slot, PROMPT[slot:], 10)
-    drawn, attended = ours.decode_tokens([5, 6, 7], [0, 1, 2], [True, False, True])
+    sampler = Sampler(Request((1,), 5, SamplingParams(return_generation_logits=True)), 100)
+    drawn, attended = ours.decode_tokens([5, 6, 7], [0, 1, 2], [None, sampler, None])
     logits, expected_attended = twin.decode([5, 6, 7], [0, 1, 2])
     assert drawn[0] == int(logits[0].argmax())
-    assert isinstance(drawn[1], Tensor)
-    assert torch.equal(drawn[1], logits[1])
+    assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     assert drawn[2] == int(logits[2].argmax())
     assert attended == expected_attended
 
@@ -221,8 +221,8 @@ def test_no_token_is_an_error_of_its_request_alone(
     engine = Engine.load(directories["llama", "full"])
     original = engine.decoder.decode_tokens
 
-    def spoil(tokens: list[int], slots: list[int], greedy: list[bool]) -> Any:
-        drawn, attended = original(tokens, slots, greedy)
+    def spoil(tokens: list[int], slots: list[int], samplers: list[Sampler | None]) -> Any:
+        drawn, attended = original(tokens, slots, samplers)
         return [NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)], attended
 
     monkeypatch.setattr(engine.decoder, "decode_tokens", spoil)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.rope import RotaryEmbedding, Rotation, rotate
-from kvseek.engine.model.reference.operations import NO_TOKEN
+from kvseek.engine.draws.sampling import NO_TOKEN
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,201 @@
+"""What the sampling of one request keeps and asks for. draws.py says who draws its tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvseek.core.errors import LogitsError, SamplingError
+from kvseek.core.request import LogProbs, Request
+
+NO_TOKEN = -1  # stands for a greedy token if the largest logit is not finite
+SEEN = -(1 << 31)  # bit of Sampler.occurrences: the repetition penalty counts the token
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token that was drawn, or why there is none.
+
+    Attributes
+    ----------
+    logprobs : LogProbs or None
+        Log probabilities of the token, if the request asks for them.
+    logits : bytes
+        Logits from which the token was drawn, float32 [vocabulary]; empty unless the request asks for them.
+    error : Exception or None
+        LogitsError as check_finite raises it, SamplingError if guide and bad words leave no token or the guide needs too much
+        work.
+    """
+
+    token: int = NO_TOKEN
+    logprobs: LogProbs | None = None
+    logits: bytes = b""
+    error: Exception | None = None
+
+
+class Guiding(Protocol):
+    """State of a request's guide; GuideMatcher of engine/schedule/guides.py says more."""
+
+    @property
+    def complete(self) -> bool: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    def allowed(self) -> npt.NDArray[np.uint32]: ...
+
+    def accept(self, token: int) -> None: ...
+
+
+class Sampler:
+    """Sampling of one request: its parameters, its guide, and the tokens that it has drawn.
+
+    Parameters
+    ----------
+    vocab_size : int
+        Length of the logits.
+
+    Attributes
+    ----------
+    generated : list of int
+        Tokens drawn so far. Their number says which of the seed's random bits the next draw takes, whatever else is drawn.
+    prepared : object or None
+        What engine/draws/rows.py keeps of this request on the device that draws.
+    """
+
+    def __init__(self, request: Request, vocab_size: int) -> None:
+        self.params = request.sampling
+        self.guide: Guiding | None = None
+        self.vocab_size, self._prompt_ids, self._end_ids = vocab_size, request.prompt_ids, request.end_ids
+        self.generated: list[int] = []
+        self.prepared: object | None = None  # made at first use, by the engine's thread: see EngineService.load
+
+    def follow(self, guide: Guiding) -> None:
+        """Let the output follow the request's guide; `guide` is its state at the beginning, the sampler's own from now on."""
+        self.guide = guide
+
+    @property
+    def guided(self) -> bool:
+        """Whether the output follows a guide."""
+        return self.guide is not None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is the one with the largest logit, and nothing else is asked for (`greedy_token`)."""
+        return self.params.greedy and not self.params.needs_logits
+
+    def occurrences(self) -> Tensor | None:
+        """Count how often tokens have occurred, int32 [vocabulary], as the penalties count; None without a penalty.
+
+        The first `prompt_ignore_length` tokens of the prompt do not count, but every token of prompt and output has the bit SEEN.
+        """
+        params = self.params
+        if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
+            return None
+        ids = torch.tensor((*self._prompt_ids, *self.generated), dtype=torch.long)
+        counted = torch.cat((ids[params.prompt_ignore_length : len(self._prompt_ids)], ids[len(self._prompt_ids) :]))
+        counts = torch.bincount(counted, minlength=self.vocab_size).int()
+        counts[ids] |= SEEN
+        return counts
+
+    def allowed(self) -> npt.NDArray[np.uint32] | None:
+        """Find the tokens that may come next, as bits [vocabulary / 32, rounded up]; None without a guide.
+
+        Raises SamplingError if the guide needs too much work.
+        """
+        if self.guide is None:
+            return None
+        bits, complete = self.guide.allowed(), self.guide.complete
+        for token in self._end_ids:
+            bit = np.uint32(1 << token % 32)
+            bits[token // 32] = bits[token // 32] | bit if complete else bits[token // 32] & ~bit
+        return bits
+
+    def banned(self) -> list[int]:
+        """Return the tokens that must not come next: end tokens before min_tokens, and the last tokens of bad words."""
+        if not self.params.bad_words and not self.params.min_tokens:
+            return []
+        count = len(self.generated)
+        only_ends = self.guide is not None and self.guide.finished
+        early = self._end_ids if count < self.params.min_tokens and not only_ends else ()
+        words = self.params.bad_words
+        return [*early, *(word[-1] for word in words if tuple(self.generated[count - len(word) + 1 :]) == word[:-1])]
+
+    def nothing_left(self) -> SamplingError:
+        """Make the error for a draw that finds no token."""
+        asked = {
+            "bad_words": self.params.bad_words,
+            "min_tokens": self.params.min_tokens,
+            "guided_decoding_guide": self.guided,
+        }
+        names = ", ".join(name for name, value in asked.items() if value)
+        return SamplingError(f"{names}: leave no token to draw; ask for less of them")
+
+    def take(self, drawn: Drawn | int) -> int:
+        """Take the request's next token and return it; raises the error of a draw that has none, and the guide's.
+
+        An int is a greedy token.
+        """
+        if isinstance(drawn, int):
+            token = accept(drawn)
+        elif drawn.error is not None:
+            raise drawn.error
+        else:
+            token = drawn.token
+        self.generated.append(token)
+        if self.guide is not None and token not in self._end_ids:
+            self.guide.accept(token)
+        return token
+
+
+def log_probabilities(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[LogProbs, ...]:
+    """Compute log probabilities: row i of float32 logits [n, vocabulary] gives those of tokens[i] and the `count` likeliest."""
+    values = logits.log_softmax(dim=1)
+    own = values.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    best, ids = values.topk(min(count, values.shape[1]), dim=1)
+    likeliest = zip(ids.tolist(), best.tolist(), strict=True)
+    return tuple(
+        LogProbs(value, tuple(zip(*top, strict=True))) for value, top in zip(own.tolist(), likeliest, strict=True)
+    )
+
+
+def greedy_token(logits: Tensor) -> int:
+    """Return the token of the largest of float32 logits [vocabulary] on the CPU; NO_TOKEN if that logit is not finite."""
+    token = int(logits.argmax())  # the first of equal logits, or a NaN; half the time of max(dim=0)
+    return token if math.isfinite(logits[token]) else NO_TOKEN
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raise LogitsError if one of float32 logits [vocabulary] is NaN or +inf, or all are -inf."""
+    best = float(logits.max())  # a NaN anywhere comes out as the maximum
+    if not math.isfinite(best):
+        raise not_finite(best)
+
+
+def accept(token: int) -> int:
+    """Return a greedy token that a decoder chose; raises LogitsError if it is NO_TOKEN."""
+    if token == NO_TOKEN:
+        raise not_finite(None)
+    return token
+
+
+def not_finite(largest: float | None) -> LogitsError:
+    """Make the error for a largest logit that is NaN or infinite; None if its value is not known."""
+    found = "not finite" if largest is None else largest
+    return LogitsError(f"logits: the largest is {found}, must be finite")
+
+
+def overflow_remedy(dtype: str) -> str:
+    """Say what helps where the numbers of a model in `dtype` are not finite."""
+    if dtype == "float16":
+        return "float16 ends at 65504: build with --dtype bfloat16, whose range is float32's"
+    return (
+        f"no dtype reaches further than {dtype}: the checkpoint's own weights or sums are not finite, use another one"
+    )

@@ -1,0 +1,45 @@
+"""Calls cpu/draw/draw.cpp, which draws tokens on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvseek.core.cpu_library import CpuLibrary, pointer
+from kvseek.kernels.draw_rows import DRAWN_WORDS
+
+
+class DrawArguments(ctypes.Structure):
+    """Arguments of kvseek_draw, as in draw.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "rows", "drawn")),
+        *((name, c_int64) for name in ("count", "vocabulary", "threads")),
+    )
+
+
+class NativeDraw:
+    """Draws tokens by the compiled library; a DrawKernel of engine/draws/compiled.py. Threads share the requests."""
+
+    work_bytes: ClassVar[int] = 0
+
+    def __init__(self, library: CpuLibrary) -> None:
+        self._draw = library.function("kvseek_draw", c_void_p)
+
+    def __call__(self, logits: Tensor, rows: Tensor, count: int) -> Tensor:
+        """See DrawKernel; logits float32."""
+        drawn = torch.empty((count, DRAWN_WORDS), dtype=torch.int32)
+        arguments = DrawArguments(
+            logits=pointer(logits),
+            rows=pointer(rows),
+            drawn=drawn.data_ptr(),
+            count=count,
+            vocabulary=logits.shape[1],
+            threads=torch.get_num_threads(),
+        )
+        self._draw(ctypes.byref(arguments))
+        return drawn

@@ -1,0 +1,63 @@
+"""Launches cuda/draw/draw.cu, which draws tokens on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_void_p
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvseek.core.request import MAX_LOGPROBS
+from kvseek.kernels.draw_rows import DRAWN_WORDS, ROW_BYTES
+
+if TYPE_CHECKING:
+    from kvseek.core.cuda import CudaKernels
+
+# As in draw.cu.
+THREADS = 256
+MOST_BLOCKS = 64
+DIGITS = 16
+
+LEAST_TOKENS = 2048  # of a block's part of the vocabulary
+BLOCKS_OF_MULTIPROCESSOR = 2  # that run at once on every GPU: they take a third of its shared memory or less
+
+
+class DrawArguments(ctypes.Structure):
+    """Arguments of kvseek_draw, as in draw.cu."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "rows", "meetings", "scores", "drawn")),
+        ("vocabulary", c_int32),
+    )
+
+
+class DeviceDraw:
+    """Draws tokens by one launch for all requests; a DrawKernel of engine/draws/compiled.py."""
+
+    work_bytes: ClassVar[int] = 8 + 8 * (3 * DIGITS + MOST_BLOCKS + MAX_LOGPROBS)  # Meetings of draw.cu
+
+    def __init__(self, kernels: CudaKernels) -> None:
+        self._kernels = kernels
+
+    def __call__(self, logits: Tensor, rows: Tensor, count: int) -> Tensor:
+        """See DrawKernel; logits of the engine's dtype."""
+        vocabulary, device = logits.shape[1], logits.device
+        drawn = torch.empty((count, DRAWN_WORDS), dtype=torch.int32, device=device)
+        if count == 0:
+            return drawn
+        scores = torch.empty((count, vocabulary), device=device)
+        arguments = DrawArguments(
+            logits=logits.data_ptr(),
+            rows=rows.data_ptr(),
+            meetings=rows.data_ptr() + count * ROW_BYTES,
+            scores=scores.data_ptr(),
+            drawn=drawn.data_ptr(),
+            vocabulary=vocabulary,
+        )
+        # All teams have to run at once.
+        room = BLOCKS_OF_MULTIPROCESSOR * self._kernels.multiprocessors // count
+        blocks = max(1, min(MOST_BLOCKS, room, -(-vocabulary // LEAST_TOKENS)))
+        self._kernels.launch("kvseek_draw", (blocks, count, 1), THREADS, arguments, together=True)
+        return drawn
