@@ -90,11 +90,10 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
     __shared__ Work work;
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_memory);
     work.count(a);  // requests were uploaded before the step
+    allow_later_kernels();
     // The windows' units are the smaller ones, and come last, unless rows are selected: a selection lets this kernel
     // start when it has itself waited for the kernel that wrote queries and window, so that windows need not wait for
     // the selected rows. They wait before they write; a second wait costs nothing.
-    if (!a.selected) await_earlier_kernels();
-    allow_later_kernels();
     for (int turn = 0;; ++turn) {
         // The larger units come first: who had one of the last of them in a turn has one of the last in the next.
         const bool backwards = !a.selected && turn % 2 != 0;
@@ -111,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
         place.first = list * a.most_units + work.window.first_of(unit.request) + work.retrieval.first_of(unit.request);
         place.unit = place.first + unit.part + (in_window ? retrieval_units : 0);
         const Range range = (in_window ? cut_window(request) : cut_retrieval(a, request)).part(unit.part);
-        if (!in_window) await_earlier_kernels();
+        if (!in_window || !a.selected) await_earlier_kernels();
 
         bool has_rows = false;
         if (!range.empty()) {
