@@ -10,7 +10,7 @@ LEADING_NAMES = re.compile(r"[a-z]\w*(?:, [a-z]\w*)*")  # of the fields that a m
 
 
 class ErrorCode(StrEnum):
-    """Kinds of errors that end a request; server/requests/status.py has the status of each kind in each protocol."""
+    """Kinds of errors that end a request; server/errors.py has the status of each kind in each protocol."""
 
     INVALID = "invalid"  # the request cannot be served as it stands
     QUEUE_FULL = "queue_full"  # the queue is full: max_queue_size requests wait; a later attempt may succeed

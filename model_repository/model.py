@@ -1,4 +1,4 @@
-"""A model of Triton: a door of the engine process, for all models of all layouts; server/triton/door.py has the code."""
+"""A model of Triton, a client of the engine process, for all models of all layouts; server/triton/model.py has the code."""
 
 import logging
 from typing import Any
@@ -11,10 +11,10 @@ from kvseek.server.triton.model import TritonModel
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO)
-        self.door = TritonModel(pb_utils, args)
+        self.model = TritonModel(pb_utils, args)
 
     def execute(self, requests: list[Any]) -> None:
-        self.door.execute(requests)
+        self.model.execute(requests)
 
     def finalize(self) -> None:
-        self.door.finalize()
+        self.model.finalize()
