@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from tests.conftest import BuildEngine
 from tests.support.random_models import SPECIAL_TOKENS, save_random_model
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import kvseek
@@ -36,7 +35,7 @@ from kvseek import (
 )
 from kvseek.core.errors import UnavailableError
 from kvseek.core.request import Request
-from kvseek.engine.draws.sampling import Sampler
+from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
 
 PROMPTS = [[i * 13 % 101 + 3 for i in range(number, number + 90)] for number in range(6)]
@@ -321,18 +320,18 @@ def test_priority_and_timeout_are_the_engines(llm: LLM) -> None:
 def test_a_request_that_fails_takes_no_other_with_it(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample = Sampler.sample
+    take = Sampler.take
     drawn: list[int] = []
 
-    def fail(self: Sampler, logits: Tensor) -> int:
-        if self.greedy:  # the others' first tokens
-            return sample(self, logits)
-        drawn.append(sample(self, logits))
+    def fail(self: Sampler, found: Drawn | int) -> int:
+        if self.greedy:
+            return take(self, found)
+        drawn.append(take(self, found))
         if len(drawn) == 4:
             raise RuntimeError("not a number")
         return drawn[-1]
 
-    monkeypatch.setattr(Sampler, "sample", fail)
+    monkeypatch.setattr(Sampler, "take", fail)
     params = [GREEDY, SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), GREEDY]
     with pytest.raises(
         GenerationError, match=r"^1 of 3 requests failed, the first is prompts\[1\]: .*not a number"
