@@ -160,7 +160,7 @@ class Frontend:
         self._http.stop_accepting()
         self._openai.server.stop_accepting()
         await wait_for_ends(
-            lambda: self._generations.open + self._grpc.open, self._client, self._settings.drain_seconds
+            lambda: self._generations.busy + self._grpc.open, self._client, self._settings.drain_seconds
         )
 
     async def close(self) -> None:

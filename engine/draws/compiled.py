@@ -37,9 +37,13 @@ class CompiledDraws:
 
     def begin(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> Callable[[], list[Drawn]]:
         """See Draws."""
-        packed = pack_rows(rows, samplers, logits.device, self._kernel.work_bytes)
-        tokens = self._kernel(logits, packed.buffer, len(packed.rows))
-        copies = HostCopy([tokens, *(logits[row] for row in packed.told)])
+        try:
+            packed = pack_rows(rows, samplers, logits.device, self._kernel.work_bytes)
+            tokens = self._kernel(logits, packed.buffer, len(packed.rows))
+            copies = HostCopy([tokens, *(logits[row] for row in packed.told)])
+        except Exception as error:  # too little memory, say: requests that draw nothing go on
+            failed = [Drawn(error=error) for _ in rows]
+            return lambda: failed
 
         def finish() -> list[Drawn]:
             found, *told = copies.wait()

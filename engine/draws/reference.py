@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvseek.core.errors import LogitsError, SamplingError
 from kvseek.core.request import SamplingParams
 
 from .sampling import SEEN, Drawn, Sampler, check_finite, log_probabilities
@@ -46,7 +45,7 @@ def _draw(logits: Tensor, sampler: Sampler) -> Drawn:
         best, token = scores.max(dim=0)  # of equal scores the lowest id
         if not torch.isfinite(best):
             raise sampler.nothing_left()
-    except (LogitsError, SamplingError) as error:
+    except Exception as error:  # whatever it is, it is one request's
         return Drawn(error=error)
     if not params.greedy:
         ids, weights = candidates(scores, params.temperature, params.top_k, params.top_p, params.min_p)

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvseek.core.errors import SamplingError
 from kvseek.core.request import LogProbs
 from kvseek.core.streams import to_device
 from kvseek.kernels.draw_rows import DRAWN, NOT_FINITE, ROW_BYTES, DrawnToken, DrawRow
@@ -74,9 +73,11 @@ def pack_rows(rows: Sequence[int], samplers: Sequence[Sampler], device: torch.de
     refused, kept = list[Drawn | None](), list[tuple[int, Sampler, list[tuple[int, Words]]]]()
     for row, sampler in zip(rows, samplers, strict=True):
         try:
+            if not isinstance(sampler.prepared, Prepared):
+                sampler.prepared = _prepare(sampler, device)
             kept.append((row, sampler, _lists(sampler)))
             refused.append(None)
-        except SamplingError as error:
+        except Exception as error:  # whatever it is, it is one request's
             refused.append(Drawn(error=error))
     at = len(kept) * (ROW_BYTES + work)
     size = at + sum(words.nbytes for _, _, lists in kept for _, words in lists)
@@ -84,10 +85,8 @@ def pack_rows(rows: Sequence[int], samplers: Sequence[Sampler], device: torch.de
     on_device = torch.empty_like(on_host, device=device) if device.type == "cuda" else on_host
     data, base = memoryview(on_host.numpy()), on_device.data_ptr()  # type: ignore[arg-type]
     for begin, (row, sampler, lists) in zip(range(0, size, ROW_BYTES), kept, strict=False):
-        prepared = sampler.prepared
-        if not isinstance(prepared, Prepared):
-            sampler.prepared = prepared = _prepare(sampler, device)
-        data[begin : begin + ROW_BYTES] = prepared.row
+        assert isinstance(sampler.prepared, Prepared), "the loop before has made it"
+        data[begin : begin + ROW_BYTES] = sampler.prepared.row
         NUMBERS.pack_into(data, begin + DrawRow.row.offset, row, len(sampler.generated))
         for field, words in lists:
             POINTER.pack_into(data, begin + field, base + at)

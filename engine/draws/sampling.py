@@ -31,7 +31,7 @@ class Drawn:
         Logits from which the token was drawn, float32 [vocabulary]; empty unless the request asks for them.
     error : Exception or None
         LogitsError as check_finite raises it, SamplingError if guide and bad words leave no token or the guide needs too much
-        work.
+        work; anything else that only this request has met.
     """
 
     token: int = NO_TOKEN

@@ -198,6 +198,12 @@ class Followers:
         raised as RankError, now and by every later call.
         """
         self.tell(command)
+        with self.waiting():
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Do in the body what may wait for other ranks, of which a command has told them; see `doing`."""
         with self._named():
             if self._watch is not None:
                 self._watch.begin()

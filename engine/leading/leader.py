@@ -179,6 +179,11 @@ class LeadDecoder(Decoder):
         with self._followers.doing(self._decode(tokens, slots)):
             return super().decode_tokens(tokens, slots, samplers)
 
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+        """See Decoder. The draw may come behind units of a prompt, whose sums wait for the other ranks."""
+        with self._followers.waiting():
+            return super().draw(logits, sampler)
+
     def observe(self, observer: Observer) -> None:
         """See Decoder."""
         with self._followers.doing(Prepare()):

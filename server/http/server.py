@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 import time
 import traceback
@@ -40,6 +41,7 @@ from .json_fields import shortened
 
 HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers
 MAX_HEADER_BYTES = 64 << 10  # of a request's line and headers, and of a body's trailers
+MOST_PIPELINED = 4  # requests of a connection that may wait behind the one that is being answered
 SPARE_CONNECTIONS = 64  # connections beyond the limit that get an orderly 503; further ones are closed at once
 IDLE_SECONDS = 1.0  # time without a request after which a connection may have to make room for others
 LAST_SECONDS = 1.0  # time for answers that are being written when the server ends
@@ -54,6 +56,8 @@ NOT_HTTP = HttpError(400, "the request is not HTTP/1.1; send such")
 TOO_LARGE = HttpError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes; send fewer or shorter ones")
 NO_HOST = HttpError(400, "Host: must be there once; send it")
 NO_CODING = HttpError(400, "Transfer-Encoding: must be chunked, or absent; send such")
+
+logger = logging.getLogger(__name__)
 
 
 class Connection(HttpToolsProtocol):
@@ -77,7 +81,8 @@ class Connection(HttpToolsProtocol):
         self.left = False
         self.idle_since = self.loop.time()
         self._deaf = False  # whether nothing that still comes is a request
-        self._head = 0  # bytes of the headers so far
+        self._head = 0  # bytes of the headers, or trailers, so far
+        self._in_body = False
         self._unread = 0  # bytes since the parser last made something of them
         self._fault = NOT_HTTP
         self._watch: asyncio.TimerHandle | None = None
@@ -96,6 +101,7 @@ class Connection(HttpToolsProtocol):
         if self._watch is not None:
             self._watch.cancel()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # after a reset uvicorn would keep the connection, and its bodies, until then
         if self.answering is not None:
             self.answering.cancel()
 
@@ -121,7 +127,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Begin a request."""
-        self._head = 0
+        self._head, self._in_body = 0, False
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -130,9 +136,10 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or a trailer."""
+        """Take a header. A trailer is counted and dropped: who checks headers before this server has not seen it."""
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        if not self._in_body:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Begin to answer, unless the headers are those of no request that HTTP/1.1 allows."""
@@ -145,8 +152,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(NOT_HTTP)
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             self._refuse(NO_HOST)
-        self._unread = 0
+        self._unread, self._in_body = 0, True
         super().on_headers_complete()
+        if len(self.pipeline) > MOST_PIPELINED:
+            self._refuse(NOT_HTTP)  # the requests before it are answered, and then the connection ends
+        self.flow.resume_reading()  # uvicorn would not notice that a client leaves while requests wait
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -157,10 +167,14 @@ class Connection(HttpToolsProtocol):
         """End a request."""
         self._unread = 0
         super().on_message_complete()
+        if self.cycle is self.current:  # a long body, all of which has come, must not hide that the client leaves
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         self.idle_since = self.loop.time()
+        if self.current is not None:
+            self.current.body = bytearray()  # of a request whose endpoint reads none
         super().on_response_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -184,6 +198,7 @@ class Connection(HttpToolsProtocol):
         else:  # the fault is in the body that the request's endpoint waits for
             self._end_with(self._fault)
             cycle.disconnected = self.left = True
+            cycle.waiting_for_100_continue = False  # the connection has been written to its end
             if self.answering is not None:
                 self.answering.cancel()
 
@@ -347,14 +362,15 @@ class HttpServer:
         return Connection(self, self._config, self._state)
 
     def make_room(self) -> bool:
-        """Close an idle connection if there are too many; returns whether the newest may stay."""
+        """Close idle connections if there are too many; returns whether the newest may stay."""
         connections = self._open()
         if len(connections) <= self._max_connections:
             return True
         latest = asyncio.get_running_loop().time() - IDLE_SECONDS
         idle = [one for one in connections if one.is_idle and one.idle_since <= latest]
         if idle:
-            min(idle, key=lambda one: one.idle_since).transport.abort()
+            for one in sorted(idle, key=lambda one: one.idle_since)[: len(connections) - self._max_connections]:
+                one.transport.abort()
             return True
         return len(connections) <= self._max_connections + SPARE_CONNECTIONS
 
@@ -422,6 +438,8 @@ class HttpServer:
         except ConnectionError:
             raise
         except Exception as error:
+            if begun:
+                logger.error("%s %s: an answer that had begun failed", scope["method"], scope["path"], exc_info=error)
             if begun and not complete:
                 raise  # half an answer is there: the connection is closed
             if not begun:
@@ -436,9 +454,13 @@ class HttpServer:
         scope["state"][TENANT] = tenant
         if tenant is None and not (scope["method"] in ("GET", "HEAD") and self._is_open(scope["path"])):
             return HttpError(401, REFUSAL, "invalid_api_key")
-        if scope["method"] == "POST" and self.connections > self._max_connections:
+        if scope["method"] == "POST" and self.connections > self._max_connections and self._is_full():
             return HttpError(503, FULL, "engine_unavailable")
         return None
+
+    def _is_full(self) -> bool:
+        self.make_room()
+        return self.connections > self._max_connections
 
     def _routing_error(self, scope: Scope, error: HTTPException) -> HttpError:
         path = shortened(scope["path"])

@@ -84,7 +84,7 @@ class GenerateRoutes:
                 async with self._bodies.read(request, self._limits[model]) as data:
                     read = partial(self._read, model, data, streams, call, tenant)
                     made = await self._generations.make(read, self._schemas[model].served.takes_text)
-                    del read  # and with it the body
+                    del read, data  # the body
             out, write = Writer(request.scope, send, answer), partial(chunk_to_json, model, call.request_id)
             if made is None:
                 self._generations.stop(call.request_id, call.owner)

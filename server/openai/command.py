@@ -62,7 +62,7 @@ class OpenAIServer:
         """Take no requests any more, and end those that do not end soon."""
         self._state.stop_accepting()
         self._port.server.stop_accepting()
-        await wait_for_ends(lambda: self._generations.open, self._client, END_SECONDS)
+        await wait_for_ends(lambda: self._generations.busy, self._client, END_SECONDS)
         await self._port.server.close()
         await self._state.close()
         self._generations.close()

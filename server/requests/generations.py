@@ -131,6 +131,11 @@ class Generations:
         self.open = 0
         """Requests whose callers wait."""
 
+    @property
+    def busy(self) -> int:
+        """Calls whose requests are being made, and requests whose callers wait."""
+        return self._makers.open + self._readers.open + self.open
+
     async def make(self, make: Callable[[], T], tokenises: bool = True) -> T:
         """Call a function that makes requests from a body in a worker thread; raises QueueFullError if too many wait already."""
         return await (self._makers if tokenises else self._readers).run(make)

@@ -290,8 +290,8 @@ def test_draws_follow_the_distribution(kind, params):
 class EveryThird:
     """A guide that allows every third token, and after `ends` tokens the end; it fails where it is told to."""
 
-    def __init__(self, ends: int, fails: int = 1000) -> None:
-        self._ends, self._fails, self._taken = ends, fails, 0
+    def __init__(self, ends: int, fails: int = 1000, error: Exception | None = None) -> None:
+        self._ends, self._fails, self._error, self._taken = ends, fails, error, 0
 
     @property
     def complete(self) -> bool:
@@ -303,7 +303,7 @@ class EveryThird:
 
     def allowed(self) -> np.ndarray:
         if self._taken == self._fails:
-            raise SamplingError("guided_decoding_guide: too much work")
+            raise self._error or AssertionError("nobody told it to fail")
         bits = (np.arange(512) % 3 == 1) & (not self.complete)
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
@@ -312,7 +312,9 @@ class EveryThird:
         self._taken += 1
 
 
-def test_masks_of_guides_and_their_errors(draws):
+@pytest.mark.parametrize("error", [SamplingError("guided_decoding_guide: too much work"), MemoryError("no room")])
+def test_masks_of_guides_and_their_errors(draws, error):
+    """Whatever a guide raises ends its own request alone."""
     logits = torch.stack([random_logits(n) for n in range(24)]).reshape(8, 3, VOCABULARY)
     found = []
     for kind in (draws, make_draws("reference")):
@@ -323,7 +325,7 @@ def test_masks_of_guides_and_their_errors(draws):
         ]
         samplers = [OneRequest(kind, one, VOCABULARY, ends=(5, 8)).sampler for one in params]
         samplers[0].follow(EveryThird(6))
-        samplers[1].follow(EveryThird(9, fails=2))
+        samplers[1].follow(EveryThird(9, fails=2, error=error))
         drawn = []
         for step in logits:
             drawn.append(kind.begin(step, range(3), samplers)())
@@ -335,7 +337,7 @@ def test_masks_of_guides_and_their_errors(draws):
     assert tokens == [[one.token for one in step] for step in found[1]]
     assert all(token % 3 == 1 for token, _, _ in tokens[:6])
     assert {token for token, _, _ in tokens[6:]} <= {5, 8}
-    assert [str(step[1].error) for step in found[0]] == ["None"] * 2 + ["guided_decoding_guide: too much work"] * 6
+    assert [str(step[1].error) for step in found[0]] == ["None"] * 2 + [str(error)] * 6
 
 
 def test_a_seeds_random_bits_are_philoxs():

@@ -194,7 +194,7 @@ __device__ Whole lowest_rank(Team& team, Whole floor, int last, bool whole, cons
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) kvseek_draw(const __grid_constant__ kvseek::DrawArguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) kvseek_draw(const __grid_constant__ kvseek::DrawArguments a) {
     __shared__ Whole counts[DIGITS * THREADS], result[DIGITS], space[THREADS / 32];
     __shared__ DrawRow row;
     await_earlier_kernels();

@@ -56,8 +56,8 @@ class DeviceDraw:
             drawn=drawn.data_ptr(),
             vocabulary=vocabulary,
         )
-        # All teams have to run at once.
+        # All teams have to run at once, if their blocks wait for each other.
         room = BLOCKS_OF_MULTIPROCESSOR * self._kernels.multiprocessors // count
         blocks = max(1, min(MOST_BLOCKS, room, -(-vocabulary // LEAST_TOKENS)))
-        self._kernels.launch("kvseek_draw", (blocks, count, 1), THREADS, arguments, together=True)
+        self._kernels.launch("kvseek_draw", (blocks, count, 1), THREADS, arguments, together=blocks > 1)
         return drawn

@@ -39,12 +39,16 @@ struct Groups {
 struct Memory : Top::Memory {
     Queries queries;
     Counts counts[CHOOSE_WARPS];
-    PowerSum normalisers[CHOOSE_WARPS][LANES];
     float normaliser[LANES];      // log2 of the sum of the exponentials
     int before[MOST_BLOCKS + 1];  // candidates of earlier blocks, and of all
     int places[LISTED];
-    unsigned keys[LISTED];
+    alignas(16) unsigned keys[LISTED];
+
+    // The warps' parts of the normalisers, where the keys lie later, when candidates have been estimated.
+    using Normalisers = PowerSum[CHOOSE_WARPS][LANES];
+    __device__ __forceinline__ Normalisers& normalisers() { return *reinterpret_cast<Normalisers*>(keys); }
 };
+static_assert(sizeof(Memory::Normalisers) <= sizeof(Memory::keys), "they share the keys' memory");
 
 // Which scores belong to candidates: those of all bins above the border's, and the first keys of the border's bin.
 struct Border {
@@ -194,7 +198,7 @@ __device__ __forceinline__ void estimate(const SelectArguments& a, const Task& t
                                          const int* places, float* estimates, PowerSum* normalisers) {
     auto row_of = [&](int entry) { return task.row(a, entry < LISTED ? memory.places[entry] : places[entry]); };
     Ranking::estimate(a.high, a.low, a.scales, codes::Means(a), memory.queries, count, row_of, a.scaling * LOG2_E,
-                      memory.normalisers, estimates, normalisers);
+                      memory.normalisers(), estimates, normalisers);
 }
 
 // Where the results of the block with this number lie, in arrays [kv_heads, blocks, ...].

@@ -22,7 +22,7 @@ from tests.support.waiting import SECONDS, wait_for
 from kvseek.server.errors import ServerError
 from kvseek.server.http.answers import PIECE_BYTES, Writer
 from kvseek.server.http.errors import HttpError, kserve_error
-from kvseek.server.http.server import IDLE_SECONDS, SPARE_CONNECTIONS, HttpServer
+from kvseek.server.http.server import IDLE_SECONDS, MOST_PIPELINED, SPARE_CONNECTIONS, HttpServer
 from kvseek.server.openai.errors import openai_error
 from kvseek.server.requests.unread import UnreadAnswers
 
@@ -184,6 +184,49 @@ def test_a_client_that_leaves_cancels_the_work(write: Callable[[Writer], Awaitab
         client.close()
 
 
+LONG = b"POST / HTTP/1.1\r\nHost: door\r\nContent-Length: 100000\r\n\r\n"
+
+
+@pytest.mark.parametrize("behind", [b"", b"GET /health HTTP/1.1\r\nHost: door\r\n\r\n"], ids=["", "pipelined"])
+def test_a_client_that_leaves_is_noticed_behind_what_it_has_sent(behind: bytes) -> None:
+    """A long body that has come whole, and a request that waits, are read no further: they must not hide the end."""
+    endpoint = Answering(UnreadAnswers(1 << 20), waiting)
+    with listening(endpoint) as (_, port), socket.create_connection(("127.0.0.1", port), SECONDS) as client:
+        client.sendall(LONG)
+        time.sleep(0.2)  # so that the body is one read
+        client.sendall(bytes(100000) + behind)
+        time.sleep(0.2)
+        client.close()
+        wait_for(lambda: endpoint.ended in (["CancelledError"], ["ClientLeftError"]))
+
+
+def test_few_requests_may_wait_behind_another() -> None:
+    """Each takes memory, so the connection of a client that sends more ends when those are answered."""
+    asked = b"GET /health HTTP/1.1\r\nHost: door\r\n\r\n"
+    with listening(small) as (_, port), socket.create_connection(("127.0.0.1", port), SECONDS) as client:
+        client.sendall(asked * 1000)
+        found = b""
+        while piece := client.recv(1 << 16):
+            found += piece
+    assert 1 <= found.count(b"HTTP/1.1 204") <= 1 + MOST_PIPELINED + 1
+
+
+def test_trailers_are_no_headers() -> None:
+    async def tell(request: Request) -> Response:
+        await request.body()
+        return Response(json.dumps([name for name, _ in request.headers.items()]))
+
+    chunked = b"POST / HTTP/1.1\r\nHost: door\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+    with listening(tell) as (_, port), socket.create_connection(("127.0.0.1", port), SECONDS) as client:
+        client.sendall(chunked + b"Authorization: Bearer stolen\r\nX-Request-Id: forged\r\n\r\n")
+        found = b""
+        while piece := client.recv(1 << 16):
+            found += piece
+    assert b'"host"' in found
+    assert b"authorization" not in found
+    assert b"forged" not in found
+
+
 def test_a_large_answer_is_given_to_the_connection_in_pieces() -> None:
     """It would take all of it at once, however slowly the client reads."""
     unread, sizes = UnreadAnswers(1 << 21), list[int]()
@@ -278,3 +321,26 @@ def test_idle_connections_keep_nobody_from_connecting(caplog: pytest.LogCaptureF
         for _ in range(3):
             assert requests.get(f"http://127.0.0.1:{port}/health", timeout=SECONDS).status_code == 204
     assert not caplog.records, "no traceback for a connection"
+
+
+def test_a_burst_of_idle_connections_keeps_nobody_from_asking() -> None:
+    """All of the excess goes, as soon as it has been idle, and not one for each newcomer."""
+    with listening(small, most=3) as (server, port), ExitStack() as idle:
+        for _ in range(3 + SPARE_CONNECTIONS):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
+        wait_for(lambda: server.connections == 3 + SPARE_CONNECTIONS)
+        time.sleep(1.2 * IDLE_SECONDS)
+        assert requests.post(f"http://127.0.0.1:{port}/", data=b"{}", timeout=SECONDS).status_code == 204
+
+
+def test_an_answer_that_breaks_off_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def half(scope: Scope, _: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError("in the middle")
+
+    endpoint = type("Half", (), {"__call__": staticmethod(half)})()
+    with listening(endpoint) as (_, port), socket.create_connection(("127.0.0.1", port), SECONDS) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: door\r\n\r\n")
+        while client.recv(1000):
+            pass
+    assert "in the middle" in caplog.text
