@@ -57,8 +57,10 @@ class Writer:
         await self._begin()
         try:
             while data is not None:
-                await self._deliver(b"data: " + data + b"\n\n", len(data))
-                data = b""  # the next event may be long in coming
+                event, size = b"data: " + data + b"\n\n", len(data)
+                del data  # the client may leave the event unread for long, and the next one may be long in coming
+                await self._deliver(event, size)
+                del event
                 data = await anext(events, None)
         except ConnectionError:
             raise
