@@ -30,7 +30,7 @@ class DrawKernel(Protocol):
 
 
 class CompiledDraws:
-    """Draws by a kernel; Draws of draws.py. On a GPU the host waits in what `begin` returns, and for the draws alone."""
+    """Draws by a kernel; Draws of sampling.py. On a GPU the host waits in what `begin` returns, and for the draws alone."""
 
     def __init__(self, kernel: DrawKernel) -> None:
         self._kernel = kernel

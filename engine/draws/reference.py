@@ -28,7 +28,7 @@ WORD = (1 << 32) - 1
 
 
 class TorchDraws:
-    """Draws on the CPU by PyTorch; Draws of draws.py."""
+    """Draws on the CPU by PyTorch; Draws of sampling.py."""
 
     @torch.inference_mode()
     def begin(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> Callable[[], list[Drawn]]:

@@ -70,23 +70,20 @@ class DrawRows:
 
 def pack_rows(rows: Sequence[int], samplers: Sequence[Sampler], device: torch.device, work: int = 0) -> DrawRows:
     """Write the requests of a draw, each with its row of the logits, and copy them to the device; the host does not wait."""
-    refused, kept = list[Drawn | None](), list[tuple[int, Sampler, list[tuple[int, Words]]]]()
+    refused, kept = list[Drawn | None](), list[tuple[int, Sampler, Prepared, list[tuple[int, Words]]]]()
     for row, sampler in zip(rows, samplers, strict=True):
         try:
-            if not isinstance(sampler.prepared, Prepared):
-                sampler.prepared = _prepare(sampler, device)
-            kept.append((row, sampler, _lists(sampler)))
+            kept.append((row, sampler, _prepared(sampler, device), _lists(sampler)))
             refused.append(None)
         except Exception as error:  # whatever it is, it is one request's
             refused.append(Drawn(error=error))
     at = len(kept) * (ROW_BYTES + work)
-    size = at + sum(words.nbytes for _, _, lists in kept for _, words in lists)
+    size = at + sum(words.nbytes for *_, lists in kept for _, words in lists)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.empty_like(on_host, device=device) if device.type == "cuda" else on_host
     data, base = memoryview(on_host.numpy()), on_device.data_ptr()  # type: ignore[arg-type]
-    for begin, (row, sampler, lists) in zip(range(0, size, ROW_BYTES), kept, strict=False):
-        assert isinstance(sampler.prepared, Prepared), "the loop before has made it"
-        data[begin : begin + ROW_BYTES] = sampler.prepared.row
+    for begin, (row, sampler, prepared, lists) in zip(range(0, size, ROW_BYTES), kept, strict=False):
+        data[begin : begin + ROW_BYTES] = prepared.row
         NUMBERS.pack_into(data, begin + DrawRow.row.offset, row, len(sampler.generated))
         for field, words in lists:
             POINTER.pack_into(data, begin + field, base + at)
@@ -96,7 +93,7 @@ def pack_rows(rows: Sequence[int], samplers: Sequence[Sampler], device: torch.de
             at += words.nbytes
     if on_device is not on_host:
         on_device.copy_(on_host, non_blocking=True)
-    return DrawRows(on_device, [row for row, *_ in kept], [sampler for _, sampler, _ in kept], refused)
+    return DrawRows(on_device, [row for row, *_ in kept], [sampler for _, sampler, *_ in kept], refused)
 
 
 def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
@@ -107,6 +104,13 @@ def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
     if banned:
         lists.append((BANNED, np.array(banned, dtype=np.int32)))
     return lists
+
+
+def _prepared(sampler: Sampler, device: torch.device) -> Prepared:
+    """Return what the sampler keeps on the device; made at its first draw."""
+    if not isinstance(sampler.prepared, Prepared):
+        sampler.prepared = _prepare(sampler, device)
+    return sampler.prepared
 
 
 def _prepare(sampler: Sampler, device: torch.device) -> Prepared:

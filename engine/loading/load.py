@@ -19,8 +19,8 @@ from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.compiled import CompiledDraws
-from kvseek.engine.draws.draws import Draws
 from kvseek.engine.draws.reference import TorchDraws
+from kvseek.engine.draws.sampling import Draws
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model import bfloat16
 from kvseek.engine.model.cpu.model import TorchModel

@@ -36,9 +36,8 @@ from kvseek.core.config import CHOICES
 from kvseek.core.errors import LogitsError, RequestError, SamplingError
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.draws.compiled import CompiledDraws
-from kvseek.engine.draws.draws import Draws
 from kvseek.engine.draws.reference import candidates, penalise, random_bits
-from kvseek.engine.draws.sampling import SEEN, Sampler, overflow_remedy
+from kvseek.engine.draws.sampling import SEEN, Draws, Sampler, overflow_remedy
 from kvseek.kernels import draw_rows
 from kvseek.kernels.cpu.draw.draw import NativeDraw
 

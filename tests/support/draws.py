@@ -13,9 +13,8 @@ from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.draws.compiled import CompiledDraws
-from kvseek.engine.draws.draws import Draws
 from kvseek.engine.draws.reference import TorchDraws
-from kvseek.engine.draws.sampling import Drawn, Sampler
+from kvseek.engine.draws.sampling import Drawn, Draws, Sampler
 from kvseek.engine.schedule.guides import GuideMatcher
 from kvseek.kernels.cpu.draw.draw import NativeDraw
 from kvseek.kernels.cuda.draw.draw import DeviceDraw

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.draws.draws import Draws, sampled
-from kvseek.engine.draws.sampling import Drawn, Sampler, greedy_token
+from kvseek.engine.draws.sampling import Drawn, Draws, Sampler, greedy_token, sampled
 from kvseek.engine.retrieval import Retrieval
 
 from .batch import HostBatch

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, bucket_of, buckets_for
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
-from kvseek.engine.draws.draws import Draws, sampled
-from kvseek.engine.draws.sampling import Drawn, Sampler
+from kvseek.engine.draws.sampling import Drawn, Draws, Sampler, sampled
 from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
 from kvseek.engine.retrieval import Retrieval
 
