@@ -22,6 +22,7 @@ REQUEST_FIELDS = 16
 # Batch sizes for which a GPU has captured steps; units.cuh counts up to the largest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 METHOD_NUMBERS = 6  # fields of a request that are the method's own
+LATEST = -1  # in place of a token: the one that the step before drew, which the host need not know yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class RequestState:
     Attributes
     ----------
     token : int
-        Id of the token that the step reads; of no use to a method.
+        Id of the token that the step reads, or LATEST; of no use to a method.
     slot : int
     position : int
         Position of that token in the sequence.
@@ -107,10 +108,14 @@ class Batch:
         Packed RequestStates.
     table : Tensor, int32 [slots, max_extents], on the engine's device
         Extents of each slot.
+    latest : Tensor or None, int32 [slots], on the engine's device
+        The token that each slot's last step has drawn: where a token is LATEST, and where this step's tokens go. None on the
+        CPU, whose host knows every token.
     """
 
     requests: Tensor
     table: Tensor
+    latest: Tensor | None = None
 
     @classmethod
     def of(cls, states: Sequence[RequestState], table: Tensor) -> Self:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 
@@ -27,9 +26,9 @@ class RequestStatistics:
     reused_extents: int = 0  # of `prompt_extents`, those of which an earlier request had left at least the first rows
     shared_extents: int = 0  # of `reused_extents`, those that were not copied
 
-    def record_token(self, cached_tokens: int, attended_tokens: float) -> None:
+    def record_token(self, cached_tokens: int, attended_tokens: float, now: float) -> None:
         """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""
-        self.last_token_at = time.perf_counter()
+        self.last_token_at = now
         if not self.generated_tokens:
             self.first_token_at = self.last_token_at
         self.generated_tokens += 1

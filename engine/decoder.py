@@ -10,7 +10,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefixes.rows import PrefixRows
-from kvseek.engine.draws.sampling import Drawn, Sampler
+from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
 from kvseek.plugins.registry import method_traits
 
@@ -57,21 +57,19 @@ class Steps(Protocol):
             Cached tokens that one KV head attended to, per request, averaged over the layers.
         """
 
-    def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
-    ) -> tuple[list[Drawn | int], list[float]]:
-        """Run one decode step as `decode` does, and draw the next tokens.
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether it helps to launch a step before the one before it has been collected, as the host works meanwhile."""
 
-        Returns
-        -------
-        drawn : list
-            Per request: what its sampler draws; without a sampler the token with the largest logit, NO_TOKEN if that logit is
-            not finite.
-        attended : list of float
-            See `decode`.
+    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
+        """Launch a decode step as `decode` runs one, and the draws of the next tokens.
+
+        A token may be LATEST: the one that the slot's last step draws, which need not have been collected. Steps are collected
+        in the order of their launches. A request without a sampler gets the token with the largest logit, NO_TOKEN if that
+        logit is not finite.
         """
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
         """Draw a token from logits that a prompt gave, float32 [vocabulary] on the CPU."""
 
     def prepare(self) -> None:
@@ -121,13 +119,16 @@ class Decoder:
         """See Steps.decode."""
         return self.steps.decode(tokens, slots)
 
-    def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
-    ) -> tuple[list[Drawn | int], list[float]]:
-        """See Steps.decode_tokens."""
-        return self.steps.decode_tokens(tokens, slots, samplers)
+    @property
+    def runs_ahead(self) -> bool:
+        """See Steps."""
+        return self.steps.runs_ahead
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
+        """See Steps.launch."""
+        return self.steps.launch(tokens, slots, samplers)
+
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
         """See Steps.draw."""
         return self.steps.draw(logits, sampler)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import LATEST
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.cuda import check_alive
@@ -26,6 +27,7 @@ from kvseek.engine.draws.sampling import Drawn, Sampler, greedy_token, overflow_
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
+from kvseek.engine.schedule.flight import Flight
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.prompt_scores import PromptScores
 from kvseek.engine.schedule.queue import RequestQueue
@@ -100,7 +102,10 @@ class Engine:
         self._report = StepReport()
         self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows, config.tp_size)
         self.unsound, self.unsound_in_a_row = 0, 0
-        self._refresh_seconds = 0.0  # upkeep in the last step with decoding requests; 0 if the step failed before it
+        self._flight: Flight | None = None  # the decode step that has been launched and not collected
+        self._decoded = 0  # requests of the decode steps that have been collected since the last report
+        self._collected_at = 0.0  # when a decode step was last collected
+        self._refresh_seconds = 0.0  # upkeep in the last decode step that was collected; 0 if it failed
         self.on_step: Callable[[StepReport], None] | None = None
 
     @classmethod
@@ -150,9 +155,12 @@ class Engine:
 
         May be called again; there must be no other call.
         """
-        if self._prefixes.store is not None:
-            self._prefixes.store.close()
-        self.decoder.close()
+        try:
+            self.settle()  # requests that have ended leave their rows
+        finally:
+            if self._prefixes.store is not None:
+                self._prefixes.store.close()
+            self.decoder.close()
 
     @property
     def index_bytes_per_token(self) -> float:
@@ -162,7 +170,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do. Safe from any thread, like `waiting`, `running` and `step_report`."""
-        return bool(self._queue.has_ready or self.running)
+        return bool(self._queue.has_ready or self.running or self._flight)
 
     @property
     def waiting(self) -> int:
@@ -269,7 +277,8 @@ class Engine:
         Its requests that have not ended go on, and what only they use is freed when they end.
         """
         ended = self._prefixes.end_session(cache_salt, session_id)
-        for sequence in (*self._queue.sequences(), *self._scheduler.running):
+        leaving = () if self._flight is None else (sequence for sequence, _ in self._flight.leaving)
+        for sequence in (*self._queue.sequences(), *self._scheduler.running, *leaving):
             request = sequence.request
             if request.session is not None and (request.cache_salt, request.session.id) == (cache_salt, session_id):
                 sequence.ends_session, ended = True, ended or EndedSession(0, 0)
@@ -285,20 +294,27 @@ class Engine:
         return self._queue.next_deadline()
 
     def step(self) -> list[StepOutput]:
-        """Admit the requests that fit, read parts of prompts and run one decode step; returns the outputs in order."""
+        """Admit the requests that fit, read parts of prompts and run one decode step; returns the outputs in order.
+
+        Where the decoder runs ahead, the step is launched, and the outputs are those of the step before it.
+        """
         started = time.perf_counter()
         outputs = [*self.expire(), *self._time_out(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
-        outputs += self._read(beside=bool(decoding))
-        work = self._reader.work
-        if decoding:
-            outputs += self._decode(decoding)
-            seconds = time.perf_counter() - begun
-            self._reader.pacing.record(seconds, work.units, work.token_layers, work.pack, work.long_waits)
-        self._report_step(started, len(decoding), work.token_layers)
+        outputs += self._read(beside=bool(decoding or self._flight))
+        outputs += self._decode(decoding, begun)
+        self._report_step(started)
         if self._prefixes.store is not None:
             self._prefixes.store.share_cores(bool(self.running), bool(self._scheduler.decoding()))
         return outputs
+
+    def settle(self) -> list[StepOutput]:
+        """Wait for the decode step that has been launched ahead, if there is one, and return its outputs.
+
+        The slots of all requests that have ended are free then, and no request has a token that the host does not know.
+        """
+        flight, self._flight = self._flight, None
+        return [] if flight is None else self._collect(flight)
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Run requests to their ends and return the token ids of each; raises RuntimeError if one fails."""
@@ -345,17 +361,72 @@ class Engine:
             outputs.append(self._take_first(sequence, reading.logits))
         return outputs
 
-    def _decode(self, sequences: list[RequestSequence]) -> list[StepOutput]:
-        tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
-        samplers = [None if s.sampler.greedy else s.sampler for s in sequences]
+    def _decode(self, decoding: list[RequestSequence], begun: float) -> list[StepOutput]:
+        """Launch the next decode step, and then collect the one before it.
+
+        A request that the one before ends is in the next one all the same: its row there is computed in vain. What a request
+        with a guide or bad words may draw next depends on the token before, so a step with one is launched later.
+        """
+        outputs, failure = list[StepOutput](), None
+        if any(s.sampler.pending and s.sampler.reads_tokens for s in decoding):
+            outputs += self.settle()
+        decoding = [s for s in decoding if not s.over and s.sampler.number < s.request.max_tokens]
+        before, self._flight = self._flight, None
+        if decoding:
+            try:
+                self._flight = self._launch(decoding, begun)
+            except (
+                Exception
+            ) as error:  # rows and indexes of the step's requests are in doubt, so these end; others go on
+                failure = error
+        if before is not None:
+            outputs += self._collect(before)
+        if failure is not None:
+            self._decoded, self._refresh_seconds = self._decoded + len(decoding), 0.0
+            outputs += [self._fail(sequence, failure) for sequence in decoding if not sequence.over]
+        elif not self.decoder.runs_ahead:
+            outputs += self.settle()
+        return outputs
+
+    def _launch(self, sequences: list[RequestSequence], begun: float) -> Flight:
+        tokens = [LATEST if s.sampler.pending else s.generated[-1] for s in sequences]
+        slots = [s.slot for s in sequences]
+        launched = self.decoder.launch(tokens, slots, [None if s.sampler.greedy else s.sampler for s in sequences])
+        for sequence in sequences:
+            sequence.sampler.pending += 1
+        rows = self._meter.rows(slots, launched.attended)
+        cached, work = [self._cache.tokens[slot] for slot in slots], self._reader.work
+        return Flight(launched, sequences, cached, rows, self.decoder.retrieval.refresh_seconds, begun, work)
+
+    def _collect(self, flight: Flight) -> list[StepOutput]:
+        """Wait for a step's tokens, take them, and close the slots that had to stay until the step had ended."""
+        for sequence in flight.sequences:
+            sequence.sampler.pending -= 1
+        live = [number for number, sequence in enumerate(flight.sequences) if not sequence.over]
+        self._decoded += len(live)
         self._refresh_seconds = 0.0
         try:
-            drawn, attended = self.decoder.decode_tokens(tokens, slots, samplers)
-        except Exception as error:  # rows and indexes of the step's requests are in doubt, so these end; others go on
-            return [self._fail(sequence, error) for sequence in sequences]
-        self._meter.count(slots, attended)  # before slots are closed
-        self._refresh_seconds = self.decoder.retrieval.refresh_seconds
-        return [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
+            drawn = flight.launched.collect()
+        except Exception as error:
+            outputs = [self._fail(flight.sequences[number], error) for number in live]
+        else:
+            self._refresh_seconds, now = flight.refresh_seconds, time.perf_counter()
+            self._meter.count(flight.host_rows[number] for number in live)
+            outputs = [
+                self._take_token(
+                    flight.sequences[number],
+                    drawn[number],
+                    flight.cached[number],
+                    flight.launched.attended[number],
+                    now,
+                )
+                for number in live
+            ]
+        for sequence, keep in flight.leaving:
+            self._scheduler.close(sequence, keep)
+        self._reader.note_step(flight.work, max(flight.begun, self._collected_at))
+        self._collected_at = time.perf_counter()
+        return outputs
 
     def _take_first(self, sequence: RequestSequence, logits: Tensor) -> StepOutput:
         """Draw a request's first token from the logits of its prompt."""
@@ -364,10 +435,12 @@ class Engine:
             drawn = greedy_token(logits) if sampler.greedy else self.decoder.draw(logits, sampler)
         except Exception as error:  # such as no memory for what the sampling keeps
             return self._fail(sequence, error)
-        return self._take_token(sequence, drawn, 0.0)
+        return self._take_token(sequence, drawn, 0, 0.0, time.perf_counter())
 
-    def _take_token(self, sequence: RequestSequence, drawn: Drawn | int, attended: float) -> StepOutput:
-        """Take the token that was drawn, and end the sequence if it is the last."""
+    def _take_token(
+        self, sequence: RequestSequence, drawn: Drawn | int, cached: int, attended: float, now: float
+    ) -> StepOutput:
+        """Take the token that was drawn, and end the sequence if it is the last; arguments as RequestStatistics.record_token."""
         try:
             token = sequence.sampler.take(drawn)
         except SamplingError as error:
@@ -376,8 +449,7 @@ class Engine:
             return self._fail(sequence, error)
         logprobs, logits = (None, b"") if isinstance(drawn, int) else (drawn.logprobs, drawn.logits)
         statistics, ends = sequence.statistics, token in sequence.request.end_ids
-        cached = self._cache.tokens[sequence.slot] if attended else 0
-        statistics.record_token(cached, attended)
+        statistics.record_token(cached, attended, now)
         if not ends:
             sequence.generated.append(token)
         reason = FinishReason.END_ID if ends else self._finish_reason(sequence)
@@ -396,14 +468,15 @@ class Engine:
 
     def _finish_reason(self, sequence: RequestSequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request
-        if any(tuple(generated[-len(word) :]) == word for word in request.stop_words):
+        if request.stop_words and any(tuple(generated[-len(word) :]) == word for word in request.stop_words):
             return FinishReason.STOP_WORD
         return FinishReason.LENGTH if len(generated) == request.max_tokens else None
 
-    def _report_step(self, started: float, decode_batch: int, token_layers: int) -> None:
+    def _report_step(self, started: float) -> None:
         layers, extents = self.config.model.num_layers, self._cache.extents
         before = self._token_layers // layers
-        self._token_layers += token_layers
+        self._token_layers += self._reader.work.token_layers
+        decode_batch, self._decoded = self._decoded, 0
         self._report = StepReport(
             number=self._report.number + 1,
             seconds=time.perf_counter() - started,
@@ -438,9 +511,17 @@ class Engine:
         return self._end(sequence, sequence.failed(error, code))
 
     def _end(self, sequence: RequestSequence, output: StepOutput) -> StepOutput:
-        """Free the slot and extents of a running sequence. If that raises, as after a CUDA error, the engine cannot go on."""
+        """Free the slot and extents of a running sequence. If that raises, as after a CUDA error, the engine cannot go on.
+
+        They are freed when the step that has been launched with them has ended.
+        """
         if output.finish_reason in SOUND_ENDS:
             self.unsound_in_a_row = 0
         self._reader.drop(sequence)
-        self._scheduler.remove(sequence, keep=output.finish_reason is not FinishReason.ERROR)
+        self._scheduler.remove(sequence)
+        keep = output.finish_reason is not FinishReason.ERROR
+        if sequence.sampler.pending and self._flight is not None:
+            self._flight.leaving.append((sequence, keep))
+        else:
+            self._scheduler.close(sequence, keep)
         return output

@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,7 +111,7 @@ class EngineService:
         """Set the function that the engine's thread calls with the report of each step; its exceptions are logged."""
 
         def look(report: StepReport) -> None:
-            _try(lambda: function(report))
+            _try(function, report)
 
         self._engine.on_step = look
 
@@ -170,7 +170,9 @@ class EngineService:
             self._commands.put(lambda: _try(function))
 
     def ask(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Let the engine's thread call a function between two steps; the future gets what it returns or raises.
+        """Let the engine's thread call a function between two steps, when no step is under way.
+
+        The future gets what the function returns or raises.
 
         That is UnavailableError if the service is closed or the engine fails before; after that, it is raised here.
         """
@@ -182,9 +184,11 @@ class EngineService:
             self._asked.add(answer)
 
         def work() -> None:
+            if not answer.done():  # else whoever asked waits no longer
+                self._deliver(self._engine.settle())
             with contextlib.suppress(InvalidStateError):  # the engine has failed meanwhile
                 try:
-                    if not answer.done():  # else whoever asked waits no longer
+                    if not answer.done():
                         answer.set_result(function(self._engine))
                 except Exception as error:
                     answer.set_exception(error)
@@ -230,14 +234,14 @@ class EngineService:
     def _end(self, handle: int, reason: FinishReason) -> None:
         output = self._engine.cancel_waiting(handle, reason)
         if output is not None:
-            self._deliver(output)
+            self._deliver_last(output)
         else:
             self._commands.put(lambda: self._end_running(handle, reason))
 
     def _end_running(self, handle: int, reason: FinishReason) -> None:
         output = self._engine.cancel(handle, reason)
         if output is not None:
-            self._deliver(output)
+            self._deliver_last(output)
 
     def _watch_deadlines(self) -> None:
         """Expire waiting requests on time, even while the engine's thread is in a long step, and notice one that does not end."""
@@ -265,7 +269,7 @@ class EngineService:
         self._deadlines.wait(min(wait, LOOK_SECONDS))
         self._deadlines.clear()
         for output in self._engine.expire():
-            self._deliver(output)
+            self._deliver_last(output)
 
     def _compile_guides(self) -> None:
         """Compile guides, one after the other, while other requests run."""
@@ -279,7 +283,7 @@ class EngineService:
             if output is None:
                 self._wake()
             else:
-                self._deliver(output)
+                self._deliver_last(output)
 
     def _run(self) -> None:
         try:
@@ -301,8 +305,7 @@ class EngineService:
             self._round += 1
             self._run_commands(block=not self._engine.has_work)
             if self._engine.has_work and not self._closed:
-                for output in self._engine.step():
-                    self._deliver(output)
+                self._deliver(self._engine.step())
         self._run_commands(block=False)
         for handle in self._handles():
             self._end_running(handle, FinishReason.CANCELLED)
@@ -316,7 +319,7 @@ class EngineService:
         self._closed = True
         self._deadlines.set()
         for handle in self._handles():
-            self._deliver(_failure(handle, failure, ErrorCode.UNAVAILABLE))
+            self._deliver_last(_failure(handle, failure, ErrorCode.UNAVAILABLE))
         self._refuse_asked()
 
     def _handles(self) -> list[int]:
@@ -331,16 +334,20 @@ class EngineService:
                 self._working, block = True, False
                 command()
 
-    def _deliver(self, output: StepOutput) -> None:
-        """Hand an output to its request's callback, unless the request has ended."""
-        if output.finish_reason is not None:
-            self._deliver_last(output)
-            return
+    def _deliver(self, outputs: Sequence[StepOutput]) -> None:
+        """Hand a step's outputs to the callbacks of their requests, in the engine's thread."""
         with self._lock:
-            callback = self._callbacks.get(output.request_id)
-        if callback is not None and not _try(lambda: callback(output)):
-            self._engine.cancel(output.request_id)  # in the engine's thread: other threads deliver only last outputs
-            self._deliver_last(_failure(output.request_id, NOT_PASSED_ON, ErrorCode.INTERNAL))
+            callbacks = [self._callbacks.get(output.request_id) for output in outputs]
+        failed = set[int]()
+        for output, callback in zip(outputs, callbacks, strict=True):
+            if self._failure:  # another thread has ended all requests
+                return
+            if output.finish_reason is not None:
+                self._deliver_last(output)
+            elif callback is not None and output.request_id not in failed and not _try(callback, output):
+                failed.add(output.request_id)
+                self._engine.cancel(output.request_id)
+                self._deliver_last(_failure(output.request_id, NOT_PASSED_ON, ErrorCode.INTERNAL))
 
     def _deliver_last(self, output: StepOutput) -> None:
         with self._lock:
@@ -351,7 +358,7 @@ class EngineService:
         if output.finish_reason is FinishReason.ERROR and output.code in (ErrorCode.INTERNAL, ErrorCode.UNAVAILABLE):
             # Errors that clients cause, such as a time limit that passes, must not fill the log.
             logger.error("request %d failed: %s", output.request_id, output.error)
-        _try(lambda: callback(output))
+        _try(callback, output)
         with self._empty:
             self._ending -= 1
             if self._is_empty():
@@ -365,10 +372,10 @@ def _failure(handle: int, error: str, code: ErrorCode) -> StepOutput:
     return StepOutput(handle, finish_reason=FinishReason.ERROR, error=error, code=code)
 
 
-def _try(function: Callable[[], object]) -> bool:
+def _try(function: Callable[..., object], *arguments: object) -> bool:
     """Call a function that is not the service's own and log its exception; returns whether it raised none."""
     try:
-        function()
+        function(*arguments)
     except Exception:
         logger.exception("a callback failed; if it was a request's, the request ends")
         return False

@@ -22,6 +22,7 @@ struct DrawRow {
     int* occurrences;        // [vocabulary], or null: how often a token has occurred, and SEEN; the draw adds its token
     const unsigned* allowed;  // [vocabulary / 32, rounded up] bits of the guide's mask, or null
     const int* banned;        // [bans]
+    int* latest;              // gets the token too, for the next step, or null
     int row;                  // of the logits
     int number;               // tokens that the request has drawn before
     int greedy;               // 1: take the likeliest

@@ -17,7 +17,7 @@ class DrawRow(ctypes.Structure):
         ("seed", c_uint64),
         *((name, c_double) for name in ("inverse_temperature", "top_p")),
         ("least_weight", c_int64),
-        *((name, c_void_p) for name in ("bias_ids", "biases", "occurrences", "allowed", "banned")),
+        *((name, c_void_p) for name in ("bias_ids", "biases", "occurrences", "allowed", "banned", "latest")),
         *((name, c_int32) for name in ("row", "number", "greedy", "top_k", "bias_count", "bans", "likeliest")),
         *((name, c_float) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")),
     )

@@ -4,7 +4,7 @@
 namespace kvseek {
 
 struct Request {
-    int token;       // last token, the decoder's input
+    int token;       // last token, the decoder's input; LATEST, -1: the one that the slot's last step has drawn
     int slot;        // row of the window, the extent table and the index's per-slot arrays
     int position;    // of `token` in the sequence
     int write_row;   // window row that receives its key and value

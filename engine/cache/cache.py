@@ -67,6 +67,8 @@ class Cache:
         The extents of `rows` that each slot has.
     tokens, lengths : list of int, one per slot
         All cached tokens of a slot, and the tokens in its retrieval region.
+    latest : Tensor, int32 [slots], on the engine's device
+        The token that each slot's last step has drawn, on a GPU: a step reads there what the host does not know yet.
     prefixes : dict of int to Prefix
         By slot, the prefix of the slot's prompt that is not read, as an earlier request has left its rows.
     padding_slot : int
@@ -84,6 +86,7 @@ class Cache:
         max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
         self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
         self.window = _windows(config, slots, dtype, device)
+        self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
         self.tokens, self.lengths = [0] * slots, [0] * slots
         if self.padding_slot < slots:
             self.tokens[self.padding_slot] = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -87,12 +87,15 @@ class UsageMeter:
             disk=DiskUsage() if self._prefixes.store is None else self._prefixes.store.usage(),
         )
 
-    def count(self, slots: Sequence[int], attended: Sequence[float]) -> None:
-        """Count the rows of a decode step; `attended` is what Steps.decode returned."""
+    def rows(self, slots: Sequence[int], attended: Sequence[float]) -> list[float]:
+        """Return the retrieval tokens that the step just launched attends to, per request; `attended`: Launched.attended."""
+        tokens, lengths = self._cache.tokens, self._cache.lengths  # without the window's, which are on the device
+        return [share - tokens[slot] + lengths[slot] for slot, share in zip(slots, attended, strict=True)]
+
+    def count(self, rows: Iterable[float]) -> None:
+        """Count what `rows` has returned of a step that has ended."""
         if self._row_copies:
-            tokens, lengths = self._cache.tokens, self._cache.lengths
-            rows = sum(share - tokens[slot] + lengths[slot] for slot, share in zip(slots, attended, strict=True))
-            self._host_rows += round(rows * self._row_copies)  # without the window's rows, which are on the device
+            self._host_rows += round(sum(rows) * self._row_copies)
 
     def _hit_ratio(self) -> float | None:
         with torch.cuda.stream(self._stream):  # None: does nothing

@@ -35,17 +35,19 @@ class CompiledDraws:
     def __init__(self, kernel: DrawKernel) -> None:
         self._kernel = kernel
 
-    def begin(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> Callable[[], list[Drawn]]:
+    def begin(
+        self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = ()
+    ) -> Callable[[], list[Drawn | int]]:
         """See Draws."""
         try:
-            packed = pack_rows(rows, samplers, logits.device, self._kernel.work_bytes)
+            packed = pack_rows(rows, samplers, logits.device, self._kernel.work_bytes, places)
             tokens = self._kernel(logits, packed.buffer, len(packed.rows))
             copies = HostCopy([tokens, *(logits[row] for row in packed.told)])
         except Exception as error:  # too little memory, say: requests that draw nothing go on
-            failed = [Drawn(error=error) for _ in rows]
+            failed: list[Drawn | int] = [Drawn(error=error) for _ in rows]
             return lambda: failed
 
-        def finish() -> list[Drawn]:
+        def finish() -> list[Drawn | int]:
             found, *told = copies.wait()
             return packed.results(found, told)
 

@@ -31,9 +31,14 @@ class TorchDraws:
     """Draws on the CPU by PyTorch; Draws of sampling.py."""
 
     @torch.inference_mode()
-    def begin(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> Callable[[], list[Drawn]]:
-        """See Draws."""
-        drawn = [_draw(logits[row].float(), sampler) for row, sampler in zip(rows, samplers, strict=True)]
+    def begin(
+        self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = ()
+    ) -> Callable[[], list[Drawn | int]]:
+        """See Draws. It knows the tokens that have been taken, so none may be pending of a request with penalties."""
+        assert not places, "the CPU's host knows the tokens"
+        drawn: list[Drawn | int] = [
+            _draw(logits[row].float(), sampler) for row, sampler in zip(rows, samplers, strict=True)
+        ]
         return lambda: drawn
 
 
@@ -50,7 +55,7 @@ def _draw(logits: Tensor, sampler: Sampler) -> Drawn:
     if not params.greedy:
         ids, weights = candidates(scores, params.temperature, params.top_k, params.top_p, params.min_p)
         sums = weights.cumsum(dim=0)
-        target = random_bits(params.seed, len(sampler.generated)) * int(sums[-1]) >> 64
+        target = random_bits(params.seed, sampler.number) * int(sums[-1]) >> 64
         token = ids[torch.searchsorted(sums, target, right=True)]
     drawn, logprobs = int(token), None
     if params.logprobs is not None:

@@ -19,7 +19,15 @@ from .reference import MOST_INVERSE, least_weight, merged_biases
 from .sampling import Drawn, Sampler, not_finite
 
 ALLOWED, BANNED = DrawRow.allowed.offset, DrawRow.banned.offset
-NUMBERS, POINTER, COUNT = Struct("<2i"), Struct("<Q"), Struct("<i")
+POINTER, COUNT = Struct("<Q"), Struct("<i")
+COLUMNS = np.dtype(  # of DrawRow, what differs from draw to draw
+    {
+        "names": ["row", "number", "latest"],
+        "formats": ["<i4", "<i4", "<u8"],
+        "offsets": [DrawRow.row.offset, DrawRow.number.offset, DrawRow.latest.offset],
+        "itemsize": ROW_BYTES,
+    }
+)
 Words = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
 
 
@@ -48,7 +56,7 @@ class DrawRows:
     _samplers: list[Sampler]
     _refused: list[Drawn | None]  # for all requests: those whose guide failed before the draw
 
-    def results(self, tokens: Tensor, logits: Sequence[Tensor]) -> list[Drawn]:
+    def results(self, tokens: Tensor, logits: Sequence[Tensor]) -> list[Drawn | int]:
         """Read what a kernel wrote, for all requests.
 
         Parameters
@@ -57,10 +65,17 @@ class DrawRows:
         logits : sequence of Tensor [vocabulary], on the CPU
             Those of the requests `told`.
         """
-        found = (DrawnToken * len(self.rows)).from_buffer_copy(tokens.numpy().tobytes())
+        drawn: list[Drawn | int] = tokens[:, 0].tolist()
+        plain = (tokens[:, 1] == DRAWN).tolist()
         rest = iter(logits)
-        drawn = (_result(one, sampler, rest) for one, sampler in zip(found, self._samplers, strict=True))
-        return [next(drawn) if one is None else one for one in self._refused]
+        for number, sampler in enumerate(self._samplers):
+            if sampler.params.tells or not plain[number]:
+                found = DrawnToken.from_buffer_copy(tokens[number].numpy().tobytes())
+                drawn[number] = _result(found, sampler, rest)
+        if len(drawn) == len(self._refused):
+            return drawn
+        others = iter(drawn)
+        return [next(others) if one is None else one for one in self._refused]
 
     @property
     def told(self) -> list[int]:
@@ -68,36 +83,54 @@ class DrawRows:
         return [row for row, one in zip(self.rows, self._samplers, strict=True) if one.params.return_generation_logits]
 
 
-def pack_rows(rows: Sequence[int], samplers: Sequence[Sampler], device: torch.device, work: int = 0) -> DrawRows:
-    """Write the requests of a draw, each with its row of the logits, and copy them to the device; the host does not wait."""
-    refused, kept = list[Drawn | None](), list[tuple[int, Sampler, Prepared, list[tuple[int, Words]]]]()
-    for row, sampler in zip(rows, samplers, strict=True):
+def pack_rows(
+    rows: Sequence[int],
+    samplers: Sequence[Sampler],
+    device: torch.device,
+    work: int = 0,
+    places: Sequence[int] = (),
+) -> DrawRows:
+    """Write the requests of a draw, each with its row of the logits, and copy them to the device; the host does not wait.
+
+    `work` and `places` are DrawKernel.work_bytes and those of Draws.begin.
+    """
+    refused, drawn = list[Drawn | None](), list[Sampler]()
+    packed, numbers, lists = list[bytes](), list[tuple[int, int, int]](), list[tuple[int, int, Words]]()
+    for row, sampler, place in zip(rows, samplers, places or [0] * len(samplers), strict=True):
         try:
-            kept.append((row, sampler, _prepared(sampler, device), _lists(sampler)))
-            refused.append(None)
+            prepared = _prepared(sampler, device).row
+            if sampler.varies:
+                lists += [(len(drawn) * ROW_BYTES, field, words) for field, words in _lists(sampler)]
         except Exception as error:  # whatever it is, it is one request's
             refused.append(Drawn(error=error))
-    at = len(kept) * (ROW_BYTES + work)
-    size = at + sum(words.nbytes for *_, lists in kept for _, words in lists)
+            continue
+        refused.append(None)
+        drawn.append(sampler)
+        packed.append(prepared)
+        numbers.append((row, sampler.number, place))
+    at = len(drawn) * (ROW_BYTES + work)
+    size = at + sum(words.nbytes for *_, words in lists)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.empty_like(on_host, device=device) if device.type == "cuda" else on_host
     data, base = memoryview(on_host.numpy()), on_device.data_ptr()  # type: ignore[arg-type]
-    for begin, (row, sampler, prepared, lists) in zip(range(0, size, ROW_BYTES), kept, strict=False):
-        data[begin : begin + ROW_BYTES] = prepared.row
-        NUMBERS.pack_into(data, begin + DrawRow.row.offset, row, len(sampler.generated))
-        for field, words in lists:
-            POINTER.pack_into(data, begin + field, base + at)
-            if field == BANNED:
-                COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
-            data[at : at + words.nbytes] = words.tobytes()
-            at += words.nbytes
+    data[: len(drawn) * ROW_BYTES] = b"".join(packed)
+    columns = np.frombuffer(data, COLUMNS, len(drawn))
+    for name, values in zip(("row", "number", "latest"), zip(*numbers, strict=True), strict=False):
+        columns[name] = values
+    for begin, field, words in lists:
+        POINTER.pack_into(data, begin + field, base + at)
+        if field == BANNED:
+            COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
+        data[at : at + words.nbytes] = words.tobytes()
+        at += words.nbytes
     if on_device is not on_host:
         on_device.copy_(on_host, non_blocking=True)
-    return DrawRows(on_device, [row for row, *_ in kept], [sampler for _, sampler, *_ in kept], refused)
+    return DrawRows(on_device, [row for row, *_ in numbers], drawn, refused)
 
 
 def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
     """Return what differs from draw to draw, each with the place of its pointer in a DrawRow; raises as Sampler.allowed."""
+    assert not (sampler.reads_tokens and sampler.pending), "the host has to know the tokens before"
     allowed, banned, lists = sampler.allowed(), sampler.banned(), list[tuple[int, Words]]()
     if allowed is not None:
         lists.append((ALLOWED, allowed))

@@ -40,6 +40,23 @@ class Drawn:
     error: Exception | None = None
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A decode step that has been launched.
+
+    Attributes
+    ----------
+    attended : list of float
+        Cached tokens that one KV head attends to, per request, averaged over the layers.
+    collect : callable
+        Waits until the step has ended, and returns for each request what was drawn for it; to be called once. An int is a token
+        of which nothing else was asked for, or NO_TOKEN.
+    """
+
+    attended: list[float]
+    collect: Callable[[], list[Drawn | int]]
+
+
 class Guiding(Protocol):
     """State of a request's guide; GuideMatcher of engine/schedule/guides.py says more."""
 
@@ -65,21 +82,34 @@ class Sampler:
     Attributes
     ----------
     generated : list of int
-        Tokens drawn so far. Their number says which of the seed's random bits the next draw takes, whatever else is drawn.
+        Tokens drawn so far.
+    pending : int
+        Draws that have begun and whose tokens have not been taken: 1 while the host runs ahead of the device.
+    reads_tokens : bool
+        Whether a draw depends on tokens that the host has to know, so that none may be pending when it begins.
+    varies : bool
+        Whether other tokens may be drawn from one draw to the next: `allowed` and `banned`.
     prepared : object or None
         What engine/draws/rows.py keeps of this request on the device that draws.
+    greedy : bool
+        Whether the next token is the one with the largest logit, and nothing else is asked for (`greedy_token`).
     """
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         self.params = request.sampling
+        self.greedy = self.params.greedy and not self.params.needs_logits
         self.guide: Guiding | None = None
         self.vocab_size, self._prompt_ids, self._end_ids = vocab_size, request.prompt_ids, request.end_ids
         self.generated: list[int] = []
+        self.pending = 0
+        self.reads_tokens = self.params.guide is not None or bool(self.params.bad_words)
+        self.varies = self.reads_tokens or bool(self.params.min_tokens)
         self.prepared: object | None = None  # made at first use, by the engine's thread: see EngineService.load
 
     def follow(self, guide: Guiding) -> None:
         """Let the output follow the request's guide; `guide` is its state at the beginning, the sampler's own from now on."""
         self.guide = guide
+        self.reads_tokens = self.varies = True
 
     @property
     def guided(self) -> bool:
@@ -87,9 +117,9 @@ class Sampler:
         return self.guide is not None
 
     @property
-    def greedy(self) -> bool:
-        """Whether the next token is the one with the largest logit, and nothing else is asked for (`greedy_token`)."""
-        return self.params.greedy and not self.params.needs_logits
+    def number(self) -> int:
+        """Number of the next draw, from 0: it says which of the seed's random bits the draw takes."""
+        return len(self.generated) + self.pending
 
     def occurrences(self) -> Tensor | None:
         """Count how often tokens have occurred, int32 [vocabulary], as the penalties count; None without a penalty.
@@ -122,7 +152,7 @@ class Sampler:
         """Return the tokens that must not come next: end tokens before min_tokens, and the last tokens of bad words."""
         if not self.params.bad_words and not self.params.min_tokens:
             return []
-        count = len(self.generated)
+        count = self.number
         only_ends = self.guide is not None and self.guide.finished
         early = self._end_ids if count < self.params.min_tokens and not only_ends else ()
         words = self.params.bad_words
@@ -164,8 +194,12 @@ class Draws(Protocol):
     request is the `error` of its Drawn.
     """
 
-    def begin(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> Callable[[], list[Drawn]]:
+    def begin(
+        self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = ()
+    ) -> Callable[[], list[Drawn | int]]:
         """Begin to draw a token for each of `samplers`; the result waits for the draws and returns them.
+
+        An int is a token that was drawn for a request that asks for nothing else.
 
         Parameters
         ----------
@@ -173,6 +207,8 @@ class Draws(Protocol):
             On the engine's device: float32 on the CPU, in the engine's dtype on a GPU. Not changed. -inf excludes a token.
         rows : sequence of int
             The row of the logits for each sampler.
+        places : sequence of int
+            Addresses on a GPU to which the tokens go as well (Batch.latest).
         """
 
 

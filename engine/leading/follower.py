@@ -88,7 +88,7 @@ class Follower:
                 if found != expected:
                     raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
                 # Rank 0 draws from the logits. This rank only waits for its part of the step, of which a token is less to copy.
-                self._decoder.decode_tokens(tokens, slots, [None] * len(slots))
+                self._decoder.launch(tokens, slots, [None] * len(slots)).collect()
             case Prepare():
                 self._decoder.steps.prepare()
             case Reserve(slot, tokens):

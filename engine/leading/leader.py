@@ -19,7 +19,7 @@ from kvseek.engine.cache.prefix import Prefix, Reuse
 from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.draws.sampling import Drawn, Sampler
+from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
 from kvseek.engine.loading.load import load_part
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.cuda.model import KernelModel
@@ -172,14 +172,19 @@ class LeadDecoder(Decoder):
         with self._followers.doing(self._decode(tokens, slots)):
             return super().decode(tokens, slots)
 
-    def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
-    ) -> tuple[list[Drawn | int], list[float]]:
-        """See Decoder."""
-        with self._followers.doing(self._decode(tokens, slots)):
-            return super().decode_tokens(tokens, slots, samplers)
+    @property
+    def runs_ahead(self) -> bool:
+        """See Decoder. The other ranks get every token from this one, whose host has to know it."""
+        return False
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
+        """See Decoder. The step has ended when this returns."""
+        with self._followers.doing(self._decode(tokens, slots)):
+            launched = super().launch(tokens, slots, samplers)
+            drawn = launched.collect()
+        return Launched(launched.attended, lambda: drawn)
+
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
         """See Decoder. The draw may come behind units of a prompt, whose sums wait for the other ranks."""
         with self._followers.waiting():
             return super().draw(logits, sampler)

@@ -52,6 +52,8 @@ class Work:
     token_layers: int = 0
     pack: bool = False  # a small pack, read to its end in this step
     long_waits: bool = False  # there is a long prompt too, which waits for another step if this step reads a pack
+    waited: bool = False  # the host has waited for results, and so for the decode step before
+    charged: bool = False  # pacing has been told of it
 
     def add(self, token_layers: int) -> None:
         """Count a unit."""
@@ -113,6 +115,29 @@ class PromptReader:
             job = self._jobs[short]
             done += [Reading(sequence, job.prefill.progress) for sequence in job.sequences]
         return done
+
+    def note_step(self, work: Work, begun: float) -> None:
+        """Tell pacing of a decode step that has been collected now.
+
+        Parameters
+        ----------
+        work : Work
+            What was read before it. Reading that has been launched behind the step does not count, unless the host has waited
+            for it before it collected the step.
+        begun : float
+            When it began, or when the step before it was collected, in seconds of time.perf_counter.
+        """
+        done = [work] if work is self.work or not self.work.waited else [work, self.work]
+        done = [one for one in done if not one.charged]
+        for one in done:
+            one.charged = True
+        self.pacing.record(
+            time.perf_counter() - begun,
+            sum(one.units for one in done),
+            sum(one.token_layers for one in done),
+            any(one.pack for one in done),
+            any(one.long_waits for one in done),
+        )
 
     def drop(self, sequence: RequestSequence) -> None:
         """Leave a request, whose slot is about to be closed, out of all further reading."""
@@ -218,6 +243,7 @@ class PromptReader:
             self.work.add(job.prefill.advance(self._chunk))
             if job.prefill.progress < 1:
                 return []
+            self.work.waited = True
             logits = job.prefill.finish()
         except Exception as error:  # one request's prefill must not take the others down
             self._release(job)

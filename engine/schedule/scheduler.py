@@ -74,10 +74,14 @@ class Scheduler:
         head.prefix = self._prefixes.shorten(found, head.total_tokens)
         return self._prefixes.fits(head.total_tokens, head.prefix)
 
-    def remove(self, sequence: RequestSequence, keep: bool = False) -> None:
-        """Take a running sequence out, and free its slot and extents; `keep`: as far as its rows are not kept for others."""
+    def remove(self, sequence: RequestSequence) -> None:
+        """Take a running sequence out; `close` follows."""
         self.running.remove(sequence)
-        tokens = sequence.packed_tokens() if keep else None
+        sequence.over = True
+
+    def close(self, sequence: RequestSequence, keep: bool) -> None:
+        """Free the slot and extents of a sequence that was taken out; `keep`: as far as its rows are not kept for others."""
+        tokens = sequence.cached_tokens() if keep else None
         request = sequence.request
         self._prefixes.close(sequence.slot, tokens, request.cache_salt, request.session)
         if sequence.ends_session and request.session is not None:

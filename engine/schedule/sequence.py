@@ -28,6 +28,7 @@ class RequestSequence:
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
     ends_session: bool = False  # the client has ended its session, so that what the request leaves goes with it
     prefix: Prefix | None = None  # found at admission, until the slot is open
+    over: bool = False  # it has ended, though a step that was launched before may still compute a row for it
 
     def ended(self, reason: FinishReason) -> StepOutput:
         """Make the last output, without a token, of a request that ends without an error."""
@@ -68,9 +69,12 @@ class RequestSequence:
         """The prompt's tokens as prefixes are looked up."""
         return pack_tokens(self.request.prompt_ids)
 
-    def packed_tokens(self) -> bytes:
-        """Return the tokens of prompt and output, packed as `packed_prompt`."""
-        return self.packed_prompt + pack_tokens(self.generated)
+    def cached_tokens(self) -> bytes:
+        """Return the tokens that the slot has rows of and that the request knows, packed as `packed_prompt`.
+
+        That is all but the last one drawn. The row of a token that a step in flight has drawn is not among them.
+        """
+        return self.packed_prompt + pack_tokens(self.generated[: max(0, len(self.sampler.generated) - 1)])
 
     @property
     def deadline(self) -> float | None:

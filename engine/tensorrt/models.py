@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, buckets_for
+from kvseek.core.batch import LATEST, Batch, buckets_for
 from kvseek.core.errors import KernelError
 from kvseek.core.streams import to_device
 from kvseek.engine.model.cuda.graphs import StepResult
@@ -59,7 +59,13 @@ class PlanTensors:
 
     def tokens_of(self, batch: Batch) -> Tensors:
         """Copy token ids and positions of a batch, int32 [batch]: plans take neither strided columns nor odd addresses."""
-        return {"ids": batch.column("token"), "positions": batch.column("position")}
+        ids = batch.column("token")
+        if batch.latest is not None:
+            drawn = batch.latest.index_select(0, batch.column("slot")).clamp_min_(
+                0
+            )  # a token that is none is fed in vain
+            ids = torch.where(ids == LATEST, drawn, ids)
+        return {"ids": ids, "positions": batch.column("position")}
 
     def tokens_from(self, ids: Sequence[int], start: int) -> Tensors:
         """Copy ids of a prompt's tokens, from position `start` on, and their positions to the device, int32 [tokens]."""
@@ -70,10 +76,10 @@ class PlanTensors:
         """Allocate logits, float32 [rows, vocabulary]."""
         return torch.empty(rows, self.model.vocab_size, device=self.device)
 
-    def result(self, logits: Tensor) -> StepResult:
+    def result(self, logits: Tensor, batch: Batch) -> StepResult:
         """Make a step's result from float32 logits, in the engine's dtype; exact, because the head computed in that dtype."""
         own = logits.to(self.dtype)
-        return StepResult(own, self.ops.argmax(own))
+        return StepResult(own, self.ops.argmax(own, batch))
 
 
 @dataclass
@@ -145,7 +151,7 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
             made = self._to_attention(layer, tokens, state, size, size)
             rows = made["queries"], made["keys"], made["values"]
             state["attended"] = self._tensors.attend_step(layer, *rows, batch)
-        return self._tensors.result(self._to_logits(state, size, size))
+        return self._tensors.result(self._to_logits(state, size, size), batch)
 
     def _to_attention(self, layer: int, tokens: Tensors, state: Tensors, count: int, context: int) -> Tensors:
         """Run the plan that ends at a layer's attention; returns its outputs, attention's inputs among them.
@@ -262,7 +268,8 @@ class WholeModel:
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
             out.copy_(tensors.attend_step(layer, queries, keys, values, batch))
 
-        return tensors.result(self._call(tensors.tokens_of(batch), tensors.rows[: batch.size], attend, batch.size))
+        logits = self._call(tensors.tokens_of(batch), tensors.rows[: batch.size], attend, batch.size)
+        return tensors.result(logits, batch)
 
     def _call(self, tokens: Tensors, rows: Tensor, attend: Attend, context: int) -> Tensor:
         """Run the plan; returns the logits of `rows`, float32 [rows, vocabulary].

@@ -128,7 +128,7 @@ def test_running_out_of_memory_is_no_fault_of_the_client(
     step: str, error: Exception, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder: Any = engine.decoder
-    owner, name = (decoder.retrieval, "store_layer") if step == "prefill" else (decoder, "decode_tokens")
+    owner, name = (decoder.retrieval, "store_layer") if step == "prefill" else (decoder, "launch")
     monkeypatch.setattr(owner, name, failing_once(getattr(owner, name), error))
     request = engine.submit(Request(PROMPT, 10))
     end = end_of(run_to_end(engine), request)
@@ -140,7 +140,7 @@ def test_a_step_that_fails_reports_no_upkeep(engine: Engine, monkeypatch: pytest
     engine.submit(Request(PROMPT, 20))
     while not engine.step_report.refresh_seconds:
         engine.step()
-    monkeypatch.setattr(engine.decoder, "decode_tokens", failing_once(None, RuntimeError("lost")))
+    monkeypatch.setattr(engine.decoder, "launch", failing_once(None, RuntimeError("lost")))
     engine.step()
     assert (engine.step_report.decode_batch, engine.step_report.refresh_seconds) == (1, 0.0), (
         "not that of the step before"
@@ -190,7 +190,7 @@ def test_a_slot_that_cannot_be_freed_fails_the_engine(engine: Engine, monkeypatc
     engine.submit(Request(PROMPT, 20))
     while not engine._scheduler.decoding():
         engine.step()
-    monkeypatch.setattr(engine.decoder, "decode_tokens", fail)
+    monkeypatch.setattr(engine.decoder, "launch", fail)
     monkeypatch.setattr(engine._cache, "close", fail)
     with pytest.raises(RuntimeError, match="CUDA error"):
         engine.step()

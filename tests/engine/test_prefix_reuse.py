@@ -247,7 +247,7 @@ def test_a_cancelled_request_keeps_what_all_layers_have_read(method: str, load: 
 def test_a_request_that_fails_keeps_nothing(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.decoder, "decode_tokens", lambda *step: 1 // 0)
+        patch.setattr(engine.decoder, "launch", lambda *step: 1 // 0)
         engine.submit(Request(DOCUMENT[:1000], 5))
         assert run_to_end(engine)[-1].finish_reason is FinishReason.ERROR
     assert engine.cache_usage.extents_kept == 0

@@ -15,6 +15,7 @@ from tests.support.draws import (
     VOCABULARY,
     OneRequest,
     check_equal,
+    draw_once,
     draw_together,
     every_kind_of_params,
     make_draws,
@@ -276,7 +277,7 @@ def test_draws_follow_the_distribution(kind, params):
     ordered[ordered < params.min_p * ordered[0]] = 0
     expected = torch.zeros(size, dtype=torch.float64).scatter_(0, order, ordered / ordered.sum()) * count
     samplers = [Sampler(Request(prompt, 1, dataclasses.replace(params, seed=seed)), size) for seed in range(count)]
-    drawn = draws.begin(logits.expand(count, size).contiguous(), range(count), samplers)()
+    drawn = draw_once(draws, logits.expand(count, size).contiguous(), range(count), samplers)
     found = torch.tensor([one.token for one in drawn]).bincount(minlength=size)
     assert not found[expected == 0].any()
     likely = expected > 5
@@ -327,7 +328,7 @@ def test_masks_of_guides_and_their_errors(draws, error):
         samplers[1].follow(EveryThird(9, fails=2, error=error))
         drawn = []
         for step in logits:
-            drawn.append(kind.begin(step, range(3), samplers)())
+            drawn.append(draw_once(kind, step, range(3), samplers))
             for one, sampler in zip(drawn[-1], samplers, strict=True):
                 if one.error is None:
                     sampler.take(one)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.draws import make_draws
 from torch import Tensor
 
 from kvseek.core.batch import Batch, buckets_for
@@ -22,7 +23,6 @@ from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import greedy_token
 from kvseek.engine.loading.indexes import host_retrieval
 from kvseek.engine.model.cuda.model import KernelModel
@@ -54,7 +54,10 @@ class TorchLayer(TorchOperations, LayerKernels):
     def step_begin(self, batch: Batch, embed: Tensor, first: int = 0) -> tuple[Tensor, Rotation]:
         parts = [self.rotation(position, position + 1, position + 1) for position in batch.column("position").tolist()]
         rotation = torch.cat([cosines for cosines, _ in parts]), torch.cat([sines for _, sines in parts])
-        own = batch.column("token").long() - first
+        assert batch.latest is not None, "as on a GPU"
+        tokens = batch.column("token").long()
+        tokens = torch.where(tokens < 0, batch.latest[batch.slots].long(), tokens)
+        own = tokens - first
         held = (own >= 0) & (own < embed.shape[0])
         return embed[own * held] * held[:, None], rotation
 
@@ -62,8 +65,11 @@ class TorchLayer(TorchOperations, LayerKernels):
         for request, (slot, row) in enumerate(zip(batch.slots, batch.column("write_row").tolist(), strict=True)):
             window[slot, :, row] = torch.stack((keys[request], values[request]), dim=1)
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        return torch.tensor([greedy_token(row) for row in logits], dtype=torch.int32)
+    def argmax(self, logits: Tensor, step: Batch | None = None) -> Tensor:
+        tokens = torch.tensor([greedy_token(row) for row in logits], dtype=torch.int32)
+        if step is not None and step.latest is not None:
+            step.latest[step.slots] = tokens
+        return tokens
 
 
 class SelectedRows(FlatIndex):
@@ -157,4 +163,4 @@ def make_decoder(directory: Path, offload: str = "always", ranks: Ranks | None =
     model = KernelModel(weights, retrieval, layer_ops(retrieval), causal_attention_device, products)
     if retrieval.config.cache.cached_prefill == "sparse":
         model.reader = GraphSteps(model, retrieval, graphs=False)
-    return Decoder(model, retrieval, GraphSteps(model, retrieval, TorchDraws(), graphs=False))
+    return Decoder(model, retrieval, GraphSteps(model, retrieval, make_draws("native"), graphs=False))

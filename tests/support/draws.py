@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,13 @@ class OneRequest:
 
     def sample(self, logits: Tensor) -> int:
         """Draw the next token from logits [vocabulary]; raises as Sampler.take."""
-        (self.last,) = self.draws.begin(logits[None], [0], [self.sampler])()
+        (self.last,) = draw_once(self.draws, logits[None], [0], [self.sampler])
         return self.sampler.take(self.last)
+
+
+def draw_once(draws: Draws, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> list[Drawn]:
+    """Draw for requests of one step."""
+    return [Drawn(one) if isinstance(one, int) else one for one in draws.begin(logits, rows, samplers)()]
 
 
 def draw_together(draws: Draws, logits: Tensor, params: list[SamplingParams], **options: Any) -> list[list[Drawn]]:
@@ -53,7 +59,9 @@ def draw_together(draws: Draws, logits: Tensor, params: list[SamplingParams], **
     samplers = [OneRequest(draws, one, logits.shape[2], **options).sampler for one in params]
     drawn: list[list[Drawn]] = [[] for _ in params]
     for step in logits:
-        for mine, sampler, one in zip(drawn, samplers, draws.begin(step, range(len(params)), samplers)(), strict=True):
+        for mine, sampler, one in zip(
+            drawn, samplers, draw_once(draws, step, range(len(params)), samplers), strict=True
+        ):
             mine.append(one)
             if one.error is None:
                 sampler.take(one)

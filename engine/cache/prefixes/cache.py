@@ -236,19 +236,20 @@ class PrefixCache:
     ) -> None:
         """Close a slot of the cache, and keep its rows for later requests.
 
-        `tokens` are prompt and generated tokens, at least as many as the slot has rows of; None: the request has failed, so that
-        nothing more of it is kept.
+        `tokens` are prompt and generated tokens that the slot has rows of; None: the request has failed, so that nothing more of
+        it is kept. The slot may have a row more, which is not kept.
         """
         if self.enabled and tokens is not None and slot in self._read - self._doubtful:
-            tokens = tokens[: self.cache.tokens[slot] * TOKEN_BYTES]
+            count = len(tokens) // TOKEN_BYTES
+            leaves_window = self.cache.retrieval_tokens(count) > 0
             try:
-                if self.cache.lengths[slot] and self.cache.tokens[slot] <= self._reach:
+                if leaves_window and count <= self._reach:
                     self._keep(slot, tokens, salt, session)
                     self._write(tokens, salt)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
                 logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
             # A request in the window alone uses no extents, but its session goes on with it.
-            self._note_use(tokens if self.cache.lengths[slot] else b"", salt, session)
+            self._note_use(tokens if leaves_window else b"", salt, session)
         self._read.discard(slot)
         self._doubtful.discard(slot)
         self._used.pop(slot, None)

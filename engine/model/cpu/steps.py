@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.engine.draws.sampling import Drawn, Draws, Sampler, greedy_token, sampled
+from kvseek.core.batch import LATEST
+from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, greedy_token, sampled
 from kvseek.engine.retrieval import Retrieval
 
 from .batch import HostBatch
@@ -19,6 +20,12 @@ class HostSteps:
 
     def __init__(self, model: TorchModel, retrieval: Retrieval, draws: Draws) -> None:
         self._model, self._retrieval, self._draws = model, retrieval, draws
+        self._latest = dict[int, int]()  # by slot: the token that its last step has drawn
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See Steps. A step has ended here when it has been launched, so one that is launched ahead only delays its tokens."""
+        return False
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
@@ -31,18 +38,18 @@ class HostSteps:
         return logits, attended
 
     @torch.inference_mode()
-    def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
-    ) -> tuple[list[Drawn | int], list[float]]:
-        """See Steps.decode_tokens."""
-        logits, attended = self.decode(tokens, slots)
+    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
+        """See Steps.launch. The step has ended when this returns."""
+        known = [self._latest[slot] if token == LATEST else token for token, slot in zip(tokens, slots, strict=True)]
+        logits, attended = self.decode(known, slots)
         rows, drawing = sampled(samplers)
-        drawn = iter(self._draws.begin(logits, rows, drawing)() if rows else ())
-        return [
-            greedy_token(row) if s is None else next(drawn) for row, s in zip(logits, samplers, strict=True)
-        ], attended
+        others = iter(self._draws.begin(logits, rows, drawing)() if rows else ())
+        drawn = [greedy_token(row) if s is None else next(others) for row, s in zip(logits, samplers, strict=True)]
+        tokens_drawn = (one if isinstance(one, int) else one.token for one in drawn)
+        self._latest.update(zip(slots, (max(0, token) for token in tokens_drawn), strict=True))
+        return Launched(attended, lambda: drawn)
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
         """See Steps.draw."""
         (drawn,) = self._draws.begin(logits[None], [0], [sampler])()
         return drawn

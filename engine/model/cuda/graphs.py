@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,13 +39,22 @@ class DecodeStep:
         Extents of each slot; read when the step runs.
     run : callable
         Launches the step for a batch and returns its results; must not synchronise.
+    latest : Tensor, int32 [slots], optional
+        See Batch; only with one may a step follow another whose tokens the host does not know.
     """
 
-    def __init__(self, size: int, padding: RequestState, table: Tensor, run: Callable[[Batch], StepResult]) -> None:
+    def __init__(
+        self,
+        size: int,
+        padding: RequestState,
+        table: Tensor,
+        run: Callable[[Batch], StepResult],
+        latest: Tensor | None = None,
+    ) -> None:
         self.size, self._run = size, run
         with torch.inference_mode(False):  # `load` may be called in that mode or not
             self._padding = pack([padding])
-            self.batch = Batch(self._padding.repeat(size, 1).to(table.device), table)
+            self.batch = Batch(self._padding.repeat(size, 1).to(table.device), table, latest)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: StepResult | None = None
 
@@ -83,6 +92,6 @@ class DecodeStep:
     def launch(self) -> StepResult:
         """Run the step on the current stream; its results stay valid until the next launch."""
         if self._graph is None or self._result is None:
-            return self._run(Batch(self.batch.requests, self.batch.table))  # a new Batch, with nothing read back yet
+            return self._run(replace(self.batch))  # a new Batch, with nothing read back yet
         self._graph.replay()
         return self._result

@@ -113,7 +113,7 @@ class KernelModel(LayerwiseModel[Stream]):
             window = self.retrieval.cache.window[number]
             delta = layer.decode(self.ops, batch, x, delta, rotation, window, attend, mark)
         logits = self.head.project(self.ops.add_rms_norm(x, delta, self.norm))
-        result = StepResult(logits, self.ops.argmax(logits))
+        result = StepResult(logits, self.ops.argmax(logits, batch))
         mark("head")
         return result
 

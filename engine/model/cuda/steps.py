@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, bucket_of, buckets_for
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
-from kvseek.engine.draws.sampling import Drawn, Draws, Sampler, sampled
+from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, sampled
 from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
 from kvseek.engine.retrieval import Retrieval
 
@@ -64,26 +64,38 @@ class GraphSteps:
             self._retrieval.check()
         return logits, attended
 
-    @torch.inference_mode()
-    def decode_tokens(
-        self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]
-    ) -> tuple[list[Drawn | int], list[float]]:
-        """See Steps.decode_tokens. Draws are launched behind the step's graph: the host prepares them while the step runs."""
-        rows, drawing = sampled(samplers)
-        with wait_on_error(self._device):
-            result, attended = self._launch(tokens, slots)
-            finish = self._sampling.begin(result.logits, rows, drawing) if rows else list[Drawn]
-            copies = HostCopy([result.tokens])
-            self._retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
-            (greedy,) = copies.wait()
-            drawn: list[Drawn | int] = list(greedy.tolist()[: len(slots)])
-            for row, one in zip(rows, finish(), strict=True):
-                drawn[row] = one
-            self._retrieval.check()
-        return drawn, attended
+    @property
+    def runs_ahead(self) -> bool:
+        """See Steps."""
+        return True
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn:
+    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
+        """See Steps.launch. Draws are launched behind the step's graph: the host prepares them while the step runs."""
+        rows, drawing = sampled(samplers)
+        latest = self._retrieval.cache.latest
+        with wait_on_error(self._device):
+            result, attended = self._launch(tokens, slots)
+            finish = list[Drawn | int]
+            if rows:
+                places = [latest.data_ptr() + latest.element_size() * slots[row] for row in rows]
+                finish = self._sampling.begin(result.logits, rows, drawing, places)
+            copies = HostCopy([result.tokens])
+            self._retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
+
+        def collect() -> list[Drawn | int]:
+            with wait_on_error(self._device):
+                (greedy,) = copies.wait()
+                drawn: list[Drawn | int] = list(greedy.tolist()[: len(slots)])
+                for row, one in zip(rows, finish(), strict=True):
+                    drawn[row] = one
+                self._retrieval.check()
+            return drawn
+
+        return Launched(attended, collect)
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
         """See Steps.draw. The logits are numbers of the engine's dtype, as all that its head computes."""
         with wait_on_error(self._device):
             own = to_device(logits, self._retrieval.cache.window.dtype, self._device)
@@ -111,7 +123,8 @@ class GraphSteps:
         """Return the decode step for a bucket; the first call captures it."""
         if size not in self._steps:
             cache = self._retrieval.cache
-            step = DecodeStep(size, cache.padding_state(), cache.extents.device_table, self._model.run_layers)
+            table, run = cache.extents.device_table, self._model.run_layers
+            step = DecodeStep(size, cache.padding_state(), table, run, cache.latest)
             if self._graphs:
                 self._capture(step)
             self._steps[size] = step

@@ -193,6 +193,7 @@ void draw_row(const DrawRow& row, const float* logits, int64_t vocabulary, Drawn
     }
     if (row.likeliest >= 0) tell(row, logits, largest, vocabulary, id_bits, space, out);
     if (row.occurrences != nullptr) row.occurrences[out.token] = (row.occurrences[out.token] + 1) | SEEN;
+    if (row.latest != nullptr) *row.latest = out.token;
 }
 
 void draw(const DrawArguments& a) {

@@ -287,6 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) kvseek_draw(const __gri
         out->token = token;
         if (row.likeliest >= 0) out->log_probability = static_cast<float>(to_float(logits[token]) - base);
         if (row.occurrences != nullptr) row.occurrences[token] = (row.occurrences[token] + 1) | SEEN;
+        if (row.latest != nullptr) *row.latest = token;
     };
     if (row.greedy) {
         const unsigned mask = (1u << team.id_bits) - 1u;

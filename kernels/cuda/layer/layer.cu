@@ -38,6 +38,7 @@ struct SumAddRmsNormArguments {
 
 struct StepBeginArguments {
     const void* requests;     // Request [batch]
+    const void* latest;       // int [slots], tokens that steps have drawn, or null: every token is given
     const void* embed;        // Number [tokens, hidden], of tokens first_token, first_token + 1, ...
     const void* frequencies;  // float [sets, D/2], angle per position
     void* x;                  // Number [batch, hidden]
@@ -87,10 +88,12 @@ struct SiluMulArguments {
 };
 
 struct ArgmaxArguments {
-    const void* logits;  // Number [batch, vocabulary]
-    void* best;          // unsigned long long [batch], zero before and after
-    void* arrived;       // unsigned [batch], zero before and after
-    void* tokens;        // int [batch]: lowest index of the largest logit; -1 if that is not finite
+    const void* logits;    // Number [batch, vocabulary]
+    void* best;            // unsigned long long [batch], zero before and after
+    void* arrived;         // unsigned [batch], zero before and after
+    void* tokens;          // int [batch]: lowest index of the largest logit; -1 if that is not finite
+    const void* requests;  // Request [batch]; read if there is `latest`
+    void* latest;          // int [slots], which gets the tokens too, or null
     int vocabulary;
 };
 
@@ -346,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
     kvseek_step_begin(const __grid_constant__ kvseek::StepBeginArguments a) {
     await_earlier_kernels();
     const Request& request = static_cast<const Request*>(a.requests)[blockIdx.x];
-    const int token = request.token - a.first_token;
+    const bool drawn = request.token < 0 && a.latest != nullptr;
+    const int token = (drawn ? static_cast<const int*>(a.latest)[request.slot] : request.token) - a.first_token;
     const bool held = token >= 0 && token < a.tokens;
     const Number* from = static_cast<const Number*>(a.embed) + static_cast<long long>(token) * a.hidden;
     Number* to = static_cast<Number*>(a.x) + static_cast<long long>(blockIdx.x) * a.hidden;
@@ -464,7 +468,10 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
     *arrived = 0u;  // the next launch finds both as this one did
     const unsigned ordered = static_cast<unsigned>(winner >> 32);
     const bool finite = ordered > ORDERED_MINUS_INFINITY && ordered < ORDERED_INFINITY;
-    static_cast<int*>(a.tokens)[request] = finite ? static_cast<int>(~static_cast<unsigned>(winner)) : -1;
+    const int token = finite ? static_cast<int>(~static_cast<unsigned>(winner)) : -1;
+    static_cast<int*>(a.tokens)[request] = token;
+    if (a.latest != nullptr)
+        static_cast<int*>(a.latest)[static_cast<const Request*>(a.requests)[request].slot] = token;
 }
 
 }  // namespace layer

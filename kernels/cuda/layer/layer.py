@@ -52,7 +52,7 @@ class StepBeginArguments(ctypes.Structure):
     """Arguments of kvseek_step_begin."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("requests", "embed", "frequencies", "x", "cosines", "sines")),
+        *((name, c_void_p) for name in ("requests", "latest", "embed", "frequencies", "x", "cosines", "sines")),
         ("hidden", c_int32),
         ("factor", c_float),
         ("short_reach", c_int32),
@@ -101,7 +101,10 @@ class SiluMulArguments(ctypes.Structure):
 class ArgmaxArguments(ctypes.Structure):
     """Arguments of kvseek_argmax."""
 
-    _fields_ = (*((name, c_void_p) for name in ("logits", "best", "arrived", "tokens")), ("vocabulary", c_int32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "best", "arrived", "tokens", "requests", "latest")),
+        ("vocabulary", c_int32),
+    )
 
 
 class LayerKernels:
@@ -139,6 +142,7 @@ class LayerKernels:
         sines = torch.empty_like(cosines)
         arguments = StepBeginArguments(
             requests=self._address("requests", batch.requests, torch.int32),
+            latest=self._address("latest", batch.latest, torch.int32),
             embed=self._address("embed", embed),
             frequencies=self._address("frequencies", self._frequencies, torch.float32),
             x=x.data_ptr(),
@@ -270,10 +274,11 @@ class LayerKernels:
         self._launch("kvseek_silu_mul", (rows, blocks, 1), SILU_THREADS, arguments)
         return out
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor, step: Batch | None = None) -> Tensor:
         """Find the index of each row's largest logit, int32 [batch], in logits [batch, vocabulary].
 
-        Of equal logits the lowest index is taken; -1 stands where the largest logit is not finite.
+        Of equal logits the lowest index is taken; -1 stands where the largest logit is not finite. If `step` has `latest`, the
+        tokens go there as well.
         """
         batch, vocabulary = logits.shape
         if batch > self._max_batch:
@@ -286,6 +291,8 @@ class LayerKernels:
             best=self._best.data_ptr(),
             arrived=self._arrived.data_ptr(),
             tokens=tokens.data_ptr(),
+            requests=0 if step is None else self._address("requests", step.requests, torch.int32),
+            latest=0 if step is None else self._address("latest", step.latest, torch.int32),
             vocabulary=vocabulary,
         )
         blocks = min(MAX_ARGMAX_BLOCKS, -(-vocabulary // (PIECE * ARGMAX_THREADS)))

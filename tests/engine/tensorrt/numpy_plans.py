@@ -13,6 +13,7 @@ import torch
 from tests.builder.tensorrt import network_interpreter
 from tests.builder.tensorrt.network_interpreter import Array, evaluate
 from tests.support.device_stand_ins import layer_ops, make_retrieval
+from tests.support.draws import make_draws
 from torch import Tensor
 
 from kvseek.builder.checkpoints.open import open_checkpoint
@@ -22,7 +23,6 @@ from kvseek.builder.tensorrt.network import NetworkWriter
 from kvseek.core.batch import BUCKETS
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.engine.decoder import Decoder
-from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.tensorrt.messages import logger
@@ -107,11 +107,11 @@ def make_tensorrt_decoder(
         graphs: list[Graph] = []
         writer.write_segments(graphs.append)
         segments = SegmentsModel([NumpyPlan(api, graph) for graph in graphs], retrieval, ops, causal_attention_device)
-        return Decoder(segments, retrieval, GraphSteps(segments, retrieval, TorchDraws(), graphs=False))
+        return Decoder(segments, retrieval, GraphSteps(segments, retrieval, make_draws("native"), graphs=False))
     layers = ServedLayers(shape.num_heads, shape.num_kv_heads)
     monkeypatch.setitem(network_interpreter.LAYERS, "SLICE", ("ISliceLayer", layers.slice))
     whole = WholeModel(NumpyPlan(api, writer.write_whole(layers.add)), layers.serving, retrieval, ops)
-    return Decoder(whole, retrieval, GraphSteps(whole, retrieval, TorchDraws(), graphs=False))
+    return Decoder(whole, retrieval, GraphSteps(whole, retrieval, make_draws("native"), graphs=False))
 
 
 def make_writer(api: Any, model: Path, config: EngineConfig) -> NetworkWriter:

@@ -141,7 +141,7 @@ def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
         run_prefill(decoder, slot, prompt, 10)
     params = SamplingParams(return_generation_logits=True)
     sampler = Sampler(Request((1,), 5, params), engine.config.model.vocab_size)
-    tokens, _ = decoder.decode_tokens([1, 2, 3], [0, 1, 2], [None, sampler, None])
+    tokens = decoder.launch([1, 2, 3], [0, 1, 2], [None, sampler, None]).collect()
     for slot, prompt in SLOTS.items():
         decoder.cache.close(slot)
         run_prefill(decoder, slot, prompt, 10)
@@ -193,7 +193,7 @@ def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
     prefill.finish()
     with no_host_waits():  # evictions of 16 tokens come and go
         for step in range(50):
-            decoder.decode_tokens([step], [0], [None])
+            decoder.launch([step], [0], [None]).collect()
     decoder.cache.close(0)
 
 

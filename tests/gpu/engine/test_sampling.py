@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 from tests.gpu.conftest import MakeKernels
-from tests.support.draws import check_equal, draw_together, every_kind_of_params, random_logits
+from tests.support.draws import check_equal, draw_once, draw_together, every_kind_of_params, random_logits
 from torch import Tensor
 
 from kvseek.core.errors import LogitsError, SamplingError
@@ -101,7 +101,7 @@ def test_draws_follow_the_distribution(kernels: MakeKernels, device: torch.devic
     found = torch.zeros(40)
     for start in range(0, 4096, 64):
         samplers = [Sampler(Request((1,), 1, SamplingParams(temperature=0.7, seed=start + n)), 9000) for n in range(64)]
-        for one in draws.begin(logits.to(device), [0] * 64, samplers)():
+        for one in draw_once(draws, logits.to(device), [0] * 64, samplers):
             found[one.token // 225] += 1
             assert one.token % 225 == 0
     assert float(((found - shares * 4096) ** 2 / (shares * 4096)).sum()) < 39 + 6 * 8.8

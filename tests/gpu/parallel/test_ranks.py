@@ -117,13 +117,13 @@ def first_step(decoder: LeadDecoder) -> Callable[[], object]:
 
 def first_token(decoder: LeadDecoder) -> Callable[[], object]:
     run_prefill(decoder, 0, [5, 6, 7], 5)
-    return lambda: decoder.decode_tokens([8], [0], [None])
+    return lambda: decoder.launch([8], [0], [None]).collect()
 
 
 def first_logits(decoder: LeadDecoder) -> Callable[[], object]:
     run_prefill(decoder, 0, [5, 6, 7], 5)
     sampler = Sampler(Request((5,), 5, SamplingParams(temperature=1.0)), decoder.config.model.vocab_size)
-    return lambda: decoder.decode_tokens([8], [0], [sampler])
+    return lambda: decoder.launch([8], [0], [sampler]).collect()
 
 
 def rest_of_a_prompt(decoder: LeadDecoder) -> Callable[[], object]:

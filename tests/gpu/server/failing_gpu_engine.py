@@ -31,7 +31,7 @@ def install() -> None:
     """Replace the functions through which prompts and steps come."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = CudaKernels(make_image(Path(folder)))
-    store_layer, decode_tokens, faults = Retrieval.store_layer, Decoder.decode_tokens, dict[int, int]()
+    store_layer, launch, faults = Retrieval.store_layer, Decoder.launch, dict[int, int]()
 
     def fail(tokens: int) -> None:
         if tokens == HANGING:
@@ -44,10 +44,10 @@ def install() -> None:
             fail(keys.shape[1])
         store_layer(self, layer, slot, keys, values, queries)
 
-    def failing_decode(self: Decoder, tokens: Any, slots: Any, samplers: Any) -> Any:
+    def failing_launch(self: Decoder, tokens: Any, slots: Any, samplers: Any) -> Any:
         for slot in slots:
             fail(faults.get(slot, 0))
-        return decode_tokens(self, tokens, slots, samplers)
+        return launch(self, tokens, slots, samplers)
 
     prefill = Decoder.prefill
 
@@ -56,7 +56,7 @@ def install() -> None:
             faults[slot] = len(ids) if ids[0] == IN_STEP else 0
         return prefill(self, prompts, *takers)
 
-    Retrieval.store_layer, Decoder.decode_tokens = failing_store, failing_decode  # type: ignore[method-assign]
+    Retrieval.store_layer, Decoder.launch = failing_store, failing_launch  # type: ignore[method-assign]
     Decoder.prefill = noting_prefill  # type: ignore[method-assign]
     service.HUNG_SECONDS, service.LOOK_SECONDS = HUNG_SECONDS, 0.5
 

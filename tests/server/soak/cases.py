@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvseek.core.request import Request, SamplingParams
+from kvseek.engine.draws.sampling import Launched
 from kvseek.engine.engine import Engine
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -55,20 +56,20 @@ class Case:
 
 
 class GapWatcher:
-    """In the place of a decoder's `decode_tokens`: remembers how close the two largest logits of a greedy step came."""
+    """In the place of a decoder's `launch`: remembers how close the two largest logits of a greedy step came."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
         self.least = float("inf")
 
-    def __call__(self, tokens: Any, slots: Any, samplers: Sequence[Any]) -> tuple[list[Any], list[float]]:
+    def __call__(self, tokens: Any, slots: Any, samplers: Sequence[Any]) -> Launched:
         logits, attended = self._decoder.decode(tokens, slots)
         drawn: list[Any] = []
         for row, sampler in zip(logits, samplers, strict=True):
             values, ids = torch.topk(row, 2)
             self.least = min(self.least, float(values[0] - values[1])) if sampler is None else self.least
             drawn.append(int(ids[0]) if sampler is None else self._decoder.draw(row, sampler))
-        return drawn, attended
+        return Launched(attended, lambda: drawn)
 
 
 def make_cases(engine_dir: Path, count: int, seed: int) -> list[Case]:
@@ -79,7 +80,7 @@ def make_cases(engine_dir: Path, count: int, seed: int) -> list[Case]:
     """
     engine, random = Engine.load(engine_dir, 1), Random(seed)
     watcher = GapWatcher(engine.decoder)
-    engine.decoder.decode_tokens = watcher  # type: ignore[method-assign]
+    engine.decoder.launch = watcher  # type: ignore[method-assign]
     cases: list[Case] = []
     while len(cases) < count:
         case = _draw(len(cases), engine, random)

@@ -53,10 +53,11 @@ def test_requests_of_a_mixed_batch_are_computed_as_if_alone(directory: Path) -> 
 def test_requests_get_tokens(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, other = start(directory), start(directory)
     sampler = Sampler(Request((1,), 5, SamplingParams(return_generation_logits=True)), decoder.config.model.vocab_size)
-    drawn, attended = decoder.decode_tokens([5, 6, 7], [0, 3, 2], [None, sampler, None])
+    launched = decoder.launch([5, 6, 7], [0, 3, 2], [None, sampler, None])
+    drawn = launched.collect()
     logits, expected = other.decode([5, 6, 7], [0, 3, 2])
-    assert (drawn[0], drawn[2], attended) == (int(logits[0].argmax()), int(logits[2].argmax()), expected)
+    assert (drawn[0], drawn[2], launched.attended) == (int(logits[0].argmax()), int(logits[2].argmax()), expected)
     assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     spoiled = logits.index_fill(0, torch.tensor([1]), torch.nan)
     monkeypatch.setattr(decoder.steps, "decode", lambda tokens, slots: (spoiled, expected))
-    assert decoder.decode_tokens([5, 6, 7], [0, 3, 2], [None] * 3)[0][1] == NO_TOKEN
+    assert decoder.launch([5, 6, 7], [0, 3, 2], [None] * 3).collect()[1] == NO_TOKEN

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
-from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Sampler
+from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Launched, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.indexes import IndexMaker
@@ -67,12 +66,13 @@ def test_requests_get_tokens_and_logits(directories: dict[tuple[str, str], Path]
         for slot in range(3):
             run_prefill(decoder, slot, PROMPT[slot:], 10)
     sampler = Sampler(Request((1,), 5, SamplingParams(return_generation_logits=True)), 100)
-    drawn, attended = ours.decode_tokens([5, 6, 7], [0, 1, 2], [None, sampler, None])
+    launched = ours.launch([5, 6, 7], [0, 1, 2], [None, sampler, None])
+    drawn = launched.collect()
     logits, expected_attended = twin.decode([5, 6, 7], [0, 1, 2])
     assert drawn[0] == int(logits[0].argmax())
     assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     assert drawn[2] == int(logits[2].argmax())
-    assert attended == expected_attended
+    assert launched.attended == expected_attended
 
 
 def test_an_engine_draws_the_same_tokens_on_both(directories: dict[tuple[str, str], Path]) -> None:
@@ -219,13 +219,16 @@ def test_no_token_is_an_error_of_its_request_alone(
     directories: dict[tuple[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine.load(directories["llama", "full"])
-    original = engine.decoder.decode_tokens
+    original = engine.decoder.launch
 
-    def spoil(tokens: list[int], slots: list[int], samplers: list[Sampler | None]) -> Any:
-        drawn, attended = original(tokens, slots, samplers)
-        return [NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)], attended
+    def spoil(tokens: list[int], slots: list[int], samplers: list[Sampler | None]) -> Launched:
+        launched = original(tokens, slots, samplers)
+        drawn = launched.collect()
+        return Launched(
+            launched.attended, lambda: [NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)]
+        )
 
-    monkeypatch.setattr(engine.decoder, "decode_tokens", spoil)
+    monkeypatch.setattr(engine.decoder, "launch", spoil)
     bad, good = engine.submit(Request(tuple(PROMPT), 5)), engine.submit(Request(tuple(PROMPT[:9]), 5))
     ends = {}
     while engine.has_work:
