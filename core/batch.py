@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -83,6 +84,7 @@ class RequestState:
 
 
 _COLUMNS = {field.name: number for number, field in enumerate(fields(RequestState))}
+NUMBERS_COLUMN = _COLUMNS["numbers"]
 
 
 def pack(states: Sequence[RequestState]) -> Tensor:
@@ -90,9 +92,15 @@ def pack(states: Sequence[RequestState]) -> Tensor:
 
     Those for which rows are selected get scratch extents one after the other, as many as their regions have.
     """
-    needed = [0 if state.dense else extents_for(state.length) for state in states]
-    rows = [state.packed(first) for state, first in zip(states, accumulate(needed, initial=0), strict=False)]
-    return torch.tensor(rows, dtype=torch.int32).view(len(states), REQUEST_FIELDS)
+    rows = np.array([state.packed() for state in states], dtype=np.int32).reshape(-1, REQUEST_FIELDS)
+    give_scratch(rows)
+    return torch.from_numpy(rows)
+
+
+def give_scratch(rows: npt.NDArray[np.int32]) -> None:
+    """Set the first scratch extent of each of the requests, [batch, 16]; see `pack`."""
+    needed = np.where(rows[:, _COLUMNS["dense"]], 0, extents_for(rows[:, _COLUMNS["length"]]))
+    rows[:, -1] = needed.cumsum() - needed
 
 
 @dataclass(frozen=True)

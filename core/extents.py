@@ -14,19 +14,23 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from .config import EXTENT_TOKENS
 from .errors import CapacityError
 
+Tokens = TypeVar("Tokens", int, npt.NDArray[np.int32])
 Span = tuple[int, slice, slice]
 """Consecutive places in one extent: the extent, the places inside it, and the same places counted from the first of all spans."""
 
 
-def extents_for(tokens: int) -> int:
-    """Return the number of extents that `tokens` retrieval tokens occupy."""
+def extents_for(tokens: Tokens) -> Tokens:
+    """Return the number of extents that `tokens` retrieval tokens occupy; of each in an array."""
     return -(-tokens // EXTENT_TOKENS)
 
 

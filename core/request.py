@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
+import msgspec
+
 from .config import EngineConfig, require
 from .errors import ErrorCode, RequestError
 from .fields import check_types, check_unicode
@@ -260,8 +262,7 @@ class LogProbs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """Result of one engine step for one request: a token, prefill progress, or the end.
 
     `token_id` is None when the step gave no token (prefill progress; end by end_id, cancellation or error).

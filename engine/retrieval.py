@@ -6,19 +6,23 @@ import time
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import METHOD_NUMBERS, NUMBERS_COLUMN, REQUEST_FIELDS, Batch, give_scratch
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.prompt_windows import row_tokens
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
-from kvseek.plugins.contract import Attention, Effort, Index
+from kvseek.plugins.contract import Attention, Index
 from kvseek.plugins.registry import method_traits
 
 from .observer import Observer
 
+Numbers = float | npt.NDArray[np.int32] | npt.NDArray[np.float64]
 BUILDS_IN_FLIGHT = 2  # layers of a prompt that are indexed on side streams at a time; each keeps its layer's keys
 
 
@@ -81,7 +85,7 @@ class Retrieval:
     def selects(self, tokens: int) -> bool:
         """Whether a decode step after `tokens` tokens attends to selected rows, rather than to all."""
         length = self.cache.retrieval_tokens(tokens)
-        return not self._is_dense(tokens, length, self._effort(length))
+        return not self._are_dense(tokens, length, self._effort(length)[0])
 
     def resumes(self, slots: Sequence[int]) -> bool:
         """Whether these are one slot, whose prompt goes on behind its prefix as decode steps do."""
@@ -132,7 +136,7 @@ class Retrieval:
 
     # A decode step: `begin_step`, `attend` in every layer, `end_step` once it has been launched, `check` once it has ended.
 
-    def begin_step(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[list[RequestState], list[float]]:
+    def begin_step(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         """Count one more token per slot.
 
         A slot may occur several times, with tokens that follow each other, if its ring has room for them
@@ -140,22 +144,24 @@ class Retrieval:
 
         Returns
         -------
-        states : list of RequestState
-            Of each request, the numbers that indexes and attention read.
+        states : Tensor, int32 [batch, 16], on the CPU
+            Of each request, the numbers that indexes and attention read; see core/batch.py.
         attended : list of float
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
-        states, attended = [], []
-        for token, slot in zip(tokens, slots, strict=True):
-            self.cache.begin_step([slot], self.indexes)
-            length = self.cache.lengths[slot]
-            effort = self._effort(length)
-            dense = self._is_dense(self.cache.tokens[slot], length, effort)
-            state = self.cache.state(slot, token, effort.numbers, dense)
-            states.append(state)
-            (self._selecting.discard if dense else self._selecting.add)(slot)
-            attended.append(state.sink_rows + state.ring_rows + (length if dense else effort.rows))
-        return states, attended
+        self.cache.begin_step(slots, self.indexes)
+        states = np.zeros((len(slots), REQUEST_FIELDS), dtype=np.int32)
+        states[:, 0] = tokens
+        self.cache.describe(slots, states)
+        efforts = [self._effort(self.cache.lengths[slot]) for slot in slots]
+        rows, lengths, near = np.array([rows for rows, _ in efforts]), states[:, 7], states[:, 4] + states[:, 6]
+        dense = self._are_dense(states[:, 2] + 1, lengths, rows)
+        states[:, 8] = dense
+        states[:, NUMBERS_COLUMN : NUMBERS_COLUMN + METHOD_NUMBERS] = [numbers for _, numbers in efforts]
+        give_scratch(states)
+        for slot, is_dense in zip(slots, dense.tolist(), strict=True):
+            (self._selecting.discard if is_dense else self._selecting.add)(slot)
+        return torch.from_numpy(states), (near + np.where(dense, lengths, rows)).tolist()
 
     def attend(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
         """Select rows and attend to them: queries [batch, H, D] to outputs [batch, H, D]."""
@@ -192,12 +198,16 @@ class Retrieval:
         for index in self.indexes:
             index.check()
 
-    def _is_dense(self, tokens: int, length: int, effort: Effort) -> bool:
-        return tokens < self.cache.config.full_threshold or effort.rows >= length
+    def _are_dense(self, tokens: Numbers, lengths: Numbers, rows: Numbers) -> npt.NDArray[np.bool_]:
+        """Whether requests of so many tokens attend to everything, if steps select so many of `lengths` retrieval tokens."""
+        return np.logical_or(np.less(tokens, self.cache.config.full_threshold), np.greater_equal(rows, lengths))
 
-    def _effort_of(self, length: int) -> Effort:
-        """Compute a step's effort over a retrieval region of `length` tokens; its rows are averaged over the layers."""
+    def _effort_of(self, length: int) -> tuple[float, tuple[int, ...]]:
+        """Compute the rows of a step over a retrieval region of `length` tokens, averaged over the layers, and METHOD_NUMBERS."""
         if length == 0:
-            return Effort(0.0)
+            return 0.0, (0,) * METHOD_NUMBERS
         efforts = [index.effort(length) for index in self.indexes]
-        return Effort(sum(effort.rows for effort in efforts) / len(efforts), efforts[0].numbers)
+        numbers = efforts[0].numbers
+        assert len(numbers) <= METHOD_NUMBERS, f"a method has at most {METHOD_NUMBERS} numbers, not {len(numbers)}"
+        mean = sum(effort.rows for effort in efforts) / len(efforts)
+        return mean, (*numbers, *(0,) * (METHOD_NUMBERS - len(numbers)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from kvseek.core.errors import KvseekError, UnavailableError, renamed
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -73,7 +74,9 @@ class Generation:
         The engine does not know stop texts, and goes on after one, so the caller has to cancel the request then.
         """
         if output.finish_reason in (FinishReason.CANCELLED, FinishReason.SHUTDOWN):  # not by this request's caller
-            output = replace(output, finish_reason=FinishReason.ERROR, error=f"{UnavailableError.__name__}: {CLOSED}")
+            output = msgspec.structs.replace(
+                output, finish_reason=FinishReason.ERROR, error=f"{UnavailableError.__name__}: {CLOSED}"
+            )
         if not self._new.push(output):
             return None
         if output.cached_tokens:

@@ -16,10 +16,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import RequestState
+from kvseek.core.batch import REQUEST_FIELDS, RequestState
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import ExtentTable, extents_for
@@ -221,11 +223,11 @@ class Cache:
         Returns these evictions. The current stream waits for those whose copies and index entries `end_step` has started;
         the others are made here.
         """
-        passed = []
+        passed, tokens, lengths, full = list[Eviction](), self.tokens, self.lengths, self.ring + self.config.sink
         for slot in slots:
-            if self._in_ring(slot) == self.ring:
+            if tokens[slot] - lengths[slot] == full:
                 passed.append(self._evict(slot, indexes))
-            self.tokens[slot] += 1
+            tokens[slot] += 1
         return passed
 
     def end_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> None:
@@ -237,11 +239,11 @@ class Cache:
         """
         if not self.evict_ahead:
             return
+        near = self.ring - self.evict_ahead + self.config.sink
         for slot in slots:
-            near = self._in_ring(slot) >= self.ring - self.evict_ahead
             # A request that ends before its ring is full never evicts, so it has no extents for that.
             if (
-                near
+                self.tokens[slot] - self.lengths[slot] >= near
                 and slot not in self._prepared
                 and self.extents.room(slot) >= self.lengths[slot] + self.config.update
             ):
@@ -250,21 +252,34 @@ class Cache:
                 except torch.OutOfMemoryError:  # the step itself has been launched: its requests go on
                     logger.warning("no device memory to prepare the next eviction of slot %d ahead of time", slot)
 
+    def describe(self, slots: Sequence[int], rows: npt.NDArray[np.int32]) -> None:
+        """Write what indexes and attention read about requests, after `begin_step` has counted their last tokens.
+
+        Parameters
+        ----------
+        rows : array, int32 [batch, 16]
+            As RequestState.packed; all columns from `slot` to `length` are written. A slot that occurs several times has so many
+            new tokens, of which each request has one more than the one before it.
+        """
+        tokens = np.array([self.tokens[slot] for slot in slots], dtype=np.int32)
+        if len(set(slots)) < len(slots):
+            tokens -= np.array([slots[number + 1 :].count(slot) for number, slot in enumerate(slots)], dtype=np.int32)
+        sink, lengths = self.config.sink, np.array([self.lengths[slot] for slot in slots], dtype=np.int32)
+        position = tokens - 1
+        rows[:, 1], rows[:, 2] = slots, position
+        rows[:, 3] = np.where(position < sink, position, sink + (position - sink) % self.ring)
+        rows[:, 4] = np.minimum(tokens, sink)
+        rows[:, 5] = lengths % self.ring
+        rows[:, 6] = np.maximum(0, tokens - sink) - lengths
+        rows[:, 7] = lengths
+
     def state(self, slot: int, token: int, numbers: tuple[int, ...], dense: bool) -> RequestState:
-        """Return what indexes and attention read about a request; `begin_step` has just counted its last token, `token`."""
-        position = self.tokens[slot] - 1
-        return RequestState(
-            token=token,
-            slot=slot,
-            position=position,
-            write_row=self._window_row(position),
-            sink_rows=min(self.config.sink, self.tokens[slot]),
-            ring_first=self.lengths[slot] % self.ring,
-            ring_rows=self._in_ring(slot),
-            length=self.lengths[slot],
-            dense=dense,
-            numbers=numbers,
-        )
+        """Return what indexes and attention read about one request; see `describe`."""
+        rows = np.zeros((1, REQUEST_FIELDS), dtype=np.int32)
+        self.describe([slot], rows)
+        names = ("slot", "position", "write_row", "sink_rows", "ring_first", "ring_rows", "length")
+        fields = dict(zip(names, rows[0, 1 : 1 + len(names)].tolist(), strict=True))
+        return RequestState(token=token, dense=dense, numbers=numbers, **fields)
 
     def padding_state(self) -> RequestState:
         """Return the state of a request that fills up a graph's bucket: it has one token and attends to that alone."""
@@ -277,10 +292,6 @@ class Cache:
     def _in_ring(self, slot: int) -> int:
         """Count the tokens of a slot in local window and update buffer."""
         return max(0, self.tokens[slot] - self.config.sink) - self.lengths[slot]
-
-    def _window_row(self, position: int) -> int:
-        sink = self.config.sink
-        return position if position < sink else sink + (position - sink) % self.ring
 
     def _write_prompt_window(self, layer: int, slot: int, rows: Tensor, first: int) -> None:
         """Store the sink and the latest tokens of a prompt in the window; its rows from token `first` on are [G, n, 2, D]."""

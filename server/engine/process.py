@@ -154,7 +154,7 @@ class FrontendConnection:
 
         def on_output(output: StepOutput) -> None:
             if output.code is ErrorCode.TIMEOUT and message.request.timeout_seconds is None:
-                output = replace(output, error=renamed(output.error, {"timeout": "default_timeout"}))
+                output = msgspec.structs.replace(output, error=renamed(output.error, {"timeout": "default_timeout"}))
             _observed(lambda: server.metrics.record(output))
             if span is not None and output.finish_reason is not None:
                 _observed(lambda: span.end(output))

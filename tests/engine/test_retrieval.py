@@ -11,6 +11,7 @@ import torch
 from tests.support.cache_runs import CPU, LAYERS, KeyList, make_cache, make_config, read_rows, rows_of
 from torch import Tensor
 
+from kvseek.core.batch import Batch
 from kvseek.core.streams import SideWork
 from kvseek.engine.retrieval import BUILDS_IN_FLIGHT, Retrieval
 from kvseek.plugins.contract import Effort
@@ -126,11 +127,12 @@ def test_what_a_step_attends_to(retrieval: Retrieval) -> None:
     for slot, tokens in enumerate((TOKENS, 28, 31)):
         read(retrieval, slot, tokens=tokens)
     states, attended = retrieval.begin_step([7, 8, 9], [0, 1, 2])
-    assert [state.token for state in states] == [7, 8, 9]
-    assert [state.length for state in states] == [88, 16, 16]
-    assert [state.dense for state in states] == [False, True, True]
+    batch = Batch(states, retrieval.cache.extents.table)
+    assert batch.column("token").tolist() == [7, 8, 9]
+    assert batch.column("length").tolist() == [88, 16, 16]
+    assert batch.column("dense").tolist() == [False, True, True]
     assert attended == [4 + 9 + 20, 29, 32]
-    assert [state.numbers for state in states] == [(88, 0), (16, 0), (16, 0)], "the first layer's: alike in all"
+    assert states[:, 9:11].tolist() == [[88, 0], [16, 0], [16, 0]], "the first layer's: alike in all"
 
 
 def test_upkeep_is_for_slots_that_select(waits: list[int]) -> None:

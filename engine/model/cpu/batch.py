@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch
 from kvseek.engine.retrieval import Retrieval
 
 
@@ -22,7 +21,7 @@ class Group:
 
 
 class HostBatch:
-    """The requests of one step over a retrieval.
+    """The requests of one step over a retrieval, as Retrieval.begin_step returns them.
 
     Attributes
     ----------
@@ -30,8 +29,8 @@ class HostBatch:
         All requests.
     """
 
-    def __init__(self, retrieval: Retrieval, states: Sequence[RequestState]) -> None:
-        self.batch = Batch.of(states, retrieval.cache.extents.table)
+    def __init__(self, retrieval: Retrieval, states: Tensor) -> None:
+        self.batch = Batch(states, retrieval.cache.extents.table)
         self._retrieval, self._groups = retrieval, _groups(self.batch)
 
     def attend(self, layer: int, queries: Tensor) -> Tensor:

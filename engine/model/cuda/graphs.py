@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,9 +81,9 @@ class DecodeStep:
         current.wait_stream(stream)
         self._graph = graph
 
-    def load(self, states: Sequence[RequestState]) -> None:
-        """Upload the requests of the next launch, at most `size`, on the current stream; the host does not wait."""
-        packed = torch.cat((pack(states), self._padding.expand(self.size - len(states), -1)))
+    def load(self, states: Tensor) -> None:
+        """Upload the requests of the next launch, int32 [at most `size`, 16], on the current stream; the host does not wait."""
+        packed = torch.cat((states, self._padding.expand(self.size - states.shape[0], -1)))
         requests = self.batch.requests
         if requests.is_cuda:
             packed = packed.pin_memory()  # PyTorch keeps the block until the copy has been made

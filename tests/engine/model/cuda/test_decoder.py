@@ -13,7 +13,7 @@ from tests.support.prefill import check_agreement, run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for
+from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
@@ -150,11 +150,11 @@ def test_a_step_is_padded_to_its_bucket() -> None:
 
     step = DecodeStep(4, padding, torch.zeros(10, 1, dtype=torch.int32), run)
     step.launch()
-    step.load([dataclasses.replace(padding, slot=slot) for slot in (3, 1, 2)])
+    step.load(pack([dataclasses.replace(padding, slot=slot) for slot in (3, 1, 2)]))
     step.launch()
-    step.load([dataclasses.replace(padding, slot=5)])
+    step.load(pack([dataclasses.replace(padding, slot=5)]))
     step.launch()
-    step.load([])
+    step.load(pack([]))
     step.launch()
     assert seen == [[9, 9, 9, 9], [3, 1, 2, 9], [5, 9, 9, 9], [9, 9, 9, 9]]
     assert step.batch.requests.tolist() == [list(padding.packed())] * 4
