@@ -9,6 +9,8 @@ from kvseek.core.statistics import RequestStatistics
 
 from .tokenizer import Tokenizer
 
+MOST_UNDECODED = 64  # tokens that wait for somebody to ask for their text: together they are decoded in less time
+
 
 class Accumulator:
     """What the outputs of a request have made so far; who passes it on takes out of it what its client has got.
@@ -42,7 +44,8 @@ class Accumulator:
     def __init__(self, request: Request, tokenizer: Tokenizer | None = None, stop_words: Sequence[str] = ()) -> None:
         # The text continues the prompt: many tokenizers leave out the space at the beginning of a text.
         self._words = None if tokenizer is None else tokenizer.stream(stop_words, request.prompt_ids)
-        self._pieces = list[str]()
+        self._stops = bool(stop_words)
+        self._pieces, self._undecoded = list[str](), list[int]()
         self.token_ids, self.logprobs, self.prompt_logprobs = list[int](), list[LogProbs](), list[LogProbs]()
         self.context_logits, self.generation_logits = list[bytes](), list[bytes]()
         self.count = 0
@@ -52,12 +55,14 @@ class Accumulator:
     @property
     def text(self) -> str:
         """Text that is certain by now."""
+        self._decode()
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     @text.setter
     def text(self, text: str) -> None:
+        self._decode()
         self._pieces = [text] if text else []
 
     @property
@@ -71,26 +76,41 @@ class Accumulator:
         Returns whether it is a part of the answer: neither progress in reading the prompt nor a token that was drawn after the
         end, before the cancellation arrived.
         """
-        self.prompt_logprobs += output.prompt_logprobs
+        if output.prompt_logprobs:
+            self.prompt_logprobs += output.prompt_logprobs
         if output.context_logits:
             self.context_logits.append(output.context_logits)
-        if self.finish_reason is not None or (output.token_id is None and output.finish_reason is None):
+        token, reason = output.token_id, output.finish_reason
+        if self.finish_reason is not None or (token is None and reason is None):
             return False
         if output.generation_logits:
             self.generation_logits.append(output.generation_logits)
         if output.statistics is not None:
             self.statistics = output.statistics
-        if output.token_id is not None:
+        if token is not None:
             self.count += 1
-            self.token_ids.append(output.token_id)
+            self.token_ids.append(token)
             if output.logprobs is not None:
                 self.logprobs.append(output.logprobs)
-        self.finish_reason = output.finish_reason
+            if self._words is not None:
+                self._undecoded.append(token)
+        self.finish_reason = reason
+        if self._stops or reason is not None or len(self._undecoded) >= MOST_UNDECODED:
+            self._finish(reason)
+        return True
+
+    def _finish(self, reason: FinishReason | None) -> None:
+        """Decode, where it has to be known now whether a stop word has come, or there will be no more tokens."""
+        self._decode()
         if self._words is not None:
-            if output.token_id is not None and (text := self._words.push(output.token_id)):
-                self._pieces.append(text)
-            if output.finish_reason is not None and (text := self._words.finish()):
+            if reason is not None and (text := self._words.finish()):
                 self._pieces.append(text)
             if self._words.stopped:
                 self.finish_reason = FinishReason.STOP_WORD
-        return True
+
+    def _decode(self) -> None:
+        """Make text of the tokens that have come since the last time."""
+        if self._words is not None and self._undecoded:
+            if text := self._words.push(*self._undecoded):
+                self._pieces.append(text)
+            self._undecoded.clear()

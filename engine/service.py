@@ -25,6 +25,7 @@ from kvseek.engine.schedule.sequence import RequestSequence
 from .engine import MAX_NUM_TOKENS, NO_DISK, Engine
 
 Callback = Callable[[StepOutput], None]
+Flush = Callable[[], object]
 T = TypeVar("T")
 FORKED = (
     "the engine belongs to process {parent}, of which this process is a fork, without the engine's threads; load the engine in "
@@ -36,6 +37,10 @@ LOOK_SECONDS = 5.0  # between two looks of the timer, at most
 # Most time of a round of the engine's loop. None takes as long, because it reads only units of a prompt.
 HUNG_SECONDS = 300.0
 logger = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    """Do nothing where nobody waits for the end of a step's outputs."""
 
 
 class EngineService:
@@ -57,9 +62,10 @@ class EngineService:
         self._uncompiled: queue.SimpleQueue[RequestSequence | None] = (
             queue.SimpleQueue()
         )  # with guides; None: the service is closed
-        self._callbacks: dict[int, Callback] = {}  # by request id; each is taken out by the request's last output
+        # By request id; each is taken out by the request's last output.
+        self._takers: dict[int, tuple[Callback, Flush]] = {}
         self._ending = 0  # callbacks that are being given a last output
-        # Guards _callbacks, _ending, _refusal and _failure; never held while a callback runs.
+        # Guards _takers, _ending, _refusal and _failure; never held while a callback runs.
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)  # notified when no request is left and its callback has returned
         self._asked: set[Future[Any]] = set()  # that have no answer yet
@@ -125,10 +131,11 @@ class EngineService:
         """Why the engine has failed; empty if it has not."""
         return self._failure
 
-    def submit(self, request: Request, on_output: Callback) -> int:
-        """Queue a request and return a handle for `cancel`.
+    def submit(self, request: Request, on_output: Callback, flush: Flush = _nothing) -> int:
+        """Queue a request and return a handle for `cancel`, the outputs' request_id.
 
         `on_output` gets every output; the output with a finish_reason is the last. It may be called before `submit` returns.
+        `flush` is called after it: once for all outputs of a step whose requests have an equal one.
         A guide is compiled later, in a thread of its own; if that fails, the only output has the error.
 
         Raises
@@ -147,7 +154,7 @@ class EngineService:
                 raise UnavailableError(self._refusal)
             self._engine.enqueue(sequence)
             # `_deliver` takes the same lock to look for the callback, so no output can come before the callback is known.
-            self._callbacks[sequence.request_id] = on_output
+            self._takers[sequence.request_id] = on_output, flush
         if request.timeout_seconds is not None:
             self._deadlines.set()
         if request.sampling.guide is None:
@@ -205,7 +212,7 @@ class EngineService:
         self._refuse(SHUTTING_DOWN)
         with self._empty:
             self._empty.wait_for(self._is_empty, min(seconds, threading.TIMEOUT_MAX))
-            left = list(self._callbacks)
+            left = list(self._takers)
         for handle in left:
             self._end(handle, FinishReason.SHUTDOWN)
         with self._empty:
@@ -234,14 +241,14 @@ class EngineService:
     def _end(self, handle: int, reason: FinishReason) -> None:
         output = self._engine.cancel_waiting(handle, reason)
         if output is not None:
-            self._deliver_last(output)
+            self._deliver_alone(output)
         else:
             self._commands.put(lambda: self._end_running(handle, reason))
 
     def _end_running(self, handle: int, reason: FinishReason) -> None:
         output = self._engine.cancel(handle, reason)
         if output is not None:
-            self._deliver_last(output)
+            self._deliver_alone(output)
 
     def _watch_deadlines(self) -> None:
         """Expire waiting requests on time, even while the engine's thread is in a long step, and notice one that does not end."""
@@ -269,7 +276,7 @@ class EngineService:
         self._deadlines.wait(min(wait, LOOK_SECONDS))
         self._deadlines.clear()
         for output in self._engine.expire():
-            self._deliver_last(output)
+            self._deliver_alone(output)
 
     def _compile_guides(self) -> None:
         """Compile guides, one after the other, while other requests run."""
@@ -283,7 +290,7 @@ class EngineService:
             if output is None:
                 self._wake()
             else:
-                self._deliver_last(output)
+                self._deliver_alone(output)
 
     def _run(self) -> None:
         try:
@@ -319,12 +326,12 @@ class EngineService:
         self._closed = True
         self._deadlines.set()
         for handle in self._handles():
-            self._deliver_last(_failure(handle, failure, ErrorCode.UNAVAILABLE))
+            self._deliver_alone(_failure(handle, failure, ErrorCode.UNAVAILABLE))
         self._refuse_asked()
 
     def _handles(self) -> list[int]:
         with self._lock:
-            return list(self._callbacks)
+            return list(self._takers)
 
     def _run_commands(self, block: bool) -> None:
         with contextlib.suppress(queue.Empty):
@@ -337,35 +344,48 @@ class EngineService:
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Hand a step's outputs to the callbacks of their requests, in the engine's thread."""
         with self._lock:
-            callbacks = [self._callbacks.get(output.request_id) for output in outputs]
-        failed = set[int]()
-        for output, callback in zip(outputs, callbacks, strict=True):
+            takers = [self._takers.get(output.request_id) for output in outputs]
+        flushes, failed = dict[Flush, None](), set[int]()
+        for output, taker in zip(outputs, takers, strict=True):
             if self._failure:  # another thread has ended all requests
-                return
+                break
             if output.finish_reason is not None:
-                self._deliver_last(output)
-            elif callback is not None and output.request_id not in failed and not _try(callback, output):
+                flush = self._deliver_last(output)
+            elif taker is None or output.request_id in failed:
+                continue
+            elif _try(taker[0], output):
+                flush = taker[1]
+            else:
                 failed.add(output.request_id)
                 self._engine.cancel(output.request_id)
-                self._deliver_last(_failure(output.request_id, NOT_PASSED_ON, ErrorCode.INTERNAL))
+                flush = self._deliver_last(_failure(output.request_id, NOT_PASSED_ON, ErrorCode.INTERNAL))
+            flushes[flush] = None
+        for flush in flushes:
+            _try(flush)
 
-    def _deliver_last(self, output: StepOutput) -> None:
+    def _deliver_alone(self, output: StepOutput) -> None:
+        """Hand over the output that ends a request, in any thread."""
+        _try(self._deliver_last(output))
+
+    def _deliver_last(self, output: StepOutput) -> Flush:
+        """Hand over the output that ends a request, and return what has to be called next."""
         with self._lock:
-            callback = self._callbacks.pop(output.request_id, None)
-            if callback is None:
-                return
+            taker = self._takers.pop(output.request_id, None)
+            if taker is None:
+                return _nothing
             self._ending += 1
         if output.finish_reason is FinishReason.ERROR and output.code in (ErrorCode.INTERNAL, ErrorCode.UNAVAILABLE):
             # Errors that clients cause, such as a time limit that passes, must not fill the log.
             logger.error("request %d failed: %s", output.request_id, output.error)
-        _try(callback, output)
+        _try(taker[0], output)
         with self._empty:
             self._ending -= 1
             if self._is_empty():
                 self._empty.notify_all()
+        return taker[1]
 
     def _is_empty(self) -> bool:
-        return not self._callbacks and not self._ending
+        return not self._takers and not self._ending
 
 
 def _failure(handle: int, error: str, code: ErrorCode) -> StepOutput:

@@ -234,10 +234,11 @@ class Tokenizer:
 
     @property
     def _tokenizer(self) -> Any:
-        with self._lock:
-            if self._loaded is None:
-                self._load()
-            return self._loaded
+        if self._loaded is None:  # for every token, which should not take the lock
+            with self._lock:
+                if self._loaded is None:
+                    self._load()
+        return self._loaded
 
     def _load(self) -> None:
         import tokenizers
@@ -411,16 +412,18 @@ class TextStream:
         self._context_text, self._context = tokenizer.decode_complete(self._ids) if self._ids else ("", 0)
         self._held = ""  # text that could begin a stop word
 
-    def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is certain now and was not returned before."""
-        if self.stopped or self._tokenizer.is_special(token_id):
+    def push(self, *token_ids: int) -> str:
+        """Add tokens; returns the text that is certain now and was not returned before."""
+        new = [token for token in token_ids if not self._tokenizer.is_special(token)]
+        if self.stopped or not new:
             return ""
-        self._ids.append(token_id)
+        runs = (len(self._ids) - self._context) // LONGEST_RUN
+        self._ids += new
         text = self._tokenizer.decode(self._ids)
         if not text.endswith(REPLACEMENT):
             return self._pass_on(self._take(len(self._ids), text))
-        pending = len(self._ids) - self._context
-        return self._pass_on(self._cut_run(text)) if pending % LONGEST_RUN == 0 else ""
+        longer = (len(self._ids) - self._context) // LONGEST_RUN > runs
+        return self._pass_on(self._cut_run(text)) if longer else ""
 
     def finish(self) -> str:
         """End the output; returns the rest of the text."""
@@ -454,6 +457,8 @@ class TextStream:
 
     def _pass_on(self, text: str) -> str:
         """Add certain text to the held text, stop at a stop word, hold text that could begin one, and return the rest."""
+        if not self._stop_words:
+            return text
         self._held += text
         found = [(at + len(word), at, word) for word in self._stop_words if (at := self._held.find(word)) >= 0]
         if found:

@@ -64,12 +64,21 @@ class Generation:
         self.output: RequestOutput | None = None
         self._prompt = prompt
         self._new = Accumulator(request, tokenizer, stop)
-        self._text: list[str] = []
-        self._cached: list[int] = []  # tokens in the cache, at each decode step
-        self._attended: list[float] = []  # of those, attended to
+        self._text: list[str] = []  # of the pieces that have been given
+        self._steps, self._cached = 0, 0  # decode steps, and tokens in the cache, summed over them
+        self._attended = 0.0  # of those, attended to
 
     def push(self, output: StepOutput) -> OutputPiece | None:
-        """Take an output of the engine and return its piece; None for progress in reading the prompt, and after the end.
+        """Take an output of the engine and return its piece; None as where `take` returns False."""
+        if not self.take(output):
+            return None
+        text, self._new.text = self._new.text, ""
+        self._text.append(text)
+        ids = () if output.token_id is None else (output.token_id,)
+        return OutputPiece(self.index, text, ids, self._new.finish_reason, self.output)
+
+    def take(self, output: StepOutput) -> bool:
+        """Take an output of the engine; returns False for progress in reading the prompt, and after the end.
 
         The engine does not know stop texts, and goes on after one, so the caller has to cancel the request then.
         """
@@ -78,32 +87,29 @@ class Generation:
                 output, finish_reason=FinishReason.ERROR, error=f"{UnavailableError.__name__}: {CLOSED}"
             )
         if not self._new.push(output):
-            return None
+            return False
         if output.cached_tokens:
-            self._cached.append(output.cached_tokens)
-            self._attended.append(output.attended_tokens)
-        text, self._new.text = self._new.text, ""
-        self._text.append(text)
-        ids = () if output.token_id is None else (output.token_id,)
+            self._steps += 1
+            self._cached += output.cached_tokens
+            self._attended += output.attended_tokens
         reason = self._new.finish_reason
         if reason is not None:
-            self.output = self._complete(
-                reason, renamed(output.error, self._names) if reason is FinishReason.ERROR else ""
-            )
-        return OutputPiece(self.index, text, ids, reason, self.output)
+            error = renamed(output.error, self._names) if reason is FinishReason.ERROR else ""
+            self.output = self._complete(reason, error)
+        return True
 
     def _complete(self, reason: FinishReason, error: str) -> RequestOutput:
-        steps = max(1, len(self._cached))
+        steps = max(1, self._steps)
         times = self._new.statistics
         return RequestOutput(
             index=self.index,
             prompt=self._prompt,
             prompt_token_ids=self.request.prompt_ids,
-            text="".join(self._text),
+            text="".join((*self._text, self._new.text)),
             token_ids=tuple(self._new.token_ids),
             finish_reason=reason,
-            attended_tokens=sum(self._attended) / steps,
-            cached_tokens=sum(self._cached) / steps,
+            attended_tokens=self._attended / steps,
+            cached_tokens=self._cached / steps,
             reused_tokens=0 if times is None else times.reused_tokens,
             queue_seconds=0.0 if times is None else times.queue_seconds,
             ttft_seconds=0.0 if times is None else times.ttft_seconds,

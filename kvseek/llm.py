@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 from kvseek.core.fields import typed
 from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
@@ -21,6 +22,7 @@ from .sampling_params import SamplingParams
 
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Taken = TypeVar("Taken")
 
 
 class LLM(BaseLLM):
@@ -275,39 +277,49 @@ class LLM(BaseLLM):
         self.close()
 
     def _answer(self, generations: Sequence[Generation], stream: bool) -> list[RequestOutput] | Iterator[OutputPiece]:
-        pieces = self._run(generations)
         if typed("stream", stream, bool):
-            return pieces
-        outputs = [piece.output for piece in pieces if piece.output is not None]
-        return sorted(outputs, key=lambda output: output.index)
+            return self._pieces(generations)
+        for _ in self._run(generations, Generation.take):
+            pass
+        return [one.output for one in generations if one.output is not None]
 
-    def _run(self, generations: Sequence[Generation]) -> Iterator[OutputPiece]:
-        """Submit requests and yield their pieces; requests that have not ended when the iteration is left are cancelled."""
-        arrived: SimpleQueue[tuple[int, StepOutput]] = SimpleQueue()
-        handles: dict[int, int] = {}  # of the requests that have not ended, by index
-        ended: list[RequestOutput] = []
+    def _pieces(self, generations: Sequence[Generation]) -> Iterator[OutputPiece]:
+        """Yield the pieces of requests as they come."""
+        for piece in self._run(generations, Generation.push):
+            if piece is not None:
+                yield piece
+
+    def _run(
+        self, generations: Sequence[Generation], take: Callable[[Generation, StepOutput], Taken]
+    ) -> Iterator[Taken]:
+        """Submit requests and yield what `take` makes of their outputs.
+
+        Requests that have not ended when the iteration is left are cancelled.
+        """
+        outputs: deque[StepOutput] = deque()
+        arrived: SimpleQueue[None] = SimpleQueue()  # has an item where there are outputs
+        flush = partial(arrived.put, None)
+        running: dict[int, Generation] = {}  # by the service's number
         try:
             for generation in generations:
-                on_output = functools.partial(_put, arrived, generation.index)
-                handles[generation.index] = self._service.submit(generation.request, on_output)
-            while handles:
+                number = self._service.submit(generation.request, outputs.append, flush)
+                running[number] = generation
+            while running:
                 self._service.check_process()  # in a fork nothing would ever arrive
-                index, output = arrived.get()
-                piece = generations[index].push(output)
-                if piece is None:
-                    continue
-                if piece.output is not None:
-                    ended.append(piece.output)
-                    handle = handles.pop(index)
-                    if output.finish_reason is None:  # a stop text came, of which the engine does not know
-                        self._service.cancel(handle)
-                yield piece
+                arrived.get()
+                while outputs:
+                    output = outputs.popleft()
+                    generation = running.get(output.request_id)
+                    if generation is None:  # a token behind the end
+                        continue
+                    taken = take(generation, output)
+                    if generation.output is not None:
+                        del running[output.request_id]
+                        if output.finish_reason is None:  # a stop text came, of which the engine does not know
+                            self._service.cancel(output.request_id)
+                    yield taken
         finally:
-            for handle in handles.values():
-                self._service.cancel(handle)
-        if any(output.error for output in ended):
-            raise GenerationError(sorted(ended, key=lambda output: output.index))
-
-
-def _put(arrived: SimpleQueue[tuple[int, StepOutput]], index: int, output: StepOutput) -> None:
-    arrived.put((index, output))
+            for number in running:
+                self._service.cancel(number)
+        if any(one.output is not None and one.output.error for one in generations):
+            raise GenerationError([one.output for one in generations if one.output is not None])
