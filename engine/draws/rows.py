@@ -20,14 +20,7 @@ from .sampling import Drawn, Sampler, not_finite
 
 ALLOWED, BANNED = DrawRow.allowed.offset, DrawRow.banned.offset
 POINTER, COUNT = Struct("<Q"), Struct("<i")
-COLUMNS = np.dtype(  # of DrawRow, what differs from draw to draw
-    {
-        "names": ["row", "number", "latest"],
-        "formats": ["<i4", "<i4", "<u8"],
-        "offsets": [DrawRow.row.offset, DrawRow.number.offset, DrawRow.latest.offset],
-        "itemsize": ROW_BYTES,
-    }
-)
+NUMBERS = Struct("<Q2i")  # the fields `latest`, `row` and `number` of a DrawRow
 Words = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
 
 
@@ -65,13 +58,12 @@ class DrawRows:
         logits : sequence of Tensor [vocabulary], on the CPU
             Those of the requests `told`.
         """
-        drawn: list[Drawn | int] = tokens[:, 0].tolist()
-        plain = (tokens[:, 1] == DRAWN).tolist()
+        found = tokens.numpy()
+        drawn: list[Drawn | int] = found[:, 0].tolist()
         rest = iter(logits)
-        for number, sampler in enumerate(self._samplers):
-            if sampler.params.tells or not plain[number]:
-                found = DrawnToken.from_buffer_copy(tokens[number].numpy().tobytes())
-                drawn[number] = _result(found, sampler, rest)
+        for number, (sampler, status) in enumerate(zip(self._samplers, found[:, 1].tolist(), strict=True)):
+            if status != DRAWN or sampler.params.tells:
+                drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), sampler, rest)
         if len(drawn) == len(self._refused):
             return drawn
         others = iter(drawn)
@@ -94,8 +86,8 @@ def pack_rows(
 
     `work` and `places` are DrawKernel.work_bytes and those of Draws.begin.
     """
-    refused, drawn = list[Drawn | None](), list[Sampler]()
-    packed, numbers, lists = list[bytes](), list[tuple[int, int, int]](), list[tuple[int, int, Words]]()
+    refused, drawn, numbers = list[Drawn | None](), list[Sampler](), list[tuple[int, int, int]]()
+    packed, lists = list[bytes](), list[tuple[int, int, Words]]()
     for row, sampler, place in zip(rows, samplers, places or [0] * len(samplers), strict=True):
         try:
             prepared = _prepared(sampler, device).row
@@ -107,16 +99,15 @@ def pack_rows(
         refused.append(None)
         drawn.append(sampler)
         packed.append(prepared)
-        numbers.append((row, sampler.number, place))
+        numbers.append((place, row, sampler.number))
     at = len(drawn) * (ROW_BYTES + work)
     size = at + sum(words.nbytes for *_, words in lists)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.empty_like(on_host, device=device) if device.type == "cuda" else on_host
     data, base = memoryview(on_host.numpy()), on_device.data_ptr()  # type: ignore[arg-type]
     data[: len(drawn) * ROW_BYTES] = b"".join(packed)
-    columns = np.frombuffer(data, COLUMNS, len(drawn))
-    for name, values in zip(("row", "number", "latest"), zip(*numbers, strict=True), strict=False):
-        columns[name] = values
+    for begin, changing in zip(range(DrawRow.latest.offset, size, ROW_BYTES), numbers, strict=False):
+        NUMBERS.pack_into(data, begin, *changing)
     for begin, field, words in lists:
         POINTER.pack_into(data, begin + field, base + at)
         if field == BANNED:
@@ -125,7 +116,7 @@ def pack_rows(
         at += words.nbytes
     if on_device is not on_host:
         on_device.copy_(on_host, non_blocking=True)
-    return DrawRows(on_device, [row for row, *_ in numbers], drawn, refused)
+    return DrawRows(on_device, [row for _, row, _ in numbers], drawn, refused)
 
 
 def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
