@@ -5,6 +5,7 @@ On a GPU every engine does so. Here a CPU's steps do, whose results the engine t
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,13 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.prefill import run_to_end
 
 from kvseek.core.batch import LATEST
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import Request, SamplingParams, StepOutput
-from kvseek.engine.draws.sampling import Launched
+from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.session import Session
+from kvseek.engine.draws.sampling import NO_TOKEN, Launched
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cpu.steps import HostSteps
+from kvseek.engine.schedule.reading import Work
+from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
 
 SLOTS = 3
@@ -160,23 +165,15 @@ requests_drawn = st.lists(
 )
 
 
-def make_requests(drawn: list[tuple[int, int, int, int, int]], ends: list[int]) -> tuple[list[Request], dict[int, int]]:
+def make_requests(drawn: list[tuple[int, int, int, int, int]], vocabulary: int) -> tuple[list[Request], dict[int, int]]:
+    """Requests, and after how many tokens some are cancelled. Every ninth token is an end token, or a stop word, of some."""
     requests, cancels = list[Request](), dict[int, int]()
     for number, (length, most, kind, end, seed) in enumerate(drawn):
-        params = SamplingParams(**(SAMPLING[kind] | {"seed": seed}))
-        guided = params.guide is not None
-        end_ids = tuple(ends) if end == 1 or guided else ()
-        stop = ((ends[0],), (ends[1], ends[2])) if end == 2 else ()
-        requests.append(
-            Request(
-                tuple(PROMPT[seed % 7 :][:length]),
-                most,
-                params,
-                end_ids=end_ids,
-                stop_words=stop,
-                cache_salt=str(number),
-            )
-        )
+        params, some = SamplingParams(**(SAMPLING[kind] | {"seed": seed})), range(seed % 9, vocabulary, 9)
+        ends = (1,) if params.guide is not None else tuple(some) if end == 1 else ()
+        stops = tuple((token,) for token in some) if end == 2 else ()
+        prompt = tuple(PROMPT[seed % 7 :][:length])
+        requests.append(Request(prompt, most, params, end_ids=ends, stop_words=stops, cache_salt=str(number)))
         if end == 3:
             cancels[number] = 1 + seed % most
     return requests, cancels
@@ -189,7 +186,7 @@ def test_requests_get_the_same(method: str, pair_of: Callable[[str], Pair]) -> N
     @settings(max_examples=12)
     @given(requests_drawn)
     def check(drawn: list[tuple[int, int, int, int, int]]) -> None:
-        requests, cancels = make_requests(drawn, [3, 11, 42, 55, 90])
+        requests, cancels = make_requests(drawn, pair.usual.config.model.vocab_size)
         for engine in (pair.usual, pair.ahead):
             engine._prefixes._evict(engine._cache.extents.capacity)
         before = pair.usual._meter.usage().host_rows, pair.ahead._meter.usage().host_rows
@@ -204,3 +201,132 @@ def test_requests_get_the_same(method: str, pair_of: Callable[[str], Pair]) -> N
 
     check()
     assert pair.launches > 0
+
+
+@pytest.fixture
+def ahead(pair_of: Callable[[str], Pair]) -> Engine:
+    engine = pair_of("nested").ahead
+    engine._prefixes._evict(engine._cache.extents.capacity)
+    return engine
+
+
+def until_first(engine: Engine, *requests: Request) -> list[int]:
+    """Submit requests and step until all have a token, and a step is in flight with all of them."""
+    ids = [engine.submit(request) for request in requests]
+    while engine._flight is None or len(engine._flight.sequences) < len(requests):
+        engine.step()
+    return ids
+
+
+def ends_of(outputs: list[StepOutput]) -> dict[int, StepOutput]:
+    return {output.request_id: output for output in outputs if output.finish_reason is not None}
+
+
+def test_logits_of_a_row_in_vain_fail_nobody(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a request which the step before has ended, by its end token."""
+    (tokens,) = ahead.generate([Request(tuple(PROMPT), 12, cache_salt="b")])
+    launch, vain = ahead.decoder.launch, list[int]()
+
+    def spoil(*step: Any) -> Launched:
+        launched, slots = launch(*step), step[1]
+
+        def collect() -> list[Any]:
+            running = {sequence.slot for sequence in ahead._scheduler.running}
+            vain.extend(slot for slot in slots if slot not in running)
+            return [one if slot in running else NO_TOKEN for one, slot in zip(launched.collect(), slots, strict=True)]
+
+        return Launched(launched.attended, collect)
+
+    monkeypatch.setattr(ahead.decoder, "launch", spoil)
+    first, second = (
+        ahead.submit(Request(tuple(PROMPT), 12, end_ids=ids, cache_salt="c")) for ids in ((tokens[5],), ())
+    )
+    ends = ends_of(run_to_end(ahead))
+    assert ends[first].finish_reason is FinishReason.END_ID
+    assert ends[second].finish_reason is FinishReason.LENGTH
+    assert len(vain) == 1, "one row, for the request that its host could not foresee to end"
+    assert ahead.unsound == 0
+    check_empty(ahead)
+
+
+@pytest.mark.parametrize("step", ["launch", "collect"])
+def test_a_step_that_fails_ends_its_requests(step: str, ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its own, after the tokens of the step before it; who comes next is served."""
+    ids = until_first(ahead, *(Request(tuple(PROMPT[:n]), 20) for n in (30, 40)))
+    launch, calls = ahead.decoder.launch, list[int]()
+
+    def fail(*step_: Any) -> Launched:
+        calls.append(1)
+        if len(calls) > 1:
+            return launch(*step_)
+        if step == "launch":
+            raise RuntimeError("lost")
+        launched = launch(*step_)
+        return Launched(launched.attended, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+
+    monkeypatch.setattr(ahead.decoder, "launch", fail)
+    outputs = ahead.step()
+    assert [output.request_id for output in outputs if output.token_id is not None] == ids, "of the step before"
+    outputs += ahead.step()
+    ends = ends_of(outputs)
+    assert {ends[one].finish_reason for one in ids} == {FinishReason.ERROR}
+    assert ahead.generate([Request(tuple(PROMPT[:30]), 5)])[0]
+    check_empty(ahead)
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+def test_a_slot_stays_until_its_step_has_ended(how: str, ahead: Engine) -> None:
+    ids = until_first(ahead, *(Request(tuple(PROMPT[:40]), 60, timeout_seconds=1000.0) for _ in range(SLOTS)))
+    waiting = ahead.submit(Request(tuple(PROMPT[:20]), 3))
+    if how == "cancel":
+        end = ahead.cancel(ids[0])
+    else:
+        sequence = next(one for one in ahead._scheduler.running if one.request_id == ids[0])
+        sequence.statistics.submitted_at -= 2000.0
+        end = ends_of(ahead.step()).get(ids[0])
+    assert end is not None
+    assert end.finish_reason is (FinishReason.CANCELLED if how == "cancel" else FinishReason.TIMEOUT)
+    while ahead._scheduler.free_slots == 0 and ahead.waiting:
+        assert all(output.request_id != ids[0] for output in ahead.step())
+    outputs = run_to_end(ahead)
+    assert ends_of(outputs)[waiting].finish_reason is FinishReason.LENGTH
+    assert not any(output.request_id == ids[0] for output in outputs)
+    check_empty(ahead)
+
+
+def test_a_session_that_ends_meanwhile_keeps_nothing(ahead: Engine) -> None:
+    (one,) = until_first(ahead, Request(tuple(PROMPT), 60, session=Session("chat")))
+    ahead.cancel(one)
+    assert ahead.end_session("chat") is not None
+    run_to_end(ahead)
+    assert ahead.end_session("chat") is None
+    assert ahead._cache.extents.idle == 0
+
+
+def test_who_asks_the_engine_finds_no_step_under_way(random_model: RandomModel, build_engine: BuildEngine) -> None:
+    pair = start(build_engine(random_model("llama"), "nested", *FLAGS, *LIMITS))
+    service, ended = EngineService(pair.ahead), queue.Queue[StepOutput]()
+    try:
+        for _ in range(SLOTS):
+            service.submit(Request(tuple(PROMPT[:60]), 300), ended.put)
+        tokens = 0
+        while tokens < 200:
+            found = service.ask(lambda engine: [engine._flight, [s.sampler.pending for s in engine._scheduler.running]])
+            flight, pending = found.result(60)
+            assert flight is None
+            assert not any(pending)
+            tokens = service.ask(lambda engine: sum(len(s.generated) for s in engine._scheduler.running)).result(60)
+    finally:
+        service.close()
+    assert pair.launches > 0
+
+
+def test_reading_is_charged_to_the_step_that_waited_for_it(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units behind a step count for the next one, unless the host had to wait for them first."""
+    reader, told = ahead._reader, list[tuple[int, int]]()
+    monkeypatch.setattr(reader.pacing, "record", lambda seconds, units, tokens, *rest: told.append((units, tokens)))
+    first, second, third = Work(2, 20), Work(3, 30, waited=True), Work(4, 40)
+    for now, of_step in ((second, first), (third, second), (third, third)):
+        reader.work = now
+        reader.note_step(of_step, 0.0)
+    assert told == [(5, 50), (0, 0), (4, 40)]

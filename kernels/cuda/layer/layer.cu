@@ -470,8 +470,7 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
     const bool finite = ordered > ORDERED_MINUS_INFINITY && ordered < ORDERED_INFINITY;
     const int token = finite ? static_cast<int>(~static_cast<unsigned>(winner)) : -1;
     static_cast<int*>(a.tokens)[request] = token;
-    if (a.latest != nullptr)
-        static_cast<int*>(a.latest)[static_cast<const Request*>(a.requests)[request].slot] = token;
+    if (a.latest != nullptr) static_cast<int*>(a.latest)[static_cast<const Request*>(a.requests)[request].slot] = token;
 }
 
 }  // namespace layer
