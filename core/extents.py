@@ -105,6 +105,10 @@ class ExtentTable:
         """Return the extents of a slot, in the order of its places."""
         return tuple(self._owned[slot])
 
+    def sole(self, slot: int) -> int:
+        """Count the extents of a slot that nobody else uses: those that would be free, or kept alone, without it."""
+        return sum(self._users[extent] == 1 for extent in self._owned[slot])
+
     def hold(self, extents: Sequence[int]) -> None:
         """Become a user of these extents, each of which is kept or has users, so that they stay until `let_go`."""
         for extent in extents:

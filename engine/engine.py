@@ -92,8 +92,8 @@ class Engine:
             reach=config.model.short_reach,
             store=store,
         )
-        self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, self._prefixes, max_num_tokens)
+        self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue, self._reader.drop)
         self._guides = Guides(tokenizer, config)
         self._ids = itertools.count(1)
         self._token_layers = 0  # tokens × layers that all steps have read
@@ -166,8 +166,13 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Requests that wait for a slot, those that have been preempted included."""
         return len(self._queue)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a running request has made room for another one since the start."""
+        return self._scheduler.preemptions
 
     @property
     def running(self) -> int:
@@ -276,7 +281,7 @@ class Engine:
         return ended
 
     def expire(self) -> list[StepOutput]:
-        """End the waiting requests whose time limit has passed, and return their only outputs. Safe from any thread."""
+        """End the waiting requests whose time limit has passed, and return their last outputs. Safe from any thread."""
         now = time.perf_counter()
         return [sequence.expired(now) for sequence in self._queue.expired(now)]
 
@@ -287,7 +292,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Admit the requests that fit, read parts of prompts and run one decode step; returns the outputs in order."""
         started = time.perf_counter()
-        outputs = [*self.expire(), *self._time_out(), *self._admit()]
+        # Running requests come before waiting ones, also where both want the last extents.
+        outputs = [*self.expire(), *self._time_out(), *self._grow(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
         outputs += self._read(beside=bool(decoding))
         work = self._reader.work
@@ -317,12 +323,26 @@ class Engine:
         late = [s for s in self._scheduler.running if s.deadline is not None and s.deadline <= now]
         return [self._end(sequence, sequence.ended(FinishReason.TIMEOUT)) for sequence in late]
 
+    def _grow(self) -> list[StepOutput]:
+        """Give decoding requests the extents that their next step needs; returns the last outputs of those that get none."""
+        ends: list[StepOutput] = []
+        for sequence in self._scheduler.short():
+            if self._scheduler.make_room(sequence):
+                try:
+                    self._scheduler.grow(sequence)
+                except Exception as error:  # one request's growth must not take the others down
+                    ends.append(self._fail(sequence, error, ErrorCode.INTERNAL))
+        return ends
+
     def _admit(self) -> list[StepOutput]:
         """Admit the requests that fit; returns the last outputs of requests whose admission failed."""
         ends: list[StepOutput] = []
         while (sequence := self._scheduler.admit()) is not None:
             try:
                 self._scheduler.open(sequence)
+                if sequence.resumes:
+                    self.decoder.resume(sequence.slot)
+                    self._scheduler.resumed(sequence)
             except Exception as error:  # one request's admission must not take the others down
                 ends.append(self._fail(sequence, error, ErrorCode.INTERNAL))
         return ends
@@ -337,8 +357,13 @@ class Engine:
         sequence = reading.sequence
         if reading.error is not None:
             return [self._fail(sequence, reading.error)]
-        scores = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
-        outputs = scores or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
+        if reading.logits is not None:
+            self._scheduler.begin_steps(sequence)
+        if sequence.generated:  # read again after a preemption: the client has got all that follows from it
+            return []
+        sequence.progress = max(sequence.progress, reading.progress)
+        scores = [] if sequence.scores is None else sequence.scores.pop(sequence.progress)
+        outputs = scores or [StepOutput(sequence.request_id, prefill_progress=sequence.progress)]
         if reading.logits is not None and sequence.request.max_tokens == 0:
             outputs.append(self._end(sequence, sequence.ended(FinishReason.LENGTH)))
         elif reading.logits is not None:
@@ -346,8 +371,8 @@ class Engine:
         return outputs
 
     def _decode(self, sequences: list[RequestSequence]) -> list[StepOutput]:
-        tokens, slots = [s.generated[-1] for s in sequences], [s.slot for s in sequences]
-        samplers = [None if s.sampler.greedy else s.sampler for s in sequences]
+        tokens, slots = [s.next_input for s in sequences], [s.slot for s in sequences]
+        samplers = [None if s.replay or s.sampler.greedy else s.sampler for s in sequences]
         self._refresh_seconds = 0.0
         try:
             drawn, attended = self.decoder.decode_tokens(tokens, slots, samplers)
@@ -355,7 +380,13 @@ class Engine:
             return [self._fail(sequence, error) for sequence in sequences]
         self._meter.count(slots, attended)  # before slots are closed
         self._refresh_seconds = self.decoder.retrieval.refresh_seconds
-        return [self._take_token(s, one, share) for s, one, share in zip(sequences, drawn, attended, strict=True)]
+        outputs = list[StepOutput]()
+        for sequence, one, share in zip(sequences, drawn, attended, strict=True):
+            if sequence.replay:
+                sequence.replay -= 1
+            else:
+                outputs.append(self._take_token(sequence, one, share))
+        return outputs
 
     def _take_first(self, sequence: RequestSequence, logits: Tensor) -> StepOutput:
         """Draw a request's first token from the logits of its prompt."""

@@ -10,7 +10,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from kvseek.core.config import EXTENT_TOKENS, MOST_POSITIONS
 from kvseek.core.extents import extents_for
@@ -38,6 +38,14 @@ class ReuseCounts:
     reused_tokens: int = 0
     evicted_extents: int = 0
     discarded_extents: int = 0
+
+
+@dataclass(frozen=True)
+class LeftRows:
+    """What a request has left that was preempted: tokens that had rows, packed, and those of their nodes that were its own."""
+
+    tokens: bytes
+    nodes: frozenset[Node]
 
 
 class PrefixCache:
@@ -138,13 +146,16 @@ class PrefixCache:
         )
         return replace(prefix, tokens=left, extents=prefix.extents[:stay], sparse=sparse)
 
-    def fits(self, tokens: int, prefix: Prefix | None) -> bool:
-        """Whether a request can get all extents that it needs to grow to `tokens` tokens, if others are evicted for it."""
+    def fits(self, tokens: int, prefix: Prefix | None, spare: int = 0) -> bool:
+        """Whether a request can get all extents that it needs to grow to `tokens` tokens, if others are evicted for it.
+
+        If it takes any, so many must be `spare` beside them.
+        """
         needed, kept = self.cache.extents_needed(tokens), self._extents.idle
         if prefix is not None:
             needed -= prefix.shared
             kept -= sum(not self._extents.in_use(extent) for extent in prefix.extents)
-        return needed <= self._extents.free + kept
+        return needed <= 0 or needed + spare <= self._extents.free + kept
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None) -> None:
         """Open a slot of the cache for a request of up to `tokens` tokens, and evict what it takes; raises CapacityError."""
@@ -158,11 +169,18 @@ class PrefixCache:
             self._extents.let_go(held)
 
     def find_more(
-        self, slot: int, prompt: bytes, salt: str | None, tokens: int, session: Session | None = None
+        self,
+        slot: int,
+        prompt: bytes,
+        salt: str | None,
+        tokens: int,
+        session: Session | None = None,
+        *,
+        again: bool = False,
     ) -> Prefix | None:
         """Look a prompt up again that is about to be read, as others have been read since its admission.
 
-        Returns the prefix that need not be read. `tokens` is that of `open`. What the request's session has pinned and the prompt
+        Returns the prefix that need not be read. `tokens` is that of `open`; a prompt that is read `again` is not counted. What the request's session has pinned and the prompt
         does not begin with is no longer pinned.
         """
         prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt)
@@ -176,9 +194,9 @@ class PrefixCache:
             nodes = self._tree.match(salt, prompt[: prefix.tokens * TOKEN_BYTES]).nodes
             self._tree.touch(nodes)
             self._used[slot] = set(nodes)
-            self.counts.reused_tokens += prefix.tokens
+            self.counts.reused_tokens += 0 if again else prefix.tokens
         if self.enabled:
-            self.counts.queried_tokens += len(prompt) // TOKEN_BYTES
+            self.counts.queried_tokens += 0 if again else len(prompt) // TOKEN_BYTES
             self._note_use(prompt, salt, session)
         return prefix
 
@@ -194,6 +212,53 @@ class PrefixCache:
         gained = 0 if self._loader is None else self._loader.load(slot, self._reusable(prompt), salt, patience)
         self.counts.reused_tokens += gained or 0
         return gained is not None
+
+    # A request grows. If there is no room, it or another one is closed meanwhile, and goes on later with the rows that it has left.
+
+    def grow(self, slot: int, tokens: int) -> None:
+        """Give a running request the extents that it needs to grow to `tokens` tokens, for which `has_room` must be true."""
+        self._evict(self._missing(slot, tokens) - self._extents.free)
+        self.rows.reserve(slot, self.cache.retrieval_tokens(tokens))
+
+    def has_room(self, slot: int, tokens: int) -> bool:
+        """Whether a running request can get the extents that it needs to grow to `tokens` tokens, if others are evicted for it."""
+        return self._missing(slot, tokens) <= self._extents.free + self._extents.idle
+
+    def _missing(self, slot: int, tokens: int) -> int:
+        return self.cache.extents_needed(tokens) - len(self._extents.of_slot(slot))
+
+    def left_in(
+        self, extents: Sequence[int], tokens: bytes, salt: str | None, before: frozenset[Node] = frozenset()
+    ) -> LeftRows:
+        """Find what is kept of the tokens of a slot that has been closed, and had these extents; `before`: other own nodes."""
+        nodes = self._tree.match(salt, tokens).nodes
+        own = (node for node, extent in zip(nodes, extents, strict=False) if node.extent == extent)
+        return LeftRows(tokens, before.union(own))
+
+    def find_left(self, left: LeftRows, prompt: int, salt: str | None) -> Prefix | None:
+        """Find the rows with which a request goes on; None: its prompt of `prompt` bytes must be read again.
+
+        It must be where rows of the prompt are missing, and where an index is made of a prompt as a whole. What steps have
+        written comes from the request's own nodes alone: another prompt with the same tokens may have other rows of them.
+        """
+        if self._traits.prefix_reuse != "entries" or not left.nodes:
+            return None
+        sink, match = self.cache.config.sink, self._tree.match(salt, left.tokens)
+        read = max(0, prompt // TOKEN_BYTES - sink) // EXTENT_TOKENS  # nodes of the prompt alone
+        nodes = (*match.nodes[:read], *takewhile(left.nodes.__contains__, match.nodes[read:]))
+        found = min(match.tokens, sink + len(nodes) * EXTENT_TOKENS)
+        places = self.cache.retrieval_tokens(found)
+        if found * TOKEN_BYTES < prompt or not places:
+            return None
+        extents = tuple(node.extent for node in nodes)
+        return Prefix(found, extents, places // EXTENT_TOKENS, sink_rows=self.rows.sink_rows[extents[0]])
+
+    def resumed(self, slot: int, left: LeftRows, salt: str | None) -> None:
+        """Note that a slot has begun with all tokens of its prefix, which `find_left` has found."""
+        nodes = self._tree.match(salt, left.tokens[: self.cache.prefixes[slot].tokens * TOKEN_BYTES]).nodes
+        self._tree.touch(nodes)
+        self._used[slot] = set(nodes)
+        self._read.add(slot)
 
     # A request's prompt has been read, and it ends.
 
