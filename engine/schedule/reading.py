@@ -169,14 +169,13 @@ class PromptReader:
         """
         if sequence.unscored is not None:  # which are asked of every token
             return True
-        again = bool(sequence.generated)  # the prompt has been read before a preemption
         request, statistics = sequence.request, sequence.statistics
         prompt = (sequence.slot, sequence.packed_prompt, request.cache_salt)
         if not self._prefixes.loads(sequence.slot):
-            self._prefixes.find_more(*prompt, sequence.reserved_tokens, request.session, again=again)
-        if not self._prefixes.load(*prompt, patience=0.0 if beside else LOAD_PATIENCE):
+            self._prefixes.find_more(*prompt, sequence.reserved_tokens, request.session, sequence.reused_before)
+        if not self._prefixes.load(*prompt, 0.0 if beside else LOAD_PATIENCE, sequence.reused_before):
             return False
-        if (prefix := self._prefixes.cache.prefixes.get(sequence.slot)) is not None and not again:
+        if (prefix := self._prefixes.cache.prefixes.get(sequence.slot)) is not None and not sequence.generated:
             statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
             found = extents_for(max(0, prefix.tokens - self._decoder.cache.config.sink))
             statistics.reused_extents = min(found, statistics.prompt_extents)

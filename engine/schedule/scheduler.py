@@ -155,6 +155,9 @@ class Scheduler:
             sequence.left = self._prefixes.left_in(
                 extents, sequence.packed_rows(), sequence.request.cache_salt, before
             )
+        else:  # what it reuses when its prompt is read again is another matter
+            statistics = sequence.statistics
+            statistics.reused_tokens = statistics.reused_extents = statistics.shared_extents = 0
         sequence.slot, sequence.reading, sequence.replay, sequence.stalled = -1, True, 0, False
         sequence.statistics.num_preemptions += 1
         self.preemptions += 1
@@ -183,7 +186,7 @@ class Scheduler:
         head.prefix = self._prefixes.shorten(found, head.reserved_tokens)
         head.resumes = found is not None and head.prefix is found
         if not head.resumes:
-            found = None if head.unscored is not None else self._prefixes.find(prompt, salt)
+            found = None if head.unscored is not None else self._prefixes.find(prompt, salt, head.reused_before)
             head.prefix = self._prefixes.shorten(found, head.reserved_tokens)
         return self._prefixes.fits(head.reserved_tokens, head.prefix, self._spare if self.running else 0)
 

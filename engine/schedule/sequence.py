@@ -92,6 +92,11 @@ class RequestSequence:
         return self.generated[-1 - self.replay]
 
     @property
+    def reused_before(self) -> int | None:
+        """Tokens of its prompt that were reused when it was read first; None: it has not been read before."""
+        return self.statistics.reused_tokens if self.generated else None
+
+    @property
     def unscored(self) -> PromptScores | None:
         """What takes the logits of its prompt when that is read, if they are asked for and have not all been taken."""
         return None if self.generated else self.scores

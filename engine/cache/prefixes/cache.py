@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
+import torch
+
 from kvseek.core.config import EXTENT_TOKENS, MOST_POSITIONS
 from kvseek.core.extents import extents_for
 from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
@@ -101,13 +103,19 @@ class PrefixCache:
     # A request begins: `find` and `fits` while it waits, `open` when it is admitted, `find_more` and `load` when its prompt is
     # about to be read.
 
-    def find(self, tokens: bytes, salt: str | None) -> Prefix | None:
+    def find(self, tokens: bytes, salt: str | None, before: int | None = None) -> Prefix | None:
         """Find the longest kept beginning of a prompt, given as prefix_tree.pack_tokens packs it; None if there is none.
 
         The result holds until extents are evicted; `open` makes it hold for as long as the slot needs it. Prompts that stay in
         the window find nothing: they have no extents, and are read together with others.
+
+        Parameters
+        ----------
+        before : int, optional
+            Of a prompt that is read again after a preemption: the tokens that were reused when it was read first. In float32,
+            where last bits depend on how a prompt is read, no more are found.
         """
-        match = self._tree.match(salt, self._reusable(tokens))
+        match = self._tree.match(salt, self._reusable(tokens, before))
         if not match.tokens:
             return None
         places = self.cache.retrieval_tokens(len(tokens) // TOKEN_BYTES)
@@ -119,13 +127,16 @@ class PrefixCache:
         shared = 0 if self._traits.prefix_reuse == "copies" else min(found, places) // EXTENT_TOKENS
         return Prefix(match.tokens, extents, shared, sparse, sink_rows=self.rows.sink_rows[extents[0]])
 
-    def _reusable(self, prompt: bytes) -> bytes:
+    def _reusable(self, prompt: bytes, before: int | None) -> bytes:
         """Return the part of a prompt that need not be read if it is kept."""
         count = len(prompt) // TOKEN_BYTES
         places = self.cache.retrieval_tokens(count)
         if not self.enabled or not places or count > self._reach:
             return b""
-        return prompt[: max(0, count - max(1, self._traits.last_queries(places))) * TOKEN_BYTES]
+        most = max(0, count - max(1, self._traits.last_queries(places)))
+        if before is not None and self.cache.window.dtype == torch.float32:
+            most = min(most, before)
+        return prompt[: most * TOKEN_BYTES]
 
     def shorten(self, prefix: Prefix | None, tokens: int) -> Prefix | None:
         """Shorten a prefix to the extents that can stay while others are evicted for a request of up to `tokens` tokens."""
@@ -175,15 +186,14 @@ class PrefixCache:
         salt: str | None,
         tokens: int,
         session: Session | None = None,
-        *,
-        again: bool = False,
+        before: int | None = None,
     ) -> Prefix | None:
         """Look a prompt up again that is about to be read, as others have been read since its admission.
 
-        Returns the prefix that need not be read. `tokens` is that of `open`; a prompt that is read `again` is not counted. What the request's session has pinned and the prompt
+        Returns the prefix that need not be read. `tokens` is that of `open`, `before` that of `find`: a prompt that is read again is not counted. What the request's session has pinned and the prompt
         does not begin with is no longer pinned.
         """
-        prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt)
+        prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt, before)
         if found is not None and (prefix is None or found.tokens > prefix.tokens):
             # The slot gives all its extents back first, so there is room: it shares more of them than before.
             self.cache.close(slot)
@@ -194,9 +204,9 @@ class PrefixCache:
             nodes = self._tree.match(salt, prompt[: prefix.tokens * TOKEN_BYTES]).nodes
             self._tree.touch(nodes)
             self._used[slot] = set(nodes)
-            self.counts.reused_tokens += 0 if again else prefix.tokens
+            self.counts.reused_tokens += prefix.tokens if before is None else 0
         if self.enabled:
-            self.counts.queried_tokens += 0 if again else len(prompt) // TOKEN_BYTES
+            self.counts.queried_tokens += len(prompt) // TOKEN_BYTES if before is None else 0
             self._note_use(prompt, salt, session)
         return prefix
 
@@ -204,13 +214,15 @@ class PrefixCache:
         """Whether rows of a slot's prompt are on their way from disk."""
         return self._loader is not None and self._loader.loads(slot)
 
-    def load(self, slot: int, prompt: bytes, salt: str | None, patience: float = 0.0) -> bool:
+    def load(
+        self, slot: int, prompt: bytes, salt: str | None, patience: float = 0.0, before: int | None = None
+    ) -> bool:
         """Load what the disk has of a prompt behind what `find_more` has found; returns whether that has ended.
 
         If not, the prompt must not be read yet: call this again, between other work, or let it wait up to `patience` seconds.
         """
-        gained = 0 if self._loader is None else self._loader.load(slot, self._reusable(prompt), salt, patience)
-        self.counts.reused_tokens += gained or 0
+        gained = 0 if self._loader is None else self._loader.load(slot, self._reusable(prompt, before), salt, patience)
+        self.counts.reused_tokens += (gained or 0) if before is None else 0
         return gained is not None
 
     # A request grows. If there is no room, it or another one is closed meanwhile, and goes on later with the rows that it has left.
