@@ -22,7 +22,7 @@ from .sequence import RequestSequence
 
 MOST_PREEMPTIONS = 3  # of a request; after so many it is admitted with all extents that it may ever need, and stays
 ROOM_FACTOR = 4  # by which each preemption raises the tokens that a request must have room for at its next admission
-SPARE_SHARE = 100  # one extent in so many, and at least one, stays free for running requests when another one is admitted
+SPARE_SHARE = 100  # one extent in so many, and at least one, stays free for others that may grow when a request is admitted
 
 
 class Scheduler:
@@ -188,7 +188,8 @@ class Scheduler:
         if not head.resumes:
             found = None if head.unscored is not None else self._prefixes.find(prompt, salt, head.reused_before)
             head.prefix = self._prefixes.shorten(found, head.reserved_tokens)
-        return self._prefixes.fits(head.reserved_tokens, head.prefix, self._spare if self.running else 0)
+        growth = sum(max(0, self._prefixes.missing(one.slot, one.total_tokens)) for one in self.running)
+        return self._prefixes.fits(head.reserved_tokens, head.prefix, min(self._spare, growth))
 
     def _tokens_now(self, sequence: RequestSequence) -> int:
         """Return the tokens that a waiting sequence must have room for: those that it has, and some to go on with."""

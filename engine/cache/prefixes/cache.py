@@ -229,14 +229,15 @@ class PrefixCache:
 
     def grow(self, slot: int, tokens: int) -> None:
         """Give a running request the extents that it needs to grow to `tokens` tokens, for which `has_room` must be true."""
-        self._evict(self._missing(slot, tokens) - self._extents.free)
+        self._evict(self.missing(slot, tokens) - self._extents.free)
         self.rows.reserve(slot, self.cache.retrieval_tokens(tokens))
 
     def has_room(self, slot: int, tokens: int) -> bool:
         """Whether a running request can get the extents that it needs to grow to `tokens` tokens, if others are evicted for it."""
-        return self._missing(slot, tokens) <= self._extents.free + self._extents.idle
+        return self.missing(slot, tokens) <= self._extents.free + self._extents.idle
 
-    def _missing(self, slot: int, tokens: int) -> int:
+    def missing(self, slot: int, tokens: int) -> int:
+        """Count the extents that a running request lacks to grow to `tokens` tokens; negative if it has more."""
         return self.cache.extents_needed(tokens) - len(self._extents.of_slot(slot))
 
     def left_in(
