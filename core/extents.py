@@ -92,6 +92,11 @@ class ExtentTable:
         """Extents that are kept and have no users."""
         return self._idle
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many extents are used, free and kept. While these stay the same, nothing has been gained."""
+        return self._used, len(self._free), len(self._kept)
+
     def checksum(self, before: int = 0) -> int:
         """Compute a CRC-32 of the slots' extents, of those that will be given away next and of how many are used and kept."""
         before = zlib.crc32(array("q", (self._used, self._idle, len(self._kept))), before)

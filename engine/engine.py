@@ -258,7 +258,7 @@ class Engine:
         return sequence.request_id
 
     def cancel_waiting(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> StepOutput | None:
-        """End a request that waits and return its only output; None if it does not wait. Safe from any thread."""
+        """End a request that waits and return its last output; None if it does not wait. Safe from any thread."""
         sequence = self._queue.remove(request_id)
         return None if sequence is None else sequence.ended(reason)
 

@@ -2,8 +2,8 @@
 
 There are no separate formulas for a GPU. Each answer is the division of the memory that loading would make
 (engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/loading/dry_run.py), and the
-extents that requests of full length have. On the CPU nothing is divided: host_layout adds up. Ranks are equal: what is planned is one
-of them, and host memory holds all.
+extents that requests of full length have. On the CPU nothing is divided: host_layout adds up. Ranks are equal: what is planned is
+one of them, and host memory holds all.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ from .sequence import RequestSequence
 
 MOST_PREEMPTIONS = 3  # of a request; after so many it is admitted with all extents that it may ever need, and stays
 ROOM_FACTOR = 4  # by which each preemption raises the tokens that a request must have room for at its next admission
-SPARE_SHARE = 100  # one extent in so many, and at least one, stays free for others that may grow when a request is admitted
+SPARE_SHARE = (
+    100  # one extent in so many, and at least one, stays free for others that may grow when a request is admitted
+)
 
 
 class Scheduler:
@@ -52,6 +54,7 @@ class Scheduler:
         self.running: list[RequestSequence] = []
         self.preemptions = 0
         self._steps_with_room = 0  # next calls of `short` for which nobody's extents have to be looked at
+        self._refused: tuple[int, int, tuple[int, int, int]] | None = None  # the state in which the head did not fit last
         self._spare = max(1, self._cache.extents.capacity // SPARE_SHARE)
 
     @property
@@ -67,7 +70,10 @@ class Scheduler:
 
         def fits(head: RequestSequence) -> bool:
             nonlocal head_waits
-            head_waits = not self._choose_prefix(head)
+            # A long sequence is not looked up again in each step, while it waits and nothing changes.
+            state = head.request_id, len(self.running), self._cache.extents.counts
+            head_waits = bool(self.running) and state == self._refused or not self._choose_prefix(head)
+            self._refused = state if head_waits else None
             return not head_waits
 
         sequence = self.queue.pop(fits)
@@ -152,9 +158,7 @@ class Scheduler:
         self.remove(sequence, keep=True)
         if sequence.generated:
             before = frozenset() if sequence.left is None else sequence.left.nodes  # of which all may still be there
-            sequence.left = self._prefixes.left_in(
-                extents, sequence.packed_rows(), sequence.request.cache_salt, before
-            )
+            sequence.left = self._prefixes.left_in(extents, sequence.packed_rows(), sequence.request.cache_salt, before)
         else:  # what it reuses when its prompt is read again is another matter
             statistics = sequence.statistics
             statistics.reused_tokens = statistics.reused_extents = statistics.shared_extents = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -148,6 +147,26 @@ class Admission:
         assert sum(one.statistics.num_preemptions for one in self.alive.values()) <= self.scheduler.preemptions
         assert len(self.left) == self.scheduler.preemptions
         assert len(self.queue) + len(self.scheduler.running) == len(self.alive)
+
+
+def test_the_first_waits_for_those_that_stay() -> None:
+    """The second has been preempted as often as may be, and has all extents that it needs; the first wants one of them."""
+    run, waits = Admission(), 0
+    run.submit((0,) * 1000, 2000)
+    run.submit((1,) * 1000, 2000)
+    first, second = run.alive.values()
+    run.step()
+    while second.statistics.num_preemptions < MOST_PREEMPTIONS:
+        run.scheduler.preempt(second)
+        run.step()
+    assert (len(run.extents.of_slot(first.slot)), len(run.extents.of_slot(second.slot))) == (1, 3)
+    while run.alive:
+        before = len(first.generated)
+        run.step()
+        waits += len(first.generated) == before
+        run.check()
+    assert first.statistics.num_preemptions == 0 < waits
+    assert run.scheduler.preemptions == MOST_PREEMPTIONS
 
 
 class AdmissionMachine(RuleBasedStateMachine):

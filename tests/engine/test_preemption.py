@@ -6,7 +6,6 @@ import queue
 import random
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
@@ -100,16 +99,23 @@ def told(output: StepOutput) -> tuple[object, ...]:
     return output.token_id, output.finish_reason, output.cached_tokens, output.attended_tokens, *scores
 
 
+def counted(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    """The slots that go on with rows that are kept."""
+    slots, resume = list[int](), engine.decoder.resume
+    patch.setattr(engine.decoder, "resume", lambda slot: (slots.append(slot), resume(slot)))
+    return slots
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_do_not_tell_of_preemptions(name: str, make: Make) -> None:
     expected, none = ask(make(name, 30, reuse=False), REQUESTS)
     assert sum(none) == 0
     for reuse in (True, False):
         for extents, share in ((6, 0.0), (9, 0.1)):
-            engine, resumed = make(name, extents, reuse=reuse), list[int]()
-            engine.decoder.retrieval.resume, resume = resumed.append, engine.decoder.retrieval.resume  # type: ignore[method-assign]
-            engine.decoder.retrieval.resume = lambda slot, go_on=resume, all_=resumed: (all_.append(slot), go_on(slot))  # type: ignore[method-assign, misc, assignment]
-            found, counts = ask(engine, REQUESTS, share)
+            engine = make(name, extents, reuse=reuse)
+            with pytest.MonkeyPatch.context() as patch:
+                resumed = counted(patch, engine)
+                found, counts = ask(engine, REQUESTS, share)
             assert sum(counts) > 0
             assert found == expected
             if share and reuse and method_traits(engine.config).prefix_reuse == "entries":
@@ -214,7 +220,9 @@ def test_64_requests_run_at_once_where_few_of_full_length_would(
 ) -> None:
     """None waits, none fails, and the answers are those of each alone."""
     limits = ("--max_batch_size", "64", "--max_seq_len", "4096", "--prefill_chunk_tokens", "512")
-    directory = build_engine(random_model("llama", **SHAPE, **HEADS), "nested", *WINDOW, *limits, "--nested.top_k", "12")
+    directory = build_engine(
+        random_model("llama", **SHAPE, **HEADS), "nested", *WINDOW, *limits, "--nested.top_k", "12"
+    )
     engine = load_changed(directory, {"kv_cache_host_memory_bytes": 70 * EXTENT_BYTES})
     requests = [Request(prompt(one, 300), 3700, SamplingParams(temperature=0.7, seed=one)) for one in range(64)]
     assert engine._cache.extents_needed(4000) == 4, "so that it has room for 17 of full length"

@@ -160,13 +160,15 @@ class PrefixCache:
     def fits(self, tokens: int, prefix: Prefix | None, spare: int = 0) -> bool:
         """Whether a request can get all extents that it needs to grow to `tokens` tokens, if others are evicted for it.
 
-        If it takes any, so many must be `spare` beside them.
+        If it takes any, so many more must be to be had, as a `spare`.
         """
         needed, kept = self.cache.extents_needed(tokens), self._extents.idle
         if prefix is not None:
             needed -= prefix.shared
-            kept -= sum(not self._extents.in_use(extent) for extent in prefix.extents)
-        return needed <= 0 or needed + spare <= self._extents.free + kept
+            held = [not self._extents.in_use(extent) for extent in prefix.extents]
+            kept -= sum(held)
+            spare -= sum(held[prefix.shared :])  # which nobody uses again once they have been copied
+        return needed <= 0 or needed + max(0, spare) <= self._extents.free + kept
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None) -> None:
         """Open a slot of the cache for a request of up to `tokens` tokens, and evict what it takes; raises CapacityError."""
@@ -190,8 +192,8 @@ class PrefixCache:
     ) -> Prefix | None:
         """Look a prompt up again that is about to be read, as others have been read since its admission.
 
-        Returns the prefix that need not be read. `tokens` is that of `open`, `before` that of `find`: a prompt that is read again is not counted. What the request's session has pinned and the prompt
-        does not begin with is no longer pinned.
+        Returns the prefix that need not be read. What the request's session has pinned and the prompt does not begin with is no
+        longer pinned. `tokens` is that of `open`, `before` that of `find`: a prompt that is read again is not counted.
         """
         prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt, before)
         if found is not None and (prefix is None or found.tokens > prefix.tokens):
@@ -225,7 +227,7 @@ class PrefixCache:
         self.counts.reused_tokens += (gained or 0) if before is None else 0
         return gained is not None
 
-    # A request grows. If there is no room, it or another one is closed meanwhile, and goes on later with the rows that it has left.
+    # A request grows. If there is no room, one is closed, and goes on later with the rows that it has left.
 
     def grow(self, slot: int, tokens: int) -> None:
         """Give a running request the extents that it needs to grow to `tokens` tokens, for which `has_room` must be true."""
@@ -233,7 +235,7 @@ class PrefixCache:
         self.rows.reserve(slot, self.cache.retrieval_tokens(tokens))
 
     def has_room(self, slot: int, tokens: int) -> bool:
-        """Whether a running request can get the extents that it needs to grow to `tokens` tokens, if others are evicted for it."""
+        """Whether a running request can grow to `tokens` tokens, if others are evicted for it."""
         return self.missing(slot, tokens) <= self._extents.free + self._extents.idle
 
     def missing(self, slot: int, tokens: int) -> int:
