@@ -54,7 +54,9 @@ class Scheduler:
         self.running: list[RequestSequence] = []
         self.preemptions = 0
         self._steps_with_room = 0  # next calls of `short` for which nobody's extents have to be looked at
-        self._refused: tuple[int, int, tuple[int, int, int]] | None = None  # the state in which the head did not fit last
+        self._refused: tuple[int, int, tuple[int, int, int]] | None = (
+            None  # the state in which the head did not fit last
+        )
         self._spare = max(1, self._cache.extents.capacity // SPARE_SHARE)
 
     @property
@@ -72,7 +74,7 @@ class Scheduler:
             nonlocal head_waits
             # A long sequence is not looked up again in each step, while it waits and nothing changes.
             state = head.request_id, len(self.running), self._cache.extents.counts
-            head_waits = bool(self.running) and state == self._refused or not self._choose_prefix(head)
+            head_waits = (bool(self.running) and state == self._refused) or not self._choose_prefix(head)
             self._refused = state if head_waits else None
             return not head_waits
 

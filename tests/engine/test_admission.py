@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -147,6 +148,23 @@ class Admission:
         assert sum(one.statistics.num_preemptions for one in self.alive.values()) <= self.scheduler.preemptions
         assert len(self.left) == self.scheduler.preemptions
         assert len(self.queue) + len(self.scheduler.running) == len(self.alive)
+
+
+@pytest.mark.parametrize("ahead", [0, 16])
+def test_steps_with_room_are_those_until_an_eviction_has_none(ahead: int) -> None:
+    cache = Admission().cache
+    cache.evict_ahead = ahead
+    cache.open(0, 1100)
+    for tokens in range(1, 1600):
+        cache.tokens[0] = tokens
+        steps = cache.steps_with_room(0)
+        soon = cache.tokens_soon(0)
+        assert cache.retrieval_tokens(soon + steps - 1) <= cache.extents.room(0) < cache.retrieval_tokens(soon + steps)
+        cache.lengths[0] = cache.retrieval_tokens(tokens)
+        if steps > 0:  # what the step, and the eviction that it prepares, write
+            assert cache.retrieval_tokens(tokens + 1) <= cache.extents.room(0)
+            near = cache.config.sink + cache.lengths[0] + cache.ring <= tokens + 1 + ahead
+            assert not near or cache.lengths[0] + cache.config.update <= cache.extents.room(0)
 
 
 def test_the_first_waits_for_those_that_stay() -> None:

@@ -100,6 +100,11 @@ class PrefixCache:
         if most is not None and layout.host_layers:
             self._most = most // (layout.host_layers * layout.layer_bytes)
 
+    @property
+    def _rounds_apart(self) -> bool:
+        """Whether last bits of a prompt's rows depend on how it was read (docs/conversations.md)."""
+        return self.cache.window.dtype == torch.float32
+
     # A request begins: `find` and `fits` while it waits, `open` when it is admitted, `find_more` and `load` when its prompt is
     # about to be read.
 
@@ -134,7 +139,7 @@ class PrefixCache:
         if not self.enabled or not places or count > self._reach:
             return b""
         most = max(0, count - max(1, self._traits.last_queries(places)))
-        if before is not None and self.cache.window.dtype == torch.float32:
+        if before is not None and self._rounds_apart:
             most = min(most, before)
         return prompt[: most * TOKEN_BYTES]
 
@@ -259,7 +264,8 @@ class PrefixCache:
         if self._traits.prefix_reuse != "entries" or not left.nodes:
             return None
         sink, match = self.cache.config.sink, self._tree.match(salt, left.tokens)
-        read = max(0, prompt // TOKEN_BYTES - sink) // EXTENT_TOKENS  # nodes of the prompt alone
+        # Nodes of the prompt alone, which may be another request's where equal tokens have equal rows.
+        read = 0 if self._rounds_apart else max(0, prompt // TOKEN_BYTES - sink) // EXTENT_TOKENS
         nodes = (*match.nodes[:read], *takewhile(left.nodes.__contains__, match.nodes[read:]))
         found = min(match.tokens, sink + len(nodes) * EXTENT_TOKENS)
         places = self.cache.retrieval_tokens(found)
