@@ -96,6 +96,11 @@ class ExtentTable:
         """Extents that are kept and have no users."""
         return self._idle
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many extents are used, free and kept. While these stay the same, nothing has been gained."""
+        return self._used, len(self._free), len(self._kept)
+
     def checksum(self, before: int = 0) -> int:
         """Compute a CRC-32 of the slots' extents, of those that will be given away next and of how many are used and kept."""
         before = zlib.crc32(array("q", (self._used, self._idle, len(self._kept))), before)
@@ -108,6 +113,10 @@ class ExtentTable:
     def of_slot(self, slot: int) -> tuple[int, ...]:
         """Return the extents of a slot, in the order of its places."""
         return tuple(self._owned[slot])
+
+    def sole(self, slot: int) -> int:
+        """Count the extents of a slot that nobody else uses: those that would be free, or kept alone, without it."""
+        return sum(self._users[extent] == 1 for extent in self._owned[slot])
 
     def hold(self, extents: Sequence[int]) -> None:
         """Become a user of these extents, each of which is kept or has users, so that they stay until `let_go`."""

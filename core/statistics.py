@@ -20,11 +20,12 @@ class RequestStatistics:
     generated_tokens: int = 0
     cached_token_steps: int = 0  # cached tokens, summed over decode steps
     attended_token_steps: float = 0.0  # cached tokens that were attended to, summed over decode steps
-    extents: int = 0  # of the row pool, reserved when the request was admitted; shared ones count too
+    extents: int = 0  # of the row pool, the most that the request has had; shared ones count too
     prompt_extents: int = 0  # of `extents`, those that hold the prompt
     reused_tokens: int = 0  # first tokens of the prompt that were not read, as an earlier request had left their rows
     reused_extents: int = 0  # of `prompt_extents`, those of which an earlier request had left at least the first rows
     shared_extents: int = 0  # of `reused_extents`, those that were not copied
+    num_preemptions: int = 0  # how often it had to make room for others, and went on later
 
     def record_token(self, cached_tokens: int, attended_tokens: float, now: float) -> None:
         """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""

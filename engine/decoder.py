@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig
@@ -114,6 +115,11 @@ class Decoder:
     def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
         """See PromptModel.prefill."""
         return self.model.prefill(prompts, takers)
+
+    @torch.inference_mode()
+    def resume(self, slot: int) -> None:
+        """Begin a slot with the tokens of its prefix, none of which is read; see Retrieval.resume."""
+        self.retrieval.resume(slot)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         """See Steps.decode."""

@@ -94,8 +94,8 @@ class Engine:
             reach=config.model.short_reach,
             store=store,
         )
-        self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue)
         self._reader = PromptReader(decoder, self._prefixes, max_num_tokens)
+        self._scheduler = Scheduler(self._prefixes, config.max_batch_size, self._queue, self._reader.drop)
         self._guides = Guides(tokenizer, config)
         self._ids = itertools.count(1)
         self._token_layers = 0  # tokens × layers that all steps have read
@@ -174,8 +174,13 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Requests that wait for a slot, those that have been preempted included."""
         return len(self._queue)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a running request has made room for another one since the start."""
+        return self._scheduler.preemptions
 
     @property
     def running(self) -> int:
@@ -261,7 +266,7 @@ class Engine:
         return sequence.request_id
 
     def cancel_waiting(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> StepOutput | None:
-        """End a request that waits and return its only output; None if it does not wait. Safe from any thread."""
+        """End a request that waits and return its last output; None if it does not wait. Safe from any thread."""
         sequence = self._queue.remove(request_id)
         return None if sequence is None else sequence.ended(reason)
 
@@ -285,7 +290,7 @@ class Engine:
         return ended
 
     def expire(self) -> list[StepOutput]:
-        """End the waiting requests whose time limit has passed, and return their only outputs. Safe from any thread."""
+        """End the waiting requests whose time limit has passed, and return their last outputs. Safe from any thread."""
         now = time.perf_counter()
         return [sequence.expired(now) for sequence in self._queue.expired(now)]
 
@@ -299,7 +304,8 @@ class Engine:
         Where the decoder runs ahead, the step is launched, and the outputs are those of the step before it.
         """
         started = time.perf_counter()
-        outputs = [*self.expire(), *self._time_out(), *self._admit()]
+        # Running requests come before waiting ones, also where both want the last extents.
+        outputs = [*self.expire(), *self._time_out(), *self._grow(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
         outputs += self._read(beside=bool(decoding or self._flight))
         outputs += self._decode(decoding, begun)
@@ -333,12 +339,31 @@ class Engine:
         late = [s for s in self._scheduler.running if s.deadline is not None and s.deadline <= now]
         return [self._end(sequence, sequence.ended(FinishReason.TIMEOUT)) for sequence in late]
 
+    def _grow(self) -> list[StepOutput]:
+        """Give decoding requests the extents that their next step needs.
+
+        Returns the last outputs of those that get none, and the outputs of a step that had to be collected for that.
+        """
+        ends: list[StepOutput] = []
+        for sequence in self._scheduler.short():
+            if not sequence.reading and not self._scheduler.has_room(sequence):  # who makes room must know its tokens
+                ends += self.settle()
+            if not sequence.over and self._scheduler.make_room(sequence):
+                try:
+                    self._scheduler.grow(sequence)
+                except Exception as error:  # one request's growth must not take the others down
+                    ends.append(self._fail(sequence, error, ErrorCode.INTERNAL))
+        return ends
+
     def _admit(self) -> list[StepOutput]:
         """Admit the requests that fit; returns the last outputs of requests whose admission failed."""
         ends: list[StepOutput] = []
         while (sequence := self._scheduler.admit()) is not None:
             try:
                 self._scheduler.open(sequence)
+                if sequence.resumes:
+                    self.decoder.resume(sequence.slot)
+                    self._scheduler.resumed(sequence)
             except Exception as error:  # one request's admission must not take the others down
                 ends.append(self._fail(sequence, error, ErrorCode.INTERNAL))
         return ends
@@ -353,8 +378,13 @@ class Engine:
         sequence = reading.sequence
         if reading.error is not None:
             return [self._fail(sequence, reading.error)]
-        scores = [] if sequence.scores is None else sequence.scores.pop(reading.progress)
-        outputs = scores or [StepOutput(sequence.request_id, prefill_progress=reading.progress)]
+        if reading.logits is not None:
+            self._scheduler.begin_steps(sequence)
+        if sequence.generated:  # read again after a preemption: the client has got all that follows from it
+            return []
+        sequence.progress = max(sequence.progress, reading.progress)
+        scores = [] if sequence.scores is None else sequence.scores.pop(sequence.progress)
+        outputs = scores or [StepOutput(sequence.request_id, prefill_progress=sequence.progress)]
         if reading.logits is not None and sequence.request.max_tokens == 0:
             outputs.append(self._end(sequence, sequence.ended(FinishReason.LENGTH)))
         elif reading.logits is not None:
@@ -375,9 +405,7 @@ class Engine:
         if decoding:
             try:
                 self._flight = self._launch(decoding, begun)
-            except (
-                Exception
-            ) as error:  # rows and indexes of the step's requests are in doubt, so these end; others go on
+            except Exception as error:  # rows and indexes of its requests are in doubt, so these end; others go on
                 failure = error
         if before is not None:
             outputs += self._collect(before)
@@ -389,19 +417,26 @@ class Engine:
         return outputs
 
     def _launch(self, sequences: list[RequestSequence], begun: float) -> Flight:
-        tokens = [LATEST if s.sampler.pending else s.generated[-1] for s in sequences]
+        drawing = [not s.replay for s in sequences]
+        tokens = [LATEST if s.sampler.pending else s.next_input for s in sequences]
         slots = [s.slot for s in sequences]
-        launched = self.decoder.launch(tokens, slots, [None if s.sampler.greedy else s.sampler for s in sequences])
+        samplers = [None if s.replay or s.sampler.greedy else s.sampler for s in sequences]
+        launched = self.decoder.launch(tokens, slots, samplers)
         for sequence in sequences:
-            sequence.sampler.pending += 1
+            sequence.flights += 1
+            if sequence.replay:
+                sequence.replay -= 1
+            else:
+                sequence.sampler.pending += 1
         rows = self._meter.rows(slots, launched.attended)
         cached, work = [self._cache.tokens[slot] for slot in slots], self._reader.work
-        return Flight(launched, sequences, cached, rows, self.decoder.retrieval.refresh_seconds, begun, work)
+        return Flight(launched, sequences, drawing, cached, rows, self.decoder.retrieval.refresh_seconds, begun, work)
 
     def _collect(self, flight: Flight) -> list[StepOutput]:
         """Wait for a step's tokens, take them, and close the slots that had to stay until the step had ended."""
-        for sequence in flight.sequences:
-            sequence.sampler.pending -= 1
+        for sequence, draws in zip(flight.sequences, flight.drawing, strict=True):
+            sequence.flights -= 1
+            sequence.sampler.pending -= draws
         live = [number for number, sequence in enumerate(flight.sequences) if not sequence.over]
         self._decoded += len(live)
         self._refresh_seconds = 0.0
@@ -412,15 +447,11 @@ class Engine:
         else:
             self._refresh_seconds, now = flight.refresh_seconds, time.perf_counter()
             self._meter.count(flight.host_rows[number] for number in live)
+            cached, attended = flight.cached, flight.launched.attended
             outputs = [
-                self._take_token(
-                    flight.sequences[number],
-                    drawn[number],
-                    flight.cached[number],
-                    flight.launched.attended[number],
-                    now,
-                )
+                self._take_token(flight.sequences[number], drawn[number], cached[number], attended[number], now)
                 for number in live
+                if flight.drawing[number]
             ]
         for sequence, keep in flight.leaving:
             self._scheduler.close(sequence, keep)
@@ -520,7 +551,7 @@ class Engine:
         self._reader.drop(sequence)
         self._scheduler.remove(sequence)
         keep = output.finish_reason is not FinishReason.ERROR
-        if sequence.sampler.pending and self._flight is not None:
+        if sequence.flights and self._flight is not None:
             self._flight.leaving.append((sequence, keep))
         else:
             self._scheduler.close(sequence, keep)

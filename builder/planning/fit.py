@@ -2,8 +2,8 @@
 
 There are no separate formulas for a GPU. Each answer is the division of the memory that loading would make
 (engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/loading/dry_run.py), and the
-extents that admission would reserve. On the CPU nothing is divided: host_layout adds up. Ranks are equal: what is planned is one
-of them, and host memory holds all.
+extents that requests of full length have. On the CPU nothing is divided: host_layout adds up. Ranks are equal: what is planned is
+one of them, and host memory holds all.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class FitSearch:
         return divide_measured(config, needs, self.options.gpu_memory, self.weight_bytes, self._beside)
 
     def _admitted(self, config: EngineConfig) -> int:
-        """Extents that admission reserves for all requests, each at its full length."""
+        """Extents of all requests, each at its full length."""
         return config.max_batch_size * extents_for(retrieval_tokens(config.cache, config.max_seq_len))
 
     def _short(self, config: EngineConfig) -> str:

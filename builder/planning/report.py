@@ -92,7 +92,7 @@ def fit_document(options: FitOptions) -> Document:
 
 def _notes(search: FitSearch) -> list[str]:
     """What a reader must know to trust the numbers."""
-    full = "A request counts at its full length, as admission reserves it."
+    full = "A request counts at its full length; until it has grown to that, more fit."
     if search.on_gpu:
         notes = [
             f"Work space and selections are sized for a GPU like {HOPPER.name}. --gpu_memory is what is free once the driver "

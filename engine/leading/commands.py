@@ -74,6 +74,12 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """Decoder.resume."""
+
+    slot: int
+
+
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """Decoder.decode, if the cache's digest is this."""
 
@@ -115,7 +121,9 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Steps.prepare: on GPUs it runs steps, whose sums all ranks compute."""
 
 
-Command = Open | Close | Begin | Advance | Drop | Finish | Decode | Prepare | Reserve | Complete | Keep | Forget
+Command = (
+    Open | Close | Begin | Advance | Drop | Finish | Resume | Decode | Prepare | Reserve | Complete | Keep | Forget
+)
 _decoder = msgspec.msgpack.Decoder(Load | Command)
 
 

@@ -53,6 +53,7 @@ from .commands import (
     Open,
     Prepare,
     Reserve,
+    Resume,
     decode,
     digest,
 )
@@ -83,6 +84,8 @@ class Follower:
                 self._prefills[number].drop(slot)
             case Finish(number):
                 self._prefills.pop(number).finish()
+            case Resume(slot):
+                self._decoder.resume(slot)
             case Decode(tokens, slots, expected):
                 found = digest(self._decoder.cache)
                 if found != expected:

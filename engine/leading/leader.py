@@ -43,6 +43,7 @@ from .commands import (
     Open,
     Prepare,
     Reserve,
+    Resume,
     digest,
 )
 from .followers import TIMEOUT_SECONDS, Followers
@@ -166,6 +167,11 @@ class LeadDecoder(Decoder):
         with self._followers.doing(Begin(number, told, tuple(takers))):
             prefill = super().prefill(prompts, takers)
             return LeadPrefill(prefill, self._followers, self._launches, number, prompts, takers)
+
+    def resume(self, slot: int) -> None:
+        """See Decoder."""
+        with self._followers.doing(Resume(slot)):
+            super().resume(slot)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         """See Decoder."""

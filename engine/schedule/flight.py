@@ -16,6 +16,8 @@ class Flight:
 
     Attributes
     ----------
+    drawing : list of bool
+        Whether the token that is drawn is new; not where a request takes in again what it has generated.
     cached : list of int
         Tokens that each request has in the cache, that of the step included.
     host_rows : list of float
@@ -33,6 +35,7 @@ class Flight:
 
     launched: Launched
     sequences: list[RequestSequence]
+    drawing: list[bool]
     cached: list[int]
     host_rows: list[float]
     refresh_seconds: float

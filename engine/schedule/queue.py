@@ -50,6 +50,7 @@ class RequestQueue:
         self._sequences: dict[int, RequestSequence] = {}
         self._order: list[Key] = []  # of the sequences that are ready, ascending
         self._deadlines: list[tuple[float, int]] = []  # a heap; may name sequences that have left
+        self._returned: set[int] = set()  # ids of those that have run before
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -74,23 +75,28 @@ class RequestQueue:
         Slots that no request can get for want of extents are not free (Scheduler.free_slots).
         """
         with self._lock:
-            waiting = len(self._sequences) - free_slots
+            waiting = len(self._sequences) - len(self._returned) - free_slots
             if self.max_size is not None and waiting >= self.max_size:
                 raise QueueFullError(
                     f"{waiting} requests wait for a slot: at most max_queue_size = {self.max_size} may; "
                     "send the request again later, or serve with a larger --max_queue_size"
                 )
-            self._sequences[sequence.request_id] = sequence
-            if sequence.ready:
-                bisect.insort(self._order, _key(sequence))
-            if sequence.deadline is not None:
-                heapq.heappush(self._deadlines, (sequence.deadline, sequence.request_id))
+            self._add(sequence)
+
+    def put_back(self, sequence: RequestSequence) -> None:
+        """Add a sequence that has been preempted, at its old place: before all that have come later with its priority.
+
+        It does not count against `max_size`.
+        """
+        with self._lock:
+            self._add(sequence)
+            self._returned.add(sequence.request_id)
 
     def release(self, sequence: RequestSequence) -> None:
         """Let a sequence start that was not ready when it was pushed; does nothing if it has left the queue."""
         with self._lock:
             if sequence.request_id in self._sequences:
-                bisect.insort(self._order, _key(sequence))
+                bisect.insort(self._order, order(sequence))
 
     def remove(self, request_id: int) -> RequestSequence | None:
         """Take a sequence out, wherever it stands in the queue; None if it does not wait."""
@@ -123,15 +129,24 @@ class RequestQueue:
                 heapq.heappop(self._deadlines)
             return self._deadlines[0][0] if self._deadlines else None
 
+    def _add(self, sequence: RequestSequence) -> None:
+        self._sequences[sequence.request_id] = sequence
+        if sequence.ready:
+            bisect.insort(self._order, order(sequence))
+        if sequence.deadline is not None:
+            heapq.heappush(self._deadlines, (sequence.deadline, sequence.request_id))
+
     def _remove(self, request_id: int) -> RequestSequence | None:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            place = bisect.bisect_left(self._order, _key(sequence))
-            if self._order[place : place + 1] == [_key(sequence)]:  # else it was not ready
+            self._returned.discard(request_id)
+            place = bisect.bisect_left(self._order, order(sequence))
+            if self._order[place : place + 1] == [order(sequence)]:  # else it was not ready
                 del self._order[place]
         return sequence
 
 
-def _key(sequence: RequestSequence) -> Key:
+def order(sequence: RequestSequence) -> Key:
+    """Return the key of a sequence: what has the smaller one starts first, and is preempted last."""
     ahead = sequence.request.priority * LEVEL_SECONDS
     return sequence.statistics.submitted_at - ahead, sequence.request_id

@@ -183,7 +183,7 @@ class PromptReader:
             if not short and not self._look_up(chosen[0], beside):
                 return None
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
-            takers = {sequence.slot: sequence.scores.take for sequence in chosen if sequence.scores is not None}
+            takers = {sequence.slot: sequence.unscored.take for sequence in chosen if sequence.unscored is not None}
             self._jobs[short] = Job(self._decoder.prefill(prompts, takers), chosen)
         return self._jobs[short]
 
@@ -192,15 +192,15 @@ class PromptReader:
 
         Returns False while rows are loaded from disk.
         """
-        if sequence.scores is not None:  # which are asked of every token
+        if sequence.unscored is not None:  # which are asked of every token
             return True
         request, statistics = sequence.request, sequence.statistics
         prompt = (sequence.slot, sequence.packed_prompt, request.cache_salt)
         if not self._prefixes.loads(sequence.slot):
-            self._prefixes.find_more(*prompt, sequence.total_tokens, request.session)
-        if not self._prefixes.load(*prompt, patience=0.0 if beside else LOAD_PATIENCE):
+            self._prefixes.find_more(*prompt, sequence.reserved_tokens, request.session, sequence.reused_before)
+        if not self._prefixes.load(*prompt, 0.0 if beside else LOAD_PATIENCE, sequence.reused_before):
             return False
-        if (prefix := self._prefixes.cache.prefixes.get(sequence.slot)) is not None:
+        if (prefix := self._prefixes.cache.prefixes.get(sequence.slot)) is not None and not sequence.generated:
             statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
             found = extents_for(max(0, prefix.tokens - self._decoder.cache.config.sink))
             statistics.reused_extents = min(found, statistics.prompt_extents)

@@ -1,30 +1,63 @@
-"""Decides which requests run: gives out slots, and admits requests by free extents."""
+"""Decides which requests run: gives out slots, admits requests by free extents, and preempts them when extents run out.
+
+A request is admitted with the extents that it needs now, and gets more while it decodes. When there is none, the last of the
+running requests, in the order of queue.py, makes room: the youngest of the lowest priority. It leaves its rows as a kept prefix
+and waits again, at its old place in the queue, until it goes on where it was.
+
+- The first of the running requests is never preempted, so it ends, and then the next is the first.
+- Nobody is preempted more than MOST_PREEMPTIONS times. Each time a request waits for more room than before, at last for all that
+  it may ever need: then it needs nobody's room any more, and those before it may have to wait a few steps until it ends.
+- Preemptions make room for running requests, never for one that waits.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 
-from .queue import RequestQueue
+from .queue import RequestQueue, order
 from .sequence import RequestSequence
+
+MOST_PREEMPTIONS = 3  # of a request; after so many it is admitted with all extents that it may ever need, and stays
+ROOM_FACTOR = 4  # by which each preemption raises the tokens that a request must have room for at its next admission
+SPARE_SHARE = (
+    100  # one extent in so many, and at least one, stays free for others that may grow when a request is admitted
+)
 
 
 class Scheduler:
-    """The running sequences. The queue's head is admitted when a slot and all extents that it may ever need can be had.
+    """The running sequences.
 
-    These are extents that it shares with others, free ones, and those that are only kept for later requests.
+    Everything but the queue belongs to the engine's thread; other threads may look at `free_slots` and at the length of
+    `running`.
 
-    Reserving the worst case at admission means that a running request never has to stop for want of memory. Everything
-    but the queue belongs to the engine's thread; other threads may look at `free_slots` and at the length of `running`.
+    Parameters
+    ----------
+    leave : callable
+        Called with a running sequence before its slot is closed for another one.
+
+    Attributes
+    ----------
+    preemptions : int
+        Since the start.
     """
 
-    def __init__(self, prefixes: PrefixCache, slots: int, queue: RequestQueue) -> None:
-        self._prefixes = prefixes
+    def __init__(
+        self, prefixes: PrefixCache, slots: int, queue: RequestQueue, leave: Callable[[RequestSequence], None]
+    ) -> None:
+        self._prefixes, self._cache, self._leave = prefixes, prefixes.cache, leave
         self._free_slots = list(range(slots - 1, -1, -1))
         self.queue = queue
         self._head_waits = False  # whether the queue's head waits for extents
         self.running: list[RequestSequence] = []
+        self.preemptions = 0
+        self._steps_with_room = 0  # next calls of `short` for which nobody's extents have to be looked at
+        self._refused: tuple[int, int, tuple[int, int, int]] | None = (
+            None  # the state in which the head did not fit last
+        )
+        self._spare = max(1, self._cache.extents.capacity // SPARE_SHARE)
 
     @property
     def free_slots(self) -> int:
@@ -39,40 +72,153 @@ class Scheduler:
 
         def fits(head: RequestSequence) -> bool:
             nonlocal head_waits
-            head_waits = not self._choose_prefix(head)
+            # A long sequence is not looked up again in each step, while it waits and nothing changes.
+            state = head.request_id, len(self.running), self._cache.extents.counts
+            head_waits = (bool(self.running) and state == self._refused) or not self._choose_prefix(head)
+            self._refused = state if head_waits else None
             return not head_waits
 
         sequence = self.queue.pop(fits)
         self._head_waits = head_waits
         if sequence is not None:
             sequence.slot = self._free_slots.pop()
-            sequence.statistics.started_at = time.perf_counter()
+            sequence.statistics.started_at = sequence.statistics.started_at or time.perf_counter()
             self.running.append(sequence)
         return sequence
 
     def open(self, sequence: RequestSequence) -> None:
         """Give a sequence that was admitted its extents; the cache's errors pass through."""
-        self._prefixes.open(sequence.slot, sequence.total_tokens, sequence.prefix)
+        self._prefixes.open(sequence.slot, sequence.reserved_tokens, sequence.prefix)
         sequence.prefix = None  # its extents are the slot's now
-        sequence.statistics.extents = self._prefixes.cache.extents_needed(sequence.total_tokens)
-        sequence.statistics.prompt_extents = self._prefixes.cache.extents_needed(len(sequence.request.prompt_ids))
+        self._count_extents(sequence)
+        sequence.statistics.prompt_extents = self._cache.extents_needed(len(sequence.request.prompt_ids))
+
+    def resumed(self, sequence: RequestSequence) -> None:
+        """Let a sequence decode whose slot has begun with the rows that it had left."""
+        assert sequence.left is not None, "only what was found of its rows resumes a sequence"
+        self._prefixes.resumed(sequence.slot, sequence.left, sequence.request.cache_salt)
+        self.begin_steps(sequence)
+
+    def begin_steps(self, sequence: RequestSequence) -> None:
+        """Let a sequence decode, as its slot has all rows of its prompt."""
+        known = len(sequence.request.prompt_ids) + len(sequence.generated)
+        sequence.reading, sequence.replay = False, max(0, known - 1 - self._cache.tokens[sequence.slot])
+        self._steps_with_room = 0
 
     def unread(self) -> list[RequestSequence]:
         """List the sequences whose prompt has not been read to its end, in the order of their admission."""
-        return [s for s in self.running if not s.generated]
+        return [s for s in self.running if s.reading]
 
     def decoding(self) -> list[RequestSequence]:
         """List the sequences that take part in the next decode step."""
-        return [s for s in self.running if s.generated]
+        return [s for s in self.running if not s.reading and not s.stalled]
+
+    # Growth. Call `short` once before each decode step, and `make_room` and `grow` for what it returns.
+
+    def short(self) -> list[RequestSequence]:
+        """List the decoding sequences whose extents have no room for the next step, the first in order first.
+
+        It looks at none of them in most steps: as many as it has found to be without need.
+        """
+        self._steps_with_room -= 1
+        if self._steps_with_room > 0:
+            return []
+        found, least = list[RequestSequence](), self._cache.config.update
+        for sequence in self.running:
+            sequence.stalled = False
+            if sequence.reading or self._cache.extents.room(sequence.slot) >= self._most_places(sequence):
+                continue
+            steps = self._cache.steps_with_room(sequence.slot)
+            least = min(least, steps)
+            if steps < 1:
+                found.append(sequence)
+        self._steps_with_room = least
+        return sorted(found, key=order)
+
+    def has_room(self, sequence: RequestSequence) -> bool:
+        """Whether a decoding sequence can grow without others' making room."""
+        return self._prefixes.has_room(sequence.slot, self._tokens_soon(sequence))
+
+    def make_room(self, sequence: RequestSequence) -> bool:
+        """Preempt others until a decoding sequence can grow, when no step is in flight; returns whether it can.
+
+        If not, it has been preempted itself, or takes no part in the next step (`stalled`).
+        """
+        while not sequence.reading and not self.has_room(sequence):
+            last = self._last(sequence)
+            if last is None:
+                sequence.stalled = True
+                return False
+            self.preempt(last)
+        return not sequence.reading
+
+    def grow(self, sequence: RequestSequence) -> None:
+        """Give a sequence the extents for which there is room now; the cache's errors pass through."""
+        self._prefixes.grow(sequence.slot, self._tokens_soon(sequence))
+        self._count_extents(sequence)
+
+    def preempt(self, sequence: RequestSequence) -> None:
+        """Take a running sequence out, keep its rows as far as they are not used for others, and let it wait again."""
+        self._leave(sequence)
+        extents = self._cache.extents.of_slot(sequence.slot)
+        self.running.remove(sequence)
+        self.close(sequence, keep=True)
+        if sequence.generated:
+            before = frozenset() if sequence.left is None else sequence.left.nodes  # of which all may still be there
+            sequence.left = self._prefixes.left_in(extents, sequence.packed_rows(), sequence.request.cache_salt, before)
+        else:  # what it reuses when its prompt is read again is another matter
+            statistics = sequence.statistics
+            statistics.reused_tokens = statistics.reused_extents = statistics.shared_extents = 0
+        sequence.slot, sequence.reading, sequence.replay, sequence.stalled = -1, True, 0, False
+        sequence.statistics.num_preemptions += 1
+        self.preemptions += 1
+        self.queue.put_back(sequence)  # last: from then on other threads may end it
+
+    def _last(self, growing: RequestSequence) -> RequestSequence | None:
+        """Choose who makes room for a sequence: the last behind it whose end frees extents, or itself if others are before it.
+
+        None: there are only such as will end without more room.
+        """
+        mine = order(growing)
+        others = [s for s in self.running if s is not growing and not _stays(s)]
+        behind = [s for s in others if order(s) > mine and self._cache.extents.sole(s.slot)]
+        if behind:
+            return max(behind, key=order)
+        return growing if any(order(s) < mine for s in others) else None
 
     def _choose_prefix(self, head: RequestSequence) -> bool:
-        """Choose how much of its prompt the head need not read, and return whether it can be admitted with that.
+        """Choose the rows that the head need not compute, and return whether it can be admitted with them.
 
         Where room is short, it gives up extents that it would only copy from. The shared ones cost no room.
         """
-        found = None if head.scores is not None else self._prefixes.find(head.packed_prompt, head.request.cache_salt)
-        head.prefix = self._prefixes.shorten(found, head.total_tokens)
-        return self._prefixes.fits(head.total_tokens, head.prefix)
+        head.reserved_tokens = self._tokens_now(head)
+        prompt, salt = head.packed_prompt, head.request.cache_salt
+        found = None if head.left is None else self._prefixes.find_left(head.left, len(prompt), salt)
+        head.prefix = self._prefixes.shorten(found, head.reserved_tokens)
+        head.resumes = found is not None and head.prefix is found
+        if not head.resumes:
+            found = None if head.unscored is not None else self._prefixes.find(prompt, salt, head.reused_before)
+            head.prefix = self._prefixes.shorten(found, head.reserved_tokens)
+        growth = sum(max(0, self._prefixes.missing(one.slot, one.total_tokens)) for one in self.running)
+        return self._prefixes.fits(head.reserved_tokens, head.prefix, min(self._spare, growth))
+
+    def _tokens_now(self, sequence: RequestSequence) -> int:
+        """Return the tokens that a waiting sequence must have room for: those that it has, and some to go on with."""
+        preemptions = sequence.statistics.num_preemptions
+        if _stays(sequence):
+            return sequence.total_tokens
+        tokens = len(sequence.request.prompt_ids) + len(sequence.generated)
+        return min(sequence.total_tokens, tokens + self._cache.config.update * ROOM_FACTOR**preemptions)
+
+    def _tokens_soon(self, sequence: RequestSequence) -> int:
+        return min(sequence.total_tokens, self._cache.tokens_soon(sequence.slot))
+
+    def _most_places(self, sequence: RequestSequence) -> int:
+        return self._cache.retrieval_tokens(sequence.total_tokens)
+
+    def _count_extents(self, sequence: RequestSequence) -> None:
+        statistics = sequence.statistics
+        statistics.extents = max(statistics.extents, len(self._cache.extents.of_slot(sequence.slot)))
 
     def remove(self, sequence: RequestSequence) -> None:
         """Take a running sequence out; `close` follows."""
@@ -88,3 +234,8 @@ class Scheduler:
             self._prefixes.end_session(request.cache_salt, request.session.id)
         self._free_slots.append(sequence.slot)
         self._head_waits = False  # the next `admit` finds out
+
+
+def _stays(sequence: RequestSequence) -> bool:
+    """Whether a sequence has been preempted so often that it runs with all extents that it may ever need, to its end."""
+    return sequence.statistics.num_preemptions >= MOST_PREEMPTIONS

@@ -9,6 +9,7 @@ from kvseek.core.errors import ErrorCode, KvseekError, TimeoutExpiredError, code
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefix import Prefix
+from kvseek.engine.cache.prefixes.cache import LeftRows
 from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.draws.sampling import Sampler
 
@@ -17,7 +18,26 @@ from .prompt_scores import PromptScores
 
 @dataclass(eq=False)
 class RequestSequence:
-    """A request on its way through the engine. Once its prompt has been read, it has generated at least one token."""
+    """A request on its way through the engine.
+
+    Attributes
+    ----------
+    reading : bool
+        Whether its prompt must be read, at first or again after a preemption, before it takes part in decode steps.
+    replay : int
+        Generated tokens that decode steps must take in again, besides the latest, as a preemption has lost their rows. What
+        these steps draw is known.
+    stalled : bool
+        Whether it takes no part in the next step, for want of memory.
+    left : LeftRows or None
+        What it has left when it was preempted last.
+    progress : float
+        The largest share of its prompt's reading that the client has been told.
+    flights : int
+        Steps that have been launched with it and not collected.
+    over : bool
+        Whether it has ended. A step that was launched before may still compute a row for it.
+    """
 
     request_id: int
     request: Request
@@ -28,7 +48,15 @@ class RequestSequence:
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
     ends_session: bool = False  # the client has ended its session, so that what the request leaves goes with it
     prefix: Prefix | None = None  # found at admission, until the slot is open
-    over: bool = False  # it has ended, though a step that was launched before may still compute a row for it
+    resumes: bool = False  # of `prefix`: it has all rows of the prompt, so that nothing is read
+    reserved_tokens: int = 0  # to which its extents let it grow, since its last admission
+    reading: bool = True
+    replay: int = 0
+    stalled: bool = False
+    left: LeftRows | None = None
+    progress: float = 0.0
+    flights: int = 0
+    over: bool = False
 
     def ended(self, reason: FinishReason) -> StepOutput:
         """Make the last output, without a token, of a request that ends without an error."""
@@ -45,7 +73,12 @@ class RequestSequence:
         )
 
     def expired(self, now: float) -> StepOutput:
-        """Make the only output of a request whose time limit passed while it waited; `now` in seconds of time.perf_counter."""
+        """Make the last output of a request whose time limit passed while it waited; `now` in seconds of time.perf_counter.
+
+        One that has been preempted ends like a running one, with the tokens that it has.
+        """
+        if self.statistics.num_preemptions:
+            return self.ended(FinishReason.TIMEOUT)
         waited = self.request.waited_seconds + now - self.statistics.submitted_at
         return self.failed(
             TimeoutExpiredError(
@@ -60,6 +93,21 @@ class RequestSequence:
         return self.sampler.guided or self.request.sampling.guide is None
 
     @property
+    def next_input(self) -> int:
+        """The token that its next decode step takes in."""
+        return self.generated[-1 - self.replay]
+
+    @property
+    def reused_before(self) -> int | None:
+        """Tokens of its prompt that were reused when it was read first; None: it has not been read before."""
+        return self.statistics.reused_tokens if self.generated else None
+
+    @property
+    def unscored(self) -> PromptScores | None:
+        """What takes the logits of its prompt when that is read, if they are asked for and have not all been taken."""
+        return None if self.generated else self.scores
+
+    @property
     def total_tokens(self) -> int:
         """Tokens that the request can grow to, prompt included."""
         return len(self.request.prompt_ids) + self.request.max_tokens
@@ -70,11 +118,16 @@ class RequestSequence:
         return pack_tokens(self.request.prompt_ids)
 
     def cached_tokens(self) -> bytes:
-        """Return the tokens that the slot has rows of and that the request knows, packed as `packed_prompt`.
+        """Return the tokens of which the slot of a request whose prompt has been read has rows, packed as `packed_prompt`.
 
-        That is all but the last one drawn. The row of a token that a step in flight has drawn is not among them.
+        The row of the token drawn last is not among them, although a step that is launched ahead computes it.
         """
-        return self.packed_prompt + pack_tokens(self.generated[: max(0, len(self.sampler.generated) - 1)])
+        count = len(self.sampler.generated) - 1 - self.replay
+        return self.packed_prompt + pack_tokens(self.generated[: max(0, count)])
+
+    def packed_rows(self) -> bytes:
+        """Return the tokens that have rows once it decodes, all but the latest, packed as `packed_prompt`."""
+        return self.packed_prompt + pack_tokens(self.generated[:-1])
 
     @property
     def deadline(self) -> float | None:

@@ -151,6 +151,8 @@ class EngineMetrics(Collector):
         yield make.gauge("engine_start_time_seconds", description, self._started)
         yield make.gauge("num_requests_running", "Requests with a slot", engine.running)
         yield make.gauge("num_requests_waiting", "Requests in the queue", engine.waiting)
+        description = "Running requests that made room for others, and went on later"
+        yield make.counter("num_preemptions", description, engine.preemptions)
         yield make.gauge("max_queue_size", "Requests that may wait; further ones are refused", self._max_queue_size)
         yield make.gauge("max_batch_size", "Slots: requests that may run", engine.config.max_batch_size)
         yield from self._extents(engine.cache_usage)

@@ -173,9 +173,7 @@ def check_logprobs(name: str, count: int) -> int:
     return count
 
 
-MAX_DEFAULT_TOKENS = (
-    4096  # of an answer without max_tokens: a request reserves memory for all tokens that it may generate
-)
+MAX_DEFAULT_TOKENS = 4096  # of an answer without max_tokens: a model that finds no end stops there
 
 
 MAX_TEMPLATE_BYTES = 1 << 14  # of JSON, of the template's variables: a value takes up to 60 times as much memory

@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_to_end
+from tests.support.steps_ahead import StepsAhead, run_ahead
 
-from kvseek.core.batch import LATEST
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.core.session import Session
 from kvseek.engine.draws.sampling import NO_TOKEN, Launched
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.cpu.steps import HostSteps
 from kvseek.engine.schedule.reading import Work
 from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
@@ -43,31 +42,13 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-class StepsAhead(HostSteps):
-    """A CPU's steps, used as a GPU's are. `launches` counts those that began before the step before was collected."""
-
-    launches = 0
-
-    @property
-    def runs_ahead(self) -> bool:
-        return True
-
-    def launch(self, tokens: Any, slots: Any, samplers: Any) -> Launched:
-        self.launches += LATEST in tokens
-        return super().launch(tokens, slots, samplers)
-
-
 @dataclass
 class Pair:
     """Two engines of a directory, of which one runs ahead."""
 
     usual: Engine
     ahead: Engine
-
-    @property
-    def launches(self) -> int:
-        assert isinstance(self.ahead.decoder.steps, StepsAhead)
-        return self.ahead.decoder.steps.launches
+    steps: StepsAhead
 
 
 @dataclass
@@ -95,9 +76,8 @@ def of_output(output: StepOutput) -> Any:
 
 
 def start(directory: Path) -> Pair:
-    pair = Pair(Engine.load(directory), Engine.load(directory))
-    pair.ahead.decoder.steps.__class__ = StepsAhead
-    return pair
+    usual, ahead = Engine.load(directory), Engine.load(directory)
+    return Pair(usual, ahead, run_ahead(ahead))
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +180,7 @@ def test_requests_get_the_same(method: str, pair_of: Callable[[str], Pair]) -> N
             assert kept(pair.ahead) == kept(pair.usual)
 
     check()
-    assert pair.launches > 0
+    assert pair.steps.launches > 0
 
 
 @pytest.fixture
@@ -303,9 +283,13 @@ def test_a_session_that_ends_meanwhile_keeps_nothing(ahead: Engine) -> None:
     assert ahead._cache.extents.idle == 0
 
 
-def test_who_asks_the_engine_finds_no_step_under_way(random_model: RandomModel, build_engine: BuildEngine) -> None:
+def test_who_asks_the_engine_finds_no_step_under_way(
+    random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = start(build_engine(random_model("llama"), "nested", *FLAGS, *LIMITS))
-    service, ended = EngineService(pair.ahead), queue.Queue[StepOutput]()
+    settle, settled, ended = pair.ahead.settle, list[bool](), queue.Queue[StepOutput]()
+    monkeypatch.setattr(pair.ahead, "settle", lambda: (settled.append(pair.ahead._flight is not None), settle())[1])
+    service = EngineService(pair.ahead)
     try:
         for _ in range(SLOTS):
             service.submit(Request(tuple(PROMPT[:60]), 300), ended.put)
@@ -318,7 +302,7 @@ def test_who_asks_the_engine_finds_no_step_under_way(random_model: RandomModel, 
             tokens = service.ask(lambda engine: sum(len(s.generated) for s in engine._scheduler.running)).result(60)
     finally:
         service.close()
-    assert pair.launches > 0
+    assert any(settled)
 
 
 def test_reading_is_charged_to_the_step_that_waited_for_it(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def stand_in() -> Any:
     """A service of an engine on a GPU whose method counts hits."""
     usage = CacheUsage(3, 2, 1, 100, 200, 64, 0.75, ReuseCounts(100, 40, 7, 5), sessions=3, pinned_extents=2)
     config = SimpleNamespace(method="clusterkv", max_batch_size=4)
-    engine = SimpleNamespace(running=2, waiting=1, unsound=6, cache_usage=usage, config=config)
+    engine = SimpleNamespace(running=2, waiting=1, unsound=6, preemptions=8, cache_usage=usage, config=config)
     return SimpleNamespace(engine=engine)
 
 
@@ -156,6 +156,7 @@ def test_extents_on_both_sides() -> None:
     found = samples(EngineMetrics(stand_in()).text())
     assert value(found, "kv_cache_usage_perc") == 0.5
     assert value(found, "extents_kept") == 2
+    assert value(found, "num_preemptions_total") == 8
     assert value(found, "row_pool_kept_bytes", location="host") == 400
     assert value(found, "row_pool_used_bytes", location="device") == 300
     assert value(found, "row_pool_used_bytes", location="host") == 600

@@ -10,7 +10,9 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
+
+import torch
 
 from kvseek.core.config import EXTENT_TOKENS, MOST_POSITIONS
 from kvseek.core.extents import extents_for
@@ -38,6 +40,14 @@ class ReuseCounts:
     reused_tokens: int = 0
     evicted_extents: int = 0
     discarded_extents: int = 0
+
+
+@dataclass(frozen=True)
+class LeftRows:
+    """What a request has left that was preempted: tokens that had rows, packed, and those of their nodes that were its own."""
+
+    tokens: bytes
+    nodes: frozenset[Node]
 
 
 class PrefixCache:
@@ -90,16 +100,27 @@ class PrefixCache:
         if most is not None and layout.host_layers:
             self._most = most // (layout.host_layers * layout.layer_bytes)
 
+    @property
+    def _rounds_apart(self) -> bool:
+        """Whether last bits of a prompt's rows depend on how it was read (docs/conversations.md)."""
+        return self.cache.window.dtype == torch.float32
+
     # A request begins: `find` and `fits` while it waits, `open` when it is admitted, `find_more` and `load` when its prompt is
     # about to be read.
 
-    def find(self, tokens: bytes, salt: str | None) -> Prefix | None:
+    def find(self, tokens: bytes, salt: str | None, before: int | None = None) -> Prefix | None:
         """Find the longest kept beginning of a prompt, given as prefix_tree.pack_tokens packs it; None if there is none.
 
         The result holds until extents are evicted; `open` makes it hold for as long as the slot needs it. Prompts that stay in
         the window find nothing: they have no extents, and are read together with others.
+
+        Parameters
+        ----------
+        before : int, optional
+            Of a prompt that is read again after a preemption: the tokens that were reused when it was read first. In float32,
+            where last bits depend on how a prompt is read, no more are found.
         """
-        match = self._tree.match(salt, self._reusable(tokens))
+        match = self._tree.match(salt, self._reusable(tokens, before))
         if not match.tokens:
             return None
         places = self.cache.retrieval_tokens(len(tokens) // TOKEN_BYTES)
@@ -111,13 +132,16 @@ class PrefixCache:
         shared = 0 if self._traits.prefix_reuse == "copies" else min(found, places) // EXTENT_TOKENS
         return Prefix(match.tokens, extents, shared, sparse, sink_rows=self.rows.sink_rows[extents[0]])
 
-    def _reusable(self, prompt: bytes) -> bytes:
+    def _reusable(self, prompt: bytes, before: int | None) -> bytes:
         """Return the part of a prompt that need not be read if it is kept."""
         count = len(prompt) // TOKEN_BYTES
         places = self.cache.retrieval_tokens(count)
         if not self.enabled or not places or count > self._reach:
             return b""
-        return prompt[: max(0, count - max(1, self._traits.last_queries(places))) * TOKEN_BYTES]
+        most = max(0, count - max(1, self._traits.last_queries(places)))
+        if before is not None and self._rounds_apart:
+            most = min(most, before)
+        return prompt[: most * TOKEN_BYTES]
 
     def shorten(self, prefix: Prefix | None, tokens: int) -> Prefix | None:
         """Shorten a prefix to the extents that can stay while others are evicted for a request of up to `tokens` tokens."""
@@ -138,13 +162,18 @@ class PrefixCache:
         )
         return replace(prefix, tokens=left, extents=prefix.extents[:stay], sparse=sparse)
 
-    def fits(self, tokens: int, prefix: Prefix | None) -> bool:
-        """Whether a request can get all extents that it needs to grow to `tokens` tokens, if others are evicted for it."""
+    def fits(self, tokens: int, prefix: Prefix | None, spare: int = 0) -> bool:
+        """Whether a request can get all extents that it needs to grow to `tokens` tokens, if others are evicted for it.
+
+        If it takes any, so many more must be to be had, as a `spare`.
+        """
         needed, kept = self.cache.extents_needed(tokens), self._extents.idle
         if prefix is not None:
             needed -= prefix.shared
-            kept -= sum(not self._extents.in_use(extent) for extent in prefix.extents)
-        return needed <= self._extents.free + kept
+            held = [not self._extents.in_use(extent) for extent in prefix.extents]
+            kept -= sum(held)
+            spare -= sum(held[prefix.shared :])  # which nobody uses again once they have been copied
+        return needed <= 0 or needed + max(0, spare) <= self._extents.free + kept
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None) -> None:
         """Open a slot of the cache for a request of up to `tokens` tokens, and evict what it takes; raises CapacityError."""
@@ -158,14 +187,20 @@ class PrefixCache:
             self._extents.let_go(held)
 
     def find_more(
-        self, slot: int, prompt: bytes, salt: str | None, tokens: int, session: Session | None = None
+        self,
+        slot: int,
+        prompt: bytes,
+        salt: str | None,
+        tokens: int,
+        session: Session | None = None,
+        before: int | None = None,
     ) -> Prefix | None:
         """Look a prompt up again that is about to be read, as others have been read since its admission.
 
-        Returns the prefix that need not be read. `tokens` is that of `open`. What the request's session has pinned and the prompt
-        does not begin with is no longer pinned.
+        Returns the prefix that need not be read. What the request's session has pinned and the prompt does not begin with is no
+        longer pinned. `tokens` is that of `open`, `before` that of `find`: a prompt that is read again is not counted.
         """
-        prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt)
+        prefix, found = self.cache.prefixes.get(slot), self.find(prompt, salt, before)
         if found is not None and (prefix is None or found.tokens > prefix.tokens):
             # The slot gives all its extents back first, so there is room: it shares more of them than before.
             self.cache.close(slot)
@@ -176,9 +211,9 @@ class PrefixCache:
             nodes = self._tree.match(salt, prompt[: prefix.tokens * TOKEN_BYTES]).nodes
             self._tree.touch(nodes)
             self._used[slot] = set(nodes)
-            self.counts.reused_tokens += prefix.tokens
+            self.counts.reused_tokens += prefix.tokens if before is None else 0
         if self.enabled:
-            self.counts.queried_tokens += len(prompt) // TOKEN_BYTES
+            self.counts.queried_tokens += len(prompt) // TOKEN_BYTES if before is None else 0
             self._note_use(prompt, salt, session)
         return prefix
 
@@ -186,14 +221,65 @@ class PrefixCache:
         """Whether rows of a slot's prompt are on their way from disk."""
         return self._loader is not None and self._loader.loads(slot)
 
-    def load(self, slot: int, prompt: bytes, salt: str | None, patience: float = 0.0) -> bool:
+    def load(
+        self, slot: int, prompt: bytes, salt: str | None, patience: float = 0.0, before: int | None = None
+    ) -> bool:
         """Load what the disk has of a prompt behind what `find_more` has found; returns whether that has ended.
 
         If not, the prompt must not be read yet: call this again, between other work, or let it wait up to `patience` seconds.
         """
-        gained = 0 if self._loader is None else self._loader.load(slot, self._reusable(prompt), salt, patience)
-        self.counts.reused_tokens += gained or 0
+        gained = 0 if self._loader is None else self._loader.load(slot, self._reusable(prompt, before), salt, patience)
+        self.counts.reused_tokens += (gained or 0) if before is None else 0
         return gained is not None
+
+    # A request grows. If there is no room, one is closed, and goes on later with the rows that it has left.
+
+    def grow(self, slot: int, tokens: int) -> None:
+        """Give a running request the extents that it needs to grow to `tokens` tokens, for which `has_room` must be true."""
+        self._evict(self.missing(slot, tokens) - self._extents.free)
+        self.rows.reserve(slot, self.cache.retrieval_tokens(tokens))
+
+    def has_room(self, slot: int, tokens: int) -> bool:
+        """Whether a running request can grow to `tokens` tokens, if others are evicted for it."""
+        return self.missing(slot, tokens) <= self._extents.free + self._extents.idle
+
+    def missing(self, slot: int, tokens: int) -> int:
+        """Count the extents that a running request lacks to grow to `tokens` tokens; negative if it has more."""
+        return self.cache.extents_needed(tokens) - len(self._extents.of_slot(slot))
+
+    def left_in(
+        self, extents: Sequence[int], tokens: bytes, salt: str | None, before: frozenset[Node] = frozenset()
+    ) -> LeftRows:
+        """Find what is kept of the tokens of a slot that has been closed, and had these extents; `before`: other own nodes."""
+        nodes = self._tree.match(salt, tokens).nodes
+        own = (node for node, extent in zip(nodes, extents, strict=False) if node.extent == extent)
+        return LeftRows(tokens, before.union(own))
+
+    def find_left(self, left: LeftRows, prompt: int, salt: str | None) -> Prefix | None:
+        """Find the rows with which a request goes on; None: its prompt of `prompt` bytes must be read again.
+
+        It must be where rows of the prompt are missing, and where an index is made of a prompt as a whole. What steps have
+        written comes from the request's own nodes alone: another prompt with the same tokens may have other rows of them.
+        """
+        if self._traits.prefix_reuse != "entries" or not left.nodes:
+            return None
+        sink, match = self.cache.config.sink, self._tree.match(salt, left.tokens)
+        # Nodes of the prompt alone, which may be another request's where equal tokens have equal rows.
+        read = 0 if self._rounds_apart else max(0, prompt // TOKEN_BYTES - sink) // EXTENT_TOKENS
+        nodes = (*match.nodes[:read], *takewhile(left.nodes.__contains__, match.nodes[read:]))
+        found = min(match.tokens, sink + len(nodes) * EXTENT_TOKENS)
+        places = self.cache.retrieval_tokens(found)
+        if found * TOKEN_BYTES < prompt or not places:
+            return None
+        extents = tuple(node.extent for node in nodes)
+        return Prefix(found, extents, places // EXTENT_TOKENS, sink_rows=self.rows.sink_rows[extents[0]])
+
+    def resumed(self, slot: int, left: LeftRows, salt: str | None) -> None:
+        """Note that a slot has begun with all tokens of its prefix, which `find_left` has found."""
+        nodes = self._tree.match(salt, left.tokens[: self.cache.prefixes[slot].tokens * TOKEN_BYTES]).nodes
+        self._tree.touch(nodes)
+        self._used[slot] = set(nodes)
+        self._read.add(slot)
 
     # A request's prompt has been read, and it ends.
 

@@ -111,7 +111,7 @@ def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     cache = Cache(config, own.dtype, CPU, RowStorage(config, own.dtype, CPU, layout))
     rows = PrefixRows(cache, [], shares_entries=False)
     scheduler = Scheduler(
-        PrefixCache(rows, method_traits(config), enabled=False), config.max_batch_size, RequestQueue()
+        PrefixCache(rows, method_traits(config), enabled=False), config.max_batch_size, RequestQueue(), lambda one: None
     )
     for number in range(batch):
         request = Request((0,) * (context - 8), max_tokens=8)

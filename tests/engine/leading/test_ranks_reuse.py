@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
+from tests.engine import test_preemption as preemption
 from tests.engine.leading.test_ranks import loaded
 from tests.engine.number_faults import broken_activations
 from tests.plugins.cases import CASES, method_flags
@@ -150,6 +151,20 @@ def test_random_requests_in_company(method: str, build: Build) -> None:
             fresh = dataclasses.replace(request, session=None, cache_salt=str(number))
             assert answers[number] == engine.generate([fresh])[0][: len(answers[number])]
             assert number in ended or len(answers[number]) == request.max_tokens
+
+
+@pytest.mark.parametrize("method", ["nested", "prkv"])
+def test_requests_of_two_ranks_make_room_for_each_other(method: str, build: Build) -> None:
+    """Requests grow, are preempted and go on: with rows that are kept, and computed again."""
+    (_, large), (_, small) = (build(method, *pool, *method_flags(method, CASES[method].sparse)) for pool in ((), POOL))
+    found, counts = [], []
+    for directory, share in ((large, 0.0), (large, 0.1), (small, 0.0)):
+        with loaded(directory) as engine:
+            answers, preemptions = preemption.ask(engine, preemption.REQUESTS[:4], share)
+            found.append(answers)
+            counts.append(sum(preemptions))
+    assert found[0] == found[1] == found[2]
+    assert counts[0] == 0 < min(counts[1:])
 
 
 @pytest.mark.parametrize("difference", ["free", "kept"])

@@ -109,7 +109,7 @@ class Running:
 
 
 def make(
-    reuse_host_bytes: int | None = None, capacity: int = 9, form: str = "entries"
+    reuse_host_bytes: int | None = None, capacity: int = 9, form: str = "entries", slots: int = SLOTS
 ) -> tuple[PrefixCache, Retrieval]:
     layer_bytes = EXTENT_TOKENS * 2 * 2 * 4
     cache_config = CacheConfig(
@@ -119,7 +119,7 @@ def make(
         kv_cache_host_memory_bytes=capacity * LAYERS * layer_bytes,
         reuse_host_bytes=None if reuse_host_bytes is None else reuse_host_bytes * LAYERS * layer_bytes,
     )
-    sizes = {"max_batch_size": SLOTS, "max_seq_len": LONGEST, "max_input_len": LONGEST}
+    sizes = {"max_batch_size": slots, "max_seq_len": LONGEST, "max_input_len": LONGEST}
     method, index_type = FORMS[form]
     config = EngineConfig(MODEL, method, cache=cache_config, **sizes)
     cache = Cache(config, torch.float32, CPU, RowStorage(config, torch.float32, CPU, host_rows(config, torch.float32)))
