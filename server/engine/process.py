@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 import uvloop
@@ -56,33 +56,31 @@ FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long befor
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 ENDING_SECONDS = 5.0  # that an orderly end may take then, in which threads or other ranks may wait for ever
 ALONE_SECONDS = 2.0  # time without frontends after which a shared engine process ends
+P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Outputs on their way from the engine's thread to the event loop, which is woken once for many outputs."""
+    """Outputs on their way from the engine's thread to the event loop, which is woken once for those of a step."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._lock = threading.Lock()
-        self._items: deque[tuple[FrontendConnection, int, StepOutput]] = deque()
-        self._woken = False
+        self._items: deque[tuple[FrontendConnection, int, StepOutput]] = deque()  # safe between threads
 
     def put(self, frontend: FrontendConnection, number: int, output: StepOutput) -> None:
-        """Add an output for a frontend; from any thread."""
-        with self._lock:
-            self._items.append((frontend, number, output))
-            wake, self._woken = not self._woken, True
-        if wake:
-            self._loop.call_soon_threadsafe(self.flush)
+        """Add an output for a frontend, from any thread; `wake` follows."""
+        self._items.append((frontend, number, output))
+
+    def wake(self) -> None:
+        """Let the event loop send what has been put; from any thread."""
+        self._loop.call_soon_threadsafe(self.flush)
 
     def flush(self) -> None:
         """Send everything, in order, one message a frontend."""
-        with self._lock:
-            items, self._items, self._woken = self._items, deque(), False
         outputs: dict[FrontendConnection, list[tuple[int, StepOutput]]] = {}
-        for frontend, number, output in items:
+        while self._items:
+            frontend, number, output = self._items.popleft()
             outputs.setdefault(frontend, []).append((number, output))
         for frontend, own in outputs.items():
             frontend.pass_on(own)
@@ -150,26 +148,26 @@ class FrontendConnection:
         request = server.with_defaults(message.request)
         tracer, span = server.tracer, None
         if tracer is not None:
-            span = _observed(lambda: tracer.start(request, message.trace))
+            span = _observed(tracer.start, request, message.trace)
 
         def on_output(output: StepOutput) -> None:
             if output.code is ErrorCode.TIMEOUT and message.request.timeout_seconds is None:
                 output = msgspec.structs.replace(output, error=renamed(output.error, {"timeout": "default_timeout"}))
-            _observed(lambda: server.metrics.record(output))
+            _observed(server.metrics.record, output)
             if span is not None and output.finish_reason is not None:
-                _observed(lambda: span.end(output))
+                _observed(span.end, output)
             server.outbox.put(self, number, output)
 
         try:
-            self._handles[number] = server.service.submit(request, on_output)
+            self._handles[number] = server.service.submit(request, on_output, server.outbox.wake)
         except Exception as error:
             if not isinstance(error, KvseekError):
                 logger.exception("a request could not be submitted")
             code, text = code_of(error), str(error) if isinstance(error, KvseekError) else INTERNAL
             end = StepOutput(number, finish_reason=FinishReason.ERROR, error=text, code=code)
-            _observed(lambda: server.metrics.refused(code))
+            _observed(server.metrics.refused, code)
             if span is not None:
-                _observed(lambda: span.end(end))
+                _observed(span.end, end)
             self.pass_on([(number, end)])
 
     def leave(self) -> None:
@@ -179,10 +177,10 @@ class FrontendConnection:
         self._writer.close()
 
 
-def _observed(function: Callable[[], T]) -> T | None:
+def _observed(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
     """Call metrics or tracing, which only look on: an exception of theirs is logged, and the request goes on."""
     try:
-        return function()
+        return function(*arguments, **named)
     except Exception:
         logger.exception("metrics or tracing failed; the request goes on")
         return None
