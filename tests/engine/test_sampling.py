@@ -456,3 +456,18 @@ def test_every_instruction_level_draws_the_same(library, level):
 @pytest.mark.parametrize("mirror", [draw_rows.DrawRow, draw_rows.DrawnToken])
 def test_python_mirrors_the_structs_of_both_kernels(mirror):
     assert list(mirror._fields_) == fields_of(mirror.__name__, [Path(draw_rows.__file__).parent / "draw.h"])
+
+
+@pytest.mark.parametrize("kind", ["native", "emulated"])
+def test_tokens_go_where_the_next_step_finds_them(kind):
+    """Of requests that get one: an address of 0, or logits that are not finite, write nothing."""
+    draws, latest = make_draws(kind), torch.full((4,), -5, dtype=torch.int32)
+    logits = torch.stack([random_logits(seed) for seed in range(4)])
+    logits[2] = torch.nan
+    params = [SamplingParams(temperature=0.9, seed=n) for n in range(4)]
+    samplers = [OneRequest(draws, one, VOCABULARY).sampler for one in params]
+    places = [latest.data_ptr() + 4 * slot for slot in (3, 0, 1)]
+    drawn = draws.begin(logits, range(4), samplers, [*places, 0])()
+    assert latest.tolist() == [drawn[1], -5, -5, drawn[0]]
+    assert all(isinstance(drawn[number], int) for number in (0, 1, 3))
+    assert isinstance(drawn[2].error, LogitsError)

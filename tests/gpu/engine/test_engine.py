@@ -15,7 +15,7 @@ from tests.support.prefill import run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import LATEST, Batch
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.core.selection import Selection
@@ -183,6 +183,31 @@ def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pyt
     assert [o.token_id for o in outputs if o.request_id == short and o.token_id is not None] == expected
 
 
+def test_requests_get_the_same_from_steps_that_run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, sampled, with penalties and with log probabilities, ending by their lengths, end tokens and stop words."""
+    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+    values: list[dict[str, Any]] = [{}, sampled, sampled | {"repetition_penalty": 1.3, "frequency_penalty": 0.2}]
+    values += [sampled | {"logprobs": 3, "min_tokens": 4}, {"logprobs": 2}, sampled | {"bad_words": ((5,), (7, 9))}]
+    ends, stops = tuple(range(3, 100, 9)), tuple((token,) for token in range(4, 100, 9))
+    requests = [
+        Request(
+            tuple(PROMPT[number:]), 40, SamplingParams(**params), ends * (number % 3 == 1), stops * (number % 3 == 2)
+        )
+        for number, params in enumerate(values * 3)
+    ]
+    found = list[list[Any]]()
+    for ahead in (True, False):
+        monkeypatch.setattr(GraphSteps, "runs_ahead", ahead)
+        ids = [engine.submit(request) for request in requests]
+        outputs = run_to_end(engine)
+        own = [[one for one in outputs if one.request_id == number and one.prefill_progress == 1] for number in ids]
+        found.append(
+            [[(one.token_id, one.finish_reason, one.logprobs, one.cached_tokens) for one in each] for each in own]
+        )
+        assert engine._cache.extents.used == 0
+    assert found[0] == found[1]
+
+
 def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
     decoder = engine.decoder
     decoder.cache.open(0, len(PROMPT) + 60)
@@ -191,9 +216,13 @@ def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
         while prefill.progress < 1:
             prefill.advance(50)
     prefill.finish()
+    before = decoder.launch([0], [0], [None])
     with no_host_waits():  # evictions of 16 tokens come and go
-        for step in range(50):
-            decoder.launch([step], [0], [None]).collect()
+        for _ in range(50):
+            launched = decoder.launch([LATEST], [0], [None])
+            before.collect()
+            before = launched
+    before.collect()
     decoder.cache.close(0)
 
 

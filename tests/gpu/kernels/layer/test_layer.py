@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import LATEST, Batch, RequestState
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.rope import RotaryEmbedding, Rotation, rotate
 from kvseek.engine.draws.sampling import NO_TOKEN
@@ -186,3 +187,19 @@ def test_argmax_of_odd_numbers(kernels: MakeKernels, device: torch.device) -> No
     logits[5], logits[5, 4998] = float("-inf"), -1e30
     for _ in range(3):  # the scratch is as it was
         assert ops.argmax(logits).tolist() == [4000, 17, NO_TOKEN, NO_TOKEN, NO_TOKEN, 4998]
+
+
+def test_a_step_finds_the_tokens_of_the_one_before(kernels: MakeKernels, device: torch.device) -> None:
+    """By slot, whatever the order of the requests; one that got none has zeros for an embedding."""
+    ops = make(kernels, device, "bfloat16")
+    embed, logits = random(ops, 1000, 64), random(ops, 4, 1000)
+    logits[3] = float("nan")
+    latest = torch.full((9,), 500, dtype=torch.int32, device=device)
+    before = replace(requests(device, [state(7, slot, 3, 0) for slot in (4, 0, 8, 2)]), latest=latest)
+    tokens = ops.argmax(logits, before).tolist()
+    assert latest.tolist() == [tokens[1], 500, NO_TOKEN, 500, tokens[0], 500, 500, 500, tokens[2]]
+    states = [state(token, slot, 4, 0) for token, slot in ((LATEST, 8), (9, 0), (LATEST, 4), (LATEST, 2))]
+    after = replace(requests(device, states), latest=latest)
+    x, _ = ops.step_begin(after, embed)
+    assert torch.equal(x[:3], embed[[tokens[2], 9, tokens[0]]])
+    assert not x[3].any()
