@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,51 +9,17 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 from kvseek.core.rope import Rotation
+from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.config import ModelConfig
     from kvseek.core.cpu_library import CpuLibrary
 
-
-class AddRmsNormArguments(ctypes.Structure):
-    """Arguments of kvseek_add_rms_norm, as in layer.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "delta", "weight", "out")),
-        *((name, c_int64) for name in ("rows", "hidden", "bfloat16", "threads")),
-        ("epsilon", c_double),
-    )
-
-
-class RopeAppendArguments(ctypes.Structure):
-    """Arguments of kvseek_rope_append, as in layer.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "requests", "cosines", "sines", "q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("queries", "window")),
-        *((name, c_int64) for name in ("batch", "heads", "kv_heads", "dim", "window_rows", "bfloat16", "threads")),
-        ("epsilon", c_double),
-    )
-
-
-class RopePromptArguments(ctypes.Structure):
-    """Arguments of kvseek_rope_prompt, as in layer.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm", "queries", "keys", "values")),
-        *((name, c_int64) for name in ("rows", "tokens", "heads", "kv_heads", "dim", "bfloat16", "threads")),
-        ("epsilon", c_double),
-    )
-
-
-class SiluMulArguments(ctypes.Structure):
-    """Arguments of kvseek_silu_mul, as in layer.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("gate_up", "out")),
-        *((name, c_int64) for name in ("rows", "intermediate", "bfloat16", "threads")),
-    )
+AddRmsNormArguments = c_struct("kernels/cpu/layer/layer.cpp", "AddRmsNormArguments")
+RopeAppendArguments = c_struct("kernels/cpu/layer/layer.cpp", "RopeAppendArguments")
+RopePromptArguments = c_struct("kernels/cpu/layer/layer.cpp", "RopePromptArguments")
+SiluMulArguments = c_struct("kernels/cpu/layer/layer.cpp", "SiluMulArguments")
 
 
 class NativeOperations:
@@ -73,10 +37,10 @@ class NativeOperations:
     def __init__(self, library: CpuLibrary, model: ModelConfig, dtype: torch.dtype) -> None:
         self._dtype, self._bfloat16, self._epsilon = dtype, dtype is torch.bfloat16, model.rms_norm_eps
         self._heads, self._kv_heads, self._dim = model.num_heads, model.num_kv_heads, model.head_dim
-        self._add_rms_norm = library.function("kvseek_add_rms_norm", c_void_p)
-        self._rope_append = library.function("kvseek_rope_append", c_void_p)
-        self._rope_prompt = library.function("kvseek_rope_prompt", c_void_p)
-        self._silu_mul = library.function("kvseek_silu_mul", c_void_p)
+        self._add_rms_norm = library.function("kvseek_add_rms_norm", AddRmsNormArguments)
+        self._rope_append = library.function("kvseek_rope_append", RopeAppendArguments)
+        self._rope_prompt = library.function("kvseek_rope_prompt", RopePromptArguments)
+        self._silu_mul = library.function("kvseek_silu_mul", SiluMulArguments)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """See LayerOperations."""
@@ -93,7 +57,7 @@ class NativeOperations:
             threads=torch.get_num_threads(),
             epsilon=self._epsilon,
         )
-        self._add_rms_norm(ctypes.byref(arguments))
+        self._add_rms_norm(arguments)
         return out
 
     def rope_append(
@@ -126,7 +90,7 @@ class NativeOperations:
             threads=torch.get_num_threads(),
             epsilon=self._epsilon,
         )
-        self._rope_append(ctypes.byref(arguments))
+        self._rope_append(arguments)
         return queries
 
     def rope_prompt(
@@ -160,7 +124,7 @@ class NativeOperations:
             threads=torch.get_num_threads(),
             epsilon=self._epsilon,
         )
-        self._rope_prompt(ctypes.byref(arguments))
+        self._rope_prompt(arguments)
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -175,7 +139,7 @@ class NativeOperations:
             bfloat16=self._bfloat16,
             threads=torch.get_num_threads(),
         )
-        self._silu_mul(ctypes.byref(arguments))
+        self._silu_mul(arguments)
         return out
 
     def _address(self, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:

@@ -1,4 +1,4 @@
-// Arguments of kvseek_attend and the sizes that its parts agree on. Mirrored by kernels/cuda/attention/attend.py.
+// Arguments of kvseek_attend and the sizes that its parts agree on.
 #pragma once
 
 #include "kernels/cuda/batch.cuh"

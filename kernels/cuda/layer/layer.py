@@ -8,7 +8,6 @@ float32, rounded once where a value is stored.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.rope import Rotation, frequency_sets
+from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
@@ -37,71 +37,13 @@ ALIGNMENT = 16  # bytes: alignment of tensors that a kernel reads in pieces
 MAX_HIDDEN = NORM_THREADS * NORM_PIECES * PIECE
 MAX_ARGMAX_BLOCKS = 64  # per request: one piece a thread for a vocabulary of 128K
 
-
-class AddRmsNormArguments(ctypes.Structure):
-    """Arguments of kvseek_add_rms_norm."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "delta", "weight", "out")),
-        ("hidden", c_int32),
-        ("epsilon", c_float),
-    )
-
-
-class StepBeginArguments(ctypes.Structure):
-    """Arguments of kvseek_step_begin."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("requests", "embed", "frequencies", "x", "cosines", "sines")),
-        ("hidden", c_int32),
-        ("factor", c_float),
-        ("short_reach", c_int32),
-        ("first_token", c_int32),
-        ("tokens", c_int32),
-    )
-
-
-class RopeAppendArguments(ctypes.Structure):
-    """Arguments of kvseek_rope_append."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "requests", "cosines", "sines", "q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("queries", "window")),
-        *((name, c_int32) for name in ("heads", "kv_heads", "window_rows")),
-        ("epsilon", c_float),
-    )
-
-
-class AppendArguments(ctypes.Structure):
-    """Arguments of kvseek_append."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "requests", "window")),
-        *((name, c_int32) for name in ("kv_heads", "window_rows")),
-    )
-
-
-class RopePromptArguments(ctypes.Structure):
-    """Arguments of kvseek_rope_prompt."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm", "queries", "keys", "values")),
-        ("distance", c_int64),
-        *((name, c_int32) for name in ("heads", "kv_heads")),
-        ("epsilon", c_float),
-    )
-
-
-class SiluMulArguments(ctypes.Structure):
-    """Arguments of kvseek_silu_mul."""
-
-    _fields_ = (*((name, c_void_p) for name in ("gate_up", "out")), ("intermediate", c_int32))
-
-
-class ArgmaxArguments(ctypes.Structure):
-    """Arguments of kvseek_argmax."""
-
-    _fields_ = (*((name, c_void_p) for name in ("logits", "best", "arrived", "tokens")), ("vocabulary", c_int32))
+AddRmsNormArguments = c_struct("kernels/cuda/layer/layer.cu", "AddRmsNormArguments")
+StepBeginArguments = c_struct("kernels/cuda/layer/layer.cu", "StepBeginArguments")
+RopeAppendArguments = c_struct("kernels/cuda/layer/layer.cu", "RopeAppendArguments")
+AppendArguments = c_struct("kernels/cuda/layer/append.cu", "AppendArguments")
+RopePromptArguments = c_struct("kernels/cuda/layer/layer.cu", "RopePromptArguments")
+SiluMulArguments = c_struct("kernels/cuda/layer/layer.cu", "SiluMulArguments")
+ArgmaxArguments = c_struct("kernels/cuda/layer/layer.cu", "ArgmaxArguments")
 
 
 class LayerKernels:

@@ -6,8 +6,6 @@ the kernels' GPU.
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import NONE, PRECISIONS
+from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
     from kvseek.core.config import EngineConfig
@@ -76,19 +75,8 @@ def choose_shape(bits: int, rows: int, weight_rows: float) -> Shape:
     return next(shape for shape in shapes if rows <= shape.rows)
 
 
-class LinearArguments(ctypes.Structure):
-    """Arguments of kvseek_linear_8_4_1 and its kind."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "out")),
-        *((name, c_int32) for name in ("rows", "outputs", "inputs")),
-    )
-
-
-class DequantiseArguments(ctypes.Structure):
-    """Arguments of kvseek_dequantise."""
-
-    _fields_ = (*((name, c_void_p) for name in ("weight", "scale", "out")), ("inputs", c_int32))
+LinearArguments = c_struct("kernels/cuda/layer/products.cu", "LinearArguments")
+DequantiseArguments = c_struct("kernels/cuda/layer/products.cu", "DequantiseArguments")
 
 
 class ProductKernels:

@@ -15,7 +15,7 @@ namespace nested {
 constexpr int BINS = 4096;    // of the scan's scores: the first 12 bits of 16
 constexpr int BIN_SHIFT = 4;  // bits of a score behind those of its bin
 
-// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+// A "task" is a request and a KV head: request * kv_heads + head.
 struct SelectArguments {
     const Number* queries;      // [batch, kv_heads * GROUP, HEAD_DIM]
     const Request* requests;    // [batch]; numbers[0]: candidates wanted, at most the region's length
