@@ -15,7 +15,7 @@ from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 
-LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, lanes of byte_votes.h
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, lanes of votes.h
 INT32_BYTES = 4
 
 EncodeArguments = c_struct("plugins/pariskv/cpu/encode.cpp", "EncodeArguments")

@@ -8,8 +8,10 @@ import re
 from collections.abc import Set
 
 from kvseek.builder.compile.shared import package_roots
+from kvseek.kernels.structs import c_struct
 
 (ROOT,) = package_roots()
+NVRTC_OFFSET = "__INTADDR__(&(({}*)0)->{})"
 # A kernel's name and the type of its arguments.
 KERNEL = re.compile(r'extern "C" __global__[^{;]*?\b(kvseek_\w+)\(\s*const __grid_constant__ ([\w:]+) a\)')
 
@@ -17,14 +19,13 @@ KERNEL = re.compile(r'extern "C" __global__[^{;]*?\b(kvseek_\w+)\(\s*const __gri
 def declared_structs() -> dict[str, dict[str, type[ctypes.Structure]]]:
     """Every class that a module makes of a struct, by the struct's source and its name with all namespaces."""
     found: dict[str, dict[str, type[ctypes.Structure]]] = {}
-    call = re.compile(r'^(\w+)(?:: Any)? = c_struct\("([^"]+)", "(\w+)"', re.MULTILINE)
+    call = re.compile(r'c_struct\("([^"]+)", "(\w+)"(?:, (\w+))?\)')
     for room in ("engine", "kernels", "plugins"):
         for path in (ROOT / room).rglob("*.py"):
-            for variable, source, name in call.findall(path.read_text(encoding="utf-8")):
-                module = importlib.import_module(
-                    "kvseek." + path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-                )
-                found.setdefault(source, {})[_qualified(source, name)] = getattr(module, variable)
+            for source, name, member in call.findall(path.read_text(encoding="utf-8")):
+                module = ".".join(("kvseek", *path.relative_to(ROOT).with_suffix("").parts))
+                members = [getattr(importlib.import_module(module), member)] if member else []
+                found.setdefault(source, {})[_qualified(source, name)] = c_struct(source, name, *members)
     return found
 
 
@@ -36,9 +37,12 @@ def _qualified(source: str, name: str) -> str:
     return "::".join((*spaces, name))
 
 
-def layout_assertions(name: str, made: type[ctypes.Structure]) -> str:
-    """C++ that compiles if a struct, given by its full name, lies in memory as the class that was made of it."""
-    offsets = [f"__builtin_offsetof({name}, {field}) == {getattr(made, field).offset}" for field, *_ in made._fields_]
+def layout_assertions(name: str, made: type[ctypes.Structure], offset: str = "__builtin_offsetof({}, {})") -> str:
+    """C++ that compiles if a struct, given by its full name, lies in memory as the class that was made of it.
+
+    `offset` is how the compiler is asked for a member's: NVRTC has no offsetof (NVRTC_OFFSET).
+    """
+    offsets = [f"{offset.format(name, field)} == {getattr(made, field).offset}" for field, *_ in made._fields_]
     return "".join(f"static_assert({true});\n" for true in (f"sizeof({name}) == {ctypes.sizeof(made)}", *offsets))
 
 

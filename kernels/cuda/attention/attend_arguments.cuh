@@ -2,10 +2,12 @@
 #pragma once
 
 #include "kernels/cuda/batch.cuh"
-#include "kernels/cuda/frames.cuh"
 #include "kernels/cuda/numbers.cuh"
 
 namespace kvseek {
+
+// Of a frame of the hot rows (hot_rows.cuh); 0xffff: no frame holds a copy of the row.
+using FrameNumber = unsigned short;
 
 struct AttendArguments {
     const Number* queries;     // [batch, H, D]

@@ -3,7 +3,6 @@
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/selection.h"
 #include "rerank.h"
-#include "rerank_keys.h"
 #include "tiers.h"
 #include "votes.h"
 

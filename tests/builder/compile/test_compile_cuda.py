@@ -15,7 +15,7 @@ from tests.builder.compile.cubin import parameter_bytes, sections
 from tests.plugins.cases import CASES as CASES_OF_METHODS
 from tests.plugins.cases import Settings
 from tests.support.random_models import save_random_model
-from tests.support.structs import KERNEL, ROOT, compiled_part, declared_structs, layout_assertions
+from tests.support.structs import KERNEL, NVRTC_OFFSET, ROOT, compiled_part, declared_structs, layout_assertions
 
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
@@ -250,10 +250,13 @@ def test_kernels_compile_and_lie_in_memory_as_python_thinks(number: int, tmp_pat
     method, settings = VARIANTS[number % len(VARIANTS)]
     dtype, dim, group, precision, arch = CASES[(number + 1) % len(CASES)]
     written = written_kernels(method, dtype, precision, settings)
-    made = {name: one for structs in declared_structs().values() for name, one in structs.items()}
+    of_gpus = [structs for source, structs in declared_structs().items() if source.endswith((".cu", ".cuh"))]
+    made = {name: one for structs in of_gpus for name, one in structs.items()}
     checks = tmp_path / "plugins" / method / "zz_layout.cu"  # the unit's last source
     checks.parent.mkdir(parents=True)
-    checks.write_text("".join(layout_assertions(name, made[name]) for name in sorted(set(written.values()))))
+    checks.write_text(
+        "".join(layout_assertions(name, made[name], NVRTC_OFFSET) for name in sorted(set(written.values())))
+    )
     unit = specialise(config(method, dtype, dim, group, precision, settings))
     sizes = parameter_bytes(compile_cubin(unit, arch, [ROOT, tmp_path]))
     assert sizes == {kernel: ctypes.sizeof(made[name]) for kernel, name in written.items()}
