@@ -309,11 +309,11 @@ class LLM(BaseLLM):
                 arrived.get()
                 while outputs:
                     output = outputs.popleft()
-                    generation = running.get(output.request_id)
-                    if generation is None:  # a token behind the end
+                    own = running.get(output.request_id)
+                    if own is None:  # a token behind the end
                         continue
-                    taken = take(generation, output)
-                    if generation.output is not None:
+                    taken = take(own, output)
+                    if own.output is not None:
                         del running[output.request_id]
                         if output.finish_reason is None:  # a stop text came, of which the engine does not know
                             self._service.cancel(output.request_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -76,7 +76,7 @@ class GraphSteps:
         latest = self._retrieval.cache.latest
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
-            finish = list[Drawn | int]
+            finish: Callable[[], list[Drawn | int]] = list
             if rows:
                 places = [latest.data_ptr() + latest.element_size() * slots[row] for row in rows]
                 finish = self._sampling.begin(result.logits, rows, drawing, places)
