@@ -90,6 +90,8 @@ class Index(ABC):
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """Take in keys [G, u, D] of the places start .. start + u - 1, which will leave the window; selections do not see them.
 
+        The slot may have got their extents since `build`: arrays there hold anything.
+
         On a GPU it runs on a side stream beside decode steps, so it must not touch anything that they read or write.
         """
 

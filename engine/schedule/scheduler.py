@@ -22,9 +22,7 @@ from .sequence import RequestSequence
 
 MOST_PREEMPTIONS = 3  # of a request; after so many it is admitted with all extents that it may ever need, and stays
 ROOM_FACTOR = 4  # by which each preemption raises the tokens that a request must have room for at its next admission
-SPARE_SHARE = (
-    100  # one extent in so many, and at least one, stays free for others that may grow when a request is admitted
-)
+SPARE_SHARE = 100  # one extent in so many, at least one, stays free at an admission, for others that may grow
 
 
 class Scheduler:
@@ -204,11 +202,11 @@ class Scheduler:
 
     def _tokens_now(self, sequence: RequestSequence) -> int:
         """Return the tokens that a waiting sequence must have room for: those that it has, and some to go on with."""
-        preemptions = sequence.statistics.num_preemptions
         if _stays(sequence):
             return sequence.total_tokens
         tokens = len(sequence.request.prompt_ids) + len(sequence.generated)
-        return min(sequence.total_tokens, tokens + self._cache.config.update * ROOM_FACTOR**preemptions)
+        more: int = self._cache.config.update * ROOM_FACTOR**sequence.statistics.num_preemptions
+        return min(sequence.total_tokens, tokens + more)
 
     def _tokens_soon(self, sequence: RequestSequence) -> int:
         return min(sequence.total_tokens, self._cache.tokens_soon(sequence.slot))

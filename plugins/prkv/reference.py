@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.extents import extents_for
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.plugins.contract import Effort, Index
@@ -86,7 +87,7 @@ class ReferenceIndex(Index):
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build. Reads nothing back from a device."""
         self.received[slot] = self._steps[slot] = 0
-        self.picked.index_fill_(0, self._extents_of(slot, self.context.extents.room(slot)), 0)
+        self.picked.index_fill_(0, self._extents_of(slot, keys.shape[1]), 0)
         whole = self.whole(keys.shape[1])
         count = self.static_count(whole)
         static = torch.empty((keys.shape[0], 0), dtype=torch.int64, device=keys.device)
@@ -115,7 +116,10 @@ class ReferenceIndex(Index):
         return self.static[slot, :, : self.counts[slot]].long()
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append. New rows fill up the last page, then new pages."""
+        """See Index.append. New rows fill up the last page, then new pages; no page of a new extent has been selected."""
+        first, stop = extents_for(start), extents_for(start + keys.shape[1])
+        if first < stop:
+            self.picked.index_fill_(0, self.context.extents.device_table[slot, first:stop].long(), 0)
         self.summaries.append(slot, start, keys)
 
     def publish(self, slot: int, start: int, count: int) -> None:
@@ -124,7 +128,7 @@ class ReferenceIndex(Index):
 
     def _extents_of(self, slot: int, tokens: int) -> Tensor:
         """Return the numbers of the extents that hold the first tokens of a slot, int64, on the arrays' device."""
-        return self.context.extents.device_table[slot, : -(-tokens // EXTENT_TOKENS)].long()
+        return self.context.extents.device_table[slot, : extents_for(tokens)].long()
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """Select static rows and those of the best pages: queries [batch, H, D] to rows int32 [batch, G, top_k].

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 from tests.conftest import BuildEngine, RandomModel
+from tests.engine.cache.test_isolation import POISONS, arrays_of, poison
 from tests.plugins.cases import CASES, method_flags
 from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, WINDOW, load_changed
@@ -125,6 +127,26 @@ def test_answers_do_not_tell_of_preemptions(name: str, make: Make) -> None:
             assert found == expected
             if share and reuse and method_traits(engine.config).prefix_reuse == "entries":
                 assert resumed, "nothing is computed again where all rows are kept"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_grows_into_extents_that_hold_anything(name: str, make: Make) -> None:
+    request = Request(prompt(1), 100, SamplingParams(logprobs=0))
+    expected, generator = ask(make(name, 30), [request])[0], torch.Generator().manual_seed(3)
+    for kind in POISONS[::2]:
+        engine, found = make(name, 30), Told()
+        engine.submit(request)
+        extents, poisoned = engine._cache.extents, False
+        while engine.has_work:
+            found += [told(output) for output in engine.step() if output.prefill_progress == 1]
+            if not poisoned and len(found) > 5:
+                poisoned = extents.used == 1
+                for array in arrays_of(engine):
+                    if array.shape[0] == extents.capacity:
+                        for number in extents._free:
+                            poison(array[number], kind, generator)
+        assert poisoned
+        assert [found] == expected, kind
 
 
 def preempt(engine: Engine, number: int) -> RequestSequence:

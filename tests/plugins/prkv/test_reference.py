@@ -134,6 +134,16 @@ def test_candidates_are_the_static_tokens_and_the_pages_picked_most() -> None:
     assert candidates(static, picked, 8, 100)[1].tolist() == [34, 9]
 
 
+def test_no_page_of_an_extent_that_a_slot_gets_later_has_been_selected() -> None:
+    case = Case(SMALL, [1000])
+    case.index.picked.fill_(7)  # by whoever had the extents before
+    case.prompt(0, random_keys(1000, DIM), window())
+    case.context.extents.reserve(0, 1100)
+    case.extend(0, random_keys(96, DIM))
+    assert case.picked(0).shape == (KV_HEADS, 137)
+    assert not case.picked(0).any()
+
+
 @SCORES
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_the_static_set_of_a_prompt_is_what_its_last_queries_attend_to(share: float, page_score: str) -> None:
