@@ -251,7 +251,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     while step < arguments.steps:
         if (step + 1) % arguments.every == 0:
             tap.expect()
-        for output in (output for output in engine.step() if _is_step(output)):
+        # What has been tapped is that of the step, so none may run ahead.
+        for output in (output for output in (*engine.step(), *engine.settle()) if _is_step(output)):
             step += 1
             if step % arguments.every == 0 and output.attended_tokens < output.cached_tokens:
                 found = {layer: tap.last(layer) for layer in layers}

@@ -240,6 +240,7 @@ class PromptReader:
         """Run one unit of a job; returns the results of the requests that ended with it."""
         self.work.pack = self._whole(job)
         try:
+            self.work.waited |= any(sequence.unscored is not None for sequence in job.sequences)
             self.work.add(job.prefill.advance(self._chunk))
             if job.prefill.progress < 1:
                 return []
