@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -23,10 +23,10 @@ from kvseek.server.http.server import tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.layouts import SEVERAL, RequestFactory
-from kvseek.server.requests.outputs import Chunk
+from kvseek.server.requests.outputs import LOGITS, Chunk
 from kvseek.server.requests.translation import scalar
 
-from .inputs import ModelSchema, chunk_to_json
+from .inputs import ModelSchema, chunk_to_json, logits_to_json
 
 ADMINISTRATION = "is closed: it would let clients change the server; use the flags of kvseek serve and restart it"
 CLOSED = {  # paths of Triton's HTTP endpoint that are closed on purpose (docs/security.md)
@@ -85,16 +85,19 @@ class GenerateRoutes:
                     read = partial(self._read, model, data, streams, call, tenant)
                     made = await self._generations.make(read, self._schemas[model].served.takes_text)
                     del read, data  # the body
-            out, write = Writer(request.scope, send, answer), partial(chunk_to_json, model, call.request_id)
+            out, write = Writer(request.scope, send, answer), partial(_to_json, model, call.request_id)
             if made is None:
                 self._generations.stop(call.request_id, call.owner)
-                await (out.empty_stream() if streams else out.whole(write({})))
+                await (out.empty_stream() if streams else out.whole(await write({})))
             else:
                 async with self._generations.generate(made, call, answer) as chunks:
                     if streams:
-                        await out.stream((write(chunk) async for chunk in chunks), kserve_error)
+                        await out.stream((await write(chunk) async for chunk in chunks), kserve_error)
                     else:
-                        await _whole(chunks, write, out)
+                        last = Chunk()
+                        async for chunk in chunks:
+                            last = chunk
+                        await out.whole(await write(last))
 
     def _model(self, request: Request) -> str:
         model, version = request.path_params["model"], request.path_params.get("version", MODEL_VERSION)
@@ -137,12 +140,11 @@ class Endpoint:
         await self._routes.answer(Request(scope, receive), send, self._streams)
 
 
-async def _whole(chunks: AsyncIterator[Chunk], write: Callable[[Chunk], bytes], out: Writer) -> None:
-    """Answer with one response, when the request has ended."""
-    last = Chunk()
-    async for chunk in chunks:
-        last = chunk
-    await out.whole(write(last))
+async def _to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
+    for name in LOGITS:
+        if name in chunk:
+            chunk[name] = await logits_to_json(chunk[name])
+    return chunk_to_json(model, request_id, chunk)
 
 
 async def infer(_: Request) -> Response:

@@ -6,6 +6,7 @@ built from JSON before it is known to be short enough, and no nested values.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from kvseek.server.requests.translation import Inputs, max_text_bytes
 MAX_LIST = 1024  # most values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
 JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
+LOGITS_AT_A_TIME = 1 << 12  # that are written to JSON, in about a millisecond
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _string = msgspec.json.Decoder(str)
 WANTED = {
@@ -199,8 +201,23 @@ def body_limit(model: ServedModel, config: EngineConfig, tokenizer: Tokenizer) -
     return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
 
 
+async def logits_to_json(logits: Logits) -> msgspec.Raw:
+    """Write logits as Triton writes a tensor: one flat list. In pieces, between which others have their turn.
+
+    A thread would not help: writing a piece holds Python's lock from its first number to its last.
+    """
+    values, pieces = memoryview(logits.data).cast("f"), list[bytes]()
+    for first in range(0, len(values), LOGITS_AT_A_TIME):
+        pieces.append(msgspec.json.encode(values[first : first + LOGITS_AT_A_TIME].tolist())[1:-1])
+        await asyncio.sleep(0)
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+
+
 def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
-    """Write an answer or a part of one as JSON. A list of one value becomes that value, as in Triton."""
+    """Write an answer or a part of one as JSON; a list of one value becomes that value, as in Triton.
+
+    In the place of logits the chunk has what `logits_to_json` has made of them.
+    """
     own: Chunk = {"model_name": model, "model_version": MODEL_VERSION}
     if request_id:
         own["id"] = request_id
@@ -210,8 +227,6 @@ def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)  # an enum's value
-    if isinstance(value, Logits):
-        return memoryview(value.data).cast("f").tolist()  # flat, as Triton writes tensors
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

@@ -26,6 +26,7 @@ ASKED_FOR = {  # outputs that a response of the LLM API layout has only if this 
     "prefill_progress": "return_prefill_progress",
 }
 FINISH_REASONS: dict[str, str] = {FinishReason.END_ID: "stop", FinishReason.STOP_WORD: "stop"}  # others: kvseek's names
+LOGITS = ("context_logits", "generation_logits")  # outputs
 NONE = "None"  # what stands for a reason there until there is one
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tracemalloc
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvseek.core.errors import RequestError
-from kvseek.server.kserve.inputs import ModelSchema, body_limit, chunk_to_json
+from kvseek.server.kserve.inputs import LOGITS_AT_A_TIME, ModelSchema, body_limit, chunk_to_json, logits_to_json
 from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, TEXT_MODEL, TOKEN_MODEL
+from kvseek.server.requests.outputs import Logits
 
 CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)
 TEXT = {"text_input": "the sea", "max_tokens": 4}
@@ -146,6 +149,29 @@ def test_chunks_have_scalars_where_there_is_one_value() -> None:
         "id": "mine",
         "output_ids": [7, 8],
     }
+
+
+@pytest.mark.parametrize("count", [0, 1, LOGITS_AT_A_TIME, 3 * LOGITS_AT_A_TIME + 1])
+def test_other_streams_go_on_while_logits_are_written(count: int) -> None:
+    numbers = array("f", (number / 7 for number in range(count)))
+
+    async def run() -> tuple[Any, int]:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        stream = asyncio.create_task(other())
+        found = await logits_to_json(Logits(numbers.tobytes(), (1, count)))
+        stream.cancel()
+        return json.loads(chunk_to_json("model", "", {"context_logits": found}))["context_logits"], turns
+
+    found, turns = asyncio.run(run())
+    assert array("f", found) == numbers
+    assert turns >= count // LOGITS_AT_A_TIME
 
 
 @pytest.mark.parametrize("raw", ["[1e999]", "1e999", "[-1e999]"])
