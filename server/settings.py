@@ -18,7 +18,7 @@ from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
 from .errors import ServerError
 from .requests.keys import SHARE_ALL, SHARE_BY_KEY
-from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
+from .requests.models import INFLIGHT_BATCHER_LLM, LAYOUTS
 from .requests.unread import LARGEST_AT_ONCE, LOGIT_BYTES, OTHER_UNREAD_BYTES, WRITE_SECONDS, UnreadAnswers
 
 MAX_NAME_CHARACTERS = 256

@@ -32,11 +32,10 @@ from uvicorn.server import ServerState
 
 from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.requests.keys import NO_KEYS, REFUSAL, Keys, Tenant
-from kvseek.server.requests.layouts import MAX_ID_CHARACTERS
+from kvseek.server.requests.models import MAX_ID_CHARACTERS
 from kvseek.server.requests.unread import WRITE_SECONDS
 
-from .body import ClientLeftError
-from .errors import LINGER_SECONDS, ErrorForm, HttpError, error_response, headers_of, kserve_error
+from .errors import LINGER_SECONDS, ClientLeftError, ErrorForm, HttpError, error_response, headers_of, kserve_error
 from .json_fields import shortened
 
 HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers

@@ -14,16 +14,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from kvseek.core.errors import RequestError, UnavailableError
-from kvseek.server.http.answers import Writer, trace_of
-from kvseek.server.http.body import BodyReader
+from kvseek.server.http.content import BodyReader, Writer, trace_of
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import shortened
 from kvseek.server.http.server import tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.layouts import SEVERAL, RequestFactory
-from kvseek.server.requests.outputs import LOGITS, Chunk
+from kvseek.server.requests.models import LOGITS, SEVERAL, Chunk, RequestFactory
 from kvseek.server.requests.translation import scalar
 
 from .inputs import ModelSchema, chunk_to_json, logits_to_json

@@ -23,8 +23,7 @@ from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
-from kvseek.server.requests.layouts import MAX_ID_CHARACTERS, Layout, ServedModel
-from kvseek.server.requests.outputs import Chunk, Logits
+from kvseek.server.requests.models import MAX_ID_CHARACTERS, Chunk, Logits, RepositoryLayout, ServedModel
 from kvseek.server.requests.translation import Inputs, max_text_bytes
 
 MAX_LIST = 1024  # most values of an input that is not the prompt
@@ -188,7 +187,7 @@ class ModelSchema:
         return Input(message.name, datatype, tuple(message.dims), message.optional, limit, prompt)
 
 
-def schemas(layout: Layout, config: EngineConfig) -> Mapping[str, ModelSchema]:
+def schemas(layout: RepositoryLayout, config: EngineConfig) -> Mapping[str, ModelSchema]:
     """Make the schemas of a layout's models, by all names under which clients may ask for them."""
     own = {name: ModelSchema(layout.name, model, config) for name, model in layout.models.items()}
     return {name: own[model] for name, model in layout.names.items()}

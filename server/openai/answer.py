@@ -17,8 +17,7 @@ from starlette.types import Receive, Scope, Send
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import UnavailableError
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.http.answers import Writer, trace_of
-from kvseek.server.http.body import BodyReader
+from kvseek.server.http.content import BodyReader, Writer, trace_of
 from kvseek.server.http.errors import HttpError
 from kvseek.server.http.json_fields import shortened
 from kvseek.server.http.server import tenant_of

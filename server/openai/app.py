@@ -20,7 +20,7 @@ from kvseek.core.manifest import read_manifest
 from kvseek.core.request import MAX_SALT
 from kvseek.core.session import MAX_SESSION_ID, check_text
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.http.body import BodyReader
+from kvseek.server.http.content import BodyReader
 from kvseek.server.http.errors import JSON, HttpError
 from kvseek.server.http.json_fields import MAX_FIELD_BYTES, shortened
 from kvseek.server.http.server import HEADER_SECONDS, HttpServer, tenant_of

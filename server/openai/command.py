@@ -18,7 +18,7 @@ from kvseek.core.errors import KvseekError, text_of
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
-from kvseek.server.http.body import BodyReader
+from kvseek.server.http.content import BodyReader
 from kvseek.server.http.health import ServerState
 from kvseek.server.http.metrics import MetricsRoutes
 from kvseek.server.ports import Ports

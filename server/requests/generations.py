@@ -19,8 +19,7 @@ from kvseek.core.session import EndedSession
 from kvseek.server.errors import CodedError
 
 from .engine_client import EngineClient
-from .layouts import after
-from .outputs import Chunk, ServedRequest
+from .models import Chunk, ServedRequest
 from .unread import UnreadAnswer, UnreadAnswers, logit_bytes, size_of
 
 MAKERS = 2  # threads that tokenise: more would take the engine's cores
@@ -141,12 +140,8 @@ class Generations:
         return await (self._makers if tokenises else self._readers).run(make)
 
     def submission(self, served: ServedRequest, call: Call) -> Submission:
-        """Encode a request, in the thread that makes it: encoding a long prompt takes milliseconds.
-
-        Raises TimeoutExpiredError if the request's time is over, and RequestError if one of its numbers is too large.
-        """
-        request = after(served.request, time.monotonic() - call.arrived)
-        return Submission(served, *self._client.encoded(request, call.trace))
+        """Encode a request, in the thread that makes it; raises as EngineClient.encoded."""
+        return Submission(served, *self._client.encoded(served.request, call.trace, call.arrived))
 
     @contextmanager
     def stoppable(self, call: Call) -> Iterator[None]:

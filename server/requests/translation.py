@@ -189,18 +189,14 @@ def _guide(inputs: Inputs) -> Guide | None:
     return Guide(cast("GuideType", kind), guide) if kind else None  # Guide makes it one, or refuses it
 
 
-def sequences(inputs: Inputs) -> int:
-    """Return how many sequences of each prompt a request asks for; raises RequestError."""
+def sequences_of(inputs: Inputs, request: Request) -> list[Request]:
+    """Make the requests of all sequences of a prompt, each of which draws with a seed of its own; raises RequestError."""
     count: int = scalar(inputs, "num_return_sequences", 1)
     if not 1 <= count <= MAX_SEQUENCES:
         raise RequestError(f"num_return_sequences = {count}: must be in [1, {MAX_SEQUENCES}]; send several requests")
-    return count
-
-
-def numbered(request: Request, sequence: int) -> Request:
-    """Make the request of a prompt's sequence of this number: it draws with a seed of its own."""
-    seed = (request.sampling.seed + sequence) & MAX_SEED
-    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=seed))
+    seeds = ((request.sampling.seed + number) & MAX_SEED for number in range(count))
+    drawn = (dataclasses.replace(request.sampling, seed=seed) for seed in seeds)
+    return [dataclasses.replace(request, sampling=sampling) for sampling in drawn]
 
 
 def word_list(inputs: Inputs, name: str) -> tuple[tuple[int, ...], ...]:

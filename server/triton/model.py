@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,8 +28,7 @@ from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.keys import Keys, Tenant, keys_of
-from kvseek.server.requests.layouts import LAYOUTS, MAX_ID_CHARACTERS, SEVERAL, RequestFactory, after
-from kvseek.server.requests.outputs import Chunk, ServedRequest
+from kvseek.server.requests.models import LAYOUTS, MAX_ID_CHARACTERS, SEVERAL, Chunk, RequestFactory, ServedRequest
 from kvseek.server.requests.translation import read_parameters, scalar
 from kvseek.server.scratch import alive_socket
 from kvseek.server.settings import ServeSettings
@@ -196,12 +194,14 @@ class TritonModel:
         return made
 
     def _submit(self, stream: Stream, part: Part, trace: str) -> None:
-        request = after(part.served.request, time.monotonic() - stream.arrived)
+        request = part.served.request
         request = replace(request, cache_salt=stream.tenant.salt(request.cache_salt))
         with self._lock:
             if stream in self._streams:  # else it has ended, and nothing would give the room back
                 part.reserved = self._unread.reserve(request)
-        part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
+        part.number = self._client.submit(
+            request, lambda output: self._pass_on(stream, part, output), trace, stream.arrived
+        )
         if stream.left or stream.stopped or stream.closed or part.ended:  # this happened before the number was known
             self._client.cancel(part.number)
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvseek.core.errors import ErrorCode
 from kvseek.server.errors import INTERNAL, TRITON_CODE
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.outputs import Chunk, ServedRequest
+from kvseek.server.requests.models import Chunk, ServedRequest
 
 from .outputs import as_tensor
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.door_processes import engine_process
 from tests.support.waiting import SECONDS
 
-from kvseek.core.errors import ErrorCode, UnavailableError
+from kvseek.core.errors import ErrorCode, TimeoutExpiredError, UnavailableError
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
 from kvseek.server.requests.engine_client import EngineClient
@@ -20,6 +22,7 @@ from kvseek.server.requests.messages import Submit, frame
 from kvseek.server.settings import ServeSettings
 
 SETTINGS = ServeSettings(threads=1)
+LENGTH_BYTES = 4  # before each message
 
 
 async def connected(client: EngineClient, wanted: bool) -> None:
@@ -62,6 +65,27 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
     text = asyncio.run(run())
     counts = dict(re.findall(r'kvseek:requests_total\{.*outcome="(\w+)"\} (\S+)', text))
     assert (counts["unavailable"], counts["invalid"]) == ("2.0", "1.0")
+
+
+def test_time_at_a_frontend_counts_towards_the_time_limit(tmp_path: Path) -> None:
+    async def run() -> None:
+        client = EngineClient(tmp_path / "engine.sock", asyncio.get_running_loop())
+
+        def waited(seconds: float, limit: float | None) -> Request:
+            request = Request((1,), 4, timeout_seconds=limit)
+            data = client.encoded(request, "", time.monotonic() - seconds)[1]
+            return msgspec.msgpack.decode(data[LENGTH_BYTES:], type=Submit).request
+
+        found = waited(4.0, 5.0)
+        assert found.timeout_seconds == 5.0, "errors tell the limit that the client has set"
+        assert 4.0 <= found.waited_seconds < 5.0
+        with pytest.raises(TimeoutExpiredError, match=r"timeout = 5 s: passed before .*, after 6\.\d s"):
+            waited(6.0, 5.0)
+        assert waited(1.0, -0.5).timeout_seconds == -0.5, "the engine says what is wrong with it"
+        assert waited(1.0, None).waited_seconds >= 1.0
+        client.close()
+
+    asyncio.run(run())
 
 
 def test_a_door_that_goes_takes_no_outputs_of_another_along(

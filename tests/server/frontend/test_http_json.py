@@ -13,8 +13,7 @@ import pytest
 
 from kvseek.core.errors import RequestError
 from kvseek.server.kserve.inputs import LOGITS_AT_A_TIME, ModelSchema, body_limit, chunk_to_json, logits_to_json
-from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, TEXT_MODEL, TOKEN_MODEL
-from kvseek.server.requests.outputs import Logits
+from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, TEXT_MODEL, TOKEN_MODEL, Logits
 
 CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)
 TEXT = {"text_input": "the sea", "max_tokens": 4}

@@ -23,8 +23,7 @@ from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams,
 from kvseek.core.session import Session
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.requests.layouts import LLMAPI, LLMAPI_MODEL, RequestFactory
-from kvseek.server.requests.outputs import ASKED_FOR, ServedRequest
+from kvseek.server.requests.models import ASKED_FOR, LLMAPI, LLMAPI_MODEL, RequestFactory, ServedRequest
 from kvseek.server.requests.translation import LLMAPI_INPUTS, LLMAPI_NEUTRAL
 from kvseek.server.triton.outputs import OUTPUT_DTYPES
 

@@ -15,8 +15,14 @@ from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams,
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.generation import Generation
 from kvseek.server.openai.choices import Choice
-from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, LLMAPI, Layout, RequestFactory
-from kvseek.server.requests.outputs import LlmApiRequest, ServedRequest
+from kvseek.server.requests.models import (
+    INFLIGHT_BATCHER_LLM,
+    LLMAPI,
+    LlmApiRequest,
+    RepositoryLayout,
+    RequestFactory,
+    ServedRequest,
+)
 
 PROMPT, ANSWER = "France is", " Paris, the lamp"
 MODEL = ModelConfig("llama", 384, 64, 128, 2, 2, 1, 32, 1e-5, 1e4, 512, eos_token_ids=(2,))
@@ -30,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(directory)
 
 
-def make(tokenizer: Tokenizer, layout: Layout, **values: Any) -> ServedRequest:
+def make(tokenizer: Tokenizer, layout: RepositoryLayout, **values: Any) -> ServedRequest:
     model = next(model for model in layout.models.values() if model.takes_text)
     inputs = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
     return RequestFactory(layout, CONFIG, tokenizer).make_one(model.name, inputs)

@@ -17,11 +17,10 @@ from kvseek.server.requests.translation import (
     NEUTRAL,
     Parameters,
     engine_request,
-    numbered,
     read_parameters,
     sampling_params,
     scalar,
-    sequences,
+    sequences_of,
     text,
     texts,
     word_list,
@@ -90,13 +89,13 @@ def test_numbers_that_turn_something_off(fields: dict[str, Any], temperature: fl
 
 
 def test_sequences_draw_with_seeds_of_their_own() -> None:
-    assert sequences(inputs()) == 1
-    assert sequences(inputs(num_return_sequences=8)) == 8
+    request = engine_request(inputs(seed=2**64 - 1), ())
+    for asked, seeds in ({}, [2**64 - 1]), ({"num_return_sequences": 2}, [2**64 - 1, 0]):
+        assert [one.sampling.seed for one in sequences_of(inputs(**asked), request)] == seeds
+    assert len(sequences_of(inputs(num_return_sequences=8), request)) == 8
     for count in (0, 9):
         with pytest.raises(RequestError, match=f"num_return_sequences = {count}: must be in"):
-            sequences(inputs(num_return_sequences=count))
-    request = engine_request(inputs(seed=2**64 - 1), ())
-    assert [numbered(request, number).sampling.seed for number in (0, 1)] == [2**64 - 1, 0]
+            sequences_of(inputs(num_return_sequences=count), request)
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), max_size=5), st.integers(0, 3))

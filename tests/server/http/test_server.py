@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.server.errors import INTERNAL, ServerError
-from kvseek.server.http.answers import PIECE_BYTES, Writer
+from kvseek.server.http.content import PIECE_BYTES, Writer
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.server import IDLE_SECONDS, MOST_PIPELINED, SPARE_CONNECTIONS, HttpServer
 from kvseek.server.openai.errors import openai_error
