@@ -15,7 +15,7 @@ import socket
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
@@ -487,6 +487,20 @@ class HttpServer:
         if self._date[0] != second:
             self._date = second, formatdate(second, usegmt=True).encode()
         return self._date[1]
+
+
+class Endpoint:
+    """An endpoint that writes its answer itself, of a function that gets the request and what sends.
+
+    Starlette takes a function for one that returns its answer, and an object for an ASGI application.
+    """
+
+    def __init__(self, answer: Callable[[Request, Send], Awaitable[None]]) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        await self._answer(Request(scope, receive), send)
 
 
 def tenant_of(request: Request) -> Tenant:

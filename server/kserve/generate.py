@@ -18,7 +18,7 @@ from kvseek.server.http.content import BodyReader, Writer, trace_of
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import shortened
-from kvseek.server.http.server import tenant_of
+from kvseek.server.http.server import Endpoint, tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.models import LOGITS, SEVERAL, Chunk, RequestFactory
@@ -65,8 +65,10 @@ class GenerateRoutes:
         """Make the routes."""
         found: list[BaseRoute] = []
         for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            found.append(Route(f"{start}/generate", Endpoint(self, streams=False), methods=["POST"]))
-            found.append(Route(f"{start}/generate_stream", Endpoint(self, streams=True), methods=["POST"]))
+            found.append(Route(f"{start}/generate", Endpoint(partial(self.answer, streams=False)), methods=["POST"]))
+            found.append(
+                Route(f"{start}/generate_stream", Endpoint(partial(self.answer, streams=True)), methods=["POST"])
+            )
             found.append(Route(f"{start}/infer", infer, methods=["POST"]))
         return found
 
@@ -125,17 +127,6 @@ class GenerateRoutes:
         served = self._factory.make_one(model, body.inputs)
         served.request = replace(served.request, cache_salt=tenant.salt(served.request.cache_salt))
         return self._generations.submission(served, call)
-
-
-class Endpoint:
-    """One of the endpoints, as an ASGI application."""
-
-    def __init__(self, routes: GenerateRoutes, streams: bool) -> None:
-        self._routes, self._streams = routes, streams
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
-        await self._routes.answer(Request(scope, receive), send, self._streams)
 
 
 async def _to_json(model: str, request_id: str, chunk: Chunk) -> bytes:

@@ -336,6 +336,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "suffix": ("",),
     "prompt_embeds": (),
 }
+Body = ChatBody | CompletionBody
 COMPLETION_FORMAT = BodyFormat(CompletionBody, "prompt", COMPLETION_NEUTRAL, WITHOUT_EFFECT)
 
 

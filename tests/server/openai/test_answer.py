@@ -11,7 +11,7 @@ from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode
 from kvseek.server.errors import CodedError
-from kvseek.server.openai.answer import _merged
+from kvseek.server.openai.app import _merged
 
 
 async def pieces(*texts: str, error: Exception | None = None, endless: bool = False) -> AsyncIterator[dict[str, Any]]:

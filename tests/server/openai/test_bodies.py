@@ -58,11 +58,11 @@ class Reader:
 
     def chat(self, messages: Any = HELLO, **fields: Any) -> list[Choice]:
         body = CHAT_FORMAT.read(json.dumps({"messages": messages, **fields}).encode())
-        return make_choices(body, body, Tenant(), self.tokenizer, self.config)[0]
+        return make_choices(body, Tenant(), self.tokenizer, self.config)[0]
 
     def complete(self, prompt: Any = "the harbour", **fields: Any) -> list[Choice]:
         body = COMPLETION_FORMAT.read(json.dumps({"prompt": prompt, **fields}).encode())
-        return make_choices(body, body, Tenant(), self.tokenizer, self.config)[0]
+        return make_choices(body, Tenant(), self.tokenizer, self.config)[0]
 
 
 @pytest.fixture(scope="module")

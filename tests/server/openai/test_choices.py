@@ -11,8 +11,7 @@ from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.errors import CodedError
-from kvseek.server.openai.choices import Choice, Echo
-from kvseek.server.openai.replies import LOWEST, ChatReply, CompletionReply, usage
+from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, usage
 
 TEXT = "the harbour ⚓ lit at dusk"
 
