@@ -311,10 +311,10 @@ async def run(arguments: argparse.Namespace) -> int:
     model_name = read_manifest(arguments.engine_dir).source_model
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
     disk = DiskSettings(None if settings.disk_dir is None else Path(settings.disk_dir), settings.disk_bytes)
-    numbers = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
+    limits = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
     if arguments.shared:  # its frontends wait however long loading takes, and kill what does not answer meanwhile
         answering = await answer_at(arguments.alive)  # noqa: F841  until the loop ends
-    service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *numbers, disk, settings.nodes)
+    service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *limits, disk, settings.nodes)
     await asyncio.to_thread(_load_vocabulary, service)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)

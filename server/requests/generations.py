@@ -41,7 +41,7 @@ class Call:
         Whose requests may stop this one (Tenant.owner); empty: nobody's.
     request_id : str
         The client's own id; empty if it has none, or until the body is parsed.
-    numbers : list of int
+    submitted : list of int
         Numbers at the engine of those that have been submitted.
     stopped : bool
         Whether another request has asked for the end of this one.
@@ -51,7 +51,7 @@ class Call:
     trace: str = ""
     owner: str = ""
     request_id: str = ""
-    numbers: list[int] = field(default_factory=list)
+    submitted: list[int] = field(default_factory=list)
     stopped: bool = False
 
 
@@ -181,7 +181,7 @@ class Generations:
             with self.counting_refusals():
                 reserved = self.unread.reserve(submission.served.request)
                 self._client.start(number, submission.data, take)
-            call.numbers.append(number)
+            call.submitted.append(number)
             try:
                 if call.stopped:  # before the request was submitted
                     self._client.cancel(number)
@@ -199,7 +199,7 @@ class Generations:
         for call in self._calls:
             if request_id and owner and (call.request_id, call.owner) == (request_id, owner):
                 call.stopped = True
-                for number in call.numbers:
+                for number in call.submitted:
                     self._client.cancel(number)
 
     async def end_session(self, session_id: str, cache_salt: str | None) -> EndedSession | None:
