@@ -63,11 +63,6 @@ def door(directory: Path, engine_socket: Path) -> Iterator[Door]:
         yield door
 
 
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
-    return Engine.load(directory)
-
-
 def load(path: Path) -> tuple[int, int]:
     """Requests of an engine process that run and that wait."""
 

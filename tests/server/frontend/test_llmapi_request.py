@@ -17,7 +17,6 @@ from tests.conftest import ROOT, BuildEngine, RandomModel
 from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
 from kvseek.core.session import Session
@@ -35,16 +34,6 @@ PREFIX = "sampling_param_"
 @pytest.fixture(scope="module")
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "100")
-
-
-@pytest.fixture(scope="module")
-def config(directory: Path) -> EngineConfig:
-    return read_config(directory)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> Tokenizer:
-    return Tokenizer(directory)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from tests.server.conftest import loop_in_a_thread
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.server.errors import INTERNAL, ServerError
@@ -50,22 +50,17 @@ async def refusing(_: Request) -> Response:
 def listening(endpoint: Any, most: int = 10, **options: Any) -> Iterator[tuple[HttpServer, int]]:
     """An endpoint at / and /health of a port, whose loop runs in a thread of its own."""
     routes = [Route("/", endpoint, methods=["GET", "POST"]), Route("/health", small)]
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
 
     async def start() -> tuple[HttpServer, int]:
         server = HttpServer(routes, "/", most, **options)
         return server, await server.start("127.0.0.1", 0, "--http_port")
 
-    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(SECONDS)
-    try:
-        yield server, port
-    finally:
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result(SECONDS)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(SECONDS)
-        loop.close()
+    with loop_in_a_thread() as loop:
+        server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(SECONDS)
+        try:
+            yield server, port
+        finally:
+            asyncio.run_coroutine_threadsafe(server.close(), loop).result(SECONDS)
 
 
 def slow_reader(port: int, sent: bytes) -> socket.socket:

@@ -15,7 +15,6 @@ from tests.server.openai.test_prompts import with_template
 from tokenizers import processors
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.openai.bodies import CHAT_FORMAT, CHAT_NEUTRAL, COMPLETION_FORMAT, COMPLETION_NEUTRAL, WITHOUT_EFFECT
@@ -38,16 +37,6 @@ FORMAT = formed({"name": "port", "schema": {"enum": ["é", 1]}, "strict": True, 
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     limits = ("--max_batch_size", "2", "--max_seq_len", "200", "--max_input_len", "120")
     return build_engine(random_model("llama"), "full", *limits)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> Tokenizer:
-    return Tokenizer(directory)
-
-
-@pytest.fixture(scope="module")
-def config(directory: Path) -> EngineConfig:
-    return read_config(directory)
 
 
 class Reader:
