@@ -13,11 +13,12 @@ from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ErrorCode, RequestError, renamed
-from kvseek.core.request import MAX_SEED, FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
 from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.errors import CodedError
 from kvseek.server.requests.keys import Tenant
+from kvseek.server.requests.translation import with_own_seeds
 
 from .bodies import MAX_CHOICES, Body, read_guide
 from .errors import FieldError, require
@@ -165,8 +166,7 @@ def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: Engin
         except RequestError as error:
             raise RequestError(renamed(str(error), names)) from None
         echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))
-        for number in range(body.choices):
-            own = replace(request, sampling=_seeded(request.sampling, number))
+        for own in with_own_seeds(request, body.choices):
             choices.append(Choice(own, tokenizer, stop, streaming, echo, names))
     return choices, tokens
 
@@ -201,11 +201,6 @@ def _limit(body: Body, prompt_tokens: int, config: EngineConfig, least: int) -> 
         raise FieldError(name, f"{whole} = {config.max_seq_len}; ask for fewer, or shorten the prompt", TOO_LONG)
     require(limit >= least, name or "max_tokens", limit, f">= {least}", "ask for a token")
     return limit
-
-
-def _seeded(sampling: SamplingParams, number: int) -> SamplingParams:
-    """Give choice `number` a seed of its own; with one seed all choices would be equal."""
-    return replace(sampling, seed=(sampling.seed + number) & MAX_SEED)
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:

@@ -190,10 +190,15 @@ def _guide(inputs: Inputs) -> Guide | None:
 
 
 def sequences_of(inputs: Inputs, request: Request) -> list[Request]:
-    """Make the requests of all sequences of a prompt, each of which draws with a seed of its own; raises RequestError."""
+    """Make the requests of all sequences of a prompt; raises RequestError."""
     count: int = scalar(inputs, "num_return_sequences", 1)
     if not 1 <= count <= MAX_SEQUENCES:
         raise RequestError(f"num_return_sequences = {count}: must be in [1, {MAX_SEQUENCES}]; send several requests")
+    return with_own_seeds(request, count)
+
+
+def with_own_seeds(request: Request, count: int) -> list[Request]:
+    """Make `count` requests of one, each with a seed of its own: with one seed all of their answers would be equal."""
     seeds = ((request.sampling.seed + number) & MAX_SEED for number in range(count))
     drawn = (dataclasses.replace(request.sampling, seed=seed) for seed in seeds)
     return [dataclasses.replace(request, sampling=sampling) for sampling in drawn]
