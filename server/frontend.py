@@ -138,8 +138,8 @@ class Frontend:
             http = await self._http.start(host, http, "--http_port", "http" in held)
         if metrics != CLOSED:
             metrics = await self._metrics_http.start(host, metrics, "--metrics_port", "metrics" in held)
-        for name, model in self._layout.models.items():
-            limit = await asyncio.to_thread(body_limit, model, self._config, self._tokenizer)
+        for name, served in self._layout.models.items():
+            limit = await asyncio.to_thread(body_limit, served, self._config, self._tokenizer)
             self._bodies.make_room_for(limit)
             self._limits[name] = limit
         largest = message_limit(self._config, self._tokenizer)

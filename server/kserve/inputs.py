@@ -23,7 +23,7 @@ from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
-from kvseek.server.requests.models import MAX_ID_CHARACTERS, Chunk, Logits, RepositoryLayout, ServedModel
+from kvseek.server.requests.models import MAX_ID_CHARACTERS, Chunk, Logits, RepositoryLayout, TokenRequest
 from kvseek.server.requests.translation import Inputs, max_text_bytes
 
 MAX_LIST = 1024  # most values of an input that is not the prompt
@@ -156,9 +156,9 @@ class ModelSchema:
         Configuration whose max_input_len limits the number of token ids.
     """
 
-    def __init__(self, layout: str, model: ServedModel, config: EngineConfig) -> None:
-        self.served, self.model, self.max_batch = model, model.name, config.max_batch_size
-        path = files("kvseek.model_repository").joinpath(layout, model.name, "config.pbtxt")
+    def __init__(self, layout: str, served: type[TokenRequest], config: EngineConfig) -> None:
+        self.served, self.model, self.max_batch = served, served.model, config.max_batch_size
+        path = files("kvseek.model_repository").joinpath(layout, served.model, "config.pbtxt")
         text = re.sub(r"\$\{\w+\}", "1", path.read_text(encoding="utf-8"))
         message = text_format.Parse(text, model_config_pb2.ModelConfig())
         self.inputs = {each.name: self._input(each, config.max_input_len) for each in message.input}
@@ -182,20 +182,20 @@ class ModelSchema:
 
     def _input(self, message: Any, max_input_len: int) -> Input:
         datatype = model_config_pb2.DataType.Name(message.data_type).removeprefix("TYPE_")
-        prompt = message.name == self.served.prompt
+        prompt = message.name == self.served.prompt_input
         limit = MAX_LIST if not prompt else 1 if self.served.takes_text else max_input_len
         return Input(message.name, datatype, tuple(message.dims), message.optional, limit, prompt)
 
 
 def schemas(layout: RepositoryLayout, config: EngineConfig) -> Mapping[str, ModelSchema]:
     """Make the schemas of a layout's models, by all names under which clients may ask for them."""
-    own = {name: ModelSchema(layout.name, model, config) for name, model in layout.models.items()}
+    own = {name: ModelSchema(layout.name, served, config) for name, served in layout.models.items()}
     return {name: own[model] for name, model in layout.names.items()}
 
 
-def body_limit(model: ServedModel, config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Return the most bytes of a body for `model`: a prompt of max_input_len tokens, escaped, and the other fields."""
-    if model.takes_text:
+def body_limit(served: type[TokenRequest], config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Return the most bytes of a body for a model: a prompt of max_input_len tokens, escaped, and the other fields."""
+    if served.takes_text:
         return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
     return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
 

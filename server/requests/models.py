@@ -128,10 +128,26 @@ def perf_metrics(statistics: RequestStatistics | None) -> Chunk:
 
 
 class TokenRequest:
-    """A request of the token model. A complete answer begins with its prompt unless `exclude_input_in_output`."""
+    """A request of the token model. A complete answer begins with its prompt unless `exclude_input_in_output`.
 
+    Attributes
+    ----------
+    model : str
+        The model's name.
+    names : mapping
+        The model's inputs by the names of the engine's errors.
+    prompt_input, stream_input : str
+        The inputs that have the prompt, and that ask for a stream.
+    takes_text : bool
+        Whether the prompt is text, which has to be tokenised, or token ids.
+    batched : bool
+        Whether the first dimension of clients' tensors is the batch, and responses have `batch_index` and `sequence_index`.
+    """
+
+    model = "tensorrt_llm"
     names: Mapping[str, str] = TOKEN_NAMES
-    stream_field = "streaming"
+    prompt_input, stream_input = "input_ids", "streaming"
+    takes_text, batched = False, True
 
     @classmethod
     def make(cls, inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> list[Self]:
@@ -148,7 +164,7 @@ class TokenRequest:
         prompt: str = "",
     ) -> None:
         self.request, self.ended = request, False
-        self.streaming = bool(scalar(inputs, self.stream_field, False))
+        self.streaming = bool(scalar(inputs, self.stream_input, False))
         self._echoes = not (self.streaming or scalar(inputs, "exclude_input_in_output", False))
         self._progress = bool(scalar(inputs, "return_prefill_progress", False))
         self._metrics = bool(scalar(inputs, "return_perf_metrics", False))
@@ -202,8 +218,10 @@ class TokenRequest:
 class TextRequest(TokenRequest):
     """A request of the text model. A stop word is found in the text, whatever tokens it is spelt with, and is not part of it."""
 
+    model = "tensorrt_llm_bls"
     names: Mapping[str, str] = TEXT_NAMES
-    stream_field = "stream"
+    prompt_input, stream_input = "text_input", "stream"
+    takes_text = True
 
     @classmethod
     def make(cls, inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> list[Self]:
@@ -230,7 +248,9 @@ class TextRequest(TokenRequest):
 class LlmApiRequest(TextRequest):
     """A request of the LLM API layout's model. As TensorRT-LLM's, each response of a stream has the whole text so far."""
 
+    model = "tensorrt_llm"
     names = LLMAPI_NAMES
+    batched = False
 
     @classmethod
     def make(cls, inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> list[Self]:
@@ -260,29 +280,6 @@ class LlmApiRequest(TextRequest):
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """A model that clients of Triton ask.
-
-    Attributes
-    ----------
-    prompt : str
-        The input that has the prompt.
-    takes_text : bool
-        Whether the prompt is text, which has to be tokenised, or token ids.
-    batched : bool
-        Whether the first dimension of clients' tensors is the batch, and responses have `batch_index` and `sequence_index`.
-    kind : type
-        Class of its requests, whose `names` are the inputs by the names of the engine's errors.
-    """
-
-    name: str
-    prompt: str
-    takes_text: bool
-    batched: bool
-    kind: type[TokenRequest]
-
-
-@dataclass(frozen=True)
 class RepositoryLayout:
     """The models of a repository, by name, and other names under which TensorRT-LLM's clients ask for them.
 
@@ -290,7 +287,7 @@ class RepositoryLayout:
     """
 
     name: str
-    models: Mapping[str, ServedModel]
+    models: Mapping[str, type[TokenRequest]]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -299,15 +296,12 @@ class RepositoryLayout:
         return {name: name for name in self.models} | dict(self.aliases)
 
 
-TOKEN_MODEL = ServedModel("tensorrt_llm", prompt="input_ids", takes_text=False, batched=True, kind=TokenRequest)
-TEXT_MODEL = ServedModel("tensorrt_llm_bls", prompt="text_input", takes_text=True, batched=True, kind=TextRequest)
-LLMAPI_MODEL = ServedModel("tensorrt_llm", prompt="text_input", takes_text=True, batched=False, kind=LlmApiRequest)
 INFLIGHT_BATCHER_LLM = RepositoryLayout(
     "inflight_batcher_llm",
-    {model.name: model for model in (TOKEN_MODEL, TEXT_MODEL)},
-    {"ensemble": TEXT_MODEL.name},
+    {kind.model: kind for kind in (TokenRequest, TextRequest)},
+    {"ensemble": TextRequest.model},
 )
-LLMAPI = RepositoryLayout("llmapi", {LLMAPI_MODEL.name: LLMAPI_MODEL})
+LLMAPI = RepositoryLayout("llmapi", {LlmApiRequest.model: LlmApiRequest})
 LAYOUTS = {layout.name: layout for layout in (INFLIGHT_BATCHER_LLM, LLMAPI)}
 
 
@@ -324,25 +318,23 @@ class RequestFactory:
 
         Tokenises text, which may take long. Raises RequestError on any input that cannot be served.
         """
-        served = self.layout.models[model]
+        kind = self.layout.models[model]
         try:
             made: list[list[ServedRequest]] = []
             for inputs in prompts:
-                made.append([*served.kind.make(inputs, self.tokenizer, self.config)])
+                made.append([*kind.make(inputs, self.tokenizer, self.config)])
                 made[-1][0].request.validate(self.config)  # the others differ by their seeds
         except RequestError as error:
-            raise type(error)(renamed(str(error), served.kind.names)) from None
+            raise type(error)(renamed(str(error), kind.names)) from None
         return made
 
     def make_one(self, model: str, inputs: Inputs) -> ServedRequest:
         """Make the request of one prompt for one sequence; raises RequestError if more are asked for."""
-        made = self.make(model, [inputs])
-        if len(made) != 1 or len(made[0]) != 1:
-            count = len(made) * len(made[0])
+        ((served, *others),) = self.make(model, [inputs])
+        if others:
             raise RequestError(
-                f"num_return_sequences = {count}: must be 1 over HTTP; use gRPC, or send several requests"
+                f"num_return_sequences = {1 + len(others)}: must be 1 over HTTP; use gRPC, or send several requests"
             )
-        served = made[0][0]
         logits = served.request.logits(self.config.model.vocab_size)
         if logits > MAX_JSON_LOGITS:
             raise RequestError(

@@ -13,7 +13,7 @@ import pytest
 
 from kvseek.core.errors import RequestError
 from kvseek.server.kserve.inputs import LOGITS_AT_A_TIME, ModelSchema, body_limit, chunk_to_json, logits_to_json
-from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, TEXT_MODEL, TOKEN_MODEL, Logits
+from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, Logits, TextRequest, TokenRequest
 
 CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)
 TEXT = {"text_input": "the sea", "max_tokens": 4}
@@ -22,12 +22,12 @@ TOKENS = {"input_ids": [5, 6, 7], "request_output_len": 3}
 
 @pytest.fixture(scope="module")
 def text() -> ModelSchema:
-    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TEXT_MODEL, CONFIG)
+    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TextRequest, CONFIG)
 
 
 @pytest.fixture(scope="module")
 def tokens() -> ModelSchema:
-    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TOKEN_MODEL, CONFIG)
+    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TokenRequest, CONFIG)
 
 
 def with_raw(name: str, raw: str) -> bytes:
@@ -134,17 +134,17 @@ def test_wrong_shapes_are_refused(tokens: ModelSchema) -> None:
 def test_the_largest_prompt_fits_into_a_body_and_no_more() -> None:
     tokenizer: Any = SimpleNamespace(longest_token_bytes=16)
     worst = json.dumps({"text_input": "\x00" * (800 * 16), "max_tokens": 1}).encode()
-    limit = body_limit(TEXT_MODEL, CONFIG, tokenizer)
+    limit = body_limit(TextRequest, CONFIG, tokenizer)
     assert len(worst) < limit < len(worst) + 2**20
     ids = json.dumps(TOKENS | {"input_ids": [2**31 - 1] * 800}).encode()
-    assert len(ids) < body_limit(TOKEN_MODEL, CONFIG, tokenizer) < len(ids) + 2**20
+    assert len(ids) < body_limit(TokenRequest, CONFIG, tokenizer) < len(ids) + 2**20
 
 
 def test_chunks_have_scalars_where_there_is_one_value() -> None:
     chunk = {"output_ids": [7], "sequence_length": 1, "finish_reason": ""}
-    own = {"model_name": TOKEN_MODEL.name, "model_version": "1"}
-    assert json.loads(chunk_to_json(TOKEN_MODEL.name, "", chunk)) == own | chunk | {"output_ids": 7}
-    assert json.loads(chunk_to_json(TOKEN_MODEL.name, "mine", {"output_ids": [7, 8]})) == own | {
+    own = {"model_name": TokenRequest.model, "model_version": "1"}
+    assert json.loads(chunk_to_json(TokenRequest.model, "", chunk)) == own | chunk | {"output_ids": 7}
+    assert json.loads(chunk_to_json(TokenRequest.model, "mine", {"output_ids": [7, 8]})) == own | {
         "id": "mine",
         "output_ids": [7, 8],
     }

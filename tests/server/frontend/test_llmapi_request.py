@@ -22,7 +22,7 @@ from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams,
 from kvseek.core.session import Session
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.requests.models import ASKED_FOR, LLMAPI, LLMAPI_MODEL, RequestFactory, ServedRequest
+from kvseek.server.requests.models import ASKED_FOR, LLMAPI, LlmApiRequest, RequestFactory, ServedRequest
 from kvseek.server.requests.translation import LLMAPI_INPUTS, LLMAPI_NEUTRAL
 from kvseek.server.triton.outputs import OUTPUT_DTYPES
 
@@ -45,7 +45,7 @@ def make(factory: RequestFactory, **values: Any) -> ServedRequest:
     """The request of inputs."""
     given = {"text_input": PROMPT} | values
     inputs = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
-    return factory.make_one(LLMAPI_MODEL.name, inputs)
+    return factory.make_one(LlmApiRequest.model, inputs)
 
 
 def test_what_is_absent_means_what_it_does_in_tensorrt_llm(
@@ -168,7 +168,7 @@ def test_whatever_the_values_are_a_request_is_made_or_refused(factory: RequestFa
         values = data.draw(st.lists(STRANGE[kind], min_size=size, max_size=size))
         given[field.name] = values
     with contextlib.suppress(RequestError):
-        assert factory.make_one(LLMAPI_MODEL.name, given).request.max_tokens >= 1
+        assert factory.make_one(LlmApiRequest.model, given).request.max_tokens >= 1
 
 
 def step(token: int, reason: FinishReason | None = None) -> StepOutput:

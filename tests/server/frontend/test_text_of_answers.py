@@ -37,9 +37,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def make(tokenizer: Tokenizer, layout: RepositoryLayout, **values: Any) -> ServedRequest:
-    model = next(model for model in layout.models.values() if model.takes_text)
+    model = next(name for name, kind in layout.models.items() if kind.takes_text)
     inputs = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-    return RequestFactory(layout, CONFIG, tokenizer).make_one(model.name, inputs)
+    return RequestFactory(layout, CONFIG, tokenizer).make_one(model, inputs)
 
 
 def tensorrt_llm(tokenizer: Tokenizer, stop: tuple[str, ...], stream: bool) -> Any:
