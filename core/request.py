@@ -46,7 +46,7 @@ def check_words(name: str, words: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingConfig:
     """Parameters of drawing the next token. Temperature 0 is greedy, and so is top_p 0; top_k 0, top_p 1 and min_p 0 leave the
     distribution whole.
 
@@ -166,7 +166,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     priority: int = DEFAULT_PRIORITY

@@ -15,7 +15,7 @@ from kvseek.core.request import (
     MAX_LOGPROBS,
     MAX_SALT,
     MAX_SEED,
-    SamplingParams,
+    SamplingConfig,
     check_words,
 )
 from kvseek.core.session import Session, check_text, read_session
@@ -127,7 +127,7 @@ class Parameters(msgspec.Struct, kw_only=True):
         own = () if self.ignore_eos else config.model.eos_token_ids
         return tuple(dict.fromkeys((*own, *(self.stop_token_ids or ()))))
 
-    def sampling(self, tokenizer: Tokenizer, logprobs: int | None) -> SamplingParams:
+    def sampling(self, tokenizer: Tokenizer, logprobs: int | None) -> SamplingConfig:
         """Make the engine's parameters of the first choice. Without `seed` every request draws anew, as with OpenAI."""
         given: dict[str, Any] = {
             name: value
@@ -135,7 +135,7 @@ class Parameters(msgspec.Struct, kw_only=True):
             if (value := getattr(self, name)) is not None
         }
         seed = secrets.randbits(63) if self.seed is None else self.seed & MAX_SEED  # OpenAI's seeds have a sign
-        return SamplingParams(
+        return SamplingConfig(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=0 if self.top_k in (None, -1) else self.top_k,  # vLLM's -1 keeps all tokens, as 0 does
             seed=seed,

@@ -16,7 +16,7 @@ from typing import Any, cast
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingParams, check_words
+from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingConfig, check_words
 from kvseek.core.session import Session, read_session
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -148,7 +148,7 @@ def sampling_params(
     top_p: str = "runtime_top_p",
     bad_words: tuple[tuple[int, ...], ...] = (),
     logit_bias: tuple[tuple[int, float], ...] = (),
-) -> SamplingParams:
+) -> SamplingConfig:
     """Read the sampling parameters; absent inputs, and numbers that turn something off, mean the same as in TensorRT-LLM.
 
     There top_k 0 and top_p 0, the defaults, are off. With both off, and min_p, the likeliest token is drawn, whatever the
@@ -157,7 +157,7 @@ def sampling_params(
     k, p, min_p = (scalar(inputs, name, 0) for name in (top_k, top_p, "min_p"))
     greedy = k == 1 or (k == 0 and p == 0 and min_p == 0)
     shortest = max(scalar(inputs, "min_tokens", 0), scalar(inputs, "min_length", 0))
-    params = SamplingParams(
+    params = SamplingConfig(
         temperature=scalar(inputs, "temperature", 1.0),
         top_k=k,
         top_p=1.0 if p == 0 else p,
@@ -257,7 +257,7 @@ def make_request(
     inputs: Inputs,
     prompt_ids: Sequence[int],
     max_tokens: str,
-    sampling: SamplingParams,
+    sampling: SamplingConfig,
     ends: tuple[int, ...],
     stop_words: tuple[tuple[int, ...], ...] = (),
 ) -> Request:

@@ -16,7 +16,7 @@ from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode, TimeoutExpiredError, UnavailableError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.messages import Submit, frame
 from kvseek.server.settings import ServeSettings
@@ -131,7 +131,7 @@ def test_guides_are_compiled_beside_other_requests(
     directory = build_engine(random_model("llama"), "full")
     path = tmp_path / "engine.sock"
     guide = Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999999937}')
-    slow = Request((1, 2, 3), 5, SamplingParams(guide=guide), end_ids=(1,))
+    slow = Request((1, 2, 3), 5, SamplingConfig(guide=guide), end_ids=(1,))
 
     async def run() -> None:
         client, leaving = (EngineClient(path, asyncio.get_running_loop()) for _ in range(2))

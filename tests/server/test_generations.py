@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.server.requests.generations import Call, CodedError, Generations, Submission, Workers
 from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, size_of
 
@@ -135,7 +135,7 @@ def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> 
     async def run() -> None:
         client, served = Client(), Served()
         generations = Generations(client, 4, unread)  # type: ignore[arg-type]
-        served.request = Request((1,), 4, SamplingParams(return_generation_logits=True))
+        served.request = Request((1,), 4, SamplingConfig(return_generation_logits=True))
         with unread.answer() as answer:
             async with generate(generations, served, answer) as chunks:
                 assert (unread.reserved, unread.bytes) == (160, 0)

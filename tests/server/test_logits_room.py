@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from kvseek.core.errors import QueueFullError, RequestError
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.server.engine.process import FRAME_BYTES, FrontendConnection
 from kvseek.server.requests.messages import MAX_FRAME_BYTES, FromEngine
 from kvseek.server.requests.unread import UnreadAnswers
 from kvseek.server.settings import ServeSettings
 
-CONTEXT = SamplingParams(return_context_logits=True)
+CONTEXT = SamplingConfig(return_context_logits=True)
 
 
 def test_logits_are_computed_if_there_is_room_for_them_beside_what_clients_have_not_read() -> None:
@@ -40,7 +40,7 @@ def test_a_request_for_too_many_is_refused(most: int) -> None:
     unread = UnreadAnswers(1 << 20, max_logits=most, vocabulary=10)
     with pytest.raises(RequestError, match=rf"8 tokens × 10 logits are asked for: must be <= --max_logits = {most}"):
         unread.reserve(Request((5,) * 8, 9, CONTEXT))
-    both = SamplingParams(return_context_logits=True, return_generation_logits=True)
+    both = SamplingConfig(return_context_logits=True, return_generation_logits=True)
     with pytest.raises(RequestError, match=r"12 tokens × 10"):
         unread.reserve(Request((5,) * 3, 9, both))
 

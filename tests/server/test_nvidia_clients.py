@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import ROOT, BuildEngine, RandomModel
 
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.server.launch import RunningServer
 
@@ -57,7 +57,7 @@ def generated(engine: Engine, prompt: str = PROMPT, tokens: int = 10, **sampling
     request = Request(
         tuple(engine.tokenizer.encode(prompt)),
         tokens,
-        SamplingParams(**sampling),
+        SamplingConfig(**sampling),
         engine.config.model.eos_token_ids,  # type: ignore[arg-type]
     )
     (ids,) = engine.generate([request])

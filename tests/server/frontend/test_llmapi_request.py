@@ -18,7 +18,7 @@ from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
-from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.core.session import Session
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ from kvseek.server.requests.translation import LLMAPI_INPUTS, LLMAPI_NEUTRAL
 from kvseek.server.triton.outputs import OUTPUT_DTYPES
 
 PROMPT = "the quick brown fox"
-GREEDY = SamplingParams()
+GREEDY = SamplingConfig()
 PREFIX = "sampling_param_"
 
 
@@ -59,23 +59,23 @@ def test_what_is_absent_means_what_it_does_in_tensorrt_llm(
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"temperature": 0.5}, SamplingParams(0.5)),
-        ({"top_k": 5}, SamplingParams(1.0, 5)),
-        ({"top_k": 0}, SamplingParams(1.0)),
-        ({"top_p": 0.5}, SamplingParams(1.0, 0, 0.5)),
-        ({"temperature": 0.5, "top_k": 5, "top_p": 0.25}, SamplingParams(0.5, 5, 0.25)),
+        ({"temperature": 0.5}, SamplingConfig(0.5)),
+        ({"top_k": 5}, SamplingConfig(1.0, 5)),
+        ({"top_k": 0}, SamplingConfig(1.0)),
+        ({"top_p": 0.5}, SamplingConfig(1.0, 0, 0.5)),
+        ({"temperature": 0.5, "top_k": 5, "top_p": 0.25}, SamplingConfig(0.5, 5, 0.25)),
         ({"temperature": 0.5, "top_k": 1}, GREEDY),
-        ({"temperature": 0.0, "top_p": 0.5}, SamplingParams(0.0, 0, 0.5)),
+        ({"temperature": 0.0, "top_p": 0.5}, SamplingConfig(0.0, 0, 0.5)),
         ({"temperature": 0.5, "top_p": 0.0}, GREEDY),
         ({"top_k": 5, "top_p": 0.0}, GREEDY),
-        ({"seed": 2**64 - 1}, SamplingParams(seed=2**64 - 1)),
+        ({"seed": 2**64 - 1}, SamplingConfig(seed=2**64 - 1)),
         (
             {"presence_penalty": 0.5, "frequency_penalty": -0.5},
-            SamplingParams(presence_penalty=0.5, frequency_penalty=-0.5),
+            SamplingConfig(presence_penalty=0.5, frequency_penalty=-0.5),
         ),
     ],
 )
-def test_sampling(factory: RequestFactory, values: dict[str, Any], expected: SamplingParams) -> None:
+def test_sampling(factory: RequestFactory, values: dict[str, Any], expected: SamplingConfig) -> None:
     assert make(factory, **{PREFIX + name: value for name, value in values.items()}).request.sampling == expected
 
 

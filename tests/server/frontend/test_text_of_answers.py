@@ -11,7 +11,7 @@ from tests.support.random_models import save_tokenizer
 from tests.support.sentencepiece import save_sentencepiece
 
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.generation import Generation
 from kvseek.server.openai.choices import Choice
@@ -89,7 +89,7 @@ def test_prompt_and_answer_are_the_text_of_all_tokens(
 
 
 def test_offsets_of_tokens_count_the_space(tokenizer: Tokenizer) -> None:
-    request = Request(tuple(tokenizer.encode(PROMPT)), 40, SamplingParams(logprobs=0))
+    request = Request(tuple(tokenizer.encode(PROMPT)), 40, SamplingConfig(logprobs=0))
     choice, ids = Choice(request, tokenizer, (), False), tokenizer.encode("Paris is", add_special_tokens=False)
     outputs = [StepOutput(1, token, logprobs=LogProbs(-1.0, ())) for token in ids]
     outputs[-1] = StepOutput(1, ids[-1], FinishReason.LENGTH, logprobs=LogProbs(-1.0, ()))

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode
-from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.errors import CodedError
 from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, usage
@@ -22,7 +22,7 @@ def tokenizer(random_model: RandomModel, build_engine: BuildEngine) -> Tokenizer
 
 
 def choice(tokenizer: Tokenizer, *stop: str, streaming: bool = True, logprobs: int | None = None) -> Choice:
-    request = Request((5,), 50, SamplingParams(logprobs=logprobs))
+    request = Request((5,), 50, SamplingConfig(logprobs=logprobs))
     return Choice(request, tokenizer, stop, streaming)
 
 
@@ -99,7 +99,7 @@ def test_log_probabilities_of_a_completion(tokenizer: Tokenizer) -> None:
 
 def echoing(tokenizer: Tokenizer) -> tuple[Choice, list[int]]:
     ids = tokenizer.encode("one ship")
-    request = Request(tuple(ids), 1, SamplingParams(logprobs=0, prompt_logprobs=0))
+    request = Request(tuple(ids), 1, SamplingConfig(logprobs=0, prompt_logprobs=0))
     return Choice(request, tokenizer, (), False, Echo("one ship", tokenizer.offsets(ids))), ids
 
 
