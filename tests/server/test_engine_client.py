@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.door_processes import engine_process
-from tests.support.waiting import SECONDS
+from tests.support.waiting import SECONDS, until
 
 from kvseek.core.errors import ErrorCode, TimeoutExpiredError, UnavailableError
 from kvseek.core.guide import Guide, GuideType
@@ -25,12 +25,6 @@ SETTINGS = ServeSettings(threads=1)
 LENGTH_BYTES = 4  # before each message
 
 
-async def connected(client: EngineClient, wanted: bool) -> None:
-    async with asyncio.timeout(SECONDS):
-        while client.connected is not wanted:
-            await asyncio.sleep(0.01)
-
-
 def test_requests_that_met_no_engine_are_counted_by_the_next_one(
     tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
@@ -41,14 +35,14 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
         client = EngineClient(path, asyncio.get_running_loop())
         ends: list[StepOutput] = []
         with engine_process(directory, path, SETTINGS) as process:
-            await connected(client, True)
+            await until(lambda: client.connected)
             await asyncio.sleep(0.2)
             assert client.connected_seconds >= 0.2
             first = asyncio.Event()
             client.submit(Request((1, 2, 3), 400), lambda output: (first.set(), ends.append(output)))
             await first.wait()
             process.kill()
-            await connected(client, False)
+            await until(lambda: not client.connected)
             assert client.connected_seconds == 0
         assert (ends[-1].finish_reason, ends[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
         with pytest.raises(UnavailableError):
@@ -57,7 +51,7 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
         client.refused(ErrorCode.INVALID)
         await asyncio.sleep(0)
         with engine_process(directory, path, SETTINGS):
-            await connected(client, True)
+            await until(lambda: client.connected)
             text = await client.read_metrics()
         client.close()
         return text
@@ -98,7 +92,7 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(
 
     async def run() -> None:
         kept = EngineClient(path, asyncio.get_running_loop())
-        await connected(kept, True)
+        await until(lambda: kept.connected)
         for _ in range(30):
             tokens, ended = list[int](), asyncio.Event()
 
@@ -135,8 +129,8 @@ def test_guides_are_compiled_beside_other_requests(
 
     async def run() -> None:
         client, leaving = (EngineClient(path, asyncio.get_running_loop()) for _ in range(2))
-        await connected(client, True)
-        await connected(leaving, True)
+        await until(lambda: client.connected)
+        await until(lambda: leaving.connected)
         ends: dict[int, StepOutput] = {}
 
         def take(name: int, output: StepOutput) -> None:
@@ -149,9 +143,7 @@ def test_guides_are_compiled_beside_other_requests(
         leaving.close()
         client.submit(Request((1, 2, 3), 3), partial(take, 200))
         client.cancel(numbers[6])
-        async with asyncio.timeout(SECONDS):
-            while not {*range(8), 200} <= ends.keys():
-                await asyncio.sleep(0.01)
+        await until(lambda: {*range(8), 200} <= ends.keys())
         order = list(ends)
         assert order.index(200) < order.index(7), "not behind the guides"
         assert order.index(6) < order.index(7)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
+from tests.support.waiting import until
 
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
@@ -74,12 +75,6 @@ def generate(
 ) -> AbstractAsyncContextManager[AsyncIterator[Any]]:
     own = call() if own is None else own
     return generations.generate(generations.submission(served, own), own, answer)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_too_many_that_wait_for_a_thread_are_refused() -> None:
