@@ -34,11 +34,11 @@ from kvseek.builder.options import BuildOptions, CheckOptions, FitOptions, Inspe
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser
-from kvseek.core.config import EngineConfig, require
+from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
-from kvseek.core.errors import KvseekError, text_of
+from kvseek.core.errors import KvseekError, require, text_of
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows

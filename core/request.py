@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from .config import EngineConfig, require
-from .errors import ErrorCode, RequestError
+from .config import EngineConfig
+from .errors import ErrorCode, RequestError, require
 from .fields import check_types, check_unicode
 from .guide import Guide
 from .session import Session, check_text

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig, require
-from kvseek.core.errors import ConfigError
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError, require
 from kvseek.core.weight_only import HEAD
 
 from .checkpoint import Checkpoint
