@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -60,6 +61,8 @@ class GenerateRoutes:
     ) -> None:
         self._generations, self._factory, self._schemas = generations, factory, schemas
         self._bodies, self._limits = bodies, limits
+        # Logits in JSON count as unread only when they are written, and are five times as large: one answer's at a time.
+        self._writing_logits = asyncio.Lock()
 
     def routes(self) -> list[BaseRoute]:
         """Make the routes."""
@@ -85,7 +88,7 @@ class GenerateRoutes:
                     read = partial(self._read, model, data, streams, call, tenant)
                     made = await self._generations.make(read, self._schemas[model].served.takes_text)
                     del read, data  # the body
-            out, write = Writer(request.scope, send, answer), partial(_to_json, model, call.request_id)
+            out, write = Writer(request.scope, send, answer), partial(self._to_json, model, call.request_id)
             if made is None:
                 self._generations.stop(call.request_id, call.owner)
                 await (out.empty_stream() if streams else out.whole(await write({})))
@@ -109,6 +112,15 @@ class GenerateRoutes:
             raise HttpError(404, f"{model} has no version {shortened(version)}: must be {MODEL_VERSION}; leave it out")
         return str(model)
 
+    async def _to_json(self, model: str, request_id: str, chunk: Chunk) -> bytes:
+        if not any(name in chunk for name in LOGITS):
+            return chunk_to_json(model, request_id, chunk)
+        async with self._writing_logits:
+            for name in LOGITS:
+                if name in chunk:
+                    chunk[name] = await logits_to_json(chunk[name])
+            return chunk_to_json(model, request_id, chunk)
+
     def _read(
         self, model: str, data: bytes | bytearray, streams: bool, call: Call, tenant: Tenant
     ) -> Submission | None:
@@ -127,13 +139,6 @@ class GenerateRoutes:
         served = self._factory.make_one(model, body.inputs)
         served.request = replace(served.request, cache_salt=tenant.salt(served.request.cache_salt))
         return self._generations.submission(served, call)
-
-
-async def _to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
-    for name in LOGITS:
-        if name in chunk:
-            chunk[name] = await logits_to_json(chunk[name])
-    return chunk_to_json(model, request_id, chunk)
 
 
 async def infer(_: Request) -> Response:
