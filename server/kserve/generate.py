@@ -113,7 +113,7 @@ class GenerateRoutes:
         return str(model)
 
     async def _to_json(self, model: str, request_id: str, chunk: Chunk) -> bytes:
-        if not any(name in chunk for name in LOGITS):
+        if chunk.keys().isdisjoint(LOGITS):
             return chunk_to_json(model, request_id, chunk)
         async with self._writing_logits:
             for name in LOGITS:
