@@ -11,7 +11,6 @@ import msgspec
 from kvseek.core.config import EngineConfig
 from kvseek.core.guide import MAX_GUIDE_BYTES, Guide, GuideType
 from kvseek.core.request import (
-    DEFAULT_PRIORITY,
     MAX_LOGPROBS,
     MAX_SALT,
     MAX_SEED,
@@ -149,11 +148,6 @@ class Parameters(msgspec.Struct, kw_only=True):
     def session(self) -> Session | None:
         """The conversation that the request continues; raises RequestError."""
         return read_session(self.session_id, self.retention_priority, self.retention_seconds)
-
-    @property
-    def queue_priority(self) -> int:
-        """Priority in the queue."""
-        return DEFAULT_PRIORITY if self.priority is None else self.priority
 
     def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
         words = check_words("bad_words", self.bad_words or ())

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ErrorCode, RequestError, renamed
-from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
+from kvseek.core.request import DEFAULT_PRIORITY, FinishReason, LogProbs, Request, StepOutput
 from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.errors import CodedError
@@ -155,7 +155,7 @@ def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: Engin
             max_tokens=max_tokens,
             sampling=replace(sampling, prompt_ignore_length=len(ids), prompt_logprobs=scored),
             end_ids=ends,
-            priority=body.queue_priority,
+            priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
             timeout_seconds=body.timeout,
             cache_salt=tenant.salt(body.cache_salt),
             session=session,
