@@ -108,8 +108,8 @@ def _serve_node(arguments: argparse.Namespace, settings: ServeSettings) -> int:
         ) as ranks,
         signals() as received,
     ):
-        numbers = " ".join(map(str, ranks.numbers))
-        print(f"ready: ranks {numbers} follow rank 0 at {settings.rdzv_endpoint}", flush=True)
+        followers = " ".join(map(str, ranks.ranks))
+        print(f"ready: ranks {followers} follow rank 0 at {settings.rdzv_endpoint}", flush=True)
         return _wait(ranks.check, received)
 
 

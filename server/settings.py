@@ -87,8 +87,8 @@ SERVE_FLAGS: Flags = {
 class ServeSettings:
     """Settings of one server. Each field is a flag of `kvseek serve` of the same name, and SERVE_FLAGS says what it means.
 
-    None and () stand for none of what a field limits or names; of `threads` for torch's choice, of `served_model_name` for the
-    checkpoint's name in the engine's manifest, of `disk_bytes` for 16 GiB, and of `ranks_key_file` for a key from the environment.
+    None and () stand for none of what a field limits or names, of `threads` for torch's choice, of `served_model_name` for the
+    checkpoint's name in the engine's manifest, of `disk_bytes` for 16 GiB and of `ranks_key_file` for a key from the environment.
 
     Attributes
     ----------
