@@ -25,6 +25,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -456,10 +457,8 @@ class HttpServer:
             if begun and not complete:
                 raise  # half an answer is there: the connection is closed
             if not begun:
-                more = error.headers if isinstance(error, HTTPException) else None
-                known = self._routing_error(scope, error) if isinstance(error, HTTPException) else error
-                allow = {name: ", ".join(sorted(value.split(", "))) for name, value in (more or {}).items()}
-                await error_response(self.form, known, more=allow)(scope, receive, send)
+                # Made elsewhere: a name here for the error would keep it, and with it the answer in frames that it has passed.
+                await self._response_to(scope, error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> HttpError | None:
         """Note whose request it is; returns why one is refused that has no key, or no connection to spare."""
@@ -473,6 +472,12 @@ class HttpServer:
             if connection.surplus:
                 return HttpError(503, FULL, "engine_unavailable")
         return None
+
+    def _response_to(self, scope: Scope, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            return error_response(self.form, error)
+        allow = {name: ", ".join(sorted(value.split(", "))) for name, value in (error.headers or {}).items()}
+        return error_response(self.form, self._routing_error(scope, error), more=allow)
 
     def _routing_error(self, scope: Scope, error: HTTPException) -> HttpError:
         path = shortened(scope["path"])

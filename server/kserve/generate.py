@@ -24,6 +24,7 @@ from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.models import LOGITS, SEVERAL, Chunk, RequestFactory
 from kvseek.server.requests.translation import scalar
+from kvseek.server.requests.unread import UnreadAnswer
 
 from .inputs import ModelSchema, chunk_to_json, logits_to_json
 
@@ -61,8 +62,7 @@ class GenerateRoutes:
     ) -> None:
         self._generations, self._factory, self._schemas = generations, factory, schemas
         self._bodies, self._limits = bodies, limits
-        # Logits in JSON count as unread only when they are written, and are five times as large: one answer's at a time.
-        self._writing_logits = asyncio.Lock()
+        self._turn = asyncio.Lock()  # of answers whose logits are written
 
     def routes(self) -> list[BaseRoute]:
         """Make the routes."""
@@ -88,7 +88,7 @@ class GenerateRoutes:
                     read = partial(self._read, model, data, streams, call, tenant)
                     made = await self._generations.make(read, self._schemas[model].served.takes_text)
                     del read, data  # the body
-            out, write = Writer(request.scope, send, answer), partial(self._to_json, model, call.request_id)
+            out, write = Writer(request.scope, send, answer), partial(self._to_json, model, call.request_id, answer)
             if made is None:
                 self._generations.stop(call.request_id, call.owner)
                 await (out.empty_stream() if streams else out.whole(await write({})))
@@ -112,14 +112,23 @@ class GenerateRoutes:
             raise HttpError(404, f"{model} has no version {shortened(version)}: must be {MODEL_VERSION}; leave it out")
         return str(model)
 
-    async def _to_json(self, model: str, request_id: str, chunk: Chunk) -> bytes:
+    async def _to_json(self, model: str, request_id: str, answer: UnreadAnswer, chunk: Chunk) -> bytes:
+        """Write a chunk. The JSON of logits, which are large, counts while it grows, before it counts as being written."""
         if chunk.keys().isdisjoint(LOGITS):
             return chunk_to_json(model, request_id, chunk)
-        async with self._writing_logits:
-            for name in LOGITS:
-                if name in chunk:
-                    chunk[name] = await logits_to_json(chunk[name])
-            return chunk_to_json(model, request_id, chunk)
+        counted = 0
+
+        def count(size: int) -> None:
+            nonlocal counted
+            counted += size
+            answer.add(size)
+            answer.check()
+
+        try:
+            found = {name: await logits_to_json(chunk[name], self._turn, count) for name in LOGITS if name in chunk}
+            return chunk_to_json(model, request_id, chunk | found)
+        finally:
+            answer.remove(counted)
 
     def _read(
         self, model: str, data: bytes | bytearray, streams: bool, call: Call, tenant: Tenant

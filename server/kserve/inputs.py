@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -200,16 +200,27 @@ def body_limit(served: type[TokenRequest], config: EngineConfig, tokenizer: Toke
     return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
 
 
-async def logits_to_json(logits: Logits) -> msgspec.Raw:
+async def logits_to_json(logits: Logits, turn: asyncio.Lock, count: Callable[[int], None]) -> msgspec.Raw:
     """Write logits as Triton writes a tensor: one flat list. In pieces, between which others have their turn.
 
     A thread would not help: writing a piece holds Python's lock from its first number to its last.
+
+    Parameters
+    ----------
+    turn : asyncio.Lock
+        Is held for a piece and a turn of the event loop, so that all answers together write one piece a turn.
+    count : callable
+        Called with the bytes of each piece; what it raises ends the writing.
     """
-    values, pieces = memoryview(logits.data).cast("f"), list[bytes]()
+    values, written = memoryview(logits.data).cast("f"), bytearray(b"[")
     for first in range(0, len(values), LOGITS_AT_A_TIME):
-        pieces.append(msgspec.json.encode(values[first : first + LOGITS_AT_A_TIME].tolist())[1:-1])
-        await asyncio.sleep(0)
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+        before = len(written)
+        async with turn:
+            written += msgspec.json.encode(values[first : first + LOGITS_AT_A_TIME].tolist())[1:-1] + b","
+            await asyncio.sleep(0)
+        count(len(written) - before)
+    written[max(1, len(written) - 1) :] = b"]"
+    return msgspec.Raw(written)
 
 
 def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:

@@ -152,7 +152,7 @@ def test_chunks_have_scalars_where_there_is_one_value() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, LOGITS_AT_A_TIME, 3 * LOGITS_AT_A_TIME + 1])
 def test_other_streams_go_on_while_logits_are_written(count: int) -> None:
-    numbers = array("f", (number / 7 for number in range(count)))
+    numbers, sizes = array("f", (number / 7 for number in range(count))), list[int]()
 
     async def run() -> tuple[Any, int]:
         turns = 0
@@ -164,13 +164,13 @@ def test_other_streams_go_on_while_logits_are_written(count: int) -> None:
                 await asyncio.sleep(0)
 
         stream = asyncio.create_task(other())
-        found = await logits_to_json(Logits(numbers.tobytes(), (1, count)))
+        found = await logits_to_json(Logits(numbers.tobytes(), (1, count)), asyncio.Lock(), sizes.append)
         stream.cancel()
         return json.loads(chunk_to_json("model", "", {"context_logits": found}))["context_logits"], turns
 
     found, turns = asyncio.run(run())
     assert array("f", found) == numbers
-    assert turns >= count // LOGITS_AT_A_TIME
+    assert turns >= len(sizes) == -(-count // LOGITS_AT_A_TIME)
 
 
 @pytest.mark.parametrize("raw", ["[1e999]", "1e999", "[-1e999]"])
