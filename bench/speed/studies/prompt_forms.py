@@ -134,5 +134,10 @@ def print_report(document: dict[str, Any]) -> None:
     print_whole(figures_table(title, "engine", FIGURES, document["results"], "engine"))
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit status."""
+    return run_command(argv, parse, run, print_report)
+
+
 if __name__ == "__main__":
-    sys.exit(run_command(None, parse, run, print_report))
+    sys.exit(main())
