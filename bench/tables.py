@@ -416,10 +416,14 @@ def cpu_prompts(results: Results) -> Rows:
 def cpu_sampling(results: Results) -> Rows:
     found = results("sampled-steps-cpu-smollm2")["results"]
     counts = sorted({entry["requests"] for entry in found})
-    yield "", *(f"a step of {count} request{'s' * (count > 1)}" for count in counts)
+    greedy = (one(found, kind="greedy", requests=count)["seconds"] * 1e3 for count in counts)
+    heads = (
+        f"{count} request{'s' * (count > 1)}: {ms:.1f} ms greedy" for count, ms in zip(counts, greedy, strict=True)
+    )
+    yield "", *heads
     for kind in dict.fromkeys(entry["kind"] for entry in found):
         entries = (one(found, kind=kind, requests=count) for count in counts)
-        yield kind, *(f"{entry['seconds'] * 1e3:.1f} ms ({entry['added_share']:+.1%})" for entry in entries)
+        yield kind, *(f"{entry['added_seconds'] * 1e3:+.2f} ms ({entry['added_share']:+.1%})" for entry in entries)
 
 
 def server(results: Results) -> Rows:

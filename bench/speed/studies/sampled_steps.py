@@ -1,7 +1,8 @@
 """What sampling adds to decode steps on the CPU: `python bench/speed/studies/sampled_steps.py --engine_dir DIR --text FILE`.
 
 Requests with different parameters take turns, so that drift of the machine hits all alike. A turn reads short prompts, which is
-not timed, and times the steps that follow.
+not timed, and times the steps that follow: whole, and what they take beside the model, which is where tokens are drawn. What is
+added is the difference of the latter, so that the model's time, which varies by more, does not hide it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 
 from kvseek.bench.machine import describe
 from kvseek.bench.output import Figure, add_output_flags, at_least_one, figures_table, numbers, print_whole, run_command
+from kvseek.bench.speed.parts import HostClock
 from kvseek.bench.timing import CLOCKS, Clock, Samples, in_turn, measure
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import Request, SamplingParams
 from kvseek.engine.engine import Engine
+from kvseek.engine.observer import Observer
 
 GREEDY = "greedy"
 REPEATED = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}
@@ -64,17 +67,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def time_turn(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, steps: int, clock: Clock
-) -> list[float]:
-    """Seconds of `steps` steps of requests with these prompts, of which the first step is not counted."""
+) -> list[tuple[float, float]]:
+    """Seconds of `steps` steps of requests with these prompts, whole and beside the model; the first step is not counted."""
     ids = [engine.submit(Request(tuple(prompt), max_tokens=steps + 8, sampling=params)) for prompt in prompts]
     begun = set[int]()
     while len(begun) < len(ids):
         begun |= {output.request_id for output in engine.step() if output.token_id is not None}
     engine.step()
-    seconds = [measure(engine.step, clock) for _ in range(steps)]
+    parts, found = HostClock(clock), list[tuple[float, float]]()
+    engine.decoder.observe(parts)
+    for _ in range(steps):
+        parts.restart()
+        seconds = measure(engine.step, clock)
+        found.append((seconds, seconds - sum(parts.seconds.values())))
+    engine.decoder.observe(Observer())
     for one in ids:
         engine.cancel(one)
-    return seconds
+    return found
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -103,27 +112,29 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def compare(engine: Engine, arguments: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Time steps of all kinds of requests with these prompts, in turns."""
-    samples = {name: Samples() for name in KINDS}
+    samples = {name: (Samples(), Samples()) for name in KINDS}
 
     def turn(name: str) -> None:
-        seconds = time_turn(engine, prompts, KINDS[name], arguments.steps, CLOCKS[arguments.clock])
-        samples[name].seconds += seconds
+        for seconds in time_turn(engine, prompts, KINDS[name], arguments.steps, CLOCKS[arguments.clock]):
+            for one, number in zip(samples[name], seconds, strict=True):
+                one.seconds.append(number)
 
     turns: list[tuple[str, Callable[[], object]]] = [(name, partial(turn, name)) for name in KINDS]
     for number in range(arguments.rounds):
         for _, call in in_turn(turns, number):
             call()
-    greedy = samples[GREEDY].median
+    greedy, greedy_beside = (one.median for one in samples[GREEDY])
     return [
         {
             "kind": name,
             "requests": len(prompts),
-            "seconds": one.median,
-            "added_seconds": one.median - greedy,
-            "added_share": one.median / greedy - 1,
-            "samples": one.summary(),
+            "seconds": whole.median,
+            "beside_seconds": beside.median,
+            "added_seconds": beside.median - greedy_beside,
+            "added_share": (beside.median - greedy_beside) / greedy,
+            "samples": {"whole": whole.summary(), "beside": beside.summary()},
         }
-        for name, one in samples.items()
+        for name, (whole, beside) in samples.items()
     ]
 
 

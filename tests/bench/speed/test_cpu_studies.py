@@ -49,7 +49,8 @@ def test_sampled_steps_beside_greedy_ones(
     kinds = list(sampled_steps.KINDS)
     assert [(entry["requests"], entry["kind"]) for entry in results] == [(n, kind) for n in (1, 2) for kind in kinds]
     assert [entry["added_share"] for entry in results[:: len(kinds)]] == [0, 0]
-    assert all(entry["samples"]["count"] == 4 for entry in results)
+    assert all(entry["samples"]["whole"]["count"] == 4 for entry in results)
+    assert all(0 < entry["beside_seconds"] < entry["seconds"] for entry in results)
     capsys.readouterr()
     assert sampled_steps.main([*flags, "--requests", "100"]) == 1
     assert "must have 100 prompts of 20; lower --prompt" in capsys.readouterr().err
