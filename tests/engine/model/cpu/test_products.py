@@ -14,12 +14,14 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.weight_only import dequantise, quantise
+from kvseek.engine.model import bfloat16
 from kvseek.engine.model.cpu.products import (
     FEW_ROWS_OF_BFLOAT16,
     ByteLinear,
     HostProducts,
     PackedLinear,
     WidenedLinear,
+    multiplies_integers,
 )
 from kvseek.engine.model.reference.products import Linear, Product, Products
 from kvseek.kernels.cpu.layer.byte_products import ByteProduct
@@ -190,6 +192,37 @@ def test_a_head_of_bytes_is_never_dequantised(library: CpuLibrary) -> None:
         check(head, x, stored.double() * scale.double()[:, None], None)
         assert torch.equal(head(x)[:1], head(x[:1])), "of many rows and of one the same kernel"
     assert isinstance(HostProducts(torch.bfloat16, library).head(weight.bfloat16()), (PackedLinear, WidenedLinear))
+
+
+@pytest.mark.parametrize(
+    ("vnni", "amx", "limit", "expected"),
+    [
+        (True, False, None, True),
+        (True, True, None, False),
+        (True, True, bfloat16.WITHOUT_AMX, True),
+        (False, False, None, False),
+    ],
+)
+def test_instructions_choose_what_multiplies_prompts(
+    monkeypatch: pytest.MonkeyPatch, vnni: bool, amx: bool, limit: str | None, expected: bool
+) -> None:
+    """AMX that is advertised and faults has been excluded by a limit of oneDNN's instructions."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(bfloat16, "usable", lambda: True)
+    monkeypatch.delenv(bfloat16.ONEDNN_LIMIT, raising=False)
+    if limit is not None:
+        monkeypatch.setenv(bfloat16.ONEDNN_LIMIT, limit)
+    assert multiplies_integers() is expected
+
+
+def test_the_log_says_what_multiplies_prompts(library: CpuLibrary) -> None:
+    def words(dtype: torch.dtype, *settings: bool) -> str:
+        return HostProducts(dtype, library, *settings).prompts
+
+    assert words(torch.float32, True, True) == "oneDNN in float32"
+    assert words(torch.bfloat16, False, False) == "oneDNN in float32"
+    assert words(torch.bfloat16, True, True) == "oneDNN in bfloat16, with int8 weights integers by VNNI"
 
 
 def test_without_a_library_the_weight_is_dequantised() -> None:
