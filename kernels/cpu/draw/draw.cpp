@@ -2,8 +2,8 @@
 //
 // Nothing is sorted. Where top-k, top-p or the likeliest tokens end is searched digit by digit: tokens are counted, or
 // their weights added up, by the first bits of their ranks (rank_of), and the search goes on among those that share the
-// bits where the limit is reached. The n best tokens are searched among few: none of them is below the n-th highest peak
-// of blocks of tokens.
+// bits where the limit is reached. The n best tokens are searched among few: none of them is below the n-th highest
+// peak of blocks of tokens.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
