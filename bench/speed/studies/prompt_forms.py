@@ -80,10 +80,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         texts = {path.name: encode(path.read_text(encoding="utf-8")) for path in arguments.text}
         timed = texts[arguments.text[0].name][: arguments.tokens]
         samples = {name: Samples() for name in engines}
+
+        def read(name: str, number: int) -> None:
+            call = partial(first_token, engines[name], timed, f"round {number}", SamplingParams())
+            samples[name].seconds.append(measure(call, clock))
+
         for number in range(arguments.rounds):
-            for name, engine in in_turn(list(engines.items()), number):
-                call = partial(first_token, engine, timed, f"round {number}", SamplingParams())
-                samples[name].seconds.append(measure(call, clock))
+            for _, call in in_turn([(name, partial(read, name, number)) for name in engines], number):
+                call()
         results = [describe_engine(engine, samples[name]) for name, engine in engines.items()]
         for text, ids in texts.items():
             add_scores(results, list(engines.values()), text, ids[: arguments.scored])

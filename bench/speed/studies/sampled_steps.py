@@ -26,13 +26,14 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.observer import Observer
 
 GREEDY = "greedy"
-REPEATED = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}
 KINDS: Mapping[str, SamplingParams] = {
     GREEDY: SamplingParams(),
     "T 0.7": SamplingParams(temperature=0.7),
     "T 0.6, top_p 0.95": SamplingParams(temperature=0.6, top_p=0.95),
     "T 0.6, top_p 0.95, top_k 20": SamplingParams(temperature=0.6, top_p=0.95, top_k=20),
-    "T 0.7, three penalties": SamplingParams(temperature=0.7, **REPEATED),
+    "T 0.7, three penalties": SamplingParams(
+        temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
+    ),
     "log probabilities 5": SamplingParams(logprobs=5),
     "log probabilities 20": SamplingParams(logprobs=20),
     "T 0.6, top_p 0.95, top_k 20, log probabilities 20": SamplingParams(
