@@ -20,7 +20,7 @@ from kvseek.bench.output import Figure, add_output_flags, at_least_one, figures_
 from kvseek.bench.timing import CLOCKS, Samples, in_turn, measure
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
-from kvseek.core.request import LogProbs, Request, SamplingParams
+from kvseek.core.request import LogProbs, Request, SamplingConfig
 from kvseek.engine.engine import Engine
 
 FIGURES: Mapping[str, Figure] = {
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def first_token(engine: Engine, ids: Sequence[int], salt: str, params: SamplingParams) -> list[LogProbs]:
+def first_token(engine: Engine, ids: Sequence[int], salt: str, params: SamplingConfig) -> list[LogProbs]:
     """Read a prompt up to its first token; returns the log probabilities that it asks for."""
     number, scores = (
         engine.submit(Request(tuple(ids), max_tokens=1, cache_salt=salt, sampling=params)),
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         samples = {name: Samples() for name in engines}
 
         def read(name: str, number: int) -> None:
-            call = partial(first_token, engines[name], timed, f"round {number}", SamplingParams())
+            call = partial(first_token, engines[name], timed, f"round {number}", SamplingConfig())
             samples[name].seconds.append(measure(call, clock))
 
         for number in range(arguments.rounds):
@@ -114,7 +114,7 @@ def add_scores(results: Sequence[dict[str, Any]], engines: Sequence[Engine], tex
     """Add to each result what its engine makes of a text, beside the first engine."""
     baseline, best = 0.0, list[int]()
     for entry, engine in zip(results, engines, strict=True):
-        scores = first_token(engine, ids, f"scores {text}", SamplingParams(prompt_logprobs=1))
+        scores = first_token(engine, ids, f"scores {text}", SamplingConfig(prompt_logprobs=1))
         loss = -sum(one.token for one in scores) / len(scores)
         likeliest = [one.top[0][0] for one in scores]
         baseline, best = baseline or loss, best or likeliest

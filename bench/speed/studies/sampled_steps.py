@@ -21,22 +21,22 @@ from kvseek.bench.speed.parts import HostClock
 from kvseek.bench.timing import CLOCKS, Clock, Samples, in_turn, measure
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.observer import Observer
 
 GREEDY = "greedy"
-KINDS: Mapping[str, SamplingParams] = {
-    GREEDY: SamplingParams(),
-    "T 0.7": SamplingParams(temperature=0.7),
-    "T 0.6, top_p 0.95": SamplingParams(temperature=0.6, top_p=0.95),
-    "T 0.6, top_p 0.95, top_k 20": SamplingParams(temperature=0.6, top_p=0.95, top_k=20),
-    "T 0.7, three penalties": SamplingParams(
+KINDS: Mapping[str, SamplingConfig] = {
+    GREEDY: SamplingConfig(),
+    "T 0.7": SamplingConfig(temperature=0.7),
+    "T 0.6, top_p 0.95": SamplingConfig(temperature=0.6, top_p=0.95),
+    "T 0.6, top_p 0.95, top_k 20": SamplingConfig(temperature=0.6, top_p=0.95, top_k=20),
+    "T 0.7, three penalties": SamplingConfig(
         temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
     ),
-    "log probabilities 5": SamplingParams(logprobs=5),
-    "log probabilities 20": SamplingParams(logprobs=20),
-    "T 0.6, top_p 0.95, top_k 20, log probabilities 20": SamplingParams(
+    "log probabilities 5": SamplingConfig(logprobs=5),
+    "log probabilities 20": SamplingConfig(logprobs=20),
+    "T 0.6, top_p 0.95, top_k 20, log probabilities 20": SamplingConfig(
         temperature=0.6, top_p=0.95, top_k=20, logprobs=20
     ),
 }
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def time_turn(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, steps: int, clock: Clock
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingConfig, steps: int, clock: Clock
 ) -> list[tuple[float, float]]:
     """Seconds of `steps` steps of requests with these prompts, whole and beside the model; the first step is not counted."""
     ids = [engine.submit(Request(tuple(prompt), max_tokens=steps + 8, sampling=params)) for prompt in prompts]
