@@ -19,7 +19,7 @@ from tests.support.prefill import run_to_end
 from tests.support.steps_ahead import StepsAhead, run_ahead
 
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.core.session import Session
 from kvseek.engine.draws.sampling import NO_TOKEN, Launched
 from kvseek.engine.engine import Engine
@@ -149,7 +149,7 @@ def make_requests(drawn: list[tuple[int, int, int, int, int]], vocabulary: int) 
     """Requests, and after how many tokens some are cancelled. Every ninth token is an end token, or a stop word, of some."""
     requests, cancels = list[Request](), dict[int, int]()
     for number, (length, most, kind, end, seed) in enumerate(drawn):
-        params, some = SamplingParams(**(SAMPLING[kind] | {"seed": seed})), range(seed % 9, vocabulary, 9)
+        params, some = SamplingConfig(**(SAMPLING[kind] | {"seed": seed})), range(seed % 9, vocabulary, 9)
         ends = (1,) if params.guide is not None else tuple(some) if end == 1 else ()
         stops = tuple((token,) for token in some) if end == 2 else ()
         prompt = tuple(PROMPT[seed % 7 :][:length])
