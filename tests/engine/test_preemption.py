@@ -19,7 +19,7 @@ from tests.support.steps_ahead import run_ahead
 
 from kvseek.core.errors import QueueFullError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.core.session import EndedSession, Session
 from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.scheduler import MOST_PREEMPTIONS
@@ -32,7 +32,7 @@ LIMITS = ("--max_batch_size", "8", "--max_seq_len", "3200", "--prefill_chunk_tok
 NAMES = {**{name: (name, ()) for name in METHODS}, "ctkvr-rows": ("ctkvr", method_flags("ctkvr", BY_KEYS))}
 Told = list[tuple[object, ...]]
 Make = Callable[..., Engine]
-SAMPLED = SamplingParams(
+SAMPLED = SamplingConfig(
     temperature=0.9,
     top_p=0.95,
     repetition_penalty=1.1,
@@ -41,7 +41,7 @@ SAMPLED = SamplingParams(
     logprobs=2,
     seed=11,
 )
-GUIDED = SamplingParams(temperature=0.8, seed=5, guide=Guide(GuideType.REGEX, "[a-z ]{30,200}"))
+GUIDED = SamplingConfig(temperature=0.8, seed=5, guide=Guide(GuideType.REGEX, "[a-z ]{30,200}"))
 
 
 def prompt(number: int, tokens: int = 1010) -> tuple[int, ...]:
@@ -53,9 +53,9 @@ REQUESTS = [
     Request(prompt(0), 90),
     Request(prompt(1), 70, SAMPLED),
     Request(prompt(2), 80, GUIDED, end_ids=(1,)),
-    Request(prompt(3), 60, SamplingParams(temperature=1.2, top_k=50, seed=3, return_generation_logits=True)),
-    Request(prompt(4), 75, SamplingParams(logprobs=0, bad_words=((7, 8),), min_tokens=70), end_ids=(9, 10, 11)),
-    Request(prompt(5, 300), 40, SamplingParams(prompt_logprobs=1, temperature=0.5, seed=9)),
+    Request(prompt(3), 60, SamplingConfig(temperature=1.2, top_k=50, seed=3, return_generation_logits=True)),
+    Request(prompt(4), 75, SamplingConfig(logprobs=0, bad_words=((7, 8),), min_tokens=70), end_ids=(9, 10, 11)),
+    Request(prompt(5, 300), 40, SamplingConfig(prompt_logprobs=1, temperature=0.5, seed=9)),
 ]
 
 
@@ -131,7 +131,7 @@ def test_answers_do_not_tell_of_preemptions(name: str, make: Make) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_request_grows_into_extents_that_hold_anything(name: str, make: Make) -> None:
-    request = Request(prompt(1), 100, SamplingParams(logprobs=0))
+    request = Request(prompt(1), 100, SamplingConfig(logprobs=0))
     expected, generator = ask(make(name, 30), [request])[0], torch.Generator().manual_seed(3)
     for kind in POISONS[::2]:
         engine, found = make(name, 30), Told()
@@ -251,7 +251,7 @@ def test_64_requests_run_at_once_where_few_of_full_length_would(
         random_model("llama", **SHAPE, **HEADS), "nested", *WINDOW, *limits, "--nested.top_k", "12"
     )
     engine = load_changed(directory, {"kv_cache_host_memory_bytes": 70 * EXTENT_BYTES})
-    requests = [Request(prompt(one, 300), 3700, SamplingParams(temperature=0.7, seed=one)) for one in range(64)]
+    requests = [Request(prompt(one, 300), 3700, SamplingConfig(temperature=0.7, seed=one)) for one in range(64)]
     assert engine._cache.extents_needed(4000) == 4, "so that it has room for 17 of full length"
     ids, outputs = [engine.submit(request) for request in requests], list[StepOutput]()
     counts = dict.fromkeys(ids, 0)
