@@ -79,10 +79,15 @@ def each(request) -> Tokenizer:
 
 
 def stream_all(
-    tokenizer: Tokenizer, ids: list[int], stop_words: tuple[str, ...] = (), prompt_ids: tuple[int, ...] = ()
+    tokenizer: Tokenizer,
+    ids: list[int],
+    stop_words: tuple[str, ...] = (),
+    prompt_ids: tuple[int, ...] = (),
+    at_once: int = 1,
 ) -> tuple[str, TextStream]:
     stream = tokenizer.stream(stop_words, prompt_ids)
-    return "".join([*(stream.push(i) for i in ids), stream.finish()]), stream
+    groups = (ids[start : start + at_once] for start in range(0, len(ids), at_once))
+    return "".join([*(stream.push(*group) for group in groups), stream.finish()]), stream
 
 
 def cut_at_first_complete(text: str, stop_words: tuple[str, ...]) -> str:
@@ -124,7 +129,7 @@ def test_stream_equals_decode_for_any_bytes(tiny, data):
     text = b"".join(data.draw(st.lists(st.one_of(pieces, st.binary(max_size=3)), max_size=40)))
     ids = [byte_token(tiny, byte) for byte in text]
     assert tiny.decode(ids) == text.decode("utf-8", errors="replace")
-    assert stream_all(tiny, ids)[0] == tiny.decode(ids)
+    assert stream_all(tiny, ids, at_once=data.draw(st.integers(1, 20)))[0] == tiny.decode(ids)
 
 
 def byte_token(tokenizer: Tokenizer, byte: int) -> int:
