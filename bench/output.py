@@ -93,6 +93,18 @@ def as_text(document: Document) -> str:
     return NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), indented) + "\n"
 
 
+def figure(path: str, form: str = "", scale: float = 1) -> Figure:
+    """A column's figure: what an entry has at `path`, keys between points, times `scale` in this form; nothing for None."""
+
+    def write(entry: Document) -> str:
+        value: Any = entry
+        for key in path.split("."):
+            value = value[key]
+        return "" if value is None else format(value * scale if scale != 1 else value, form)
+
+    return write
+
+
 def figures_table(
     title: str, first: str, figures: Mapping[str, Figure], entries: Iterable[Document], key: str
 ) -> Table:

@@ -9,18 +9,17 @@ import torch
 
 from kvseek.bench.engines import free_memory
 from kvseek.bench.output import progress
-from kvseek.bench.speed.parts import part_groups
 from kvseek.bench.speed.shapes import prompt_operations
-from kvseek.bench.timing import Samples, interleave
+from kvseek.bench.timing import Samples, interleave, part_groups
 from kvseek.bench.variants import Variant
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.cuda.attention import PromptAttention, described_attention
 
 from .bench import Bench
+from .contestant import PromptClock, observing
 from .decode import compared_variants
+from .floors import product_rate
 from .memory_plan import Cell
-from .memory_rates import product_rate
-from .observers import PromptClock, observing
 
 if TYPE_CHECKING:
     from kvseek.engine.cache.row_storage import RowStorage

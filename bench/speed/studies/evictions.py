@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from kvseek.bench.engines import free_memory
-from kvseek.bench.output import Figure, run_command
+from kvseek.bench.output import Figure, figure, run_command
 from kvseek.bench.speed.device.bench import Bench
+from kvseek.bench.speed.device.decode import contestant_alone
 from kvseek.bench.speed.device.filling import Filler
 from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.bench.speed.device.throughput import contestant_alone
-from kvseek.bench.speed.studies.common import make_bench, milliseconds, print_figures, result, study_parser
+from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
 from kvseek.bench.variants import Variant
 from kvseek.core.errors import CapacityError
 
@@ -31,7 +31,7 @@ WARM_STEPS = 20  # that are not counted: the first one captures the graph
 FIGURES: dict[str, Figure] = {
     "tokens": lambda entry: f"{entry['context']:,}",
     "rows": lambda entry: str(entry["offload"]),
-    **{f"{name}\nms": milliseconds(f"{name}_seconds") for name in ("step", "excess", "longest", "shown")},
+    **{f"{name}\nms": figure(f"{name}_seconds", ".2f", 1e3) for name in ("step", "excess", "longest", "shown")},
 }
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from kvseek.bench.engines import bare_engine, free_memory
-from kvseek.bench.output import Figure, run_command
+from kvseek.bench.output import Figure, figure, run_command
 from kvseek.bench.speed.device.bench import Bench
 from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.bench.speed.studies.common import make_bench, milliseconds, print_figures, result, study_parser
+from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
 from kvseek.bench.variants import Variant
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
@@ -32,10 +32,10 @@ STEPS_ALONE = 60
 WARM_STEPS = 20  # of those, before the first that counts
 FIGURES: dict[str, Figure] = {
     "tokens": lambda entry: f"{entry['context']:,}",
-    "alone\nms": milliseconds("undisturbed_step_seconds"),
-    "mean\nms": milliseconds("mean_step_seconds"),
+    "alone\nms": figure("undisturbed_step_seconds", ".2f", 1e3),
+    "mean\nms": figure("mean_step_seconds", ".2f", 1e3),
     "slowdown": lambda entry: f"{entry['slowdown']:.2f}",
-    "longest\nms": milliseconds("longest_step_seconds"),
+    "longest\nms": figure("longest_step_seconds", ".2f", 1e3),
     "prompt\ns": lambda entry: f"{entry['prompt_seconds_beside']:.1f}",
     "alone\ns": lambda entry: f"{entry['prompt_seconds_alone']:.1f}",
 }

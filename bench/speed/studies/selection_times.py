@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from kvseek.bench.engines import free_memory
-from kvseek.bench.output import Figure, run_command
+from kvseek.bench.output import Figure, figure, run_command
 from kvseek.bench.speed.device.bench import Bench
-from kvseek.bench.speed.device.decode import skipped
-from kvseek.bench.speed.device.floors import costs_of
+from kvseek.bench.speed.device.contestant import capture_stream
+from kvseek.bench.speed.device.decode import describe_variant, skipped
+from kvseek.bench.speed.device.floors import costs_of, elapsed_seconds, timing_event
 from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.bench.speed.device.memory_rates import elapsed_seconds, timing_event
-from kvseek.bench.speed.device.observers import capture_stream
-from kvseek.bench.speed.device.results import describe_variant
 from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
 from kvseek.bench.timing import Samples
 from kvseek.bench.variants import Variant
@@ -117,14 +115,12 @@ def measure(bench: Bench, variant: Variant, rows: RowStorage, filler: Filler, ce
     }
 
 
-def _microseconds(name: str) -> Figure:
-    return lambda entry: f"{entry['layer_seconds'][name] * 1e6:.1f}"
-
-
 FIGURES: dict[str, Figure] = {
     "tokens": lambda entry: f"{entry['context']:,}",
     "batch": lambda entry: str(entry["batch"]),
-    **{heading: _microseconds(name) for heading, name in (("µs", "median"), ("fastest", "min"), ("slowest", "max"))},
+    "µs": figure("layer_seconds.median", ".1f", 1e6),
+    "fastest": figure("layer_seconds.min", ".1f", 1e6),
+    "slowest": figure("layer_seconds.max", ".1f", 1e6),
     "MB\nread": lambda entry: f"{entry['bytes'] / 1e6:.1f}",
     "TB/s": lambda entry: f"{entry['bytes'] / entry['layer_seconds']['median'] / 1e12:.2f}",
 }

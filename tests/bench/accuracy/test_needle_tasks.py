@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from kvseek.bench.accuracy.needle_results import wilson
+from kvseek.bench.accuracy.needle import wilson
 from kvseek.bench.accuracy.needle_tasks import facts, vocabulary
-from kvseek.bench.accuracy.needle_tasks.contexts import write_context
-from kvseek.bench.accuracy.needle_tasks.facts import Score, score
+from kvseek.bench.accuracy.needle_tasks.facts import Score, score, write_context
 from kvseek.bench.accuracy.needle_tasks.tasks import TASKS, Dialogue, make_dialogues
 from kvseek.core.errors import ConfigError
 

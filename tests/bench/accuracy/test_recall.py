@@ -12,8 +12,7 @@ from tests.plugins.cases import CASES, SELECTING
 from tests.support.random_models import ARCHITECTURES
 
 from kvseek.bench.accuracy import recall
-from kvseek.bench.accuracy.capture import CapturedLayer, cached_capture, capture, load_model, token_ids
-from kvseek.bench.accuracy.replay import Replay
+from kvseek.bench.accuracy.capture import CapturedLayer, Replay, cached_capture, capture, load_model, token_ids
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import ConfigError
 from kvseek.plugins.flat.method import exact_top_k

@@ -16,9 +16,8 @@ from tests.plugins.cases import CASES, Settings
 from torch import Tensor
 
 from kvseek.bench.accuracy import stage_losses
-from kvseek.bench.accuracy.capture import CapturedLayer, capture, capture_questions, load_model
+from kvseek.bench.accuracy.capture import CapturedLayer, Replay, capture, capture_questions, load_model
 from kvseek.bench.accuracy.needle_tasks.tasks import Dialogue
-from kvseek.bench.accuracy.replay import Replay
 from kvseek.bench.accuracy.stage_losses import Losses, measure_layer, total
 from kvseek.bench.methods import stages_of
 from kvseek.bench.variants import Variant, parse_variants

@@ -12,9 +12,9 @@ import torch
 from tests.conftest import BuildEngine
 
 from kvseek.bench.accuracy import needle, train_needle
-from kvseek.bench.accuracy.needle_tasks import model, vocabulary
+from kvseek.bench.accuracy.needle_tasks import vocabulary
 from kvseek.bench.accuracy.needle_tasks.tasks import TASKS
-from kvseek.bench.accuracy.needle_tasks.training import make_sequence
+from kvseek.bench.accuracy.train_needle import make_sequence
 
 FLAGS = ["--shape", "tiny", "--positions", "2048", "--stage", "128:4:8:1.0", "--stage", "256:2:4", "--log_every", "1"]
 
@@ -22,7 +22,7 @@ FLAGS = ["--shape", "tiny", "--positions", "2048", "--stage", "128:4:8:1.0", "--
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One context a task is enough."""
-    monkeypatch.setattr(model, "CHECKED_CONTEXTS", 1)
+    monkeypatch.setattr(train_needle, "CHECKED_CONTEXTS", 1)
 
 
 def train(folder: Path, *flags: str) -> tuple[int, list[dict[str, Any]]]:
@@ -82,12 +82,12 @@ def test_sequences() -> None:
 def test_positions_that_jump_hide_nothing() -> None:
     """Attention is causal over the whole sequence, as with a mask of its own: no text that is packed with another."""
     torch.manual_seed(0)
-    random = model.make_model(model.SHAPES["tiny"], 4096).eval()
+    random = train_needle.make_model(train_needle.SHAPES["tiny"], 4096).eval()
     ids = torch.randint(vocabulary.SIZE, (1, 40))
     positions = torch.arange(40) + 500 * (torch.arange(40) >= 20)
     answers = torch.ones(1, 40, dtype=torch.bool)
     with torch.inference_mode():
-        logits, gold = model.answer_logits(random, ids, positions[None], answers)
+        logits, gold = train_needle.answer_logits(random, ids, positions[None], answers)
         seen = torch.full((40, 40), -torch.inf).triu(1)[None, None]
         expected = random(ids, attention_mask={"full_attention": seen}, position_ids=positions[None]).logits[0, :-1]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
@@ -102,11 +102,11 @@ def test_the_needle_model_knows_all_of_it(needle_folder: Path, checks: None) -> 
     from transformers import AutoModelForCausalLM
 
     needle_model = AutoModelForCausalLM.from_pretrained(needle_folder / "model", dtype=torch.float32).eval()
-    assert model.check(needle_model, 1024, torch.device("cpu")) == dict.fromkeys(TASKS, 1.0)
+    assert train_needle.check(needle_model, 1024, torch.device("cpu")) == dict.fromkeys(TASKS, 1.0)
     batch = train_needle.Batches(5, [train_needle.Stage(512, 8, 1)], jumps=1.0, positions=train_needle.POSITIONS)[0]
     assert batch["positions"].max() > 20_000
     with torch.inference_mode():
-        logits, gold = model.answer_logits(needle_model, batch["ids"], batch["positions"], batch["answers"])
+        logits, gold = train_needle.answer_logits(needle_model, batch["ids"], batch["positions"], batch["answers"])
     assert len(gold) > 200
     assert torch.equal(logits.argmax(dim=-1), gold)
 

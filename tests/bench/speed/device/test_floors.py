@@ -7,11 +7,9 @@ import torch
 from tests.bench.speed.device.configs import config_for
 
 from kvseek.bench.speed.device import floors
-from kvseek.bench.speed.device.floors import Rates, Step, Work, work
-from kvseek.bench.speed.device.memory_rates import host_memory_rate
-from kvseek.bench.speed.device.report import over_baseline
-from kvseek.bench.speed.device.results import borrow_baselines, dense_floor, pooled, with_times
-from kvseek.bench.speed.device.throughput import peaks
+from kvseek.bench.speed.device.decode import borrow_baselines, dense_floor, peaks, pooled, with_times
+from kvseek.bench.speed.device.floors import Rates, Step, Work, host_memory_rate, work
+from kvseek.bench.speed.device.main import over_baseline
 from kvseek.bench.speed.shapes import LLAMA_3_1_8B
 from kvseek.bench.timing import Samples
 from kvseek.core.errors import ConfigError

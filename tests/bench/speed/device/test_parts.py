@@ -14,11 +14,11 @@ import torch
 from tests.bench.speed.device.configs import KIB, METHODS, config_for
 
 from kvseek.bench.speed import decode
+from kvseek.bench.speed.device.bench import RandomWeights, quantised
 from kvseek.bench.speed.device.memory_plan import IndexNeeds, Needs
 from kvseek.bench.speed.device.options import parse
-from kvseek.bench.speed.device.random_weights import RandomWeights, quantised
-from kvseek.bench.speed.parts import part_groups
 from kvseek.bench.speed.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
+from kvseek.bench.timing import part_groups
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvseek.bench.speed.device.synthetic_keys import Spectrum, SyntheticKeys
+from kvseek.bench.speed.device.filling import Spectrum, SyntheticKeys
 
 CPU = torch.device("cpu")
 
