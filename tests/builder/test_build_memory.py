@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.support.gguf_files import write_gguf
+from tests.support.checkpoint_files import save_tensorrt_llm, write_gguf
 from tests.support.random_models import save_random_model
-from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 # Six layers of 49 MiB, a shard each; gate_up, the largest fused tensor, takes 22 MiB.
 SHAPE = {

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tests.conftest import ROOT
 from tests.engine.model.test_logits import load_transformers
-from tests.support.edited_files import edit_tensors
-from tests.support.quantised_models import save_dequantised
+from tests.support.checkpoint_files import edit_tensors, save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model, save_tokenizer
 from torch import Tensor
 

@@ -14,10 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.conftest import BuildEngine
 from tests.engine.model.test_logits import compare
-from tests.support.builds import run_build
-from tests.support.edited_files import edit_json, edit_tensors
-from tests.support.gguf_files import edit_gguf, finish, write_gguf
-from tests.support.llama_config import LLAMA
+from tests.support.checkpoint_files import LLAMA, edit_gguf, edit_json, edit_tensors, finish, run_build, write_gguf
 from tests.support.random_models import save_random_model
 
 from kvseek.builder import build

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.gguf_files import edit_gguf, finish, write_gguf
-from tests.support.llama_config import LLAMA
+from tests.support.checkpoint_files import LLAMA, edit_gguf, finish, write_gguf
 from tests.support.random_models import save_random_model
 
 from kvseek.builder.checkpoints.effective_config import check_effective_config

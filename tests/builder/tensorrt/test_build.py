@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -187,10 +188,19 @@ def test_absent_module(
     assert f"pip install {package}" in message
 
 
+@pytest.fixture(scope="module")
+def built(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("built") / "engine"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "cached_cubins", lambda *arguments: {90: b"cubin"})
+        assert run(models["qwen2"], directory, *SEGMENTS, *LIMITS) == 0
+    return directory
+
+
 @pytest.fixture
-def engine(models: dict[str, Path], tmp_path: Path, no_kernels: None) -> Path:
-    assert run(models["qwen2"], tmp_path / "engine", *SEGMENTS, *LIMITS) == 0
-    return tmp_path / "engine"
+def engine(built: Path, tmp_path: Path, no_kernels: None) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(built, tmp_path / "engine"))
 
 
 def test_built_again_with_another_version(
