@@ -157,6 +157,15 @@ def run_command(
     return 0
 
 
+def command(
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    run: Callable[[argparse.Namespace], Document],
+    print_table: Callable[..., None],
+) -> Callable[..., int]:
+    """The `main` of a measurement: takes the words of its command line, or those of this process; see run_command."""
+    return lambda argv=None: run_command(argv, parse, run, print_table)
+
+
 def progress(text: str) -> None:
     """Say on stderr what is being done: a run takes minutes."""
     print(text, file=sys.stderr, flush=True)

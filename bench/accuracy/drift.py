@@ -33,10 +33,10 @@ from kvseek.bench.output import (
     add_output_flags,
     at_least_one,
     chosen_layers,
+    command,
     figure,
     figures_table,
     print_whole,
-    run_command,
 )
 from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
@@ -317,9 +317,7 @@ def print_report(report: dict[str, Any]) -> None:
     print_whole(figures_table("beside an index built afresh from the same keys", "place", figures, fresh, "place"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    return run_command(argv, parse, run, print_report)
+main = command(parse, run, print_report)
 
 
 if __name__ == "__main__":

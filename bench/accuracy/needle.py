@@ -27,7 +27,7 @@ from kvseek.bench.accuracy.needle_tasks import vocabulary
 from kvseek.bench.accuracy.needle_tasks.facts import Score, score
 from kvseek.bench.accuracy.needle_tasks.tasks import ROUNDS, TASKS, Dialogue, make_dialogues
 from kvseek.bench.machine import describe, describe_gpu
-from kvseek.bench.output import add_output_flags, progress, run_command, write_result
+from kvseek.bench.output import add_output_flags, command, progress, write_result
 from kvseek.bench.variants import DENSE
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
@@ -214,11 +214,6 @@ def ask(
             write_result(arguments.output, results.document())
         done = f"{cell.contexts} contexts, exact {100 * cell.exact:.1f} %, {cell.seconds:.0f} s"
         progress(f"{task} {length} {name}: {done}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    return run_command(argv, parse, run, print_table)
 
 
 @dataclass
@@ -435,6 +430,8 @@ def _figures(cell: Cell) -> str:
     interval = f"{percent(cell.exact):.1f} [{low:.1f}, {high:.1f}]"
     return f"{interval}, {percent(cell.part):.1f}, {cell.attended_share:.0%}, {cell.seconds:.0f} s"
 
+
+main = command(parse, run, print_table)
 
 if __name__ == "__main__":
     sys.exit(main())

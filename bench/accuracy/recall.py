@@ -35,11 +35,11 @@ from kvseek.bench.output import (
     Figure,
     add_output_flags,
     chosen_layers,
+    command,
     figure,
     figures_table,
     print_whole,
     progress,
-    run_command,
 )
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.cpu_library import CpuLibrary
@@ -243,10 +243,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(arguments, parser().parse_args, run, print_report)
-
+main = command(parser().parse_args, run, print_report)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -37,10 +37,10 @@ from kvseek.bench.output import (
     add_output_flags,
     at_least_one,
     chosen_layers,
+    command,
     figures_table,
     print_whole,
     progress,
-    run_command,
     write_result,
 )
 from kvseek.bench.variants import Variant, parse_variants
@@ -297,10 +297,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(arguments, parser().parse_args, run, print_report)
-
+main = command(parser().parse_args, run, print_report)
 
 if __name__ == "__main__":
     sys.exit(main())

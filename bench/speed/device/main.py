@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 
 from kvseek.bench.machine import describe, describe_gpu
-from kvseek.bench.output import GIB, Figure, figure, figures_table, print_whole, run_command, write_result
+from kvseek.bench.output import GIB, Figure, command, figure, figures_table, print_whole, write_result
 from kvseek.bench.speed.device.bench import Bench
 from kvseek.bench.speed.device.decode import borrow_baselines, describe_variant, run_decode, run_throughput
 from kvseek.bench.speed.device.options import cells_of, parse
@@ -174,6 +174,4 @@ def prompt_parts(entry: dict[str, Any], best: float) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    return run_command(argv, parse, run, print_report)
+main = command(parse, run, print_report)

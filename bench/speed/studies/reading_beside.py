@@ -13,13 +13,13 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvseek.bench.engines import bare_engine, free_memory
-from kvseek.bench.output import Figure, figure, run_command
+from kvseek.bench.output import Figure, command, figure
 from kvseek.bench.speed.device.bench import Bench
 from kvseek.bench.speed.device.memory_plan import Cell
 from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
@@ -106,11 +106,9 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
     return result("reading_beside", bench, results, method=own.method)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    parser = study_parser(__doc__, contexts="32768,131072")
-    parser.add_argument("--method", default="pariskv", help="default: %(default)s")
-    return run_command(argv, parser.parse_args, run, lambda document: print_figures(document, FIGURES))
+PARSER = study_parser(__doc__, contexts="32768,131072")
+PARSER.add_argument("--method", default="pariskv", help="default: %(default)s")
+main = command(PARSER.parse_args, run, partial(print_figures, figures=FIGURES))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvseek.bench.engines import free_memory
-from kvseek.bench.output import Figure, figure, run_command
+from kvseek.bench.output import Figure, command, figure
 from kvseek.bench.speed.device.bench import Bench
 from kvseek.bench.speed.device.contestant import capture_stream
 from kvseek.bench.speed.device.decode import describe_variant, skipped
@@ -155,15 +154,11 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
     return result("device selection times", bench, results, **settings)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    usual = {"methods": "pariskv,nested", "contexts": "131072", "batches": "1", "offload": "never", "repeats": "31"}
-    parser = study_parser(__doc__, **usual, dtype="bfloat16", host_memory="64GiB")
-    parser.add_argument(
-        "--layers", type=int, default=4, help=f"indexes that are searched in turn; a divisor of {SELECTIONS}"
-    )
-    return run_command(argv, parser.parse_args, run, print_report)
-
+DEFAULTS = {"methods": "pariskv,nested", "contexts": "131072", "batches": "1", "offload": "never", "repeats": "31"}
+PARSER = study_parser(__doc__, **DEFAULTS, dtype="bfloat16", host_memory="64GiB")
+LAYERS = f"indexes that are searched in turn; a divisor of {SELECTIONS}"
+PARSER.add_argument("--layers", type=int, default=4, help=LAYERS)
+main = command(PARSER.parse_args, run, print_report)
 
 if __name__ == "__main__":
     sys.exit(main())
