@@ -196,22 +196,18 @@ def test_a_rank_that_cannot_load_its_part_says_why(directory: Path, tmp_path: Pa
         assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
 
 
-def test_a_process_has_one_engine_of_several_ranks(directory: Path) -> None:
+def test_what_ends_no_rank_and_what_does(directory: Path) -> None:
+    """Neither another engine, of which a process has one of several ranks, nor the signals that a terminal sends to all."""
     with loaded(directory) as engine:
         with pytest.raises(ConfigError, match="tp_size: another engine of several ranks runs in this process"):
             load_decoder(directory, read_config(directory))
         pid = follower_of(engine.decoder)  # type: ignore[arg-type]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        time.sleep(0.2)
         assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_ranks_ignore_the_signals_that_a_terminal_sends_to_all(directory: Path) -> None:
-    with loaded(directory) as engine:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(follower_of(engine.decoder), number)  # type: ignore[arg-type]
-        time.sleep(0.2)
-        assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
 
 
 @pytest.mark.parametrize(
