@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.plugins import ctkvr_pairs, gpu_context, prkv_world
+from tests.gpu.plugins import clusterkv_pairs, ctkvr_pairs, gpu_context, prkv_world
 from tests.gpu.plugins import test_batches as batch_checks
 from tests.gpu.plugins import test_clusterkv as clusterkv_checks
 from tests.gpu.plugins import test_nested as nested_checks
@@ -103,7 +103,7 @@ def test_clusterkv(fields: dict[str, Any], shape: tuple[str, int, int]) -> None:
     torch.manual_seed(dim)
     lengths = [2100, 40]
     config = ClusterConfig(top_k=60, iterations=2, candidates=4, **fields)
-    expected, found = clusterkv_checks.make_pair(config, dtype, dim, group, lengths)
+    expected, found = clusterkv_pairs.make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(2, KV_HEADS * group, dim).to(getattr(torch, dtype))
     rows = select_rows(found, queries, [0, 1]).rows
     check = clusterkv_checks.check_reranked if config.rerank_bits else clusterkv_checks.check_request

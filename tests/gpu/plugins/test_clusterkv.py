@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import pytest
 import torch
 from tests.gpu.plugins import gpu_context
+from tests.gpu.plugins.clusterkv_pairs import (
+    KV_HEADS,
+    batch_of,
+    build,
+    copy_clusters,
+    make_context,
+    make_pair,
+    poison,
+    random_keys,
+)
 from tests.kernels.reference.codes import stores
 from tests.plugins.clusterkv.settings import CENTROIDS
-from tests.plugins.index_cases import KV_HEADS, extend, select, select_rows
+from tests.plugins.index_cases import extend, select, select_rows
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
 from kvseek.core.errors import KernelError
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
@@ -335,72 +341,3 @@ def test_queries_of_another_dtype_are_refused() -> None:
     _, index = make_pair(Config(iterations=1), "bfloat16", 64, 2, [300])
     with pytest.raises(KernelError, match=r"queries: torch\.float32 on cuda:0: must be torch\.bfloat16 on cuda"):
         select(index, torch.randn(1, KV_HEADS * 2, 64, device="cuda"), [0])
-
-
-LAYER = 4
-
-
-make_context = partial(gpu_context.make_context, "clusterkv", layer=LAYER)
-
-
-def random_keys(n: int, dim: int, dtype: str) -> Tensor:
-    """Keys of one slot, see gpu_context.keys_of_slots."""
-    return gpu_context.keys_of_slots([n], dim, dtype)[0]
-
-
-def copy_clusters(found: CudaIndex, expected: ReferenceIndex) -> None:
-    """Give the index on the GPU the reference's clusters; both have the same extents."""
-    for name in ("centroids", "sizes", "starts", "places", "clusters", "spreads"):
-        getattr(found.reference, name).copy_(getattr(expected, name))
-    if expected.codes is not None and found.reference.codes is not None:
-        stores.copy(expected.codes, found.reference.codes)
-    found.reference.counts[:] = expected.counts
-    found.reference.prompt_tokens[:] = expected.prompt_tokens
-
-
-def poison(index: CudaIndex | ReferenceIndex) -> None:
-    arrays = index.reference if isinstance(index, CudaIndex) else index
-    arrays.centroids.fill_(float("nan"))
-    arrays.spreads.fill_(float("nan"))
-    if arrays.codes is not None:
-        stores.poison(arrays.codes)
-    for array in (arrays.sizes, arrays.starts, arrays.places):
-        array.fill_(-7)
-    if isinstance(index, CudaIndex):
-        index.workspace.scores.fill_(float("nan"))
-        index.workspace.statistics.fill_(float("nan"))
-        if index.reranker is not None:
-            index.reranker.candidates.fill_(-7)
-            index.reranker.estimates.fill_(float("nan"))
-            index.reranker.normalisers.fill_(0x77)
-
-
-def build(index: CudaIndex, slot: int, keys: Tensor) -> None:
-    """Give a slot its prompt's keys, on the GPU, and wait for its clusters."""
-    work = index.build(slot, keys, keys)
-    if work is not None:
-        work.wait()
-
-
-def make_pair(
-    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int]
-) -> tuple[ReferenceIndex, CudaIndex]:
-    """The same clusters, found by the reference, in it on the CPU and in the index on the GPU; all else is poisoned."""
-    expected = ReferenceIndex(make_context(config, dtype, dim, group, lengths, "cpu"))
-    found = CudaIndex(make_context(config, dtype, dim, group, lengths, "cuda"))
-    poison(expected)
-    poison(found)
-    for slot, length in enumerate(lengths):
-        keys = random_keys(length, dim, dtype)
-        expected.build(slot, keys, keys)
-    copy_clusters(found, expected)
-    return expected, found
-
-
-def batch_of(index: CudaIndex, positions: Sequence[int], slots: Sequence[int], dense: Sequence[int] = ()) -> Batch:
-    lengths = index.context.lengths
-    states = [
-        RequestState(slot=slot, position=position, length=lengths[slot], dense=slot in dense)
-        for slot, position in zip(slots, positions, strict=True)
-    ]
-    return Batch.of(states, index.context.extents.device_table)
