@@ -19,7 +19,7 @@ from rich.console import Console
 from kvseek.bench.engines import free_memory, random_engine, without_reuse
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import GIB, Figure, figure, figures_table, print_whole, progress
-from kvseek.bench.speed.decode import EngineContestant
+from kvseek.bench.speed.contestants import EngineContestant
 from kvseek.bench.speed.device.bench import ROOM, engine_config
 from kvseek.bench.speed.device.decode import describe_variant
 from kvseek.bench.speed.device.options import cells_of

@@ -15,7 +15,8 @@ from tests.support.random_models import save_random_model
 
 from kvseek.bench.machine import describe, installed_version, peak_memory_bytes
 from kvseek.bench.speed import decode
-from kvseek.bench.speed.decode import add_ratios, print_report, row_bytes
+from kvseek.bench.speed.contestants import row_bytes
+from kvseek.bench.speed.decode import add_ratios, print_report
 from kvseek.bench.speed.device.main import print_report as print_device_report
 from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.bench.timing import Samples, interleave, measure, turns
