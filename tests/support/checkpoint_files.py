@@ -28,6 +28,12 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "eos_token_id": [7, 8],
 }
+LLAMA3 = {  # RoPE's scaling, but for its name
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def run_build(model: Path, output_dir: Path, *flags: str) -> int:

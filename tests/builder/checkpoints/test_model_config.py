@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.checkpoint_files import LLAMA
+from tests.support.checkpoint_files import LLAMA, LLAMA3
 
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 # LLAMA reaches 4,096 tokens, 4 times as far as here.
 LONG = RopeScaling("longrope", 4.0, 1024, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)
