@@ -185,19 +185,14 @@ def test_a_rank_whose_cache_differs_ends_the_engine(directory: Path) -> None:
             decoder.decode([8], [0])
 
 
-def test_a_rank_that_cannot_load_its_part_says_why(directory: Path, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_its_part_says_why_and_leaves_nothing(directory: Path, tmp_path: Path) -> None:
+    """The engine that is loaded next ends neither by another one, as a process has one, nor by a terminal's signals to all."""
     damaged = shutil.copytree(directory, tmp_path / "engine")
     (damaged / "rank1.index.json").unlink()
     with pytest.raises(
         RankError, match=r"rank 1: EngineDirectoryError: .*rank1.index.json is missing; build the engine"
     ):
         lead(damaged, read_config(damaged))
-    with loaded(directory) as engine:  # nothing is left of it
-        assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
-
-
-def test_what_ends_no_rank_and_what_does(directory: Path) -> None:
-    """Neither another engine, of which a process has one of several ranks, nor the signals that a terminal sends to all."""
     with loaded(directory) as engine:
         with pytest.raises(ConfigError, match="tp_size: another engine of several ranks runs in this process"):
             load_decoder(directory, read_config(directory))
