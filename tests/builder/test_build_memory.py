@@ -88,15 +88,8 @@ def test_peaks_follow_the_largest_shard(tmp_path: Path) -> None:
     shards = [path.stat().st_size for path in large["hugging_face"].glob("*.safetensors")]
     assert len(shards) == LAYERS + 1
     assert sum(shards) > max(shards) + ALLOWANCE + 180 * MIB, "holding the model would show"
-    command = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        tmp_path / "engine",
-        large["hugging_face"],
-        *tiny.values(),
-        *large.values(),
-    ]
+    models = [large["hugging_face"], *tiny.values(), *large.values()]
+    command = [sys.executable, "-c", SCRIPT, tmp_path / "engine", *models]
     # What the C library's allocator keeps varies from run to run by dozens of MiB. One arena instead of one a thread; and
     # a fixed threshold, above which freed memory goes back to the system: by default it rises to the size of what was
     # freed, so that whole tensors stay, by chance of the order.

@@ -229,16 +229,7 @@ def test_command_line_prints_json_and_tables(
     needle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "results" / "lost.json"
-    arguments = [
-        "--needle",
-        str(needle_folder),
-        "--tasks",
-        "niah_multiquery,niah_single",
-        "--lengths",
-        "1024",
-        "--n",
-        "1",
-    ]
+    arguments = f"--needle {needle_folder} --tasks niah_multiquery,niah_single --lengths 1024 --n 1".split()
     arguments += ["--methods", "flat:top_k=8,prkv:top_k=64", "--threads", "1", "--output", str(output)]
     assert stage_losses.main([*arguments, "--layers", "1,3", "--json"]) == 0
     captured = capsys.readouterr()

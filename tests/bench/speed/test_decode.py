@@ -121,18 +121,10 @@ def test_the_whole_benchmark(tmp_path: Path, build_engine: BuildEngine, capsys: 
     text = tmp_path / "text.txt"
     text.write_text("the harbour master wrote the log at dusk. " * 60, encoding="utf-8")
     output = tmp_path / "results" / "run.json"
-    arguments = [
-        "--engine_dirs",
-        *map(str, directories),
-        "--model",
-        str(model),
-        "--text",
-        str(text),
-        "--output",
-        str(output),
-    ]
-    arguments += ["--contexts", f"100,{CONTEXT}", "--tokens", "6", "--block", "4", "--compare_transformers", "--json"]
-    assert decode.main(arguments) == 0
+    flags = (
+        f"--model {model} --text {text} --output {output} --contexts 100,{CONTEXT} --tokens 6 --block 4 --json".split()
+    )
+    assert decode.main([*flags, "--compare_transformers", "--engine_dirs", *map(str, directories)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(output.read_text(encoding="utf-8"))
     assert [part["context"] for part in document["contexts"]] == [100, CONTEXT]
@@ -198,18 +190,7 @@ def test_engines_of_several_ranks_take_part(tmp_path: Path, capsys: pytest.Captu
     model = save_random_model(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2)
     text, threads = tmp_path / "text.txt", torch.get_num_threads()
     text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
-    arguments = [
-        "--model",
-        str(model),
-        "--methods",
-        "full",
-        "--tp_size",
-        "1,2",
-        "--text",
-        str(text),
-        "--contexts",
-        "50",
-    ]
+    arguments = f"--model {model} --methods full --tp_size 1,2 --text {text} --contexts 50".split()
     assert decode.main([*arguments, "--tokens", "5", "--threads", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     one, two = document["contexts"][0]["results"]

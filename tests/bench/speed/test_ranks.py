@@ -167,17 +167,8 @@ def test_a_directory_for_gpus_has_kernels_of_a_rank(tmp_path: Path, monkeypatch:
     """Compiled here; what loads it needs a GPU (tests/gpu/parallel/test_bench.py)."""
     pytest.importorskip("cuda.core")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    flags = [
-        "--shape",
-        "llama-3.1-8b",
-        "--methods",
-        "full,pariskv",
-        "--offload",
-        "always,never,auto",
-        "--tp_size",
-        "1,2",
-    ]
-    arguments = parse([*flags, "--contexts", "131072"])
+    flags = "--shape llama-3.1-8b --methods full,pariskv --offload always,never,auto --tp_size 1,2 --contexts 131072"
+    arguments = parse(flags.split())
     found = list(ranks.contests(arguments))
     places = [(contest.variant.label, contest.offload) for contest in found if contest.tp_size == 2]
     assert places == [("full", "never"), *(("pariskv", offload) for offload in ("always", "never", "auto"))]
