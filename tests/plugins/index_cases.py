@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -146,7 +146,7 @@ def shared_with_exact(index: Callable[[Tensor], Index]) -> float:
     return sum(len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)) / len(found)
 
 
-def batch_of(index: Index, slots: Sequence[int], dense: Sequence[int] = ()) -> Batch:
+def batch_of(index: Index, slots: Sequence[int], dense: Collection[int] = ()) -> Batch:
     """Requests of slots, some of them dense, with the index's effort for their lengths."""
     context, states = index.context, []
     for slot in slots:
