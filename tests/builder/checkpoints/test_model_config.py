@@ -191,27 +191,27 @@ VALUES = [None, True, -1, 0, 3, 0.5, float("nan"), 10**400, "", "x", [], [None],
 
 
 @pytest.mark.parametrize("name", [*STATED, "rope_theta", "rope_scaling", "rope_parameters", "head_dim", "layer_types"])
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:9])
-def test_any_value_of_any_field(name: str, value: Any) -> None:
+def test_any_value_of_any_field(name: str) -> None:
     """No value ends in anything but a configuration or an error that names the field."""
-    message = ""
-    try:
-        assert isinstance(model_config(STATED | {name: value}), ModelConfig)
-    except ConfigError as error:
-        message = str(error)
     names = [name, *SPOKEN.get(name, name).split("|")]
-    assert not message or any(one in message for one in names), message
+    for value in VALUES:
+        message = ""
+        try:
+            assert isinstance(model_config(STATED | {name: value}), ModelConfig)
+        except ConfigError as error:
+            message = str(error)
+        assert not message or any(one in message for one in names), f"{value!r:.9}: {message}"
 
 
 @pytest.mark.parametrize("scaling", [LINEAR, LLAMA3_SCALING, YARN], ids=["linear", "llama3", "yarn"])
 @pytest.mark.parametrize(
     "name", [*RopeScaling.__dataclass_fields__, "rope_type", "rope_theta", "partial_rotary_factor"]
 )
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:9])
-def test_any_value_of_any_scaling_field(name: str, value: Any, scaling: dict[str, Any]) -> None:
+def test_any_value_of_any_scaling_field(name: str, scaling: dict[str, Any]) -> None:
     outer = {"original_max_position_embeddings": 64}
-    with contextlib.suppress(ConfigError):
-        assert isinstance(model_config(STATED | outer | {"rope_scaling": {**scaling, name: value}}), ModelConfig)
+    for value in VALUES:
+        with contextlib.suppress(ConfigError):
+            assert isinstance(model_config(STATED | outer | {"rope_scaling": {**scaling, name: value}}), ModelConfig)
 
 
 def test_numbers_that_no_file_should_hold(tmp_path: Path) -> None:
