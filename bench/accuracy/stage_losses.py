@@ -267,7 +267,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.threads is not None:
         at_least_one(options, "threads")
         torch.set_num_threads(options.threads)
-    chosen, lengths = chosen_questions(options, n=4, questions=1)
+    chosen, lengths = chosen_questions(options, "n", "questions")
     if not 0 < options.least <= 1:
         raise ConfigError(
             f"--least = {options.least}: must be in (0, 1], a share of the attention; 0.05 is the default"
