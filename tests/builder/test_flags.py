@@ -205,6 +205,9 @@ VALUES: list[tuple[tuple[str, ...], str]] = [
     ((*TENSORRT, "--tensorrt.module", "onnx"), "tensorrt.module = 'onnx': must be one of"),
     ((*TENSORRT, "--tensorrt.form", "layers"), "tensorrt.form = 'layers': must be one of"),
     ((*TENSORRT, "--device", "cpu"), "runtime = 'tensorrt': must be 'torch' with device = 'cpu'"),
+    ((*TENSORRT, "--tp_size", "2"), "tp_size = 2: must be 1 with runtime = 'tensorrt'"),
+    (("--tp_size", "0"), "tp_size = 0: must be >= 1"),
+    (("--tp_size", "4"), "tp_size = 4: must be a divisor of num_heads = 6"),
     ((*TENSORRT, "--weight_only_precision", "int8"), "= 'int8': must be 'none' with runtime = 'tensorrt'"),
 ]
 

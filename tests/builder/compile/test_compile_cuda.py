@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.plugins.cases import CASES as CASES_OF_METHODS
@@ -352,14 +350,6 @@ def test_an_engine_for_the_gpu(tmp_path: Path) -> None:
         verify(directory)
 
 
-def test_a_head_size_that_a_method_cannot_index(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(model, tmp_path / "engine", "--method", "pariskv") == 1
-    assert "head_dim = 32: must be a multiple of 32 from 64 to 256 for ParisKV on the GPU" in capsys.readouterr().err
-    assert not (tmp_path / "engine").exists()
-
-
 def test_architectures_default_to_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_cuda, "cached_cubin", lambda _, arch: f"cubin {arch}".encode())
     assert run(model, tmp_path / "engine") == 0
@@ -371,11 +361,3 @@ def test_architectures_default_to_all(model: Path, tmp_path: Path, monkeypatch: 
     assert [path.name for path in (tmp_path / "engine/kernels").iterdir()] == ["sm_90.cubin"]
     assert run(model, tmp_path / "engine", "--cuda_archs", "90,80") == 0
     assert {path.name for path in (tmp_path / "engine/kernels").iterdir()} == {"sm_80.cubin", "sm_90.cubin"}
-
-
-def test_a_model_that_kernels_do_not_support(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = save_random_model(tmp_path / "model", "llama")
-    values: dict[str, Any] = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(values | {"head_dim": 48}))
-    assert run(model, tmp_path / "engine") == 1
-    assert "head_dim = 48: must be a multiple of 32 up to 256 with device = 'cuda'" in capsys.readouterr().err

@@ -359,16 +359,13 @@ def test_inspect_and_verify(engine: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "damaged  rank0/segment-00002-of-00004.plan" in capsys.readouterr().out
 
 
-DAMAGES = [("", "is corrupt"), ("[]", "is corrupt"), ('{"module": "tensorrt"}', "key 'version' is missing")]
-
-
-@pytest.mark.parametrize(("content", "message"), DAMAGES)
-def test_damaged_index(content: str, message: str, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (engine / "rank0.plans.json").write_text(content)
+def test_damaged_index(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What else may be wrong with it: tests/engine/tensorrt/test_index.py."""
+    (engine / "rank0.plans.json").write_text('{"module": "tensorrt"}')
     assert build.main(["--inspect", str(engine)]) == 1
     found = capsys.readouterr().err
     assert "rank0.plans.json" in found
-    assert message in found
+    assert "key 'version' is missing" in found
     (engine / "rank0.plans.json").unlink()
     assert build.main(["--inspect", str(engine)]) == 1
     assert "rank0.plans.json is missing; build the engine again" in capsys.readouterr().err

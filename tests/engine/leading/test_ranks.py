@@ -203,25 +203,3 @@ def test_a_rank_that_cannot_load_its_part_says_why_and_leaves_nothing(directory:
         assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--tp_size", "0"), "tp_size = 0: must be >= 1"),
-        (("--tp_size", "3"), "tp_size = 3: must be a divisor of num_heads = 4"),
-        (
-            ("--tp_size", "2", "--device", "cuda", "--runtime", "tensorrt"),
-            "tp_size = 2: must be 1 with runtime = 'tensorrt'",
-        ),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(
-    flags: tuple[str, ...], message: str, random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from kvseek.builder import build
-
-    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
-    arguments = ["--model", str(model), "--method", "full", "--output_dir", str(tmp_path / "engine"), "--quiet"]
-    assert build.main([*arguments, *flags]) == 1
-    assert message in capsys.readouterr().err

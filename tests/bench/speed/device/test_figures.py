@@ -125,7 +125,6 @@ BAD = {
     "batches": (["--batches", "1,x"], "--batches = '1,x': must be a comma list"),
     "steps": (["--steps", "201"], "--steps = 201: must be between 1 and 200, so that no timed step evicts"),
     "dtype": (["--dtype", "int8"], "--dtype = 'int8': must be one of bfloat16, float16, float32"),
-    "twice": (["--methods", "full,full"], "--methods = 'full,full': must name each once"),
     "offload twice": (["--offload", "auto,auto"], "--offload = 'auto,auto': must name each once"),
     "repeats": (["--repeats", "0"], "--repeats = 0: must be >= 1"),
 }
