@@ -11,7 +11,7 @@ from typing import Any
 
 from kvseek.bench.load import cells as load_cells
 from kvseek.bench.output import GIB, Figure, read_result
-from kvseek.bench.timing import part_groups
+from kvseek.bench.speed.parts import part_groups
 from kvseek.core.errors import KvseekError
 
 ROOT = Path(__file__).resolve().parents[1]  # also where the folder is reached through a link

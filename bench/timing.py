@@ -8,15 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvseek.engine.observer import Observer
-
-GROUPS = {  # of the parts of a decode step (engine/observer.py), as all tables show them
-    "GEMMs": ("qkv", "o", "gate_up", "down", "head"),
-    "select": ("select",),
-    "attend": ("attend",),
-    "others": ("begin", "norm", "rope", "mlp_norm"),
-}
-
 Clock = Callable[[], float]
 Timer = Callable[[Callable[[], object]], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "process": time.process_time}
@@ -95,41 +86,3 @@ def in_turn(items: Sequence[tuple[str, Callable[[], object]]], turn: int) -> Seq
     """The same items, begun one later each turn: nobody always runs after the same neighbour started cold."""
     first = turn % len(items)
     return [*items[first:], *items[:first]]
-
-
-def part_groups(parts: dict[str, float]) -> dict[str, float]:
-    """Seconds of the groups that a table shows; a part of the step that no group names counts as others."""
-    named = {part for group in GROUPS.values() for part in group}
-    groups = {name: sum(parts.get(part, 0.0) for part in group) for name, group in GROUPS.items()}
-    groups["others"] += sum(seconds for part, seconds in parts.items() if part not in named)
-    return groups
-
-
-class HostClock(Observer):
-    """Time of the parts of a step on the CPU, where a part has run when an observer is told of it.
-
-    Parameters
-    ----------
-    clock : callable
-        Tells the time in seconds.
-
-    Attributes
-    ----------
-    seconds : dict of float
-        Of each part, summed over its occurrences since `restart`.
-    """
-
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
-        self._clock = clock
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a step."""
-        self.seconds: dict[str, float] = {}
-        self._last = self._clock()
-
-    def part_ended(self, name: str) -> None:
-        """See Observer."""
-        now = self._clock()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now

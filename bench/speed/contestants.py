@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from kvseek.bench.speed.parts import HostClock
 from kvseek.bench.speed.shapes import matrix_bytes, row_numbers
-from kvseek.bench.timing import Clock, HostClock
+from kvseek.bench.timing import Clock
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, StepOutput

@@ -41,7 +41,8 @@ from kvseek.bench.speed.contestants import (
     ranked,
 )
 from kvseek.bench.speed.device.options import make_parser as make_device_parser
-from kvseek.bench.timing import CLOCKS, GROUPS, Clock, Samples, interleave, part_groups
+from kvseek.bench.speed.parts import GROUPS, part_groups
+from kvseek.bench.timing import CLOCKS, Clock, Samples, interleave
 from kvseek.bench.variants import FORM, Variant, parse_variants
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.command_line import Parser

@@ -14,8 +14,8 @@ from kvseek.bench.speed.device.bench import Bench
 from kvseek.bench.speed.device.decode import borrow_baselines, describe_variant, run_decode, run_throughput
 from kvseek.bench.speed.device.options import cells_of, parse
 from kvseek.bench.speed.device.prefill import run_prefill
+from kvseek.bench.speed.parts import GROUPS, part_groups
 from kvseek.bench.speed.ranks import print_ranks, run_ranks
-from kvseek.bench.timing import GROUPS, part_groups
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import torch
 
 from kvseek.bench.engines import free_memory
 from kvseek.bench.output import progress
+from kvseek.bench.speed.parts import part_groups
 from kvseek.bench.speed.shapes import prompt_operations
-from kvseek.bench.timing import Samples, interleave, part_groups
+from kvseek.bench.timing import Samples, interleave
 from kvseek.bench.variants import Variant
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.cuda.attention import PromptAttention, described_attention

@@ -29,8 +29,9 @@ from kvseek.bench.speed.device.memory_plan import (
     plan_phases,
 )
 from kvseek.bench.speed.device.options import parse
+from kvseek.bench.speed.parts import part_groups
 from kvseek.bench.speed.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
-from kvseek.bench.timing import Samples, part_groups
+from kvseek.bench.timing import Samples
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
