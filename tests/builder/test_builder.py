@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.conftest import BuildEngine
-from tests.support.edited_files import edit_tensors
+from tests.support.checkpoint_files import edit_tensors
 from tests.support.random_models import ARCHITECTURES, save_random_model
 
 from kvseek.builder import build
