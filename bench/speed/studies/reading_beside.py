@@ -13,16 +13,16 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvseek.bench.engines import bare_engine, free_memory
-from kvseek.bench.output import Figure, run_command
+from kvseek.bench.output import Figure, command, figure
 from kvseek.bench.speed.device.bench import Bench
 from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.bench.speed.studies.common import make_bench, milliseconds, print_figures, result, study_parser
+from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
 from kvseek.bench.variants import Variant
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
@@ -32,10 +32,10 @@ STEPS_ALONE = 60
 WARM_STEPS = 20  # of those, before the first that counts
 FIGURES: dict[str, Figure] = {
     "tokens": lambda entry: f"{entry['context']:,}",
-    "alone\nms": milliseconds("undisturbed_step_seconds"),
-    "mean\nms": milliseconds("mean_step_seconds"),
+    "alone\nms": figure("undisturbed_step_seconds", ".2f", 1e3),
+    "mean\nms": figure("mean_step_seconds", ".2f", 1e3),
     "slowdown": lambda entry: f"{entry['slowdown']:.2f}",
-    "longest\nms": milliseconds("longest_step_seconds"),
+    "longest\nms": figure("longest_step_seconds", ".2f", 1e3),
     "prompt\ns": lambda entry: f"{entry['prompt_seconds_beside']:.1f}",
     "alone\ns": lambda entry: f"{entry['prompt_seconds_alone']:.1f}",
 }
@@ -106,11 +106,9 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
     return result("reading_beside", bench, results, method=own.method)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    parser = study_parser(__doc__, contexts="32768,131072")
-    parser.add_argument("--method", default="pariskv", help="default: %(default)s")
-    return run_command(argv, parser.parse_args, run, lambda document: print_figures(document, FIGURES))
+PARSER = study_parser(__doc__, contexts="32768,131072")
+PARSER.add_argument("--method", default="pariskv", help="default: %(default)s")
+main = command(PARSER.parse_args, run, partial(print_figures, figures=FIGURES))
 
 
 if __name__ == "__main__":

@@ -332,20 +332,9 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests(bits: int
     _, index = make_pair(Config(iterations=2, rerank_bits=bits), "bfloat16", 128, 4, lengths)
     queries = torch.randn(3, KV_HEADS * 4, 128, device="cuda").bfloat16()
     batch = batch_of(index, [50_000] * 3, [0, 1, 2])
-    want = index.select(queries, batch)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = index.select(queries, batch)
-    assert want is not None
-    assert found is not None
-    found.rows.fill_(-9)
-    graph.replay()
-    assert torch.equal(found.rows, want.rows)
-    batch.requests.copy_(batch_of(index, [50_001] * 3, [2, 0, 1], dense=[1]).requests)
-    found.rows.fill_(-9)
-    graph.replay()
-    assert (found.rows[2] == -9).all(), "nothing is selected for a dense request"
-    assert torch.equal(found.rows[:2], select_rows(index, queries[:2], [2, 0]).rows)
+    others = batch_of(index, [50_001] * 3, [2, 0, 1], dense=[1])
+    rows = gpu_context.check_captured(index, queries, batch, lambda: others)
+    assert torch.equal(rows, select_rows(index, queries[:2], [2, 0]).rows)
 
 
 def test_queries_of_another_dtype_are_refused() -> None:

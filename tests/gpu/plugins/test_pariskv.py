@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.shared_extents import check_shared_extents
-from tests.plugins.index_cases import KV_HEADS, select_rows
+from tests.plugins.index_cases import KV_HEADS, batch_of, select_rows
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState, pack
+from kvseek.core.batch import Batch
 from kvseek.core.extents import extents_for
 from kvseek.plugins.group import best_positions, softmax_mean
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
@@ -178,26 +177,15 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     lengths = [3000, 40_000, 12_000]
     _, found = make_pair(config, "bfloat16", 128, 4, lengths)
     queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    states = [RequestState(slot=slot, length=n, numbers=found.effort(n).numbers) for slot, n in enumerate(lengths)]
-    batch = Batch.of(states, found.context.extents.device_table)
-    want = found.select(queries, batch).rows.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows = found.select(queries, batch).rows
-    rows.fill_(-9)
-    graph.replay()
-    assert torch.equal(rows, want)
-    short = replace(states[1], length=2000, numbers=found.effort(2000).numbers)
-    shorter = [short, states[2], replace(states[0], dense=True)]
-    batch.requests.copy_(pack(shorter))
-    rows.fill_(-9)
-    graph.replay()
-    assert (rows[2] == -9).all(), "nothing is selected for a dense request"
+
+    def shorten() -> Batch:
+        found.context.lengths[1] = 2000
+        return batch_of(found, [1, 2, 0], dense=[0])
+
+    rows = gpu_context.check_captured(found, queries, batch_of(found, [0, 1, 2]), shorten)
     assert (rows[0] < 2000).all()
-    found.context.lengths[1] = 2000
-    queries = queries[[0, 1]]
     # The counts of slot 1 still hold all of its keys: a shorter length alone is not what a served request does.
-    assert torch.equal(rows[:2], select_rows(found, queries, [1, 2]).rows)
+    assert torch.equal(rows, select_rows(found, queries[[0, 1]], [1, 2]).rows)
 
 
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)
