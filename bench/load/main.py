@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.bench.machine import describe
-from kvseek.bench.output import add_output_flags, at_least_one, progress, run_command
+from kvseek.bench.output import add_output_flags, at_least_one, markdown, progress, rows, run_command
 from kvseek.core.config_file import read_config
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.settings import ServeSettings
 
 from . import aiperf, perf_analyzer
-from .cells import Answer, Cell, LoadTestError, cells, figures, print_table, prompts
+from .cells import COLUMNS, Answer, Cell, LoadTestError, captions, cells, figures, prompts
 from .tool import NothingWrittenError
 
 TOOLS = {tool.NAME: tool.DOOR for tool in (perf_analyzer, aiperf)}
@@ -89,12 +89,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     results = []
     with running_server(arguments.engine_dir, settings=settings) as server:
         for tool, measure in ways(arguments, server).items():
-            measure_cell(measure, Cell(1, base[1], 2, arguments.output_tokens), texts[sweep[0]][:2])  # warm
+            measure_cell(measure, Cell(((base[1], arguments.output_tokens),) * 2), texts[sweep[0]][:2])  # warm
             for cell in sweep:
                 answers = measure_cell(measure, cell, texts[cell])
                 results.append({"tool": tool, "door": TOOLS[tool], **figures(cell, answers)})
-                load = f"{cell.requests} requests, {cell.concurrency} at a time, prompts of {cell.prompt_tokens} tokens"
-                progress(f"{tool}: {load}: {results[-1]['seconds']:.1f} s")
+                progress(f"{tool}: {cell.name}: {results[-1]['seconds']:.1f} s")
     config = read_config(arguments.engine_dir)
     return {
         "benchmark": "load",
@@ -123,6 +122,11 @@ def measure_cell(measure: Measure, cell: Cell, texts: Sequence[str]) -> list[Ans
     except NothingWrittenError as error:
         progress(f"measured again, because {error}")
     return attempt()
+
+
+def print_table(document: dict[str, Any]) -> None:
+    """Print captions and table."""
+    print(f"{' '.join(captions(document))}\n\n{markdown(rows(COLUMNS, document['results']))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,8 +12,8 @@ from tests.support.waiting import is_running, wait_for
 
 from kvseek.bench.charts import load as chart
 from kvseek.bench.load import aiperf, perf_analyzer
-from kvseek.bench.load.cells import Answer, Cell, LoadTestError, cells, figures, print_table, prompts
-from kvseek.bench.load.main import main
+from kvseek.bench.load.cells import Answer, Cell, LoadTestError, cells, figures, prompts
+from kvseek.bench.load.main import main, print_table
 from kvseek.bench.load.tool import run_tool
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,31 +31,34 @@ class Words:
 
 def test_cells_lie_on_two_lines_and_none_is_there_twice() -> None:
     found = cells([1, 8], [4, 100], (1, 100), requests=10, output_tokens=16)
-    assert found == [Cell(1, 100, 10, 16), Cell(8, 100, 16, 16), Cell(1, 4, 10, 16)]
+    assert found == [Cell(((100, 16),) * 10, 1), Cell(((100, 16),) * 16, 8), Cell(((4, 16),) * 10, 1)]
 
 
 def test_prompts_are_different_pieces_of_the_text() -> None:
-    text = " ".join(map(str, range(50)))
-    found = prompts(Words(), text, Cell(2, 40, 10, 2))  # type: ignore[arg-type]
+    words = " ".join(map(str, range(50)))
+    found = prompts(Words(), words, Cell(((40, 2),) * 9 + ((120, 2),)))  # type: ignore[arg-type]
     assert len(set(found)) == 10
-    assert all(len(prompt.split()) == 40 and prompt in text for prompt in found)
-    with pytest.raises(LoadTestError, match=r"--text has 50 tokens: must be >= 51 for 10 prompts of 41"):
-        prompts(Words(), text, Cell(2, 41, 10, 2))  # type: ignore[arg-type]
+    assert [len(prompt.split()) for prompt in found] == [40] * 9 + [120]
+    assert all(prompt in " ".join([words] * 4) for prompt in found)
+    with pytest.raises(LoadTestError, match=r"--text has 50 tokens: must be >= 51, for as many different prompts"):
+        prompts(Words(), words, Cell(((40, 2),) * 51))  # type: ignore[arg-type]
 
 
 def test_figures_of_answers() -> None:
-    answers = [Answer(10, 10.5, 11.5, 11), Answer(10, 11, 13, 11), Answer(11, 14, 15, 11)]
-    found = figures(Cell(2, 40, 3, 11), answers)
+    answers = [Answer(10, (10.5, 11.5), 11), Answer(10, (11, 12, 13), 11), Answer(11, (14, 15), 21)]
+    found = figures(Cell(((40, 11), (40, 21), (41, 11)), 2), answers)
     assert found["seconds"] == 5
-    assert (found["requests_per_second"], found["tokens_per_second"]) == (3 / 5, 33 / 5)
+    assert (found["prompt_tokens"], found["output_tokens"]) == (40, 14)
+    assert (found["requests_per_second"], found["tokens_per_second"]) == (3 / 5, 43 / 5)
     assert found["ttft_seconds"] == {"p50": 1, "p99": pytest.approx(2.96)}
     assert found["tpot_seconds"] == {"p50": pytest.approx(0.1), "p99": pytest.approx(0.198)}
+    assert found["itl_seconds"] == {"p50": 1, "p99": 1}
 
 
-@pytest.mark.parametrize("answers", [[], [Answer(0, 1, 2, 4)], [Answer(0, 1, 2, 4), Answer(0, 1, 2, 3)]])
+@pytest.mark.parametrize("answers", [[], [Answer(0, (1, 2), 4)], [Answer(0, (1, 2), 4), Answer(0, (1, 2), 3)]])
 def test_answers_that_are_missing_or_short_give_no_figures(answers: list[Answer]) -> None:
-    with pytest.raises(LoadTestError, match=r"answers of .* tokens: must be 2 of 4"):
-        figures(Cell(1, 40, 2, 4), answers)
+    with pytest.raises(LoadTestError, match=r"answers of .* tokens: must be 2 of \[4\]"):
+        figures(Cell(((40, 4),) * 2), answers)
 
 
 def test_an_export_of_perf_analyzer() -> None:
@@ -72,7 +75,7 @@ def test_an_export_of_perf_analyzer() -> None:
 
 def test_records_of_aiperf() -> None:
     """As version 0.13 writes them: starts in nanoseconds, durations in milliseconds."""
-    values = {"time_to_first_token": 148.4, "request_latency": 303.0, "usage_completion_tokens": 16}
+    values = {"time_to_first_token": 148.4, "inter_chunk_latency": [100.0, 54.6], "usage_completion_tokens": 16}
     metrics = {name: {"value": value, "unit": "ms"} for name, value in values.items()}
     metadata = {"request_start_ns": 1_795_372_045_468_441_957}
     (found,) = aiperf.answers([{"metadata": metadata, "metrics": metrics}, {"metadata": metadata, "error": {}}])
@@ -82,7 +85,7 @@ def test_records_of_aiperf() -> None:
 
 
 def test_inputs_have_shapes() -> None:
-    (step,) = perf_analyzer.input_data(["the sea"], 16)["data"]
+    (step,) = perf_analyzer.input_data(["the sea"], Cell(((2, 16),)))["data"]
     assert all(set(field) == {"content", "shape"} and field["shape"] == [1] for field in step.values())
     assert {name: field["content"][0] for name, field in step.items()} == {
         "text_input": "the sea",
