@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvseek.bench.load import cells as load_cells
+from kvseek.bench.load import report
 from kvseek.bench.output import GIB, Figure, read_result, rows
 from kvseek.bench.speed.parts import part_groups
 from kvseek.core.errors import KvseekError
@@ -425,7 +425,7 @@ def server(results: Results) -> Rows:
 
 
 def load(results: Results) -> Rows:
-    return rows(load_cells.COLUMNS, results("load-cpu-smollm2")["results"])
+    return rows(report.TOOLS, results("load-cpu-smollm2")["results"])
 
 
 CODES = {  # what is said of it, and the changes from the defaults under which the result file has it

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from kvseek.bench.load.cells import captions
+from kvseek.bench.load.report import captions
 from kvseek.bench.output import ResultError, read_result
 
 from .svg import draw_command, element, picture, put_text, rule, short_number, written

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvseek.bench.output import Figure
 from kvseek.engine.tokenizer import Tokenizer
 
-from .cells import Answer, Cell, LoadTestError, percentile, percentiles, prompts
+from .cells import Answer, Cell, LoadTestError, percentiles, prompts
 from .client import Client
 
 PIECE = 32  # tokens of a stream that count as an answer: their mean is a time per output token
@@ -24,24 +23,6 @@ PARTS = (  # name; whether long and short prompts arrive
     ("long prompts", True, False),
     ("both", True, True),
 )
-
-
-def _times(quantity: str, name: str, scale: float) -> Figure:
-    figure = percentile(quantity, name, scale)
-    return lambda result: figure(result) if result[quantity] else ""
-
-
-COLUMNS: Mapping[str, Figure] = {
-    "method": lambda result: f"`{result['method']}`",
-    "beside": lambda result: str(result["part"]),
-    "streams": lambda result: str(result["streams"]),
-    "TPOT p50, ms": _times("tpot_seconds", "p50", 1e3),
-    "TPOT p99, ms": _times("tpot_seconds", "p99", 1e3),
-    "ITL p99, ms": _times("itl_seconds", "p99", 1e3),
-    "short prompts, TTFT p50, s": _times("short_ttft_seconds", "p50", 1.0),
-    "p99, s": _times("short_ttft_seconds", "p99", 1.0),
-    "long prompts, TTFT, s": lambda result: ", ".join(f"{seconds:.3g}" for seconds in result["long_ttft_seconds"]),
-}
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvseek.bench.output import Figure
 from kvseek.core.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -144,35 +143,3 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
     """Percentiles by their names, p50 and p99; interpolated between the nearest two values."""
     found = np.percentile(list(values), PERCENTILES)
     return {f"p{percentile}": float(value) for percentile, value in zip(PERCENTILES, found, strict=True)}
-
-
-def percentile(quantity: str, name: str, scale: float = 1.0) -> Figure:
-    """What a column says of a percentile of a result."""
-    return lambda result: f"{result[quantity][name] * scale:.3g}"
-
-
-TIMES: Mapping[str, Figure] = {  # columns of all tables
-    "tokens/s": lambda result: f"{result['tokens_per_second']:.3g}",
-    "TTFT p50, s": percentile("ttft_seconds", "p50"),
-    "TTFT p99, s": percentile("ttft_seconds", "p99"),
-    "TPOT p50, ms": percentile("tpot_seconds", "p50", 1e3),
-    "TPOT p99, ms": percentile("tpot_seconds", "p99", 1e3),
-}
-COLUMNS: Mapping[str, Figure] = {  # of `make perf`
-    "tool": lambda result: str(result["tool"]),
-    "port": lambda result: str(result["door"]),
-    "concurrency": lambda result: str(result["concurrency"]),
-    "prompt tokens": lambda result: f"{result['prompt_tokens']:,}",
-    "requests": lambda result: str(result["requests"]),
-    **TIMES,
-}
-
-
-def captions(document: dict[str, Any]) -> tuple[str, str]:
-    """What the figures of `make perf` are of: engine and machine, server and answers."""
-    engine, server, machine = document["engine"], document["server"], document["machine"]
-    where = f"{machine['cores']} cores of {machine['cpu']}, kvseek commit {str(machine['commit'])[:10]}"
-    limits = f"--threads {server['threads']}, --max_queue_size {server['max_queue_size']}"
-    answers = f"Answers of {document['results'][0]['output_tokens']} tokens."
-    first = f"{engine['name']} ({engine['method']}, max_batch_size {engine['max_batch_size']}) on {where}."
-    return first, f"Server: {limits}. {answers}"

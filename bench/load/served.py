@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ import torch
 from kvseek.bench.engines import without_reuse, write_served_engine
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import (
-    Figure,
     add_output_flags,
     at_least_one,
     markdown,
@@ -48,11 +47,11 @@ from kvseek.core.sizes import memory_size
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.settings import ServeSettings
 
-from . import beside
 from .beside import PIECE, Streams, measure_beside
-from .cells import TIMES, Answer, Cell, LoadTestError, figures, percentile, prompts
+from .cells import Answer, Cell, LoadTestError, figures, prompts
 from .client import Client, send
 from .lengths import ANSWERS, mixture
+from .report import BARE, BESIDE, SERVED, SERVER, served_over_bare
 from .targets import MODEL, bare_answers, openai_server
 
 LOADS = ("mixture", "arrivals", "reasoning", "beside")
@@ -60,17 +59,6 @@ REASONING = (300, 8000)  # tokens of prompt and answer
 STREAM_PROMPT, STREAM_ANSWER = 4096, 30_000  # of the load beside: more than full_threshold; more than its parts take
 LONG_PROMPT, SHORT_PROMPT = 131_072, 300
 ROOM = 64  # tokens beside the longest request: a prompt that is tokenised again may have some more
-SERVER, BARE = "server", "bare engine"
-COLUMNS: Mapping[str, Figure] = {
-    "method": lambda result: f"`{result['method']}`",
-    "load": lambda result: str(result["load"]),
-    "asked": lambda result: str(result["asked"]),
-    "at a time": lambda result: str(result["concurrency"]) if result["rate"] is None else f"{result['rate']:g}/s",
-    "requests": lambda result: str(result["requests"]),
-    "prompt, answer": lambda result: f"{result['prompt_tokens']:,}, {result['output_tokens']:,}",
-    **TIMES,
-    "ITL p99, ms": percentile("itl_seconds", "p99", 1e3),
-}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -319,25 +307,13 @@ def print_table(document: dict[str, Any]) -> None:
     gpu, drawn = document.get("gpu"), ", ".join(f"{name} {value:g}" for name, value in document["sampling"].items())
     where = gpu["name"] if gpu else f"{document['machine']['cores']} cores of {document['machine']['cpu']}"
     print(f"{document['shape']}, random weights, {document['dtype']}, on {where}; {drawn}")
-    for columns, results in ((COLUMNS, document["results"]), (beside.COLUMNS, document["beside"])):
+    for columns, results in ((SERVED, document["results"]), (BESIDE, document["beside"])):
         if results:
             print(f"\n{markdown(rows(columns, results))}")
     for load, method, ratio in served_over_bare(document):
         print(f"\n{method}, {load}: the server makes {ratio:.3f} of the bare engine's tokens/s")
     for one in document["left_out"]:
         print(f"\nleft out: {one['method']}: {one['what']}: {one['why']}")
-
-
-def served_over_bare(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Load, method and tokens/s of the server over the bare engine's, where both were measured."""
-    rates = {
-        (result["load"], result["method"], result["concurrency"], result["asked"]): result["tokens_per_second"]
-        for result in document["results"]
-        if result["rate"] is None
-    }
-    for (load, method, concurrency, asked), rate in rates.items():
-        if asked == BARE and (served := rates.get((load, method, concurrency, SERVER))):
-            yield load, method, served / rate
 
 
 def main(argv: Sequence[str] | None = None) -> int:

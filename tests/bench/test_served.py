@@ -15,6 +15,7 @@ from kvseek.bench.engines import make_vocabulary
 from kvseek.bench.load import lengths, served
 from kvseek.bench.load.cells import Answer, Cell, LoadTestError
 from kvseek.bench.load.client import send
+from kvseek.bench.load.report import BARE, SERVER
 from kvseek.bench.speed import shapes
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
@@ -53,13 +54,13 @@ def test_every_load_and_a_method_that_cannot_be_loaded(tmp_path: Path, capsys: p
     assert served.main([*FLAGS, *SHORT, "--methods", methods, "--output", str(output)]) == 0
     document: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     found = {(one["load"], one["asked"]): one for one in document["results"]}
-    closed = [(load, asked) for load in ("mixture", "reasoning") for asked in (served.SERVER, served.BARE)]
-    assert sorted(found) == sorted([*closed, ("arrivals", served.SERVER)])
+    closed = [(load, asked) for load in ("mixture", "reasoning") for asked in (SERVER, BARE)]
+    assert sorted(found) == sorted([*closed, ("arrivals", SERVER)])
     assert {one["method"] for one in (*document["results"], *document["beside"])} == {"nested"}
     for name in closed:
         assert found[name]["requests"] == (4 if name[0] == "mixture" else 2)
-    assert (found["arrivals", served.SERVER]["rate"], found["arrivals", served.SERVER]["requests"]) == (8, 4)
-    assert found["reasoning", served.BARE]["output_tokens"] == found["reasoning", served.SERVER]["output_tokens"] == 160
+    assert (found["arrivals", SERVER]["rate"], found["arrivals", SERVER]["requests"]) == (8, 4)
+    assert found["reasoning", BARE]["output_tokens"] == found["reasoning", SERVER]["output_tokens"] == 160
     for one in found.values():
         assert 0 < one["ttft_seconds"]["p50"] <= one["ttft_seconds"]["p99"] <= one["seconds"]
         assert 0 < one["tpot_seconds"]["p50"] <= one["tpot_seconds"]["p99"]

@@ -1,0 +1,78 @@
+"""How the results of load tests are shown: the columns of their tables, and what figures are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvseek.bench.output import Figure
+
+SERVER, BARE = "server", "bare engine"  # who was asked
+
+
+def _percentile(quantity: str, name: str, scale: float = 1.0) -> Figure:
+    """What a column says of a percentile of a result; nothing where there is none."""
+    return lambda result: f"{result[quantity][name] * scale:.3g}" if result[quantity] else ""
+
+
+TPOT: Mapping[str, Figure] = {
+    "TPOT p50, ms": _percentile("tpot_seconds", "p50", 1e3),
+    "TPOT p99, ms": _percentile("tpot_seconds", "p99", 1e3),
+}
+ITL: Mapping[str, Figure] = {"ITL p99, ms": _percentile("itl_seconds", "p99", 1e3)}
+TIMES: Mapping[str, Figure] = {
+    "tokens/s": lambda result: f"{result['tokens_per_second']:.3g}",
+    "TTFT p50, s": _percentile("ttft_seconds", "p50"),
+    "TTFT p99, s": _percentile("ttft_seconds", "p99"),
+    **TPOT,
+}
+TOOLS: Mapping[str, Figure] = {  # of main.py
+    "tool": lambda result: str(result["tool"]),
+    "port": lambda result: str(result["door"]),
+    "concurrency": lambda result: str(result["concurrency"]),
+    "prompt tokens": lambda result: f"{result['prompt_tokens']:,}",
+    "requests": lambda result: str(result["requests"]),
+    **TIMES,
+}
+SERVED: Mapping[str, Figure] = {  # of served.py
+    "method": lambda result: f"`{result['method']}`",
+    "load": lambda result: str(result["load"]),
+    "asked": lambda result: str(result["asked"]),
+    "at a time": lambda result: str(result["concurrency"]) if result["rate"] is None else f"{result['rate']:g}/s",
+    "requests": lambda result: str(result["requests"]),
+    "prompt, answer": lambda result: f"{result['prompt_tokens']:,}, {result['output_tokens']:,}",
+    **TIMES,
+    **ITL,
+}
+BESIDE: Mapping[str, Figure] = {  # of beside.py
+    "method": SERVED["method"],
+    "beside": lambda result: str(result["part"]),
+    "streams": lambda result: str(result["streams"]),
+    **TPOT,
+    **ITL,
+    "short prompts, TTFT p50, s": _percentile("short_ttft_seconds", "p50"),
+    "p99, s": _percentile("short_ttft_seconds", "p99"),
+    "long prompts, TTFT, s": lambda result: ", ".join(f"{seconds:.3g}" for seconds in result["long_ttft_seconds"]),
+}
+
+
+def served_over_bare(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Load, method, and tokens/s of the server over the bare engine's, where both were measured."""
+    rates = {
+        (result["load"], result["method"], result["concurrency"], result["asked"]): result["tokens_per_second"]
+        for result in document["results"]
+        if result["rate"] is None
+    }
+    for (load, method, concurrency, asked), rate in rates.items():
+        if asked == BARE and (served := rates.get((load, method, concurrency, SERVER))):
+            yield load, method, served / rate
+
+
+def captions(document: dict[str, Any]) -> tuple[str, str]:
+    """What the figures of `make perf` are of: engine and machine, server and answers."""
+    engine, server, machine = document["engine"], document["server"], document["machine"]
+    where = f"{machine['cores']} cores of {machine['cpu']}, kvseek commit {str(machine['commit'])[:10]}"
+    limits = f"--threads {server['threads']}, --max_queue_size {server['max_queue_size']}"
+    answers = f"Answers of {document['results'][0]['output_tokens']} tokens."
+    first = f"{engine['name']} ({engine['method']}, max_batch_size {engine['max_batch_size']}) on {where}."
+    return first, f"Server: {limits}. {answers}"
