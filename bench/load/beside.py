@@ -17,12 +17,7 @@ from .client import Client
 PIECE = 32  # tokens of a stream that count as an answer: their mean is a time per output token
 ANSWER = 2  # tokens of an answer to a prompt that arrives
 PAUSE = 1.0  # seconds between two short prompts
-PARTS = (  # name; whether long and short prompts arrive
-    ("alone", False, False),
-    ("short prompts", False, True),
-    ("long prompts", True, False),
-    ("both", True, True),
-)
+SHORT, NOTHING, LONG, BOTH = "short prompts", "nothing", "long prompts", "both"  # what arrives in a part
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,10 @@ class Streams:
 
 
 async def measure_beside(client: Client, tokenizer: Tokenizer, text: str, load: Streams) -> list[dict[str, Any]]:
-    """The results of PARTS; raises LoadTestError if a request fails, or a part is too short for PIECE tokens of a stream."""
+    """The results of all parts: short prompts without streams, then streams with what arrives beside them.
+
+    Raises LoadTestError if a request fails, or a part is too short for PIECE tokens of a stream.
+    """
     running, arriving = ((load.prompt_tokens, load.output_tokens),) * load.number, (load.long_prompt, load.short_prompt)
     *starts, long, short = prompts(tokenizer, text, Cell((*running, *((prompt, ANSWER) for prompt in arriving))))
     answers: list[list[float]] = []  # when the tokens of each stream's answers arrived
@@ -58,22 +56,28 @@ async def measure_beside(client: Client, tokenizer: Tokenizer, text: str, load: 
             answers.append([])
             await client.answer(prompt, load.output_tokens, answers[-1])
 
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(stream(prompt)) for prompt in starts]
-    streams, results = tuple(tasks), list[dict[str, Any]]()
+    tasks: list[asyncio.Future[Any]] = []
+    results = list[dict[str, Any]]()
+
+    async def measure(part: str, streams: Sequence[asyncio.Future[Any]]) -> None:
+        began = time.perf_counter()
+        tasks.append(end := asyncio.ensure_future(_pass(client, long if part in (LONG, BOTH) else None, load.window)))
+        shorts = await _arrive(client, short, end) if part in (SHORT, BOTH) else []
+        longs = await end
+        ended = longs[-1].arrivals[0] if longs else time.perf_counter()
+        for task in streams:
+            if task.done():
+                task.result()  # raises why it has failed
+        inside = [[at for at in times if began <= at <= ended] for times in answers]
+        results.append({"part": part, "streams": len(streams), **_figures(inside, shorts, longs)})
+
     try:
+        await measure(SHORT, ())
+        tasks += (streams := [asyncio.ensure_future(stream(prompt)) for prompt in starts])
         while sum(map(bool, answers)) < load.number and not any(task.done() for task in streams):
             await asyncio.sleep(0.01)
-        for part, has_long, has_short in PARTS:
-            began = time.perf_counter()
-            tasks.append(end := asyncio.ensure_future(_pass(client, long if has_long else None, load.window)))
-            shorts = await _arrive(client, short, end) if has_short else []
-            longs = await end
-            ended = longs[-1].arrivals[0] if longs else time.perf_counter()
-            for task in streams:
-                if task.done():
-                    task.result()  # raises why it has failed
-            inside = [[at for at in times if began <= at <= ended] for times in answers]
-            results.append({"part": part, "streams": load.number, **_figures(inside, shorts, longs)})
+        for part in (NOTHING, SHORT, LONG, BOTH):
+            await measure(part, streams)
         return results
     finally:
         for task in tasks:
@@ -104,12 +108,12 @@ def _figures(inside: Sequence[Sequence[float]], shorts: Sequence[Answer], longs:
     """Figures of a part, from the tokens of each answer that arrived in it; raises LoadTestError if none has PIECE of them."""
     ends = [times[::PIECE] for times in inside]
     pieces = [(later - earlier) / PIECE for times in ends for earlier, later in itertools.pairwise(times)]
-    if not pieces:
+    if inside and not pieces:
         raise LoadTestError(f"no stream has had {PIECE} tokens in a part; raise --window")
-    gaps = (later - earlier for times in inside for earlier, later in itertools.pairwise(times))
+    gaps = [later - earlier for times in inside for earlier, later in itertools.pairwise(times)]
     return {
         "tpot_seconds": percentiles(pieces),
         "itl_seconds": percentiles(gaps),
-        "short_ttft_seconds": percentiles(answer.ttft for answer in shorts) if shorts else None,
+        "short_ttft_seconds": percentiles(answer.ttft for answer in shorts),
         "long_ttft_seconds": [answer.ttft for answer in longs],
     }

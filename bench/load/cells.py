@@ -139,7 +139,11 @@ def figures(cell: Cell, answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Percentiles by their names, p50 and p99; interpolated between the nearest two values."""
-    found = np.percentile(list(values), PERCENTILES)
-    return {f"p{percentile}": float(value) for percentile, value in zip(PERCENTILES, found, strict=True)}
+def percentiles(values: Iterable[float]) -> dict[str, float] | None:
+    """Percentiles by their names, p50 and p99, interpolated between the nearest two values; None of no values."""
+    if not (found := list(values)):
+        return None
+    return {
+        f"p{percent}": float(value)
+        for percent, value in zip(PERCENTILES, np.percentile(found, PERCENTILES), strict=True)
+    }

@@ -46,8 +46,8 @@ SERVED: Mapping[str, Figure] = {  # of served.py
 }
 BESIDE: Mapping[str, Figure] = {  # of beside.py
     "method": SERVED["method"],
-    "beside": lambda result: str(result["part"]),
     "streams": lambda result: str(result["streams"]),
+    "what arrives": lambda result: str(result["part"]),
     **TPOT,
     **ITL,
     "short prompts, TTFT p50, s": _percentile("short_ttft_seconds", "p50"),
@@ -66,6 +66,20 @@ def served_over_bare(document: dict[str, Any]) -> Iterator[tuple[str, str, float
     for (load, method, concurrency, asked), rate in rates.items():
         if asked == BARE and (served := rates.get((load, method, concurrency, SERVER))):
             yield load, method, served / rate
+
+
+def beside_ratios(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """What was disturbed, the method, and a percentile beside long prompts over that without."""
+    found = {(one["method"], one["part"], one["streams"] > 0): one for one in document["beside"]}
+    for (method, part, _), one in found.items():
+        if part in ("long prompts", "both"):
+            for quantity, what, without in (
+                ("tpot_seconds", "a stream's TPOT", ("nothing", True)),
+                ("short_ttft_seconds", "a short prompt's TTFT", ("short prompts", False)),
+            ):
+                for name, value in (one[quantity] or {}).items():
+                    ratio = value / found[method, *without][quantity][name]
+                    yield f"{name} of {what}, {part} arriving", method, ratio
 
 
 def captions(document: dict[str, Any]) -> tuple[str, str]:

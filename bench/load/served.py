@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ from .beside import PIECE, Streams, measure_beside
 from .cells import Answer, Cell, LoadTestError, figures, prompts
 from .client import Client, send
 from .lengths import ANSWERS, mixture
-from .report import BARE, BESIDE, SERVED, SERVER, served_over_bare
+from .report import BARE, BESIDE, SERVED, SERVER, beside_ratios, served_over_bare
 from .targets import MODEL, bare_answers, openai_server
 
 LOADS = ("mixture", "arrivals", "reasoning", "beside")
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=CHOICES["dtype"], default="bfloat16", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="of the model, for a trial (default: all)")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
-    for name, kind, default, text in (
+    others: tuple[tuple[str, Callable[[str], Any], Any, str], ...] = (
         ("requests", int, 8, "least of a mixture; it has 2 for each at a time"),
         ("arrival_seconds", float, 45.0, "so long requests arrive"),
         ("streams", int, 8, "that run in the load beside"),
@@ -94,8 +94,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("seconds", float, 450.0, "of the whole run"),
         ("seed", int, 0, "of weights, lengths, arrivals"),
         ("text", Path, Path("examples/harbour_log.txt"), "prompts are its pieces"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: %(default)s)")
+    )
+    for name, read, default, text in others:
+        parser.add_argument(f"--{name}", type=read, default=default, help=f"{text} (default: %(default)s)")
     add_output_flags(parser, ", after each cell")
     arguments = parser.parse_args(argv)
     at_least_one(arguments, "concurrency", "requests", "streams", "max_batch_size")
@@ -139,8 +140,10 @@ def loads(arguments: argparse.Namespace) -> list[tuple[str, Cell]]:
 
 def beside_load(arguments: argparse.Namespace) -> Streams:
     """The load beside."""
-    lengths = (STREAM_PROMPT, STREAM_ANSWER, LONG_PROMPT, SHORT_PROMPT)
-    return Streams(arguments.streams, *(scaled(tokens, arguments.scale) for tokens in lengths), arguments.window)
+    prompt, answer, long, short = (
+        scaled(tokens, arguments.scale) for tokens in (STREAM_PROMPT, STREAM_ANSWER, LONG_PROMPT, SHORT_PROMPT)
+    )
+    return Streams(arguments.streams, prompt, answer, long, short, arguments.window)
 
 
 def engine_config(arguments: argparse.Namespace, variant: Variant) -> EngineConfig:
@@ -210,15 +213,17 @@ class Run:
 
                 return await send(cell, ask, self.seconds, self.arguments.seed)
 
-            await answers(Cell(((PIECE, PIECE),) * 2, 2))  # warm
+            longer = scaled(LONG_PROMPT // 8, self.arguments.scale)
+            await answers(Cell(((longer, PIECE), (PIECE, PIECE)), 2))  # warm
             for load, cell in loads(self.arguments):
                 with found.left_out(self.variant, f"{load}, {cell.name}"):
                     found.add_cell(self.variant, load, SERVER, cell, await answers(cell))
             if "beside" in self.arguments.loads:
                 with found.left_out(self.variant, "beside"):
                     async with asyncio.timeout(self.seconds):
-                        load = beside_load(self.arguments)
-                        found.add_beside(self.variant, await measure_beside(client, self.tokenizer, self.text, load))
+                        streams = beside_load(self.arguments)
+                        results = await measure_beside(client, self.tokenizer, self.text, streams)
+                    found.add_beside(self.variant, results)
 
     def bare(self, found: Found) -> None:
         """Measure the engine without the server, if it can be loaded again in the time that is left."""
@@ -311,7 +316,9 @@ def print_table(document: dict[str, Any]) -> None:
         if results:
             print(f"\n{markdown(rows(columns, results))}")
     for load, method, ratio in served_over_bare(document):
-        print(f"\n{method}, {load}: the server makes {ratio:.3f} of the bare engine's tokens/s")
+        print(f"\n{method}: {load}: the server's tokens/s over the bare engine's: {ratio:.3f}")
+    for what, method, ratio in beside_ratios(document):
+        print(f"\n{method}: {what}: {ratio:.2f} x")
     for one in document["left_out"]:
         print(f"\nleft out: {one['method']}: {one['what']}: {one['why']}")
 

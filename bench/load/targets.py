@@ -129,6 +129,11 @@ def _bare_answers(
         service.close()
 
 
+def _set(future: asyncio.Future[StepOutput], output: StepOutput) -> None:
+    if not future.done():  # nobody waits any more when the time has passed
+        future.set_result(output)
+
+
 async def _ask(
     service: EngineService, cell: Cell, prompts: Sequence[tuple[int, ...]], sampling: Mapping[str, Any], number: int
 ) -> Answer:
@@ -139,7 +144,7 @@ async def _ask(
         if output.token_id is not None:
             arrivals.append(time.perf_counter())
         if output.finish_reason is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(output))
+            loop.call_soon_threadsafe(_set, ended, output)
 
     request = Request(prompts[number], cell.lengths[number][1], SamplingParams(**sampling, seed=number))
     sent = time.perf_counter()

@@ -15,7 +15,7 @@ from kvseek.bench.engines import make_vocabulary
 from kvseek.bench.load import lengths, served
 from kvseek.bench.load.cells import Answer, Cell, LoadTestError
 from kvseek.bench.load.client import send
-from kvseek.bench.load.report import BARE, SERVER
+from kvseek.bench.load.report import BARE, SERVER, beside_ratios
 from kvseek.bench.speed import shapes
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
@@ -66,18 +66,23 @@ def test_every_load_and_a_method_that_cannot_be_loaded(tmp_path: Path, capsys: p
         assert 0 < one["tpot_seconds"]["p50"] <= one["tpot_seconds"]["p99"]
         tokens = one["tokens_per_second"] * one["seconds"]
         assert tokens == pytest.approx(one["output_tokens"] * one["requests"], abs=one["requests"] / 2)
-    parts = {one["part"]: one for one in document["beside"]}
-    assert list(parts) == ["alone", "short prompts", "long prompts", "both"]
-    for name, one in parts.items():
-        assert 0 < one["tpot_seconds"]["p50"] <= one["tpot_seconds"]["p99"]
-        assert bool(one["short_ttft_seconds"]) == (name in ("short prompts", "both"))
-        assert bool(one["long_ttft_seconds"]) == (name in ("long prompts", "both"))
+    parts = [(one["part"], one["streams"]) for one in document["beside"]]
+    assert parts == [("short prompts", 0), ("nothing", 2), ("short prompts", 2), ("long prompts", 2), ("both", 2)]
+    for one in document["beside"]:
+        assert bool(one["tpot_seconds"]) == bool(one["itl_seconds"]) == (one["streams"] > 0)
+        assert bool(one["short_ttft_seconds"]) == (one["part"] in ("short prompts", "both"))
+        assert bool(one["long_ttft_seconds"]) == (one["part"] in ("long prompts", "both"))
+    idle, alone, _, _, both = document["beside"]
+    ratios = {what: ratio for what, _, ratio in beside_ratios(document)}
+    assert len(ratios) == 2 * 3
+    for quantity, other in (("tpot_seconds", alone), ("short_ttft_seconds", idle)):
+        assert both[quantity]["p99"] / other[quantity]["p99"] in ratios.values()
     (failed,) = document["left_out"]
     assert failed["method"].startswith("full")
     assert "kv_cache_host_memory_bytes = 1" in failed["why"]
     printed = capsys.readouterr().out
-    assert printed.count("the server makes") == 2
-    assert all(text in printed for text in ("| `nested` | both | 2 |", "left out: full:cache", "temperature 0.6"))
+    assert printed.count("the server's tokens/s over") == 2
+    assert all(text in printed for text in ("| `nested` | 2 | both |", "left out: full:cache", "temperature 0.6"))
 
 
 def test_a_run_without_time(capsys: pytest.CaptureFixture[str]) -> None:
