@@ -83,9 +83,15 @@ def beside_ratios(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def captions(document: dict[str, Any]) -> tuple[str, str]:
-    """What the figures of `make perf` are of: engine and machine, server and answers."""
-    engine, server, machine = document["engine"], document["server"], document["machine"]
-    where = f"{machine['cores']} cores of {machine['cpu']}, kvseek commit {str(machine['commit'])[:10]}"
+    """What the figures of a load test are of: engine and machine; server, answers and how they are drawn."""
+    machine, gpu = document["machine"], document.get("gpu")
+    where = gpu["name"] if gpu else f"{machine['cores']} cores of {machine['cpu']}"
+    where += f", kvseek commit {str(machine['commit'])[:10]}"
+    if document["benchmark"] == "served":
+        drawn = ", ".join(f"{name} {value:g}" for name, value in document["sampling"].items())
+        first = f"{document['shape']}, random weights, {document['dtype']}, max_batch_size {document['max_batch_size']}"
+        return f"{first}, on {where}.", f"kvseek openai, streams; {drawn}."
+    engine, server = document["engine"], document["server"]
     limits = f"--threads {server['threads']}, --max_queue_size {server['max_queue_size']}"
     answers = f"Answers of {document['results'][0]['output_tokens']} tokens."
     first = f"{engine['name']} ({engine['method']}, max_batch_size {engine['max_batch_size']}) on {where}."

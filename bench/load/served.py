@@ -51,7 +51,7 @@ from .beside import PIECE, Streams, measure_beside
 from .cells import Answer, Cell, LoadTestError, figures, prompts
 from .client import Client, send
 from .lengths import ANSWERS, mixture
-from .report import BARE, BESIDE, SERVED, SERVER, beside_ratios, served_over_bare
+from .report import BARE, BESIDE, SERVED, SERVER, beside_ratios, captions, served_over_bare
 from .targets import MODEL, bare_answers, openai_server
 
 LOADS = ("mixture", "arrivals", "reasoning", "beside")
@@ -309,9 +309,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def print_table(document: dict[str, Any]) -> None:
     """Print what was measured of, the tables, and what was left out."""
-    gpu, drawn = document.get("gpu"), ", ".join(f"{name} {value:g}" for name, value in document["sampling"].items())
-    where = gpu["name"] if gpu else f"{document['machine']['cores']} cores of {document['machine']['cpu']}"
-    print(f"{document['shape']}, random weights, {document['dtype']}, on {where}; {drawn}")
+    print(" ".join(captions(document)))
     for columns, results in ((SERVED, document["results"]), (BESIDE, document["beside"])):
         if results:
             print(f"\n{markdown(rows(columns, results))}")

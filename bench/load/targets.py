@@ -57,7 +57,11 @@ def openai_server(engine_dir: Path, settings: ServeSettings, ready_seconds: floa
             yield _ready(server, log, time.monotonic() + ready_seconds)
         finally:
             server.terminate()
-            server.wait(END_SECONDS)
+            try:
+                server.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                server.kill()  # the engine process ends with its last client, however that ends
+                server.wait()
             _wait_for_engine(folder)
 
 

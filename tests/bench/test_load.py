@@ -15,6 +15,7 @@ from kvseek.bench.load import aiperf, perf_analyzer
 from kvseek.bench.load.cells import Answer, Cell, LoadTestError, cells, figures, prompts
 from kvseek.bench.load.main import main, print_table
 from kvseek.bench.load.tool import run_tool
+from kvseek.bench.output import ResultError
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -184,12 +185,38 @@ def test_the_picture_shows_every_result_where_it_belongs() -> None:
     assert (y1 - y4) / 20 == pytest.approx((y4 - y16) / 25, abs=0.02)
     for x, y in shown.values():
         assert any(left <= x <= left + chart.PANEL_WIDTH for left in chart.LEFTS)
-        assert any(top <= y <= top + chart.PANEL_HEIGHT for top in chart.TOPS)
+        assert any(0 <= y - chart.HEAD - chart.ROW * row <= chart.PANEL_HEIGHT for row in range(2))
+
+
+def test_the_picture_of_a_served_load() -> None:
+    """A row for each load, a line for each method; what was asked of the bare engine has none."""
+    common = {"requests": 8, "prompt_tokens": 100, "output_tokens": 16, "asked": "server"}
+    times = {"tokens_per_second": 5.0, "ttft_seconds": {"p50": 1, "p99": 2}, "tpot_seconds": {"p50": 0.1, "p99": 0.2}}
+    loads = [("mixture", 4, None), ("mixture", 8, None), ("arrivals", 1, 0.5)]
+    results = [
+        {"method": method, "load": load, "concurrency": number, "rate": rate, **common, **times}
+        for method in ("full", "nested")
+        for load, number, rate in loads
+    ]
+    own = {"shape": "tiny", "dtype": "bfloat16", "max_batch_size": 8, "sampling": {"top_k": 20}}
+    document = {**made_up(), **own, "benchmark": "served", "gpu": {"name": "a GPU"}}
+    document["results"] = [*results, results[0] | {"asked": "bare engine", "concurrency": 64}]
+    root = ElementTree.fromstring(chart.draw(document, "served.json"))
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert words.count("concurrency (mixture)") == words.count("requests a second (arrivals)") == 3
+    assert "tiny, random weights, bfloat16, max_batch_size 8, on a GPU, kvseek commit 0123456789." in words
+    assert len(list(root.iter(f"{SVG}circle"))) == len(results) * 5
+    document["results"] = []
+    with pytest.raises(ResultError, match="no result of a server by concurrency or rate"):
+        chart.draw(document, "served.json")
 
 
 def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing, other = tmp_path / "missing.json", tmp_path / "other.json"
     other.write_text('{"benchmark": "serving"}')
-    for path, message in ((missing, "no such file"), (other, "is of benchmark serving: must be of benchmark load")):
+    for path, message in (
+        (missing, "no such file"),
+        (other, "is of benchmark serving: must be of benchmark load or served"),
+    ):
         assert chart.main([str(path), "--output", str(tmp_path / "none.svg")]) == 1
         assert re.search(f"error: {path}: {message}", capsys.readouterr().err)
