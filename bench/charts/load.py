@@ -4,7 +4,7 @@
 
 Panels of throughput, time to first token and time per output token: of bench/load/main.py by concurrency and by the prompt's
 length, a colour for each tool; of bench/load/served.py a row for each load, a colour for each method. A full line is the median,
-a dashed one the 99th percentile. Axes are logarithmic, those of throughput and of the time per output token linear in their height.
+a dashed one the 99th percentile. Axes are logarithmic, but for those of throughput and of the time per output token upwards.
 """
 
 from __future__ import annotations
@@ -165,9 +165,8 @@ def _panel(root: ElementTree.Element, area: Area, drawn: Sequence[Line], below: 
     for number in area.xs:
         x = area.x(number)
         rule(root, (x, bottom), (x, bottom + 5), "axis")
-        put_text(
-            root, short_number(int(number)) if number == int(number) else f"{number:g}", x, bottom + 20, "", "middle"
-        )
+        shown = short_number(int(number)) if number == int(number) else f"{number:g}"
+        put_text(root, shown, x, bottom + 20, "", "middle")
     put_text(root, below, area.left + PANEL_WIDTH / 2, bottom + 40, "", "middle")
     for line in drawn:
         places = [(area.x(number), area.y(value)) for number, value in line.points]

@@ -43,7 +43,7 @@ class Streams:
 
 
 async def measure_beside(client: Client, tokenizer: Tokenizer, text: str, load: Streams) -> list[dict[str, Any]]:
-    """The results of all parts: short prompts without streams, then streams with what arrives beside them.
+    """The results of all parts: prompts without streams, then streams with what arrives beside them.
 
     Raises LoadTestError if a request fails, or a part is too short for PIECE tokens of a stream.
     """
@@ -72,7 +72,8 @@ async def measure_beside(client: Client, tokenizer: Tokenizer, text: str, load: 
         results.append({"part": part, "streams": len(streams), **_figures(inside, shorts, longs)})
 
     try:
-        await measure(SHORT, ())
+        for part in (LONG, SHORT):
+            await measure(part, ())
         tasks += (streams := [asyncio.ensure_future(stream(prompt)) for prompt in starts])
         while sum(map(bool, answers)) < load.number and not any(task.done() for task in streams):
             await asyncio.sleep(0.01)

@@ -71,8 +71,8 @@ def served_over_bare(document: dict[str, Any]) -> Iterator[tuple[str, str, float
 def beside_ratios(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
     """What was disturbed, the method, and a percentile beside long prompts over that without."""
     found = {(one["method"], one["part"], one["streams"] > 0): one for one in document["beside"]}
-    for (method, part, _), one in found.items():
-        if part in ("long prompts", "both"):
+    for (method, part, streams), one in found.items():
+        if streams and part in ("long prompts", "both"):
             for quantity, what, without in (
                 ("tpot_seconds", "a stream's TPOT", ("nothing", True)),
                 ("short_ttft_seconds", "a short prompt's TTFT", ("short prompts", False)),
