@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import uvloop
 
 from kvseek.bench.engines import without_reuse, write_served_engine
 from kvseek.bench.machine import describe, describe_gpu
@@ -199,7 +200,7 @@ class Run:
         with openai_server(self.engine_dir, self.settings, self.seconds) as url:
             self.load_seconds = time.monotonic() - began
             progress(f"{self.variant.label}: the server is ready after {self.load_seconds:.1f} s")
-            asyncio.run(self._served(url, found))
+            uvloop.run(self._served(url, found))
 
     async def _served(self, url: str, found: Found) -> None:
         fields = {"model": MODEL, **sampling(self.arguments)}
