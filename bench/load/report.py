@@ -56,30 +56,26 @@ BESIDE: Mapping[str, Figure] = {  # of beside.py
 }
 
 
-def served_over_bare(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Load, method, and tokens/s of the server over the bare engine's, where both were measured."""
-    rates = {
-        (result["load"], result["method"], result["concurrency"], result["asked"]): result["tokens_per_second"]
-        for result in document["results"]
-        if result["rate"] is None
-    }
-    for (load, method, concurrency, asked), rate in rates.items():
-        if asked == BARE and (served := rates.get((load, method, concurrency, SERVER))):
-            yield load, method, served / rate
+def comparisons(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Method, what is compared, and the ratio: the server over the bare engine, and streams and prompts disturbed over not."""
 
+    def key(one: dict[str, Any], asked: str) -> tuple[Any, ...]:
+        return one["method"], one["load"], one["concurrency"], one["rate"], asked
 
-def beside_ratios(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """What was disturbed, the method, and a percentile beside long prompts over that without."""
-    found = {(one["method"], one["part"], one["streams"] > 0): one for one in document["beside"]}
-    for (method, part, streams), one in found.items():
-        if streams and part in ("long prompts", "both"):
+    rates = {key(one, one["asked"]): one["tokens_per_second"] for one in document["results"]}
+    for one in document["results"]:
+        if one["asked"] == BARE and (served := rates.get(key(one, SERVER))):
+            yield one["method"], f"{one['load']}: tokens/s over the bare engine's", served / one["tokens_per_second"]
+    parts = {(one["method"], one["part"], one["streams"] > 0): one for one in document["beside"]}
+    for (method, part, _), one in parts.items():
+        if one["streams"] and one["long_ttft_seconds"]:
             for quantity, what, without in (
-                ("tpot_seconds", "a stream's TPOT", ("nothing", True)),
-                ("short_ttft_seconds", "a short prompt's TTFT", ("short prompts", False)),
+                ("tpot_seconds", "TPOT of streams", ("nothing", True)),
+                ("short_ttft_seconds", "TTFT of short prompts", ("short prompts", False)),
             ):
-                for name, value in (one[quantity] or {}).items():
-                    ratio = value / found[method, *without][quantity][name]
-                    yield f"{name} of {what}, {part} arriving", method, ratio
+                undisturbed = parts[method, *without][quantity]
+                for name, seconds in (one[quantity] or {}).items():
+                    yield method, f"{part} arriving: {name} of {what} over undisturbed", seconds / undisturbed[name]
 
 
 def captions(document: dict[str, Any]) -> tuple[str, str]:

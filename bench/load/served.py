@@ -52,7 +52,7 @@ from .beside import PIECE, Streams, measure_beside
 from .cells import Answer, Cell, LoadTestError, figures, prompts
 from .client import Client, send
 from .lengths import ANSWERS, mixture
-from .report import BARE, BESIDE, SERVED, SERVER, beside_ratios, captions, served_over_bare
+from .report import BARE, BESIDE, SERVED, SERVER, captions, comparisons
 from .targets import MODEL, bare_answers, openai_server
 
 LOADS = ("mixture", "arrivals", "reasoning", "beside")
@@ -314,12 +314,9 @@ def print_table(document: dict[str, Any]) -> None:
     for columns, results in ((SERVED, document["results"]), (BESIDE, document["beside"])):
         if results:
             print(f"\n{markdown(rows(columns, results))}")
-    for load, method, ratio in served_over_bare(document):
-        print(f"\n{method}: {load}: the server's tokens/s over the bare engine's: {ratio:.3f}")
-    for what, method, ratio in beside_ratios(document):
-        print(f"\n{method}: {what}: {ratio:.2f} x")
-    for one in document["left_out"]:
-        print(f"\nleft out: {one['method']}: {one['what']}: {one['why']}")
+    compared = (f"{method}: {what}: {ratio:.3f}" for method, what, ratio in comparisons(document))
+    left_out = (f"left out: {one['method']}: {one['what']}: {one['why']}" for one in document["left_out"])
+    print("", *compared, *left_out, sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from kvseek.bench.engines import make_vocabulary
 from kvseek.bench.load import lengths, served
 from kvseek.bench.load.cells import Answer, Cell, LoadTestError
 from kvseek.bench.load.client import send
-from kvseek.bench.load.report import BARE, SERVER, beside_ratios
+from kvseek.bench.load.report import BARE, SERVER, comparisons
 from kvseek.bench.speed import shapes
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
@@ -74,15 +74,18 @@ def test_every_load_and_a_method_that_cannot_be_loaded(tmp_path: Path, capsys: p
         assert bool(one["short_ttft_seconds"]) == (one["part"] in ("short prompts", "both"))
         assert bool(one["long_ttft_seconds"]) == (one["part"] in ("long prompts", "both"))
     _, idle, undisturbed, _, _, both = document["beside"]
-    ratios = {what: ratio for what, _, ratio in beside_ratios(document)}
-    assert len(ratios) == 2 * 3
+    ratios = {what: ratio for _, what, ratio in comparisons(document)}
+    assert len(ratios) == 2 * 3 + 2
+    for load in ("mixture", "reasoning"):
+        served_rate, bare_rate = (found[load, asked]["tokens_per_second"] for asked in (SERVER, BARE))
+        assert ratios[f"{load}: tokens/s over the bare engine's"] == served_rate / bare_rate
     for quantity, other in (("tpot_seconds", undisturbed), ("short_ttft_seconds", idle)):
         assert both[quantity]["p99"] / other[quantity]["p99"] in ratios.values()
     (failed,) = document["left_out"]
     assert failed["method"].startswith("full")
     assert "kv_cache_host_memory_bytes = 1" in failed["why"]
     printed = capsys.readouterr().out
-    assert printed.count("the server's tokens/s over") == 2
+    assert printed.count("tokens/s over the bare engine's: ") == 2
     assert all(text in printed for text in ("| `nested` | 2 | both |", "left out: full:cache", "temperature 0.6"))
 
 
