@@ -10,8 +10,9 @@ client of the same machine asks for streams (client.py). --loads are some of
 - reasoning: prompts of 300 tokens and answers of 8,000, for each --concurrency;
 - beside: running streams alone, with short prompts arriving, with prompts of 128K tokens arriving, and with both.
 
---bare repeats a concurrency with the engine in a process of its own, without server and text. The run ends within --seconds, of
-which each method has its share; cells that were not measured then are named below the table. docs/load_testing.md has more.
+--bare repeats a concurrency with the engine in a process of its own, without server and text. The run ends when --seconds have
+passed and its server has ended; each method has its share of them, and cells that were not measured then are named below the
+tables. docs/load_testing.md has more.
 """
 
 from __future__ import annotations
