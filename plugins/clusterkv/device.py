@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from ctypes import c_float, c_int32, c_void_p
 from functools import partial
 
 import torch
@@ -23,6 +22,7 @@ from kvseek.core.selection import Selection
 from kvseek.core.streams import SideStream, SideWork
 from kvseek.kernels.arguments import blocks_for, pointers, require_fit
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
+from kvseek.kernels.structs import c_struct
 from kvseek.plugins.contract import Effort, Index
 
 from .config import Config
@@ -35,18 +35,7 @@ UNIT = 32  # clusters that are scored together (select.cuh)
 SCORE_BLOCKS = 4  # blocks per multiprocessor: as many as its registers hold at head_dim 128
 CHOOSE_STATIC_BYTES = 12 << 10  # upper bound of ChooseMemory (choose.cuh)
 
-
-class SelectArguments(ctypes.Structure):
-    """Arguments of the kernels of a selection, as in select.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "clusters", "centroids", "sizes", "starts")),
-        *((name, c_void_p) for name in ("places", "scores", "statistics", "rows")),
-        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "units", "top_k")),
-        ("scale", c_float),
-        ("spread_weight", c_float),
-        ("spreads", c_void_p),
-    )
+SelectArguments = c_struct("plugins/clusterkv/cuda/select.cuh", "SelectArguments")
 
 
 class Workspace:
@@ -171,7 +160,7 @@ class CudaIndex(Index):
         kernel: str,
         grid: tuple[int, int, int],
         threads: int,
-        arguments: SelectArguments,
+        arguments: ctypes.Structure,
         shared_bytes: int,
         even: bool = False,
     ) -> None:
@@ -179,7 +168,7 @@ class CudaIndex(Index):
             f"kvseek_clusterkv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True, even=even
         )
 
-    def _arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> SelectArguments:
+    def _arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> ctypes.Structure:
         work = self.workspace
         return SelectArguments(
             **pointers(self.reference, "clusters", "centroids", "sizes", "starts", "places", "spreads"),

@@ -140,7 +140,7 @@ class CudaIndex(Index):
         self._launch("rerank", grid, RERANK_THREADS, arguments, shared_bytes)
         return Selection(rows)
 
-    def _recall(self, arguments: StepArguments, batch: int) -> None:
+    def _recall(self, arguments: ctypes.Structure, batch: int) -> None:
         heads = self.context.num_kv_heads
         tiles = -(-self.capacity // TILE)
         grid = (blocks_for(batch, heads, self._kernels.multiprocessors, tiles), heads, 1)
@@ -156,7 +156,7 @@ class CudaIndex(Index):
     ) -> None:
         self._kernels.launch(f"kvseek_ctkvr_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
-    def _arguments(self, queries: Tensor, batch: Batch, host: HostBuffers | None = None) -> StepArguments:
+    def _arguments(self, queries: Tensor, batch: Batch, host: HostBuffers | None = None) -> ctypes.Structure:
         self.workspace.require(batch.size)
         copies = {} if host is None else host.targets()
         rows = self.context.rows  # None while memory is measured, when all requests are dense and no row is read

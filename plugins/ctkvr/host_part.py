@@ -26,7 +26,6 @@ from .host_cores import usable_cores
 from .native import (
     MOST_THREADS,
     HostPool,
-    HostStep,
     check_supported,
     describe_step,
     host_function,
@@ -99,7 +98,7 @@ class HostPart:
         self.buffers: HostBuffers = context.shared["ctkvr.host"]
         self._index, self._written, self._rows, self._kernels = index, written, rows, context.cuda
         self._function = host_function(context.library)
-        self._steps: dict[int, HostStep] = {}  # by batch size
+        self._steps: dict[int, ctypes.Structure] = {}  # by batch size
         self._error = ctypes.c_int32(0)
 
     def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: LayerAttention) -> Tensor:
@@ -127,7 +126,7 @@ class HostPart:
                 "'codes' to do without"
             )
 
-    def _describe(self, batch: int) -> HostStep:
+    def _describe(self, batch: int) -> ctypes.Structure:
         buffers = self.buffers
         return describe_step(
             self._index,

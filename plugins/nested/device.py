@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_float, c_int32, c_void_p
-
 import torch
 from torch import Tensor
 
@@ -21,6 +18,7 @@ from kvseek.kernels.arguments import (
     require_room,
 )
 from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM, CudaCodeStore
+from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 
@@ -31,18 +29,7 @@ MOST_BLOCKS_OF_SCAN = 1024  # of a task
 MOST_BLOCKS = 16  # blocks of a task in the choice
 HELD_CANDIDATES = 1600  # that the choice ranks without reading them again
 
-
-class SelectArguments(ctypes.Structure):
-    """Arguments of the kernels of a selection, as in select.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales")),
-        *((name, c_void_p) for name in ("means", "mean_steps", "signs")),
-        *((name, c_void_p) for name in ("scores", "totals", "places", "estimates", "keys")),
-        *((name, c_void_p) for name in ("counts", "normalisers", "finished", "rows")),
-        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "top_k", "capacity", "block_bits")),
-        ("scaling", c_float),
-    )
+SelectArguments = c_struct("plugins/nested/cuda/select.cuh", "SelectArguments")
 
 
 class Workspace:
