@@ -68,8 +68,15 @@ def openai_server(engine_dir: Path, settings: ServeSettings, ready_seconds: floa
 def _ready(server: subprocess.Popen[bytes], log: Path, limit: float) -> str:
     while True:
         text = log.read_text(encoding="utf-8", errors="replace")
-        if (status := server.poll()) is not None or FAILED.search(text) or time.monotonic() > limit:
-            what = "is not ready in time" if status is None else f"ended with status {status}"
+        failed = FAILED.search(text)
+        if (status := server.poll()) is not None or failed or time.monotonic() > limit:
+            what = (
+                "has no engine"
+                if failed
+                else "is not ready in time"
+                if status is None
+                else f"ended with status {status}"
+            )
             raise LoadTestError(f"kvseek openai {what}; the end of its log:\n{text[-SHOWN_CHARACTERS:].strip()}")
         if found := LISTENS.search(text):
             with contextlib.suppress(requests.RequestException):
