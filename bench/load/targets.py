@@ -20,7 +20,7 @@ from typing import Any
 
 import requests
 
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.service import EngineService
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import get
@@ -157,7 +157,7 @@ async def _ask(
         if output.finish_reason is not None and not loop.is_closed():
             loop.call_soon_threadsafe(_set, ended, output)
 
-    request = Request(prompts[number], cell.lengths[number][1], SamplingParams(**sampling, seed=number))
+    request = Request(prompts[number], cell.lengths[number][1], SamplingConfig(**sampling, seed=number))
     sent = time.perf_counter()
     handle = service.submit(request, on_output)
     try:
