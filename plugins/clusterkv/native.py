@@ -41,7 +41,7 @@ class NativeIndex(ReferenceIndex):
     """
 
     def __init__(self, context: IndexContext) -> None:
-        super().__init__(context, NativeCodeStore)
+        super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         require_native("native clusters", context, LIMITS)
         config = self.config

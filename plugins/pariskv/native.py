@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch
-from kvseek.core.cpu_library import CpuLibrary, pointer
+from kvseek.core.cpu_library import pointer
 from kvseek.core.index_context import IndexContext, ShapeLimits
 from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import require_fit
@@ -45,13 +44,6 @@ class SelectArguments(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=8)
-def kernels(library: CpuLibrary) -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
-    """Return kvseek_pariskv_encode and kvseek_pariskv_select of a library, declared once."""
-    encode = library.function("kvseek_pariskv_encode", c_void_p)
-    return encode, library.function("kvseek_pariskv_select", c_void_p)
-
-
 class NativeIndex(ReferenceIndex):
     """The reference's arrays, filled and searched by compiled kernels.
 
@@ -63,7 +55,7 @@ class NativeIndex(ReferenceIndex):
         super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         require_native("native ParisKV", context, LIMITS)
-        self._encode, select = kernels(context.library)
+        self._encode = context.library.function("kvseek_pariskv_encode", c_void_p)
         self._shared = {
             "ids": pointer(self.ids),
             "codes": pointer(self.codes),
@@ -83,6 +75,7 @@ class NativeIndex(ReferenceIndex):
             mean=self.config.group_reduce == "mean",
             scaling=context.scaling,
         )
+        select = context.library.function("kvseek_pariskv_select", c_void_p)
         self._selection = NativeSelection(select, arguments, context)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:

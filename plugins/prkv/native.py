@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,13 +35,6 @@ class PrkvSelectArguments(ctypes.Structure):
     )
 
 
-class NativeCodes(Codes):
-    """The codes of `Codes`, made by the compiled kernel."""
-
-    store_type = NativeCodeStore
-    store: NativeCodeStore
-
-
 class NativeIndex(ReferenceIndex):
     """The reference's arrays, filled and searched by compiled kernels.
 
@@ -49,11 +42,11 @@ class NativeIndex(ReferenceIndex):
     the scores that a static set is chosen by.
     """
 
-    summaries: NativeCodes
-
     def __init__(self, context: IndexContext) -> None:
-        super().__init__(context, NativeCodes(context))
+        super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
+        assert isinstance(self.summaries, Codes), "create() makes a NativeIndex only for codes"
+        assert isinstance(self.summaries.store, NativeCodeStore), "code_store makes this kind for a compiled library"
         self.observe = partial(observe, context.library)
         arguments = PrkvSelectArguments(
             **self.summaries.store.arguments,
@@ -89,12 +82,6 @@ class PrkvObserveArguments(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=8)
-def kernel(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """Return kvseek_prkv_observe of a library, declared once."""
-    return library.function("kvseek_prkv_observe", c_void_p)
-
-
 def observe(library: CpuLibrary, queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
     """Compute static.observation_scores: queries [H, w, D] and keys [G, n, D] to float32 [G, n].
 
@@ -124,5 +111,5 @@ def observe(library: CpuLibrary, queries: Tensor, keys: Tensor, scaling: float, 
         threads=torch.get_num_threads(),
         scaling=scaling,
     )
-    kernel(library)(ctypes.byref(arguments))
+    library.function("kvseek_prkv_observe", c_void_p)(ctypes.byref(arguments))
     return scores

@@ -12,7 +12,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.reference.codes.key_codes import estimate_all, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.kernels.reference.codes.store import CodeStore
+from kvseek.plugins.ranking import code_store
 
 from .config import Config
 from .static import static_first
@@ -171,11 +171,9 @@ class Codes(Summaries):
         Those of tokens beyond a region's length are not read, so there is nothing to publish.
     """
 
-    store_type = CodeStore
-
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.store = self.store_type(context, context.codebooks["signs"], CODE_BITS)
+        self.store = code_store(context, CODE_BITS)
 
     @property
     def bytes_per_token(self) -> float:
