@@ -24,9 +24,8 @@ from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.ranking import best_positions, code_store, softmax_mean
 
-from .clustering import cluster_keys
+from .clustering import cluster_keys, initial_keys
 from .config import Config
-from .seeding import initial_keys
 
 
 @dataclass(frozen=True)

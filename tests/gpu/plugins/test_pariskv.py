@@ -96,9 +96,7 @@ def test_zero_and_huge_keys() -> None:
     expected.build(0, keys, keys)
     found.build(0, keys.cuda(), keys.cuda())
     for name in ("ids", "codes", "weights"):
-        assert torch.equal(
-            region(expected, getattr(expected, name), 0), region(found, getattr(found, name), 0)
-        )
+        assert torch.equal(region(expected, getattr(expected, name), 0), region(found, getattr(found, name), 0))
 
 
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [70_000, 3]], ids=str)
