@@ -74,9 +74,9 @@ def everything(index: Index, slot: int) -> Tensor:
     return torch.ones(context.num_kv_heads, context.lengths[slot], dtype=torch.bool, device=context.device)
 
 
-def candidate_stages(index: Index, query: Tensor, slot: int, scan: str) -> Stages:
-    """Find the stages of a query [H, D] of a ScanIndex: the candidates of the first one, and the `estimate` among them."""
-    found = require_index(index, ScanIndex)
+def candidate_stages(kind: type[ScanIndex], scan: str, index: Index, query: Tensor, slot: int) -> Stages:
+    """Find the stages of a query [H, D] in an index of a kind: the candidates, stage `scan`, and the `estimate` of these."""
+    found = require_index(index, kind)
     kv_heads, n = found.context.num_kv_heads, found.context.lengths[slot]
     if n <= found.config.top_k:
         kept = everything(found, slot)

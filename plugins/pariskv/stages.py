@@ -6,4 +6,6 @@ from functools import partial
 
 from kvseek.plugins.measurements.stages import candidate_stages
 
-stages = partial(candidate_stages, scan="votes")
+from .reference import ReferenceIndex
+
+stages = partial(candidate_stages, ReferenceIndex, "votes")
