@@ -1,4 +1,4 @@
-"""Kernels of the GPU: load a cubin, launch its kernels through the CUDA driver. Each caller mirrors its arguments.
+"""Kernels of the GPU: load a cubin, launch its kernels through the CUDA driver. Each caller gives a struct of arguments.
 
 The contract with the kernels: `extern "C"`, one struct passed by value as the only parameter, blocks of one dimension.
 """
@@ -186,7 +186,7 @@ class CudaKernels:
         if ctypes.sizeof(arguments) != kernel.argument_bytes:
             raise KernelError(
                 f"{type(arguments).__name__} has {ctypes.sizeof(arguments)} bytes: {name} takes {kernel.argument_bytes}; "
-                f"make both list the same fields, or {REBUILD} if it is of another version"
+                f"give it the struct of its source, or {REBUILD} if it is of another version"
             )
         return kernel
 

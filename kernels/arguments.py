@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
@@ -15,6 +16,18 @@ MOST_ROWS = 2**32  # places of all extents and KV heads: kernels number them wit
 def pointers(owner: object, *names: str) -> dict[str, int]:
     """Return the addresses of an object's tensors by name, for a structure of arguments whose fields have the same names."""
     return {name: getattr(owner, name).data_ptr() for name in names}
+
+
+def checked_address(name: str, tensor: Tensor | None, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the address of a tensor's data, 0 for None; raises KernelError unless the tensor is contiguous and as given here."""
+    if tensor is None:
+        return 0
+    if tensor.dtype is not dtype or tensor.device != device or not tensor.is_contiguous():
+        raise KernelError(
+            f"{name}: {tensor.dtype} on {tensor.device}, strides {tensor.stride()}: must be contiguous {dtype} on {device}; "
+            "convert it before"
+        )
+    return tensor.data_ptr()
 
 
 def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:

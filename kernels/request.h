@@ -1,4 +1,4 @@
-// What kernels read about a request of a decode step, on the GPU and on the CPU. Mirrors core/batch.py.
+// What kernels read about a request of a decode step, on the GPU and on the CPU. core/batch.py packs it.
 #pragma once
 
 namespace kvseek {

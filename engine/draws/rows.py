@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
@@ -138,7 +139,7 @@ def _prepare(sampler: Sampler, device: torch.device) -> Prepared:
     return Prepared(bytes(row), tuple(tensors))
 
 
-def _result(one: DrawnToken, sampler: Sampler, logits: Iterator[Tensor]) -> Drawn:
+def _result(one: ctypes.Structure, sampler: Sampler, logits: Iterator[Tensor]) -> Drawn:
     params = sampler.params
     own = next(logits).float().numpy().tobytes() if params.return_generation_logits else b""
     if one.status != DRAWN:

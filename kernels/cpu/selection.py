@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,14 +23,15 @@ class NativeSelection:
 
     Parameters
     ----------
-    function : callable
-        Of the compiled library; it takes the address of its arguments.
+    kernel : str
+        Name of the function of the compiled library.
     arguments : ctypes.Structure
         What stays the same for an index. A call fills in queries, rows, requests, table, batch, max_extents and threads.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: ctypes.Structure, context: IndexContext) -> None:
-        self._function, self._context = function, context
+    def __init__(self, kernel: str, arguments: ctypes.Structure, context: IndexContext) -> None:
+        assert context.library is not None, "create() makes an index of compiled kernels only for a compiled library"
+        self._function, self._context = context.library.function(kernel, type(arguments)), context
         self._shape = (context.num_kv_heads, context.config.top_k)
         self._type, self._fixed = type(arguments), bytes(arguments)
 
@@ -48,7 +48,7 @@ class NativeSelection:
         arguments.max_extents = batch.table.shape[1]
         arguments.batch = batch.size
         arguments.threads = torch.get_num_threads()
-        self._function(ctypes.byref(arguments))
+        self._function(arguments)
         return Selection(rows)
 
 

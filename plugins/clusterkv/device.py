@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from ctypes import c_float, c_int32, c_void_p
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from kvseek.core.streams import SideStream, SideWork
 from kvseek.kernels.arguments import pointers
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
 from kvseek.kernels.cuda.selection import SelectionWorkspace
+from kvseek.kernels.structs import c_struct
 
 from .config import Config
 from .kmeans import ClusterArrays, DeviceKMeans
@@ -34,18 +34,7 @@ UNIT = 32  # clusters that are scored together (select.cuh)
 SCORE_BLOCKS = 4  # blocks per multiprocessor: as many as its registers hold at head_dim 128
 CHOOSE_STATIC_BYTES = 12 << 10  # upper bound of ChooseMemory (choose.cuh)
 
-
-class SelectArguments(ctypes.Structure):
-    """Arguments of the kernels of a selection, as in select.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "clusters", "centroids", "sizes", "starts")),
-        *((name, c_void_p) for name in ("places", "scores", "statistics", "rows")),
-        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "units", "top_k")),
-        ("scale", c_float),
-        ("spread_weight", c_float),
-        ("spreads", c_void_p),
-    )
+SelectArguments = c_struct("plugins/clusterkv/cuda/select.cuh", "SelectArguments")
 
 
 class Workspace(SelectionWorkspace):
@@ -148,7 +137,7 @@ class CudaIndex(ReferenceIndex):
         kernel: str,
         grid: tuple[int, int, int],
         threads: int,
-        arguments: SelectArguments,
+        arguments: ctypes.Structure,
         shared_bytes: int,
         even: bool = False,
     ) -> None:

@@ -11,7 +11,6 @@ common that their mean is 1,000 times as long as they differ, it is off by up to
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
+from kvseek.kernels.structs import c_struct
 
 from .clustering import initial_keys
 from .config import Config
@@ -37,22 +37,7 @@ ALIGNMENT = 16  # bytes of the widest load of a key, to which keys must be align
 SMALL_TOKENS = 1024  # up to so many, one launch with a block per head: it starts quickly but is slow for long prompts
 SEED_BLOCKS = 16  # blocks per head
 
-
-class KMeansArguments(ctypes.Structure):
-    """Arguments of all kernels of a clustering, as in kmeans.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "seeds", "labels", "directions", "origins")),
-        *(
-            (name, c_void_p)
-            for name in ("scales", "changed", "counts", "cursors", "list", "sums", "summed", "arrivals")
-        ),
-        *((name, c_void_p) for name in ("table", "centroids", "sizes", "starts", "places")),
-        *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "clusters", "rounds", "round", "label_stride")),
-        *((name, c_int32) for name in ("first_place", "first_cluster", "clusters_per_extent")),
-        ("spreads", c_void_p),
-    )
+KMeansArguments = c_struct("plugins/clusterkv/cuda/kmeans.cuh", "KMeansArguments")
 
 
 @dataclass(frozen=True)
@@ -179,7 +164,7 @@ class DeviceKMeans:
             "arrivals": empty(torch.int32, heads),
         }
 
-    def _launch_all(self, arguments: KMeansArguments) -> None:
+    def _launch_all(self, arguments: ctypes.Structure) -> None:
         if arguments.tokens <= SMALL_TOKENS:
             self._launch("cluster", 1, arguments)
             return
@@ -195,7 +180,7 @@ class DeviceKMeans:
         self._launch("mean", cluster_blocks, arguments)
         self._launch("order", cluster_blocks, arguments)
 
-    def _launch(self, kernel: str, blocks: int, arguments: KMeansArguments) -> None:
+    def _launch(self, kernel: str, blocks: int, arguments: ctypes.Structure) -> None:
         self._kernels.launch(f"kvseek_clusterkv_{kernel}", (blocks, arguments.kv_heads, 1), THREADS, arguments)
 
     def _check(self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int) -> None:

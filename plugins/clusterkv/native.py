@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
@@ -15,21 +12,11 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.codes.store import LIMITS, NativeCodeStore
 from kvseek.kernels.cpu.selection import NativeSelection, require_native
 from kvseek.kernels.reference.codes.key_codes import STEPS
+from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 
-
-class ClusterkvSelectArguments(ctypes.Structure):
-    """Arguments of kvseek_clusterkv_select, as in select.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "rows", "requests", "table")),
-        *((name, c_void_p) for name in ("clusters", "centroids", "sizes", "starts", "spreads", "places")),
-        *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "signs")),
-        *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("listed", "clusters_per_extent", "block", "bfloat16", "threads")),
-        *((name, c_double) for name in ("scaling", "step", "spread_weight")),
-    )
+ClusterkvSelectArguments = c_struct("plugins/clusterkv/cpu/select.cpp", "ClusterkvSelectArguments")
 
 
 class NativeIndex(ReferenceIndex):
@@ -42,7 +29,6 @@ class NativeIndex(ReferenceIndex):
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         require_native("native clusters", context, LIMITS)
         config = self.config
         fields: dict[str, float] = {
@@ -63,8 +49,7 @@ class NativeIndex(ReferenceIndex):
             scaling=context.scaling,
             spread_weight=config.spread_weight,
         )
-        select = context.library.function("kvseek_clusterkv_select", c_void_p)
-        self._selection = NativeSelection(select, arguments, context)
+        self._selection = NativeSelection("kvseek_clusterkv_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
         """See ReferenceIndex.select."""

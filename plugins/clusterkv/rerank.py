@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from ctypes import c_float, c_int32, c_void_p
 
 import torch
 
@@ -13,22 +11,12 @@ from kvseek.core.index_context import IndexContext
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows
 from kvseek.kernels.cuda.codes.store import CudaCodeStore
 from kvseek.kernels.cuda.selection import SelectionWorkspace
+from kvseek.kernels.structs import c_struct
 
 THREADS = 512  # as in rerank.cu
 MOST_BLOCKS = 16  # blocks of a task
 
-
-class RerankArguments(ctypes.Structure):
-    """Arguments of kvseek_clusterkv_rerank, as in rerank.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales")),
-        *((name, c_void_p) for name in ("means", "mean_steps", "signs")),
-        *((name, c_void_p) for name in ("candidates", "estimates", "normalisers", "finished", "rows")),
-        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "listed", "top_k")),
-        ("exponent", c_float),
-        ("block_bits", c_int32),
-    )
+RerankArguments = c_struct("plugins/clusterkv/cuda/rerank.cu", "RerankArguments")
 
 
 class Reranker(SelectionWorkspace):

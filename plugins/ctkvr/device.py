@@ -128,14 +128,14 @@ class CudaIndex(Index):
         if self._host is not None:
             self._host.check()
 
-    def _rerank(self, arguments: StepArguments, rows: Tensor, batch: int) -> None:
+    def _rerank(self, arguments: ctypes.Structure, rows: Tensor, batch: int) -> None:
         arguments.scores, arguments.statistics = self.workspace.scores.data_ptr(), self.workspace.statistics.data_ptr()
         arguments.keys, arguments.selected = address(self.workspace.keys), rows.data_ptr()
         self._recall(arguments, batch)
         grid = (1 + self.config.update, self.context.num_kv_heads, batch)
         self._launch("rerank", grid, RERANK_THREADS, arguments, self.workspace.shared_key_bytes)
 
-    def _recall(self, arguments: StepArguments, batch: int) -> None:
+    def _recall(self, arguments: ctypes.Structure, batch: int) -> None:
         heads = self.context.num_kv_heads
         tiles = -(-self.capacity // TILE)
         grid = (self.workspace.blocks(batch, tiles), heads, 1)
@@ -151,7 +151,7 @@ class CudaIndex(Index):
     ) -> None:
         self._kernels.launch(f"kvseek_ctkvr_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
-    def _arguments(self, given: dict[str, int], host: HostBuffers | None = None) -> StepArguments:
+    def _arguments(self, given: dict[str, int], host: HostBuffers | None = None) -> ctypes.Structure:
         copies = {} if host is None else host.targets()
         rows = self.context.rows  # None while memory is measured, when all requests are dense and no row is read
         return StepArguments(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
+from kvseek.kernels.structs import c_struct
 
 WORK_BYTES = 288 << 20  # most bytes of candidates held at once, those of a band of centroids
 SAMPLES = 4096  # most keys of a sample
@@ -22,18 +22,7 @@ TILE_KEYS = 64  # keys of a tile in shared memory (list_products.cuh)
 RESIDENT = 3  # blocks that a multiprocessor holds (build.cu)
 MOST_PARTS, PART_TILES = 16, 8  # most blocks that share a centroid's keys; fewest tiles of each of these blocks
 
-
-class ListArguments(ctypes.Structure):
-    """Arguments of all kernels that build lists, as in list_products.cuh."""
-
-    _fields_ = (
-        *(
-            (name, c_void_p)
-            for name in ("queries", "keys", "factors", "sums", "candidates", "counts", "bounds", "lists")
-        ),
-        *((name, c_int64) for name in ("query_stride", "head_stride", "key_stride", "list_stride")),
-        *((name, c_int32) for name in ("centroids", "tokens", "rho", "capacity", "stride", "samples", "rank", "parts")),
-    )
+ListArguments = c_struct("plugins/ctkvr/cuda/list_products.cuh", "ListArguments")
 
 
 @dataclass(frozen=True)
@@ -171,7 +160,7 @@ class DeviceBuilder:
         self._launch("list", (centroids, kv_heads, 1), LIST_THREADS, arguments)
 
     def _launch(
-        self, name: str, grid: tuple[int, int, int], threads: int, arguments: ListArguments, shared_bytes: int = 0
+        self, name: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure, shared_bytes: int = 0
     ) -> None:
         self._kernels.launch(f"kvseek_ctkvr_{name}", grid, threads, arguments, shared_bytes)
 

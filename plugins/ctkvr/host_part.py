@@ -26,7 +26,6 @@ from .host_cores import usable_cores
 from .native import (
     MOST_THREADS,
     HostPool,
-    HostStep,
     check_supported,
     describe_step,
     host_function,
@@ -97,7 +96,7 @@ class HostPart:
         self.buffers = context.share("ctkvr.host", lambda: HostBuffers(index, most))
         self._index, self._written, self._rows, self._kernels = index, written, rows, context.cuda
         self._function = host_function(context.library)
-        self._steps: dict[int, HostStep] = {}  # by batch size
+        self._steps: dict[int, ctypes.Structure] = {}  # by batch size
         self._error = ctypes.c_int32(0)
 
     def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: LayerAttention) -> Tensor:
@@ -125,7 +124,7 @@ class HostPart:
                 "'codes' to do without"
             )
 
-    def _describe(self, batch: int) -> HostStep:
+    def _describe(self, batch: int) -> ctypes.Structure:
         buffers = self.buffers
         return describe_step(
             self._index,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
-from functools import lru_cache
+from ctypes import c_int32, c_void_p
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers, require_fit
 from kvseek.kernels.reference.codes.key_codes import STEPS
 from kvseek.kernels.reference.codes.store import CodeStore
+from kvseek.kernels.structs import c_struct
 
 from .native_build import host_lists, write_lists
 from .reference import ReferenceIndex
@@ -39,38 +39,9 @@ ERRORS = {
     5: "no memory for intermediate results; lower the batch size or the recall (probes, recall_factor, recent)",
 }
 
-
-class HostStep(ctypes.Structure):
-    """One layer's work of a decode step; host_step.h describes the fields."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("pool", "queries", "recalled", "recalled_count", "slots", "table", "rows")),
-        *((name, c_void_p) for name in ("out", "lse", "selected", "best", "best_count", "error")),
-        *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "signs")),
-        ("extent_stride", c_int64),
-        *((name, c_int32) for name in ("batch", "heads", "kv_heads", "head_dim", "capacity", "top_k", "rho")),
-        *(
-            (name, c_int32)
-            for name in ("table_slots", "max_extents", "dtype", "threads", "bits", "padded_dim", "block")
-        ),
-        *((name, c_float) for name in ("scaling", "code_step")),
-    )
-
-
-class HostRecall(ctypes.Structure):
-    """Arguments of kvseek_ctkvr_host_recall, as in host_recall.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("lists", "probed", "slots", "first_recent", "lengths")),
-        *((name, c_void_p) for name in ("recalled", "recalled_count")),
-        *((name, c_int64) for name in ("batch", "kv_heads", "ring", "width", "probes", "capacity", "threads")),
-    )
-
-
-class HostPoolArguments(ctypes.Structure):
-    """Arguments of kvseek_ctkvr_pool_create, as in host_pool.h."""
-
-    _fields_ = (("pool", c_void_p), ("threads", c_int32), ("pin", c_int32), ("error", c_int32))
+HostStep = c_struct("plugins/ctkvr/cpu/host_step.h", "HostStep")
+HostRecall = c_struct("plugins/ctkvr/cpu/host_recall.cpp", "HostRecall")
+HostPoolArguments = c_struct("plugins/ctkvr/cpu/host_pool.h", "HostPoolArguments")
 
 
 class HostPool:
@@ -106,7 +77,7 @@ class HostPool:
         self.threads = threads
         self._destroy = library.function("kvseek_ctkvr_pool_destroy", c_void_p)
         arguments = HostPoolArguments(threads=threads, pin=PINS[pin])
-        library.function("kvseek_ctkvr_pool_create", c_void_p)(ctypes.byref(arguments))
+        library.function("kvseek_ctkvr_pool_create", HostPoolArguments)(arguments)
         if arguments.error:
             reason = os.strerror(arguments.error)
             raise KernelError(
@@ -128,16 +99,9 @@ class HostPool:
         self.close()
 
 
-@lru_cache(maxsize=8)
 def host_step(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """Return kvseek_ctkvr_host_step of a library, which takes a HostStep by address and writes its results or its `error`."""
-    return library.function("kvseek_ctkvr_host_step", c_void_p)
-
-
-@lru_cache(maxsize=8)
-def host_recall(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """Return kvseek_ctkvr_host_recall of a library, declared once."""
-    return library.function("kvseek_ctkvr_host_recall", c_void_p)
+    """Return kvseek_ctkvr_host_step of a library, which takes a HostStep and writes its results or its `error`."""
+    return library.function("kvseek_ctkvr_host_step", HostStep)
 
 
 def host_function(library: CpuLibrary) -> int:
@@ -217,7 +181,7 @@ class NativeIndex(ReferenceIndex):
             capacity=self.capacity,
             threads=torch.get_num_threads(),
         )
-        host_recall(self._library)(ctypes.byref(arguments))
+        self._library.function("kvseek_ctkvr_host_recall", HostRecall)(arguments)
         return recalled, counts
 
     def _rerank_all(
@@ -244,7 +208,7 @@ class NativeIndex(ReferenceIndex):
             threads=torch.get_num_threads(),
             **({} if self.codes is None else describe_codes(self.codes)),
         )
-        host_step(self._library)(ctypes.byref(step))
+        host_step(self._library)(step)
         raise_error(error.value)
         return rows, best
 
@@ -261,7 +225,7 @@ def describe_codes(codes: CodeStore) -> dict[str, Any]:
     }
 
 
-def describe_step(index: ReferenceIndex, rows: LayerRows, batch: int, **fields: Any) -> HostStep:
+def describe_step(index: ReferenceIndex, rows: LayerRows, batch: int, **fields: Any) -> ctypes.Structure:
     """Describe a step of `batch` requests over an index's lists and a layer's rows; `fields` name its buffers and threads."""
     context, table = index.context, index.context.extents.table
     return HostStep(

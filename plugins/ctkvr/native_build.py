@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_int64, c_void_p
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
+from kvseek.kernels.structs import c_struct
+
+HostLists = c_struct("plugins/ctkvr/cpu/host_lists.cpp", "HostLists")
 
 
-class HostLists(ctypes.Structure):
-    """Arguments of kvseek_ctkvr_host_lists, as in host_lists.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "keys", "lists")),
-        *((name, c_int64) for name in ("query_head_stride", "query_stride", "key_head_stride", "key_stride")),
-        ("list_head_stride", c_int64),
-        *((name, c_int64) for name in ("kv_heads", "group", "centroids", "tokens", "dim", "width")),
-        *((name, c_int64) for name in ("bfloat16", "threads")),
-        ("scaling", c_double),
-    )
-
-
-@lru_cache(maxsize=8)
 def host_lists(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """Return kvseek_ctkvr_host_lists of a library, declared once; raises KernelError if the library is older than it."""
-    return library.function("kvseek_ctkvr_host_lists", c_void_p)
+    """Return kvseek_ctkvr_host_lists of a library; raises KernelError if the library is older than it."""
+    return library.function("kvseek_ctkvr_host_lists", HostLists)
 
 
 def write_lists(library: CpuLibrary, queries: Tensor, keys: Tensor, lists: Tensor, scaling: float) -> None:
@@ -71,7 +58,7 @@ def write_lists(library: CpuLibrary, queries: Tensor, keys: Tensor, lists: Tenso
         threads=torch.get_num_threads(),
         scaling=scaling,
     )
-    host_lists(library)(ctypes.byref(arguments))
+    host_lists(library)(arguments)
 
 
 def _operand(tensor: Tensor) -> Tensor:

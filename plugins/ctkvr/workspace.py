@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
-
 import torch
 
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.cuda.selection import SelectionWorkspace
+from kvseek.kernels.structs import c_struct
 
 TILE = 16  # keys that a warp scores at once (products.cuh)
 LARGEST_KEYS = (
     80 << 10
 )  # bytes of keys that the rerank keeps in shared memory: the smallest GPUs have 99 KiB for a block
 
-
-class StepArguments(ctypes.Structure):
-    """Arguments of kvseek_ctkvr_probe, _recall and _rerank, as in step.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "rows", "centroids", "means", "offsets")),
-        *((name, c_void_p) for name in ("lists", "written", "prompted", "listed", "cosines", "recalled", "counts")),
-        *((name, c_void_p) for name in ("scores", "statistics", "keys", "selected", "host_recalled", "host_counts")),
-        *((name, c_void_p) for name in ("host_queries", "host_slots")),
-        ("extent_stride", c_int64),
-        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "ring", "width", "capacity", "probes")),
-        *((name, c_int32) for name in ("prompt_probes", "recent", "top_k")),
-        ("scale", c_float),
-    )
-
-
-class CodedStepArguments(ctypes.Structure):
-    """Arguments of kvseek_ctkvr_recall_coded, as in coded.cu."""
-
-    _fields_ = (
-        ("step", StepArguments),
-        *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "signs")),
-        ("block_bits", c_int32),
-    )
-
-
-class MergeArguments(ctypes.Structure):
-    """Arguments of kvseek_ctkvr_merge, as in merge.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "out", "lse", "host_out", "host_lse", "host_best")),
-        *((name, c_void_p) for name in ("centroids", "means", "offsets", "lists", "written")),
-        *((name, c_int32) for name in ("kv_heads", "ring", "width", "top_k")),
-    )
+StepArguments = c_struct("plugins/ctkvr/cuda/step.cuh", "StepArguments")
+CodedStepArguments = c_struct("plugins/ctkvr/cuda/coded.cu", "CodedStepArguments", StepArguments)
+MergeArguments = c_struct("plugins/ctkvr/cuda/merge.cu", "MergeArguments")
 
 
 class Workspace(SelectionWorkspace):

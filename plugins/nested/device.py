@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_float, c_int32, c_void_p
-
 import torch
 from torch import Tensor
 
@@ -15,6 +12,7 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows
 from kvseek.kernels.cuda.codes.store import CudaCodeStore
 from kvseek.kernels.cuda.selection import SelectionWorkspace, require_head_dim
+from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 
@@ -25,18 +23,7 @@ MOST_BLOCKS_OF_SCAN = 1024  # of a task
 MOST_BLOCKS = 16  # blocks of a task in the choice
 HELD_CANDIDATES = 1600  # that the choice ranks without reading them again
 
-
-class SelectArguments(ctypes.Structure):
-    """Arguments of the kernels of a selection, as in select.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "high", "low", "scales")),
-        *((name, c_void_p) for name in ("means", "mean_steps", "signs")),
-        *((name, c_void_p) for name in ("scores", "totals", "places", "estimates", "keys")),
-        *((name, c_void_p) for name in ("counts", "normalisers", "finished", "rows")),
-        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "top_k", "capacity", "block_bits")),
-        ("scaling", c_float),
-    )
+SelectArguments = c_struct("plugins/nested/cuda/select.cuh", "SelectArguments")
 
 
 class Workspace(SelectionWorkspace):

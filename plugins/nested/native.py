@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
-
 from torch import Tensor
 
 from kvseek.core.batch import Batch
@@ -13,20 +10,11 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.codes.store import NativeCodeStore
 from kvseek.kernels.cpu.selection import NativeSelection
 from kvseek.kernels.reference.codes.key_codes import BITS, STEPS
+from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 
-
-class NestedSelectArguments(ctypes.Structure):
-    """Arguments of kvseek_nested_select, as in select.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "rows", "requests")),
-        *((name, c_void_p) for name in ("high", "low", "scales", "means", "mean_steps", "table", "signs")),
-        *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("block", "bfloat16", "threads")),
-        *((name, c_double) for name in ("scaling", "step")),
-    )
+NestedSelectArguments = c_struct("plugins/nested/cpu/select.cpp", "NestedSelectArguments")
 
 
 class NativeIndex(ReferenceIndex):
@@ -39,7 +27,6 @@ class NativeIndex(ReferenceIndex):
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         arguments = NestedSelectArguments(
             **self.codes.arguments,
             group=context.group_size,
@@ -47,8 +34,7 @@ class NativeIndex(ReferenceIndex):
             scaling=context.scaling,
             step=STEPS[BITS],
         )
-        select = context.library.function("kvseek_nested_select", c_void_p)
-        self._selection = NativeSelection(select, arguments, context)
+        self._selection = NativeSelection("kvseek_nested_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_keys, require_numbered_rows
 from kvseek.kernels.cuda.selection import SelectionWorkspace, require_head_dim
+from kvseek.kernels.structs import c_struct
 
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex
@@ -27,29 +27,8 @@ MOST_TOP_BLOCKS = 16  # most blocks of a task's top-k (top.cu)
 MOST_SCAN_BLOCKS = 256  # most blocks of a task's scan
 COUNT_KEYS = 4096  # keys that one block of the counting kernel takes at least
 
-
-class EncodeArguments(ctypes.Structure):
-    """Arguments of kvseek_pariskv_encode and _count, as in encode.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "ids", "codes", "weights", "counts", "table")),
-        *((name, c_void_p) for name in ("signs", "levels", "thresholds")),
-        *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
-    )
-
-
-class SelectArguments(ctypes.Structure):
-    """Arguments of the kernels of a selection, as in select.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "requests", "table", "ids", "codes", "weights", "counts")),
-        *((name, c_void_p) for name in ("signs", "levels", "columns", "votes", "totals", "chunk_totals")),
-        *((name, c_void_p) for name in ("scores", "candidates", "estimates", "keys", "normalisers")),
-        *((name, c_void_p) for name in ("best_keys", "best_places", "finished", "rows")),
-        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "top_k", "scan_blocks")),
-        ("scaling", c_float),
-    )
+EncodeArguments = c_struct("plugins/pariskv/cuda/encode.cu", "EncodeArguments")
+SelectArguments = c_struct("plugins/pariskv/cuda/select.cuh", "SelectArguments")
 
 
 class Workspace(SelectionWorkspace):
@@ -138,11 +117,11 @@ class CudaIndex(ReferenceIndex):
         return Selection(rows)
 
     def _launch(
-        self, kernel: str, grid: tuple[int, int, int], threads: int, arguments: SelectArguments, shared_bytes: int = 0
+        self, kernel: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure, shared_bytes: int = 0
     ) -> None:
         self._kernels.launch(f"kvseek_pariskv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
-    def _encode_arguments(self, slot: int, start: int, tokens: int) -> EncodeArguments:
+    def _encode_arguments(self, slot: int, start: int, tokens: int) -> ctypes.Structure:
         return EncodeArguments(
             **pointers(self, "ids", "codes", "weights", "signs", "levels", "thresholds"),
             counts=self.counts[slot].data_ptr(),

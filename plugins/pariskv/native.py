@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
@@ -14,34 +11,15 @@ from kvseek.core.index_context import IndexContext, ShapeLimits
 from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import require_fit
 from kvseek.kernels.cpu.selection import NativeSelection, require_native
+from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 
-LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, lanes of byte_votes.h
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, lanes of votes.h
 INT32_BYTES = 4
 
-
-class EncodeArguments(ctypes.Structure):
-    """Arguments of kvseek_pariskv_encode, as in encode.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "ids", "codes", "weights")),
-        *((name, c_void_p) for name in ("extents", "signs", "levels", "thresholds")),
-        *((name, c_int64) for name in ("kv_heads", "tokens", "dim", "padded_dim")),
-        *((name, c_int64) for name in ("first", "bfloat16", "threads")),
-    )
-
-
-class SelectArguments(ctypes.Structure):
-    """Arguments of kvseek_pariskv_select, as in select.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "rows", "requests")),
-        *((name, c_void_p) for name in ("ids", "codes", "weights", "counts", "table", "signs", "levels")),
-        *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("mean", "bfloat16", "threads")),
-        ("scaling", c_double),
-    )
+EncodeArguments = c_struct("plugins/pariskv/cpu/encode.cpp", "EncodeArguments")
+SelectArguments = c_struct("plugins/pariskv/cpu/select.cpp", "SelectArguments")
 
 
 class NativeIndex(ReferenceIndex):
@@ -55,7 +33,7 @@ class NativeIndex(ReferenceIndex):
         super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         require_native("native ParisKV", context, LIMITS)
-        self._encode = context.library.function("kvseek_pariskv_encode", c_void_p)
+        self._encode = context.library.function("kvseek_pariskv_encode", EncodeArguments)
         self._shared = {
             "ids": pointer(self.ids),
             "codes": pointer(self.codes),
@@ -75,8 +53,7 @@ class NativeIndex(ReferenceIndex):
             mean=self.config.group_reduce == "mean",
             scaling=context.scaling,
         )
-        select = context.library.function("kvseek_pariskv_select", c_void_p)
-        self._selection = NativeSelection(select, arguments, context)
+        self._selection = NativeSelection("kvseek_pariskv_select", arguments, context)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See ReferenceIndex.append."""
@@ -91,7 +68,7 @@ class NativeIndex(ReferenceIndex):
             first=start,
             threads=torch.get_num_threads(),
         )
-        self._encode(ctypes.byref(arguments))
+        self._encode(arguments)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select."""

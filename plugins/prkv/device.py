@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
 from kvseek.kernels.cuda.selection import SelectionWorkspace
+from kvseek.kernels.structs import c_struct
 
 from .config import Config
 from .observe import observe, require_rows
@@ -32,44 +32,12 @@ BOX_THREADS = 256
 MOST_CTAS = 1024  # of a selection's task
 STATIC_BIT = torch.iinfo(torch.int16).min  # of a scale, which is never negative: the sign marks a static row
 
-
-class BoxArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_boxes and _join, as in boxes.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "table", "boxes", "pending")),
-        *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "first")),
-    )
-
-
-def select_fields(summaries: Sequence[str], numbers: Sequence[tuple[str, type]]) -> tuple[tuple[str, type], ...]:
-    """Fields of SelectArguments, with pointers to summaries of pages and with numbers that belong to these."""
-    return (
-        *((name, c_void_p) for name in ("queries", "requests", "table", *summaries, "statics", "static_rows")),
-        *((name, c_void_p) for name in ("scores", "normalisers", "finished", "picked", "recent", "rows")),
-        *((name, c_int32) for name in ("batch", "kv_heads", "max_extents", "top_k", "recent_queries", "most_static")),
-        ("scaling", c_float),
-        *numbers,
-    )
-
-
-class BoxSelectArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_select with boxes, as in select.cuh."""
-
-    _fields_ = select_fields(("boxes",), (("near", c_float), ("far", c_float)))
-
-
-class CodeSelectArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_select with codes, as in select.cuh."""
-
-    _fields_ = select_fields(("high", "scales", "means", "mean_steps", "signs"), (("block_bits", c_int32),))
+BoxArguments = c_struct("plugins/prkv/cuda/boxes.cu", "BoxArguments")
+SelectArguments = c_struct("plugins/prkv/cuda/select.cuh", "SelectArguments")
 
 
 class CudaBoxes(Boxes):
     """Boxes that equal the reference's."""
-
-    select_arguments = BoxSelectArguments
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
@@ -102,7 +70,7 @@ class CudaBoxes(Boxes):
             grid = (self.context.num_kv_heads, 1, 1)
             self._kernels.launch("kvseek_prkv_join", grid, self.context.head_dim, self._arguments(slot, start))
 
-    def _arguments(self, slot: int, start: int) -> BoxArguments:
+    def _arguments(self, slot: int, start: int) -> ctypes.Structure:
         return BoxArguments(
             table=self.context.extents.device_table[slot].data_ptr(),
             boxes=self.boxes.data_ptr(),
@@ -119,7 +87,6 @@ class CudaCodes(Codes):
     """
 
     store: CudaCodeStore
-    select_arguments = CodeSelectArguments
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
@@ -197,7 +164,7 @@ class CudaIndex(ReferenceIndex):
         """
         work, config = self.workspace, self.config
         queries, rows, given = work.begin(self.context, queries, batch)
-        arguments = self.summaries.select_arguments(
+        arguments = SelectArguments(
             **given,
             **self.summaries.selected(),
             **pointers(self, "static_rows", "picked", "recent"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
 from functools import partial
 
 import torch
@@ -17,22 +15,12 @@ from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.codes.store import NativeCodeStore
 from kvseek.kernels.cpu.selection import NativeSelection
 from kvseek.kernels.reference.codes.key_codes import STEPS
+from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 from .summaries import CODE_BITS, Codes
 
-
-class PrkvSelectArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_select, as in select.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "rows", "requests")),
-        *((name, c_void_p) for name in ("high", "scales", "means", "mean_steps", "table", "signs")),
-        *((name, c_void_p) for name in ("statics", "static_rows", "picked", "recent", "received")),
-        *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim", "padded_dim", "max_extents", "top_k")),
-        *((name, c_int64) for name in ("page", "recent_queries", "most_static", "block", "bfloat16", "threads")),
-        *((name, c_double) for name in ("scaling", "step")),
-    )
+PrkvSelectArguments = c_struct("plugins/prkv/cpu/select.cpp", "PrkvSelectArguments")
 
 
 class NativeIndex(ReferenceIndex):
@@ -63,23 +51,14 @@ class NativeIndex(ReferenceIndex):
             scaling=context.scaling,
             step=STEPS[CODE_BITS],
         )
-        select = context.library.function("kvseek_prkv_select", c_void_p)
-        self._selection = NativeSelection(select, arguments, context)
+        self._selection = NativeSelection("kvseek_prkv_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select."""
         return self._selection(queries, batch)
 
 
-class PrkvObserveArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_observe, as in observe.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "keys", "valid", "scores")),
-        *((name, c_int64) for name in ("kv_heads", "rows", "n", "dim", "head_stride", "key_stride")),
-        *((name, c_int64) for name in ("bfloat16", "threads")),
-        ("scaling", c_double),
-    )
+PrkvObserveArguments = c_struct("plugins/prkv/cpu/observe.cpp", "PrkvObserveArguments")
 
 
 def observe(library: CpuLibrary, queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
@@ -111,5 +90,5 @@ def observe(library: CpuLibrary, queries: Tensor, keys: Tensor, scaling: float, 
         threads=torch.get_num_threads(),
         scaling=scaling,
     )
-    library.function("kvseek_prkv_observe", c_void_p)(ctypes.byref(arguments))
+    library.function("kvseek_prkv_observe", PrkvObserveArguments)(arguments)
     return scores

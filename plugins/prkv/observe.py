@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
+from kvseek.kernels.structs import c_struct
 
 THREADS = 256
 BLOCKS_OF_MULTIPROCESSOR = 2  # blocks that a multiprocessor holds at once
 ALIGNMENT = 16  # bytes that the kernels load at once, to which rows must be aligned
 
-
-class ObserveArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_normalise and _observe, as in observe.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "queries", "valid", "parts", "scores")),
-        *((name, c_int64) for name in ("key_head_stride", "key_stride", "query_head_stride", "query_stride")),
-        *((name, c_int32) for name in ("count", "window")),
-        ("scaling", c_float),
-    )
+ObserveArguments = c_struct("plugins/prkv/cuda/observe.cu", "ObserveArguments")
 
 
 def observe(kernels: CudaKernels, queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:

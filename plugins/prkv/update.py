@@ -8,8 +8,6 @@ which appends tokens, never touches what an update writes. PRKV paper, section 4
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from kvseek.core.index_context import IndexContext
 from kvseek.core.streams import SideStream, SideWork
+from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 from .static import choose
@@ -27,15 +26,7 @@ GATHER_BLOCKS = 32  # blocks of all KV heads: enough to use PCIe fully, few enou
 # not, the step waits for it, because a request's tokens must not depend on how busy the GPU is.
 PUBLISH_STEPS = 4
 
-
-class KeysArguments(ctypes.Structure):
-    """Arguments of kvseek_prkv_gather, as in update.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("pool", "table", "tokens", "keys")),
-        ("extent_stride", c_int64),
-        ("count", c_int32),
-    )
+KeysArguments = c_struct("plugins/prkv/cuda/update.cu", "KeysArguments")
 
 
 @dataclass

@@ -7,7 +7,6 @@ with the emulation included first. Kernels with other machine instructions canno
 from __future__ import annotations
 
 import ctypes
-import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tests.support.structs import compiled_part
+from tests.support.structs import KERNEL, compiled_part
 
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.builder.compile.shared import package_roots
@@ -33,8 +32,6 @@ STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "kernels/cuda/instructions.cuh")
 DYNAMIC = "extern __shared__ __align__(16) unsigned char dynamic_memory[];"
 DYNAMIC_BYTES = 256 << 10
 MULTIPROCESSORS = 12  # several blocks for each request and KV head, and few enough to be quick
-# A kernel's name and the type of its arguments.
-KERNEL = re.compile(r'extern "C" __global__[^{;]*?\b(kvseek_\w+)\(\s*const __grid_constant__ ([\w:]+) a\)')
 # Libraries of several shapes define the same symbols, and must not share them.
 FLAGS = ("-std=c++20", "-O1", "-w", "-mavx2", "-mf16c", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
 

@@ -1,44 +1,49 @@
-"""Structs of C++ sources beside the ctypes classes that mirror them."""
+"""What sources say of structs that Python takes from them, and the compiler's word on how these lie in memory."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import pkgutil
 import re
-from collections.abc import Sequence, Set
-from pathlib import Path
+from collections.abc import Set
 
-import kvseek.engine
-import kvseek.kernels
-import kvseek.plugins
+from kvseek.builder.compile.shared import package_roots
+from kvseek.kernels.structs import c_struct
 
-KINDS = {
-    "long long": ctypes.c_int64,
-    "unsigned long long": ctypes.c_uint64,
-    "int64_t": ctypes.c_int64,
-    "int": ctypes.c_int32,
-    "int32_t": ctypes.c_int32,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-}
+(ROOT,) = package_roots()
+NVRTC_OFFSET = "__INTADDR__(&(({}*)0)->{})"
+# A kernel's name and the type of its arguments.
+KERNEL = re.compile(r'extern "C" __global__[^{;]*?\b(kvseek_\w+)\(\s*const __grid_constant__ ([\w:]+) a\)')
 
 
-def mirrors() -> list[type[ctypes.Structure]]:
-    """Every ctypes.Structure of the engine, the kernels and the plugins."""
-    names = [
-        module.name
-        for package in (kvseek.engine, kvseek.kernels, kvseek.plugins)
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    ]
-    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
-    return [value for value in values if isinstance(value, type) and issubclass(value, ctypes.Structure)]
-
-
-def mirror_of(struct_name: str) -> type[ctypes.Structure]:
-    """The only ctypes.Structure of a name."""
-    (found,) = {mirror for mirror in mirrors() if mirror.__name__ == struct_name}
+def declared_structs() -> dict[str, dict[str, type[ctypes.Structure]]]:
+    """Every class that a module makes of a struct, by the struct's source and its name with all namespaces."""
+    found: dict[str, dict[str, type[ctypes.Structure]]] = {}
+    call = re.compile(r'c_struct\("([^"]+)", "(\w+)"(?:, (\w+))?\)')
+    for room in ("engine", "kernels", "plugins"):
+        for path in (ROOT / room).rglob("*.py"):
+            for source, name, member in call.findall(path.read_text(encoding="utf-8")):
+                module = ".".join(("kvseek", *path.relative_to(ROOT).with_suffix("").parts))
+                members = [getattr(importlib.import_module(module), member)] if member else []
+                found.setdefault(source, {})[_qualified(source, name)] = c_struct(source, name, *members)
     return found
+
+
+def _qualified(source: str, name: str) -> str:
+    before = (ROOT / source).read_text(encoding="utf-8").partition(f"\nstruct {name} {{\n")[0]
+    spaces: list[str] = []
+    for begun in re.findall(r"^(?:namespace (\w+) \{|\}  // namespace.*)$", before, re.MULTILINE):
+        spaces = [*spaces, begun] if begun else spaces[:-1]
+    return "::".join((*spaces, name))
+
+
+def layout_assertions(name: str, made: type[ctypes.Structure], offset: str = "__builtin_offsetof({}, {})") -> str:
+    """C++ that compiles if a struct, given by its full name, lies in memory as the class that was made of it.
+
+    `offset` is how the compiler is asked for a member's: NVRTC has no offsetof (NVRTC_OFFSET).
+    """
+    offsets = [f"{offset.format(name, field)} == {getattr(made, field).offset}" for field, *_ in made._fields_]
+    return "".join(f"static_assert({true});\n" for true in (f"sizeof({name}) == {ctypes.sizeof(made)}", *offsets))
 
 
 def compiled_part(text: str, macros: Set[str]) -> str:
@@ -53,20 +58,3 @@ def compiled_part(text: str, macros: Set[str]) -> str:
         return first if (name in macros) == (kind != "ifndef") else second or ""
 
     return option.sub(kept, text)
-
-
-def fields_of(struct_name: str, paths: Sequence[Path], macros: Set[str] = frozenset()) -> list[tuple[str, type]]:
-    """Fields of a struct that one of the sources defines, as a ctypes.Structure lists them; a field may be another struct."""
-    texts = [compiled_part(path.read_text(), macros) for path in paths]
-    bodies = [re.findall(rf"struct {struct_name} {{(.*?)\n}};", text, re.DOTALL) for text in texts]
-    (body,) = [body for found in bodies for body in found]
-    fields: list[tuple[str, type]] = []
-    for statement in re.sub(r"//[^\n]*", "", body).split(";")[:-1]:
-        field = re.fullmatch(r"\s*(?:const )?([\w ]+?)(\*?)\s+(\w+(?:, \w+)*)(?:\[(\d+)\])?", statement)
-        assert field, f"{struct_name}: {statement.strip()!r} is none of {', '.join(KINDS)} or a pointer"
-        kind, pointer, names, length = field.groups()
-        found: type = ctypes.c_void_p if pointer else KINDS.get(kind) or mirror_of(kind)
-        if length:
-            found = found * int(length)
-        fields += [(name, found) for name in names.split(", ")]
-    return fields

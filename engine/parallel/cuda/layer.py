@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_float, c_int32, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.kernels.cuda.layer.layer import LayerKernels, norm_threads
+from kvseek.kernels.structs import c_struct
 
 from .ranks import DeviceRanks
 from .sums import Inboxes
@@ -18,16 +17,7 @@ from .sums import Inboxes
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
 
-
-class SumAddRmsNormArguments(ctypes.Structure):
-    """Arguments of kvseek_sum_add_rms_norm."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "part", "weight", "out", "inboxes", "counts", "stop")),
-        ("hidden", c_int32),
-        ("epsilon", c_float),
-        *((name, c_int32) for name in ("rank", "ranks", "capacity")),
-    )
+SumAddRmsNormArguments = c_struct("kernels/cuda/layer/layer.cu", "SumAddRmsNormArguments")
 
 
 class RankLayerKernels(LayerKernels):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,27 +16,12 @@ from kvseek.core.errors import KernelError
 from kvseek.core.index_context import ShapeLimits
 from kvseek.core.selection import Selection
 from kvseek.kernels.reference.attention import attend as reference
+from kvseek.kernels.structs import c_struct
 
 LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_DIM and MAX_GROUP of tile.h
 REMEDY = "build the engine with --kernels reference"
 
-
-class AttendArguments(ctypes.Structure):
-    """Arguments of kvseek_attend, as in rows.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "out", "requests", "window", "rows", "table", "selected")),
-        *((name, c_int64) for name in ("batch", "kv_heads", "group", "dim")),
-        *((name, c_int64) for name in ("window_rows", "window_stride", "sink", "extent_stride", "max_extents")),
-        *((name, c_int64) for name in ("entries", "bfloat16", "threads")),
-        ("scaling", c_double),
-    )
-
-
-@lru_cache(maxsize=8)
-def kernel(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """Return kvseek_attend of a library, declared once."""
-    return library.function("kvseek_attend", c_void_p)
+AttendArguments = c_struct("kernels/cpu/attention/rows.h", "AttendArguments")
 
 
 def attend(
@@ -97,7 +80,7 @@ def attend(
     arguments.max_extents = batch.table.shape[1]
     arguments.threads = torch.get_num_threads()
     arguments.scaling = scaling
-    kernel(library)(ctypes.byref(arguments))
+    library.function("kvseek_attend", AttendArguments)(arguments)
     return out
 
 

@@ -13,7 +13,7 @@
 
 namespace kvseek {
 
-// Mirrored field by field in causal_attention.py. Strides are in elements; the last dimension is contiguous.
+// Strides are in elements; the last dimension is contiguous.
 struct CausalAttentionArguments {
     const void* queries;  // [kv_heads * group, q, dim]
     const void* keys;     // [kv_heads, n, dim], n >= q

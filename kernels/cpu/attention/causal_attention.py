@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,24 +9,9 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
+from kvseek.kernels.structs import c_struct
 
-
-class CausalAttentionArguments(ctypes.Structure):
-    """Arguments of kvseek_causal_attention, as in causal_attention.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "keys", "values", "out")),
-        *((name, c_int64) for name in ("query_head_stride", "query_stride", "key_head_stride", "key_stride")),
-        *((name, c_int64) for name in ("value_head_stride", "value_stride")),
-        *((name, c_int64) for name in ("kv_heads", "group", "q", "n", "dim", "bfloat16", "threads")),
-        ("scaling", c_double),
-    )
-
-
-@lru_cache(maxsize=8)
-def kernel(library: CpuLibrary) -> ctypes._NamedFuncPointer:
-    """Return kvseek_causal_attention of a library, declared once."""
-    return library.function("kvseek_causal_attention", c_void_p)
+CausalAttentionArguments = c_struct("kernels/cpu/attention/causal_attention.cpp", "CausalAttentionArguments")
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, library: CpuLibrary) -> Tensor:
@@ -80,7 +62,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
         threads=torch.get_num_threads(),
         scaling=scaling,
     )
-    kernel(library)(ctypes.byref(arguments))
+    library.function("kvseek_causal_attention", CausalAttentionArguments)(arguments)
     return out
 
 

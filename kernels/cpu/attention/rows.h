@@ -9,7 +9,7 @@ namespace kvseek {
 
 constexpr int64_t EXTENT_TOKENS = 1024;
 
-// Mirrored field by field in native.py. Row: K [dim], V [dim]. Strides are in elements.
+// Row: K [dim], V [dim]. Strides are in elements.
 struct AttendArguments {
     const void* queries;      // [batch, kv_heads * group, dim]
     void* out;                // same shape and type

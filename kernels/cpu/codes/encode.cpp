@@ -9,7 +9,6 @@
 
 namespace kvseek {
 
-// Mirrored field by field in native.py.
 struct CodesEncodeArguments {
     const void* keys;        // [kv_heads, tokens, dim], contiguous
     int8_t* means;           // [extents, kv_heads, 1024 / block, 2, padded_dim]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
@@ -14,21 +11,12 @@ from kvseek.kernels.arguments import require_fit
 from kvseek.kernels.cpu.selection import require_native
 from kvseek.kernels.reference.codes.key_codes import BITS, STEPS
 from kvseek.kernels.reference.codes.store import CodeStore
+from kvseek.kernels.structs import c_struct
 
 LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, MAX_QUERIES of estimate.h
 INT32_BYTES = 4
 
-
-class CodesEncodeArguments(ctypes.Structure):
-    """Arguments of kvseek_codes_encode, as in encode.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "means", "mean_steps", "high", "low", "scales")),
-        *((name, c_void_p) for name in ("extents", "signs")),
-        *((name, c_int64) for name in ("kv_heads", "tokens", "dim", "padded_dim")),
-        *((name, c_int64) for name in ("first", "block", "bits", "bfloat16", "threads")),
-        ("step", c_double),
-    )
+CodesEncodeArguments = c_struct("kernels/cpu/codes/encode.cpp", "CodesEncodeArguments")
 
 
 class NativeCodeStore(CodeStore):
@@ -41,7 +29,7 @@ class NativeCodeStore(CodeStore):
         super().__init__(context, signs, bits)
         require_native("native key codes", context, LIMITS)
         assert context.library is not None, "indexes make a NativeCodeStore only for a compiled library"
-        self._encode = context.library.function("kvseek_codes_encode", c_void_p)
+        self._encode = context.library.function("kvseek_codes_encode", CodesEncodeArguments)
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -77,4 +65,4 @@ class NativeCodeStore(CodeStore):
             bits=self.bits,
             step=STEPS[self.bits],
         )
-        self._encode(ctypes.byref(arguments))
+        self._encode(arguments)

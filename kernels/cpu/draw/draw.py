@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int64, c_void_p
 from typing import ClassVar
 
 import torch
@@ -11,15 +9,9 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.kernels.draw_rows import DRAWN_WORDS
+from kvseek.kernels.structs import c_struct
 
-
-class DrawArguments(ctypes.Structure):
-    """Arguments of kvseek_draw, as in draw.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "rows", "drawn")),
-        *((name, c_int64) for name in ("count", "vocabulary", "threads")),
-    )
+DrawArguments = c_struct("kernels/cpu/draw/draw.cpp", "DrawArguments")
 
 
 class NativeDraw:
@@ -28,7 +20,7 @@ class NativeDraw:
     work_bytes: ClassVar[int] = 0
 
     def __init__(self, library: CpuLibrary) -> None:
-        self._draw = library.function("kvseek_draw", c_void_p)
+        self._draw = library.function("kvseek_draw", DrawArguments)
 
     def __call__(self, logits: Tensor, rows: Tensor, count: int) -> Tensor:
         """See DrawKernel; logits float32."""
@@ -41,5 +33,5 @@ class NativeDraw:
             vocabulary=logits.shape[1],
             threads=torch.get_num_threads(),
         )
-        self._draw(ctypes.byref(arguments))
+        self._draw(arguments)
         return drawn

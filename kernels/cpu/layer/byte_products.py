@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import INPUTS_MULTIPLE
+from kvseek.kernels.structs import c_struct
 
-
-class ByteProductArguments(ctypes.Structure):
-    """Arguments of kvseek_byte_product, as in byte_products.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "out")),
-        *((name, c_int64) for name in ("rows", "inputs", "outputs", "threads")),
-    )
+ByteProductArguments = c_struct("kernels/cpu/layer/byte_products.cpp", "ByteProductArguments")
 
 
 class ByteProduct:
@@ -48,7 +39,7 @@ class ByteProduct:
         for name, part in (("scale", scale), ("bias", bias)):
             if part is not None and part.dtype is not torch.bfloat16:
                 raise KernelError(f"{name}: {part.dtype}: must be bfloat16; convert it before")
-        self._kernel = library.function("kvseek_byte_product", c_void_p)
+        self._kernel = library.function("kvseek_byte_product", ByteProductArguments)
         self._kept = weight, scale, bias  # the kernel reads them where they lie
         self._outputs, self._inputs = weight.shape
         fixed = ByteProductArguments(
@@ -71,5 +62,5 @@ class ByteProduct:
         arguments.out = out.data_ptr()
         arguments.rows = x.shape[0]
         arguments.threads = torch.get_num_threads()
-        self._kernel(ctypes.byref(arguments))
+        self._kernel(arguments)
         return out

@@ -24,15 +24,15 @@ struct AddRmsNormArguments {
 };
 
 struct RopeAppendArguments {
-    const void* qkv;          // Number [batch, (H + 2G) * D]
-    const Request* requests;  // [batch]
-    const float* cosines;     // [batch, D/2]
-    const float* sines;       // [batch, D/2]
+    const void* qkv;          // Number [rows, (H + 2G) * D]
+    const Request* requests;  // [rows]
+    const float* cosines;     // [rows, D/2]
+    const float* sines;       // [rows, D/2]
     const void* q_norm;       // Number [D], or null
     const void* k_norm;       // Number [D], or null
-    void* queries;            // Number [batch, H, D]
+    void* queries;            // Number [rows, H, D]
     void* window;             // Number [slots, G, window_rows, 2, D]
-    int64_t batch, heads, kv_heads, dim, window_rows;
+    int64_t rows, heads, kv_heads, dim, window_rows;
     int64_t bfloat16, threads;
     double epsilon;
 };
@@ -46,7 +46,8 @@ struct RopePromptArguments {
     void* queries;         // Number [rows, H, D]
     void* keys;            // Number [G, tokens, D], from the first row's token on
     void* values;          // likewise
-    int64_t rows, tokens, heads, kv_heads, dim;
+    int64_t rows, heads, kv_heads, dim;
+    int64_t distance;  // tokens from one KV head to the next
     int64_t bfloat16, threads;
     double epsilon;
 };
@@ -186,7 +187,7 @@ void split_row(const Arguments& a, int64_t row, const KeyOf& key_of, const Value
 // Queries to `queries`, key and value to the request's window row.
 template <class T>
 void rope_append_rows(const RopeAppendArguments& a) {
-    for_each_part(a.threads, a.batch, (a.heads + 2 * a.kv_heads) * a.dim, [&](int64_t first, int64_t last) {
+    for_each_part(a.threads, a.rows, (a.heads + 2 * a.kv_heads) * a.dim, [&](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; row++) {
             const Request& request = a.requests[row];
             const auto window_row = [&](int64_t head) {
@@ -204,7 +205,7 @@ void rope_prompt_rows(const RopePromptArguments& a) {
     T *keys = static_cast<T*>(a.keys), *values = static_cast<T*>(a.values);
     for_each_part(a.threads, a.rows, (a.heads + 2 * a.kv_heads) * a.dim, [&](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; row++) {
-            const auto place = [&](int64_t head) { return (head * a.tokens + row) * a.dim; };
+            const auto place = [&](int64_t head) { return (head * a.distance + row) * a.dim; };
             split_row<T>(
                 a, row, [&](int64_t head) { return keys + place(head); },
                 [&](int64_t head) { return values + place(head); });

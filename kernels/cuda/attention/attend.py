@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from kvseek.core.batch import REQUEST_FIELDS, Batch
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import LayerRows, ShapeLimits
 from kvseek.core.selection import Selection
+from kvseek.kernels.structs import c_struct
 
 from .hot_rows import HotRows
 from .splits import MAX_RETRIEVAL_SPLITS, THREADS, AttentionScratch, HeadTiles, ScratchSize, Splits, address
@@ -31,20 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes that the kernel loads at once, to which tensors must be aligned
 UNSUPPORTED = "run the model with --device cpu"
 
-
-class AttendArguments(ctypes.Structure):
-    """Arguments of kvseek_attend, as in attend_arguments.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "out", "requests", "table", "window", "rows", "selected")),
-        *((name, c_void_p) for name in ("hot_rows", "hot_places", "frames", "lse", "partials")),
-        *((name, c_void_p) for name in ("statistics", "arrivals", "hits")),
-        *((name, c_int64) for name in ("extent_stride", "window_stride", "frame_count", "frame_step")),
-        *((name, c_int32) for name in ("kv_heads", "table_stride", "window_rows", "sink", "entries")),
-        *((name, c_int32) for name in ("hot_buffers", "rows_on_host", "batch", "most_units", "dense_splits")),
-        *((name, c_int32) for name in ("dense_rows", "selected_rows")),
-        ("scale", c_float),
-    )
+AttendArguments = c_struct("kernels/cuda/attention/attend_arguments.cuh", "AttendArguments")
 
 
 class DeviceAttention:
@@ -212,7 +199,7 @@ class DeviceAttention:
         kept = min(heads, self.num_heads // self.kv_heads)
         return ScratchSize(units * kept * self.head_dim, 2 * units * heads, self._lists * self.max_batch)
 
-    def _describe_hot_rows(self, arguments: AttendArguments) -> None:
+    def _describe_hot_rows(self, arguments: ctypes.Structure) -> None:
         hot = self.hot
         if hot is not None:
             arguments.hot_rows, arguments.hot_places = hot.rows.data_ptr(), hot.places.data_ptr()

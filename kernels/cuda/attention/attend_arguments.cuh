@@ -1,11 +1,13 @@
-// Arguments of kvseek_attend and the sizes that its parts agree on. Mirrored by kernels/cuda/attention/attend.py.
+// Arguments of kvseek_attend and the sizes that its parts agree on.
 #pragma once
 
 #include "kernels/cuda/batch.cuh"
-#include "kernels/cuda/frames.cuh"
 #include "kernels/cuda/numbers.cuh"
 
 namespace kvseek {
+
+// Of a frame of the hot rows (hot_rows.cuh); 0xffff: no frame holds a copy of the row.
+using FrameNumber = unsigned short;
 
 struct AttendArguments {
     const Number* queries;     // [batch, H, D]

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable
 
-NO_FRAME = -1  # bits 0xffff, as in kernels/cuda/frames.cuh
+NO_FRAME = -1  # bits 0xffff, as FrameNumber of attend_arguments.cuh
 MOST_FRAMES = 2**16 - 1
 
 

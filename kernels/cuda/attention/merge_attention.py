@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvseek.core.cuda import CudaKernels
+from kvseek.kernels.structs import c_struct
 
 MERGED_PARTS = 32  # as in merge_attention.cu
 THREADS = 256  # as in merge_attention.cu
 PIECE = 8  # numbers that a thread merges
 
-
-class MergeAttentionArguments(ctypes.Structure):
-    """Arguments of kvseek_merge_attention."""
-
-    _fields_ = (
-        *((name, c_void_p * MERGED_PARTS) for name in ("outputs", "lses")),
-        *((name, c_int64 * MERGED_PARTS) for name in ("head_strides", "token_strides", "lse_strides")),
-        *((name, c_int64 * MERGED_PARTS) for name in ("block_strides", "lse_block_strides")),
-        ("blocks", c_int32 * MERGED_PARTS),
-        ("merged", c_void_p),
-        ("pieces", c_int64),
-        *((name, c_int32) for name in ("parts", "heads")),
-    )
+MergeAttentionArguments = c_struct("kernels/cuda/attention/merge_attention.cu", "MergeAttentionArguments")
 
 
 @dataclass(frozen=True)

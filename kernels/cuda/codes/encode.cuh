@@ -6,7 +6,6 @@
 namespace kvseek {
 namespace codes {
 
-// Mirrored field by field in device.py.
 struct EncodeArguments {
     const Number* keys;  // [kv_heads, tokens, HEAD_DIM], rows contiguous
     signed char* means;  // as in Means

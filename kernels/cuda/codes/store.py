@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int32, c_int64, c_void_p
-
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
@@ -12,6 +9,7 @@ from kvseek.core.index_context import IndexContext
 from kvseek.kernels.arguments import pointers, require_keys
 from kvseek.kernels.reference.codes.key_codes import BITS
 from kvseek.kernels.reference.codes.store import CodeStore
+from kvseek.kernels.structs import c_struct
 
 ENCODE_WARPS = 16
 LEAST_BLOCK = 64  # neighbouring keys that share a mean at least, as in cuda/nested_codes.cuh
@@ -20,15 +18,7 @@ MIN_DIM, MAX_DIM = (
     256,
 )  # head sizes whose rotated vectors kernels hold: two channels or more a lane (cuda/sizes.cuh)
 
-
-class EncodeArguments(ctypes.Structure):
-    """Arguments of kvseek_codes_encode, as in encode.cuh."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "means", "mean_steps", "high", "low", "scales", "table", "signs")),
-        *((name, c_int64) for name in ("head_stride", "token_stride")),
-        *((name, c_int32) for name in ("kv_heads", "tokens", "first", "block_bits")),
-    )
+EncodeArguments = c_struct("kernels/cuda/codes/encode.cuh", "EncodeArguments")
 
 
 class CudaCodeStore(CodeStore):

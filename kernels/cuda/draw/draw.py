@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int32, c_void_p
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from kvseek.core.request import MAX_LOGPROBS
 from kvseek.kernels.draw_rows import DRAWN_WORDS, ROW_BYTES
+from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
@@ -23,14 +22,7 @@ DIGITS = 16
 LEAST_TOKENS = 2048  # of a block's part of the vocabulary
 BLOCKS_OF_MULTIPROCESSOR = 2  # that run at once on every GPU: they take a third of its shared memory or less
 
-
-class DrawArguments(ctypes.Structure):
-    """Arguments of kvseek_draw, as in draw.cu."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "rows", "meetings", "scores", "drawn")),
-        ("vocabulary", c_int32),
-    )
+DrawArguments = c_struct("kernels/cuda/draw/draw.cu", "DrawArguments")
 
 
 class DeviceDraw:

@@ -6,7 +6,6 @@
 // them.
 #include "kernels/cuda/batch.cuh"
 #include "kernels/cuda/layer/activation.cuh"
-#include "kernels/cuda/layer/window_row.cuh"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/overlap.cuh"
 
@@ -65,6 +64,15 @@ struct RopeAppendArguments {
     float epsilon;
 };
 
+struct AppendArguments {
+    const void* keys;      // Number [batch, G, D], rotated
+    const void* values;    // Number [batch, G, D]
+    const void* requests;  // Request [batch]
+    void* window;          // Number [slots, G, window_rows, 2, D]
+    int kv_heads;
+    int window_rows;
+};
+
 struct RopePromptArguments {
     const void* qkv;      // Number [rows, (H + 2G) * D]
     const void* cosines;  // float [rows, D/2]
@@ -101,6 +109,7 @@ constexpr int NORM_THREADS = 512;
 constexpr int NORM_PIECES = 4;  // pieces of eight numbers that a thread may hold
 constexpr int BEGIN_THREADS = 256;
 constexpr int ROPE_WARPS = 4;  // heads per thread block
+constexpr int APPEND_THREADS = 128;
 constexpr int SILU_THREADS = 256;
 constexpr int ARGMAX_THREADS = 256;
 
@@ -108,7 +117,7 @@ constexpr int DIM = KVSEEK_HEAD_DIM;
 constexpr int PAIRS = DIM / 2;
 constexpr int LANE_PAIRS = (PAIRS + 31) / 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
-static_assert(DIM % 2 == 0, "rotation turns pairs of channels");
+static_assert(DIM % 8 == 0, "rotation turns pairs of channels, and rows are copied in pieces of eight numbers");
 
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
@@ -367,6 +376,11 @@ extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
     }
 }
 
+// Row of a request's new token in a window [slots, kv_heads, window_rows, 2, D], counted in pairs of key and value.
+__device__ __forceinline__ long long window_row(const Request& request, int kv_heads, int kv_head, int window_rows) {
+    return (static_cast<long long>(request.slot) * kv_heads + kv_head) * window_rows + request.write_row;
+}
+
 // Splits a request's qkv: rotated queries to `queries`, rotated key and value to the request's window row.
 extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     kvseek_rope_append(const __grid_constant__ kvseek::RopeAppendArguments a) {
@@ -395,7 +409,27 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     }
 }
 
-// The same for a chunk of a prompt, whose keys and values go to arrays of the whole prompt.
+// Puts a request's key and value that something else rotated, such as a TensorRT plan, into its window row.
+extern "C" __global__ void __launch_bounds__(APPEND_THREADS)
+    kvseek_append(const __grid_constant__ kvseek::AppendArguments a) {
+    constexpr int PIECES = DIM / 8;  // of a key, and of a value
+    await_earlier_kernels();
+    allow_later_kernels();
+    const Request& request = static_cast<const Request*>(a.requests)[blockIdx.x];
+    const long long first = static_cast<long long>(blockIdx.x) * a.kv_heads;
+    for (int work = threadIdx.x; work < a.kv_heads * 2 * PIECES; work += APPEND_THREADS) {
+        const int piece = work % PIECES, part = work / PIECES % 2, kv_head = work / (2 * PIECES);
+        const void* source = part == 0 ? a.keys : a.values;
+        const Number* from = static_cast<const Number*>(source) + (first + kv_head) * DIM;
+        const long long row = window_row(request, a.kv_heads, kv_head, a.window_rows);
+        Number* to = static_cast<Number*>(a.window) + (row * 2 + part) * DIM;
+        Eight<Number> eight;
+        eight.load(from + piece * 8);
+        eight.store(to + piece * 8);
+    }
+}
+
+// As rope_append for a chunk of a prompt, whose keys and values go to arrays of the whole prompt.
 extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     kvseek_rope_prompt(const __grid_constant__ kvseek::RopePromptArguments a) {
     await_earlier_kernels();

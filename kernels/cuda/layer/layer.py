@@ -1,4 +1,4 @@
-"""Launches layer.cu and append.cu: all that a layer computes besides products, selection and attention.
+"""Launches layer.cu: all that a layer computes besides products, selection and attention.
 
 Every function launches on the current stream, can be captured in a CUDA graph, allocates the tensors that it returns and
 reads nothing back. Tensors are contiguous, on the GPU and of the engine's dtype unless said otherwise. Arithmetic is in
@@ -8,7 +8,6 @@ float32, rounded once where a value is stored.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +16,14 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.rope import Rotation, frequency_sets
+from kvseek.kernels.layer import CompiledOperations
+from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.cuda import CudaKernels
 
-# As in layer.cu and append.cu.
+# As in layer.cu.
 NORM_THREADS = 512
 NORM_PIECES = 4
 BEGIN_THREADS = 256
@@ -37,75 +38,19 @@ ALIGNMENT = 16  # bytes: alignment of tensors that a kernel reads in pieces
 MAX_HIDDEN = NORM_THREADS * NORM_PIECES * PIECE
 MAX_ARGMAX_BLOCKS = 64  # per request: one piece a thread for a vocabulary of 128K
 
-
-class AddRmsNormArguments(ctypes.Structure):
-    """Arguments of kvseek_add_rms_norm."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "delta", "weight", "out")),
-        ("hidden", c_int32),
-        ("epsilon", c_float),
-    )
-
-
-class StepBeginArguments(ctypes.Structure):
-    """Arguments of kvseek_step_begin."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("requests", "embed", "frequencies", "x", "cosines", "sines")),
-        ("hidden", c_int32),
-        ("factor", c_float),
-        ("short_reach", c_int32),
-        ("first_token", c_int32),
-        ("tokens", c_int32),
-    )
+OPERATIONS = {
+    "add_rms_norm": c_struct("kernels/cuda/layer/layer.cu", "AddRmsNormArguments"),
+    "rope_append": c_struct("kernels/cuda/layer/layer.cu", "RopeAppendArguments"),
+    "rope_prompt": c_struct("kernels/cuda/layer/layer.cu", "RopePromptArguments"),
+    "silu_mul": c_struct("kernels/cuda/layer/layer.cu", "SiluMulArguments"),
+}
+StepBeginArguments = c_struct("kernels/cuda/layer/layer.cu", "StepBeginArguments")
+AppendArguments = c_struct("kernels/cuda/layer/layer.cu", "AppendArguments")
+ArgmaxArguments = c_struct("kernels/cuda/layer/layer.cu", "ArgmaxArguments")
 
 
-class RopeAppendArguments(ctypes.Structure):
-    """Arguments of kvseek_rope_append."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "requests", "cosines", "sines", "q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("queries", "window")),
-        *((name, c_int32) for name in ("heads", "kv_heads", "window_rows")),
-        ("epsilon", c_float),
-    )
-
-
-class AppendArguments(ctypes.Structure):
-    """Arguments of kvseek_append."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "requests", "window")),
-        *((name, c_int32) for name in ("kv_heads", "window_rows")),
-    )
-
-
-class RopePromptArguments(ctypes.Structure):
-    """Arguments of kvseek_rope_prompt."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm", "queries", "keys", "values")),
-        ("distance", c_int64),
-        *((name, c_int32) for name in ("heads", "kv_heads")),
-        ("epsilon", c_float),
-    )
-
-
-class SiluMulArguments(ctypes.Structure):
-    """Arguments of kvseek_silu_mul."""
-
-    _fields_ = (*((name, c_void_p) for name in ("gate_up", "out")), ("intermediate", c_int32))
-
-
-class ArgmaxArguments(ctypes.Structure):
-    """Arguments of kvseek_argmax."""
-
-    _fields_ = (*((name, c_void_p) for name in ("logits", "best", "arrived", "tokens")), ("vocabulary", c_int32))
-
-
-class LayerKernels:
-    """The kernels of layer.cu for one model on one GPU: LayerOperations (engine/model/), and the ends of a decode step.
+class LayerKernels(CompiledOperations):
+    """The kernels of layer.cu for one model on one GPU: the operations of its layers, and the ends of a decode step.
 
     Parameters
     ----------
@@ -122,7 +67,8 @@ class LayerKernels:
         self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int
     ) -> None:
         check_sizes(model)
-        self._kernels, self.model, self.dtype, self.device, self._max_batch = kernels, model, dtype, device, max_batch
+        super().__init__(model, dtype, device)
+        self._kernels, self._max_batch = kernels, max_batch
         sets, self._factor = frequency_sets(model)
         self._frequencies = sets.to(device)
         # Scratch memory of the argmax kernel, which leaves it zero for the next launch.
@@ -159,52 +105,9 @@ class LayerKernels:
         angles = torch.outer(torch.arange(start, stop, device=self.device).float(), frequencies)
         return angles.cos() * self._factor, angles.sin() * self._factor
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See LayerOperations."""
-        out = torch.empty_like(x)
-        arguments = AddRmsNormArguments(
-            x=self._address("x", x),
-            delta=self._address("delta", delta),
-            weight=self._address("weight", weight),
-            out=out.data_ptr(),
-            hidden=x.shape[1],
-            epsilon=self.model.rms_norm_eps,
-        )
-        self._launch("kvseek_add_rms_norm", (x.shape[0], 1, 1), norm_threads(x.shape[1]), arguments)
-        return out
-
     def add(self, x: Tensor, delta: Tensor) -> None:
         """Add `delta` to x [rows, hidden] in place."""
         x += delta
-
-    def rope_append(
-        self,
-        qkv: Tensor,
-        batch: Batch,
-        rotation: Rotation,
-        window: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
-        """See LayerOperations."""
-        model = self.model
-        queries = qkv.new_empty(qkv.shape[0], model.num_heads, model.head_dim)
-        arguments = RopeAppendArguments(
-            qkv=self._address("qkv", qkv),
-            requests=self._address("requests", batch.requests, torch.int32),
-            cosines=self._address("cosines", rotation[0], torch.float32),
-            sines=self._address("sines", rotation[1], torch.float32),
-            q_norm=self._address("q_norm", q_norm),
-            k_norm=self._address("k_norm", k_norm),
-            queries=queries.data_ptr(),
-            window=self._address("window", window),
-            heads=model.num_heads,
-            kv_heads=model.num_kv_heads,
-            window_rows=window.shape[2],
-            epsilon=model.rms_norm_eps,
-        )
-        self._launch("kvseek_rope_append", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
-        return queries
 
     def append(self, keys: Tensor, values: Tensor, batch: Batch, window: Tensor) -> None:
         """Write keys, which are rotated already, and values [batch, G, D] to a layer's window, as `rope_append` does."""
@@ -225,50 +128,6 @@ class LayerKernels:
             window_rows=window.shape[2],
         )
         self._launch("kvseek_append", (batch.size, 1, 1), APPEND_THREADS, arguments)
-
-    def rope_prompt(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
-        """See LayerOperations.
-
-        The tokens of a KV head follow each other in `keys` and `values`; the KV heads of both are equally far apart.
-        """
-        model = self.model
-        distance = self._head_distance(keys, values)
-        queries = qkv.new_empty(qkv.shape[0], model.num_heads, model.head_dim)
-        offset = start * model.head_dim * qkv.element_size()
-        arguments = RopePromptArguments(
-            qkv=self._address("qkv", qkv),
-            cosines=self._address("cosines", rotation[0], torch.float32),
-            sines=self._address("sines", rotation[1], torch.float32),
-            q_norm=self._address("q_norm", q_norm),
-            k_norm=self._address("k_norm", k_norm),
-            queries=queries.data_ptr(),
-            keys=self._address("keys", keys[0]) + offset,
-            values=self._address("values", values[0]) + offset,
-            distance=distance,
-            heads=model.num_heads,
-            kv_heads=model.num_kv_heads,
-            epsilon=model.rms_norm_eps,
-        )
-        self._launch("kvseek_rope_prompt", self._rope_grid(qkv.shape[0]), ROPE_WARPS * WARP, arguments)
-        return queries
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See LayerOperations."""
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, size)
-        arguments = SiluMulArguments(gate_up=self._address("gate_up", gate_up), out=out.data_ptr(), intermediate=size)
-        blocks = -(-size // (PIECE * SILU_THREADS))
-        self._launch("kvseek_silu_mul", (rows, blocks, 1), SILU_THREADS, arguments)
-        return out
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Find the index of each row's largest logit, int32 [batch], in logits [batch, vocabulary].
@@ -292,34 +151,19 @@ class LayerKernels:
         self._launch("kvseek_argmax", (blocks, batch, 1), ARGMAX_THREADS, arguments)
         return tokens
 
+    def _run(self, kernel: str, rows: int, **arguments: float) -> None:
+        """See CompiledOperations."""
+        given = OPERATIONS[kernel](**arguments)
+        if kernel == "add_rms_norm":
+            blocks, threads = 1, norm_threads(given.hidden)
+        elif kernel == "silu_mul":
+            blocks, threads = -(-given.intermediate // (PIECE * SILU_THREADS)), SILU_THREADS
+        else:
+            blocks, threads = -(-(given.heads + 2 * given.kv_heads) // ROPE_WARPS), ROPE_WARPS * WARP
+        self._launch(f"kvseek_{kernel}", (rows, blocks, 1), threads, given)
+
     def _launch(self, name: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure) -> None:
         self._kernels.launch(name, grid, threads, arguments, overlap=True)  # all of them follow overlap.cuh
-
-    def _rope_grid(self, rows: int) -> tuple[int, int, int]:
-        heads = self.model.num_heads + 2 * self.model.num_kv_heads
-        return rows, -(-heads // ROPE_WARPS), 1
-
-    def _head_distance(self, keys: Tensor, values: Tensor) -> int:
-        """Return the tokens from a KV head of keys and values [G, n, D] to the next; raises KernelError if they differ."""
-        distance, rest = divmod(keys.stride(0), self.model.head_dim)
-        if rest or keys.stride() != values.stride():
-            raise KernelError(
-                f"strides of keys, values = {keys.stride()}, {values.stride()}: must be the same, and a multiple of "
-                f"{self.model.head_dim} from one KV head to the next"
-            )
-        return distance
-
-    def _address(self, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:
-        """Return the address of a tensor's data, 0 for None; raises KernelError if kernels cannot read the tensor."""
-        if tensor is None:
-            return 0
-        wanted = dtype or self.dtype
-        if tensor.dtype is not wanted or tensor.device != self.device or not tensor.is_contiguous():
-            raise KernelError(
-                f"{name}: {tensor.dtype} on {tensor.device}, strides {tensor.stride()}: must be contiguous {wanted} on "
-                f"{self.device}; convert it before the launch"
-            )
-        return tensor.data_ptr()
 
 
 def norm_threads(hidden: int) -> int:

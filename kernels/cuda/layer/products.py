@@ -6,8 +6,6 @@ the kernels' GPU.
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,8 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import NONE, PRECISIONS
+from kvseek.kernels.arguments import checked_address
+from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
     from kvseek.core.config import EngineConfig
@@ -76,19 +76,8 @@ def choose_shape(bits: int, rows: int, weight_rows: float) -> Shape:
     return next(shape for shape in shapes if rows <= shape.rows)
 
 
-class LinearArguments(ctypes.Structure):
-    """Arguments of kvseek_linear_8_4_1 and its kind."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "out")),
-        *((name, c_int32) for name in ("rows", "outputs", "inputs")),
-    )
-
-
-class DequantiseArguments(ctypes.Structure):
-    """Arguments of kvseek_dequantise."""
-
-    _fields_ = (*((name, c_void_p) for name in ("weight", "scale", "out")), ("inputs", c_int32))
+LinearArguments = c_struct("kernels/cuda/layer/products.cu", "LinearArguments")
+DequantiseArguments = c_struct("kernels/cuda/layer/products.cu", "DequantiseArguments")
 
 
 class ProductKernels:
@@ -146,8 +135,8 @@ class ProductKernels:
         arguments = LinearArguments(
             x=self._aligned("x", x, self.dtype),
             weight=self._weight(weight, inputs),
-            scale=0 if scale is None else self._address("scale", scale, torch.float32),
-            bias=0 if bias is None else self._address("bias", bias, self.dtype),
+            scale=self._address("scale", scale, torch.float32),
+            bias=self._address("bias", bias, self.dtype),
             out=self._address("out", out, self.dtype),
             rows=rows,
             outputs=outputs,
@@ -175,6 +164,9 @@ class ProductKernels:
         self._kernels.launch("kvseek_dequantise", (outputs, 1, 1), DEQUANTISE_THREADS, arguments, overlap=True)
         return out
 
+    def _address(self, name: str, tensor: Tensor | None, dtype: torch.dtype) -> int:
+        return checked_address(name, tensor, dtype, self._kernels.device)
+
     def _weight(self, weight: Tensor, inputs: int) -> int:
         multiple = ALIGNMENT // weight.itemsize
         if weight.shape[1] != inputs or inputs % multiple:
@@ -191,14 +183,6 @@ class ProductKernels:
                 f"{name}: address {address:#x}: must be a multiple of {ALIGNMENT}; copy the tensor before the launch"
             )
         return address
-
-    def _address(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
-        if tensor.dtype is not dtype or tensor.device != self._kernels.device or not tensor.is_contiguous():
-            raise KernelError(
-                f"{name}: {tensor.dtype} on {tensor.device}, strides {tensor.stride()}: must be contiguous {dtype} on "
-                f"{self._kernels.device}; convert it before the launch"
-            )
-        return tensor.data_ptr()
 
 
 def product_kernels(config: EngineConfig, kernels: CudaKernels) -> ProductKernels | None:

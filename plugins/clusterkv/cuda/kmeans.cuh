@@ -15,7 +15,6 @@ namespace kvseek {
 namespace clusterkv {
 namespace kmeans {
 
-// Mirrored field by field in kmeans.py.
 struct KMeansArguments {
     const Number* keys;      // [kv_heads, tokens, HEAD_DIM], rows contiguous
     const int* seeds;        // [clusters] keys that are the first centroids

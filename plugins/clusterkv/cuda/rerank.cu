@@ -19,7 +19,7 @@ constexpr int DIGIT_BITS = 11;   // of nth_largest
 constexpr int MOST_BLOCKS = 16;  // of a task (rerank.py); a warp adds up what they have
 using Ranking = codes::Ranking<CLUSTERKV_RERANK_BITS, QUERY_LANES, THREADS>;
 
-// Mirrored field by field in rerank.py. A "task" is a request and a KV head: request * kv_heads + head.
+// A "task" is a request and a KV head: request * kv_heads + head.
 struct RerankArguments {
     const Number* queries;      // [batch, kv_heads * GROUP_HEADS, KEY_DIM]
     const Request* requests;    // [batch]

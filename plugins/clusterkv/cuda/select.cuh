@@ -23,7 +23,7 @@ static_assert(KEY_DIM % 32 == 0 && KEY_DIM <= 256, "head_dim must be a multiple 
 
 constexpr int UNIT = 32;  // clusters that are scored together, whatever the batch: sums do not depend on the grid
 
-// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+// A "task" is a request and a KV head: request * kv_heads + head.
 struct SelectArguments {
     const Number* queries;    // [batch, kv_heads * GROUP_HEADS, KEY_DIM]
     const Request* requests;  // [batch]

@@ -11,7 +11,7 @@
 
 namespace kvseek {
 
-// Mirrored field by field in native_build.py. Strides are in numbers.
+// Strides are in numbers.
 struct HostLists {
     const void* queries;  // [kv_heads * group, centroids, dim]; rows are contiguous
     const void* keys;     // [kv_heads, tokens, dim]; rows are contiguous

@@ -7,7 +7,7 @@
 
 namespace kvseek {
 
-// Arguments of kvseek_ctkvr_pool_create. Mirrored field by field in native.py.
+// Arguments of kvseek_ctkvr_pool_create.
 struct HostPoolArguments {
     void* pool;       // out; null if `error` is set
     int32_t threads;  // in all: the one that calls, and threads - 1 more

@@ -6,7 +6,6 @@
 
 namespace kvseek {
 
-// Mirrored field by field in native.py.
 struct HostRecall {
     const int32_t* lists;         // [slots, kv_heads, ring, width] places, negative: none
     const int32_t* probed;        // [batch, kv_heads, probes] centroids, negative: none

@@ -1,7 +1,7 @@
 // First part of a step: exact scores of the recalled keys, and what their softmax needs.
 #pragma once
 
-#include "host_dot_bfloat16.h"
+#include "host_dot.h"
 #include "host_tasks.h"
 #include "kernels/cpu/kernel.h"
 

@@ -5,7 +5,7 @@
 
 namespace kvseek {
 
-// One layer's work of a decode step. Mirrored field by field in native.py. Sizes are in numbers, not in bytes.
+// One layer's work of a decode step. Sizes are in numbers, not in bytes.
 struct HostStep {
     void* pool;                     // of kvseek_ctkvr_pool_create; null: the threads of the OpenMP runtime
     const void* queries;            // [batch, heads, head_dim]

@@ -17,7 +17,6 @@ constexpr int ROUNDS = TILE / KEYS_AT_ONCE;   // of a tile
 constexpr int HEADS_EACH = (GROUP + MEMBERS - 1) / MEMBERS;
 static_assert(ROUNDS * KEYS_AT_ONCE == TILE, "a tile is a number of whole rounds: codes of 64 channels or more");
 
-// Mirrored by workspace.py.
 struct CodedStepArguments {
     StepArguments step;
     const unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of the keys

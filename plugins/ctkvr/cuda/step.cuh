@@ -1,5 +1,4 @@
-// What the kernels of a CTkvr selection share: their arguments, and what one request and KV head is. Mirrored by
-// workspace.py.
+// What the kernels of a CTkvr selection share: their arguments, and what one request and KV head is.
 #pragma once
 
 #include "kernels/cuda/batch.cuh"

@@ -1,21 +1,26 @@
 // What the two kernels of a selection share: their arguments, and where their intermediate results lie.
 #pragma once
 
+#include "kernels/cuda/codes/nested_codes.cuh"
 #include "kernels/cuda/codes/queries.cuh"
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/overlap.cuh"
 #include "kernels/cuda/power_sum.cuh"
 #include "kernels/cuda/task.cuh"
 #include "kernels/cuda/units.cuh"
-#include "layout.cuh"
 
 namespace kvseek {
 namespace nested {
 
+using codes::DIM, codes::EACH, codes::GROUP, codes::HEAD_DIM, codes::FIELD, codes::FIELDS;
+constexpr int LANES = GROUP;  // queries, each of which ranks on its own
+using codes::LOG2_E;
+static_assert(GROUP <= 16, "at most 16 query heads share a KV head");
+
 constexpr int BINS = 4096;    // of the scan's scores: the first 12 bits of 16
 constexpr int BIN_SHIFT = 4;  // bits of a score behind those of its bin
 
-// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+// A "task" is a request and a KV head: request * kv_heads + head.
 struct SelectArguments {
     const Number* queries;      // [batch, kv_heads * GROUP, HEAD_DIM]
     const Request* requests;    // [batch]; numbers[0]: candidates wanted, at most the region's length

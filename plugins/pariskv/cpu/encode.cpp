@@ -9,7 +9,6 @@
 
 namespace kvseek {
 
-// Mirrored field by field in native.py.
 struct EncodeArguments {
     const void* keys;         // [kv_heads, tokens, dim], contiguous
     uint8_t* ids;             // [extents, kv_heads, 1024, blocks]

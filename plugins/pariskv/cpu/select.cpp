@@ -3,13 +3,11 @@
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/selection.h"
 #include "rerank.h"
-#include "rerank_keys.h"
 #include "tiers.h"
 #include "votes.h"
 
 namespace kvseek {
 
-// Mirrored field by field in native.py.
 struct SelectArguments {
     const void* queries;      // [batch, kv_heads * group, dim], contiguous
     int32_t* rows;            // [batch, kv_heads, top_k] out

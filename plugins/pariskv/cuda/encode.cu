@@ -4,7 +4,6 @@
 namespace kvseek {
 namespace pariskv {
 
-// Mirrored field by field in device.py.
 struct EncodeArguments {
     const Number* keys;       // [kv_heads, tokens, HEAD_DIM], rows contiguous
     unsigned char* ids;       // [extents, kv_heads, 1024, BLOCKS]

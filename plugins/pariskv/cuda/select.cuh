@@ -11,7 +11,7 @@
 namespace kvseek {
 namespace pariskv {
 
-// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+// A "task" is a request and a KV head: request * kv_heads + head.
 // Results that grow with the region lie in scratch extents: entry i of a task is in the scratch row of place i.
 struct SelectArguments {
     const Number* queries;       // [batch, kv_heads * GROUP, HEAD_DIM]

@@ -11,7 +11,7 @@
 
 namespace kvseek {
 
-// Mirrored field by field in native.py. Strides are in numbers.
+// Strides are in numbers.
 struct PrkvObserveArguments {
     const void* queries;   // [kv_heads, rows, dim], contiguous: those of a KV head
     const void* keys;      // [kv_heads, n, dim], contiguous but for the first two dimensions

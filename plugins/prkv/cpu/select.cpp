@@ -10,7 +10,6 @@
 
 namespace kvseek {
 
-// Mirrored field by field in native.py.
 struct PrkvSelectArguments {
     const void* queries;         // [batch, kv_heads * group, dim], contiguous
     int32_t* rows;               // [batch, kv_heads, top_k] out

@@ -5,7 +5,6 @@
 namespace kvseek {
 namespace prkv {
 
-// Mirrored field by field in device.py.
 struct BoxArguments {
     const Number* keys;      // [kv_heads, tokens, HEAD_DIM], strided
     const int* table;        // [max_extents] of the slot

@@ -11,7 +11,7 @@
 namespace kvseek {
 namespace prkv {
 
-// Mirrored field by field in observe.py. A "row" is a query of the window: head of the group * window + query.
+// A "row" is a query of the window: head of the group * window + query.
 struct ObserveArguments {
     const Number* keys;         // [kv_heads, count, HEAD_DIM], strided
     const Number* queries;      // [kv_heads * GROUP, window, HEAD_DIM], strided

@@ -3,7 +3,7 @@
 //
 // The CTAs of a task, as many as its length asks for, score its pages in tiles, a warp a tile; the last one to finish
 // chooses. A second kernel would cost more than the wait for the others.
-#include "choose.cuh"
+#include "best.cuh"
 #ifdef PRKV_CODES
 #include "estimates.cuh"
 #elif KVSEEK_DTYPE == 0
@@ -53,6 +53,28 @@ __device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task
     }
     __syncthreads();
     return last != 0;
+}
+
+// Choose and count pages, and write the static rows, then those of the pages that are not static; -1 fills up.
+__device__ __forceinline__ void choose(const SelectArguments& a, const Task& task, const Unit& unit,
+                                       BestMemory& memory) {
+    const int static_rows = task.static_rows(a), i = threadIdx.x;
+    const int taken = best_pages(a, task, unit, a.top_k - static_rows, memory);
+    int* rows = a.rows + static_cast<long long>(task.number) * a.top_k;
+    for (int entry = i; entry < static_rows; entry += THREADS) rows[entry] = task.statics(a)[entry];
+    int entry = static_rows, end = static_rows;
+    for (int page = 0; page < taken; ++page) {
+        entry += page < i ? memory.rows[page] : 0;
+        end += memory.rows[page];
+    }
+    for (int k = end + i; k < a.top_k; k += THREADS) rows[k] = -1;
+    if (i >= taken) return;
+    atomicAdd(a.picked + task.entry(a, memory.pages[i]), 1);  // nobody waits for it
+#pragma unroll 8
+    for (int row = 0; row < PAGE; ++row) {
+        const int token = task.token(a, memory.pages[i] * PAGE + row);
+        if (token >= 0) rows[entry++] = token;
+    }
 }
 
 }  // namespace prkv

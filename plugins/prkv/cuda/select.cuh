@@ -9,20 +9,16 @@
 namespace kvseek {
 namespace prkv {
 
-// Mirrored field by field in device.py. A "task" is a request and a KV head: request * kv_heads + head.
+// A "task" is a request and a KV head: request * kv_heads + head.
 struct SelectArguments {
-    const Number* queries;    // [batch, kv_heads * GROUP, HEAD_DIM]
-    const Request* requests;  // [batch]
-    const int* table;         // [slots, max_extents]
-#ifdef PRKV_CODES
-    const unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of 2 bits
+    const Number* queries;      // [batch, kv_heads * GROUP, HEAD_DIM]
+    const Request* requests;    // [batch]
+    const int* table;           // [slots, max_extents]
+    const unsigned char* high;  // [extents, kv_heads, 1024, codes::FIELD] codes of 2 bits. This to signs: PRKV_CODES
     const __half* scales;       // [extents, kv_heads, 1024]
     const signed char* means;   // as in codes::Means
     const float* mean_steps;
-    const float* signs;  // [codes::DIM]
-#else
-    const Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]
-#endif
+    const float* signs;      // [codes::DIM]
     const int* statics;      // [slots, kv_heads, most_static] static tokens, ascending
     const int* static_rows;  // [slots] their number
     float* scores;           // [extents, kv_heads, PAGES_OF_EXTENT, LANES] of the pages
@@ -33,11 +29,10 @@ struct SelectArguments {
     int* rows;               // [batch, kv_heads, top_k] result
     int batch, kv_heads, max_extents, top_k, recent_queries, most_static;
     float scaling;  // softmax scale
-#ifdef PRKV_CODES
     int block_bits;
-#else
-    float near, far;  // (1 ± box_radius) / 2: what q times a box's nearer and farther number counts
-#endif
+    // Last, so that the kernel is the same with PRKV_CODES whether these fields exist or not.
+    float near, far;      // (1 ± box_radius) / 2: what q times a box's nearer and farther number counts
+    const Number* boxes;  // [extents, kv_heads, PAGES_OF_EXTENT, 2, HEAD_DIM]; not read with PRKV_CODES
 };
 
 #ifdef PRKV_CODES

@@ -4,7 +4,6 @@
 namespace kvseek {
 namespace prkv {
 
-// Mirrored field by field in update.py.
 struct KeysArguments {
     const Number* pool;       // rows of the layer, in host or device memory
     const int* table;         // [max_extents] of the slot

@@ -1,4 +1,4 @@
-"""GPU kernels without a GPU: they compile for every architecture and shape, and Python mirrors what they take."""
+"""GPU kernels without a GPU: they compile for every architecture and shape, and Python knows what they take."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tests.builder.compile.cubin import parameter_bytes, sections
 from tests.plugins.cases import CASES as CASES_OF_METHODS
 from tests.plugins.cases import Settings
 from tests.support.random_models import save_random_model
-from tests.support.structs import compiled_part, fields_of, mirrors
+from tests.support.structs import KERNEL, NVRTC_OFFSET, ROOT, compiled_part, declared_structs, layout_assertions
 
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
 from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
-from kvseek.builder.compile.shared import package_roots
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
@@ -28,7 +27,7 @@ from kvseek.core.manifest import read_manifest, verify
 from kvseek.kernels.cuda.layer.products import SHAPES
 from kvseek.plugins.registry import METHODS, get_method
 
-KERNEL = """
+SOURCE = """
 #include "kernels/scale.cuh"
 extern "C" __global__ void __launch_bounds__(64) kvseek_NAME(const __grid_constant__ kvseek::ScaleArguments a) {
     a.values[threadIdx.x] *= kvseek::SCALE * KVSEEK_HEAD_DIM + KVSEEK_GROUP * EXTRA;
@@ -55,7 +54,7 @@ def roots(tmp_path: Path) -> list[Path]:
     """A source tree of three kernels, one in each folder that a translation unit takes them from."""
     files = {"kernels/scale.cuh": HEADER}
     files |= {
-        f"{folder}/kernel.cu": KERNEL
+        f"{folder}/kernel.cu": SOURCE
         for folder in ("kernels/attention", "kernels/layer", "plugins/toy", "plugins/other")
     }
     for name, text in files.items():
@@ -89,24 +88,22 @@ def product_names(bits: int) -> list[str]:
 def written_kernels(
     method: str, dtype: str, precision: str = "none", settings: Settings = NO_SETTINGS
 ) -> dict[str, str]:
-    """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes.
+    """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes, with namespaces.
 
     Those of products are there for numbers of 16 bits, those of weights of 8 bits with such weights alone, and those of an
     option with its macro.
     """
     macros = macro_names(method, settings)
-    (root,) = package_roots()
-    pattern = r"(kvseek_\w+)\(const __grid_constant__ kvseek::(?:\w+::)*(\w+) a\)"
-    names = compile_cuda.unit_sources(method, [root])
-    texts = [compiled_part((root / name).read_text(), macros) for name in names if not name.endswith("/products.cu")]
-    found = {kernel: arguments for text in texts for kernel, arguments in re.findall(pattern, text)}
+    names = compile_cuda.unit_sources(method, [ROOT])
+    texts = [compiled_part((ROOT / name).read_text(), macros) for name in names if not name.endswith("/products.cu")]
+    found = {kernel: arguments for text in texts for kernel, arguments in KERNEL.findall(text)}
     # kernels/cuda/layer/products.cu makes its kernels by a macro, as tests/kernels/cuda/layer/test_products.py checks.
     if dtype == "float32":
         return found
     for bits in (16,) if precision == "none" else (16, 8):
-        found |= dict.fromkeys(product_names(bits), "LinearArguments")
+        found |= dict.fromkeys(product_names(bits), "kvseek::LinearArguments")
     if precision != "none":
-        found["kvseek_dequantise"] = "DequantiseArguments"
+        found["kvseek_dequantise"] = "kvseek::DequantiseArguments"
     return found
 
 
@@ -231,8 +228,7 @@ def macro_names(method: str, settings: Settings) -> set[str]:
 
 
 def has_kernels(method: str) -> bool:
-    (root,) = package_roots()
-    return any((root / "plugins" / method).rglob("*.cu"))
+    return any((ROOT / "plugins" / method).rglob("*.cu"))
 
 
 # `full` has no kernels of its own.
@@ -247,34 +243,23 @@ OPTIONS = [
 VARIANTS = [*((method, NO_SETTINGS) for method in COMPILED), *OPTIONS]
 
 
-def struct_fields(struct_name: str, method: str, macros: set[str]) -> list[tuple[str, type]]:
-    """Fields of a struct of a method's kernels as a ctypes.Structure lists them."""
-    (root,) = package_roots()
-
-    def sources(*folders: str) -> list[Path]:
-        return [path for folder in folders for path in sorted((root / folder).rglob("*.cu*"))]
-
-    paths = sources("kernels/cuda/attention", "kernels/cuda/layer", "kernels/cuda/draw", f"plugins/{method}")
-    if not any(f"struct {struct_name} {{" in path.read_text() for path in paths):
-        paths = sources("kernels/cuda/codes")  # a kernel that methods with codes share
-    return fields_of(struct_name, paths, macros)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(max(len(VARIANTS), len(CASES))))
-def test_kernels_compile_and_python_mirrors_every_argument_struct(number: int) -> None:
+def test_kernels_compile_and_lie_in_memory_as_python_thinks(number: int, tmp_path: Path) -> None:
     """The shared kernels, which are in every method's unit, for every case; those of a method for one of them."""
     method, settings = VARIANTS[number % len(VARIANTS)]
     dtype, dim, group, precision, arch = CASES[(number + 1) % len(CASES)]
-    image = compile_cubin(specialise(config(method, dtype, dim, group, precision, settings)), arch)
-    sizes, structures = parameter_bytes(image), mirrors()
-    assert set(sizes) == set(written_kernels(method, dtype, precision, settings))
-    for kernel, struct_name in written_kernels(method, dtype, precision, settings).items():
-        written = struct_fields(struct_name, method, macro_names(method, settings))
-        named = [list(mirror._fields_) for mirror in structures if mirror.__name__.endswith(struct_name)]
-        assert written in named, f"{kernel}: {struct_name}"
-        mirror = type("Mirror", (ctypes.Structure,), {"_fields_": written})
-        assert ctypes.sizeof(mirror) == sizes[kernel], f"{kernel}: {struct_name}"
+    written = written_kernels(method, dtype, precision, settings)
+    of_gpus = [structs for source, structs in declared_structs().items() if source.endswith((".cu", ".cuh"))]
+    made = {name: one for structs in of_gpus for name, one in structs.items()}
+    checks = tmp_path / "plugins" / method / "zz_layout.cu"  # the unit's last source
+    checks.parent.mkdir(parents=True)
+    checks.write_text(
+        "".join(layout_assertions(name, made[name], NVRTC_OFFSET) for name in sorted(set(written.values())))
+    )
+    unit = specialise(config(method, dtype, dim, group, precision, settings))
+    sizes = parameter_bytes(compile_cubin(unit, arch, [ROOT, tmp_path]))
+    assert sizes == {kernel: ctypes.sizeof(made[name]) for kernel, name in written.items()}
 
 
 def test_shapes_that_kernels_do_not_support_are_refused() -> None:

@@ -180,7 +180,9 @@ class Longer(ctypes.Structure):
 def test_what_does_not_match_a_kernel_is_refused(kernels: CudaKernels) -> None:
     with pytest.raises(KernelError, match=f"kernel 'kvseek_three' is not among {', '.join(NAMES)}; build"):
         kernels.launch("kvseek_three", (1, 1, 1), 128, ScaleArguments())
-    with pytest.raises(KernelError, match="Longer has 32 bytes: kvseek_scale takes 24; make both list the same fields"):
+    with pytest.raises(
+        KernelError, match="Longer has 32 bytes: kvseek_scale takes 24; give it the struct of its source"
+    ):
         kernels.launch("kvseek_scale", (1, 1, 1), 128, Longer())
 
 

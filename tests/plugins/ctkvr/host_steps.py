@@ -87,7 +87,7 @@ class Case:
         self.best_count = torch.full((batch, kv_heads), -2, dtype=torch.int32)
         self.error = ctypes.c_int32(0)
 
-    def step(self, pool: int = 0, threads: int = 1) -> HostStep:
+    def step(self, pool: int = 0, threads: int = 1) -> ctypes.Structure:
         """Arguments of the step, for threads of a pool or of the OpenMP runtime."""
         codes = {
             "bits": self.bits,
@@ -121,7 +121,7 @@ class Case:
         """Run the step once; its error code."""
         step = self.step(pool, threads)
         self.error.value = 0
-        host_step(library)(ctypes.byref(step))
+        host_step(library)(step)
         return self.error.value
 
     def scores(self, request: int, head: int) -> tuple[Tensor, Tensor, Tensor]:

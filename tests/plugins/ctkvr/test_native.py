@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import threading
@@ -59,7 +58,7 @@ def test_codes_give_no_attention(library: CpuLibrary) -> None:
         if field == "out":
             step.lse = case.lse.data_ptr()
         case.error.value = 0
-        host_step(library)(ctypes.byref(step))
+        host_step(library)(step)
         assert case.error.value == 1, field
         assert (case.selected == -2).all(), "nothing is written"
 
@@ -185,7 +184,7 @@ def test_parts_that_are_not_wanted(library: CpuLibrary) -> None:
         step = other.step()
         for name in left_out:
             setattr(step, name, None)
-        library.function("kvseek_ctkvr_host_step", ctypes.c_void_p)(ctypes.byref(step))
+        host_step(library)(step)
         assert other.error.value == 0
         for name in ("out", "lse", "selected", "best", "best_count"):
             same = torch.equal(getattr(case, name), getattr(other, name))
@@ -276,7 +275,7 @@ def test_errors_are_codes_and_results_are_cleared(library: CpuLibrary, pool: Hos
                 case.slots[0] = value
             else:
                 setattr(step, name, value)
-        library.function("kvseek_ctkvr_host_step", ctypes.c_void_p)(ctypes.byref(step))
+        host_step(library)(step)
         assert case.error.value == code
         if code != 1:
             assert case.out.eq(0).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -53,7 +52,7 @@ def test_an_empty_batch_is_no_error(library: CpuLibrary, pooled: bool) -> None:
         with HostPool(library, 2, "none") as pool:
             step = case.step(pool.pointer if pooled else 0)
             step.batch = 0
-            host_step(library)(ctypes.byref(step))
+            host_step(library)(step)
         assert case.out.isnan().all(), "nothing is written"
         found.append(case.error.value)
 
