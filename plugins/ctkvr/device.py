@@ -111,7 +111,7 @@ class CudaIndex(Index):
         """See Index.select. Launches three kernels, or two with host cores. Rows ascend."""
         queries, rows, given = self.workspace.begin(self.context, queries, batch)
         if self._host is None:
-            self._rerank(self._arguments(given), rows, batch.size)
+            self._recall_and_rerank(self._arguments(given), rows, batch.size)
             return Selection(rows)
         self._recall(self._arguments(given, self._host.buffers), batch.size)
         return Selection(self._host.buffers.no_rows[: batch.size])
@@ -128,7 +128,7 @@ class CudaIndex(Index):
         if self._host is not None:
             self._host.check()
 
-    def _rerank(self, arguments: ctypes.Structure, rows: Tensor, batch: int) -> None:
+    def _recall_and_rerank(self, arguments: ctypes.Structure, rows: Tensor, batch: int) -> None:
         arguments.scores, arguments.statistics = self.workspace.scores.data_ptr(), self.workspace.statistics.data_ptr()
         arguments.keys, arguments.selected = address(self.workspace.keys), rows.data_ptr()
         self._recall(arguments, batch)
