@@ -399,6 +399,33 @@ def cpu_steps(name: str) -> Callable[[Results], Rows]:
     return table
 
 
+def cpu_prompts(results: Results) -> Rows:
+    found = results("prompts-cpu-smollm2")
+    names = [f"`{one['text']}`" for one in found["results"][0]["texts"]]
+    yield (
+        "",
+        f"first token after {found['tokens']:,} tokens",
+        f"× {found['results'][0]['engine']}",
+        *(f"{figure}, {name}" for name in names for figure in ("perplexity ×", "same likeliest token")),
+    )
+    for entry in found["results"]:
+        texts = (cell for one in entry["texts"] for cell in (f"{one['perplexity_ratio']:.4f}", f"{one['same']:.1%}"))
+        yield entry["engine"], f"{entry['seconds']['min']:.1f} s", f"{entry['to_first']:.2f}", *texts
+
+
+def cpu_sampling(results: Results) -> Rows:
+    found = results("sampled-steps-cpu-smollm2")["results"]
+    counts = sorted({entry["requests"] for entry in found})
+    greedy = (one(found, kind="greedy", requests=count)["seconds"] * 1e3 for count in counts)
+    heads = (
+        f"{count} request{'s' * (count > 1)}: {ms:.1f} ms greedy" for count, ms in zip(counts, greedy, strict=True)
+    )
+    yield "", *heads
+    for kind in dict.fromkeys(entry["kind"] for entry in found):
+        entries = (one(found, kind=kind, requests=count) for count in counts)
+        yield kind, *(f"{entry['added_seconds'] * 1e3:+.2f} ms ({entry['added_share']:+.1%})" for entry in entries)
+
+
 def server(results: Results) -> Rows:
     found, tiny = results("serving-cpu-smollm2"), results("serving-cpu-openai")
     more = found["over_engine_seconds"]
@@ -582,6 +609,8 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "72B on two ranks": ranks_72b,
     "steps on two CPU cores": cpu_steps("decode-cpu-8k-int8-two-cores"),
     "steps of clusterkv on a CPU core": cpu_steps("decode-cpu-8k-int8-clusterkv"),
+    "prompts on a CPU core": cpu_prompts,
+    "sampled steps on a CPU core": cpu_sampling,
     "server": server,
     "load": load,
     "key codes": codes,

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
 from kvseek.builder.calibration.calibrate import Calibration, Calibrator, Text
+from kvseek.builder.capacity.report import print_fit
 from kvseek.builder.checking.comparison import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
@@ -30,15 +31,14 @@ from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
 from kvseek.builder.inspection import print_engine, print_faults
 from kvseek.builder.options import BuildOptions, CheckOptions, FitOptions, InspectOptions, Options, parse
-from kvseek.builder.planning.report import print_fit
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser
-from kvseek.core.config import EngineConfig, require
+from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
-from kvseek.core.errors import KvseekError, text_of
+from kvseek.core.errors import KvseekError, require, text_of
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows

@@ -62,8 +62,8 @@ class FlagParser(Parser):
         note = f"; other defaults: {', '.join(own)}" if own else ""
         self._add_fields("cache", CacheConfig, "cache", f"four-region cache, sizes in tokens{note}")
         for method in METHODS:
-            numbers = json.dumps(get_method(method).paper)[1:-1].replace('"', "")
-            about = f"--preset {PAPER}: {numbers}" if numbers else ""
+            fields = json.dumps(get_method(method).paper)[1:-1].replace('"', "")
+            about = f"--preset {PAPER}: {fields}" if fields else ""
             self._add_fields(method, get_method(method).config_class, f"--method {method}", about)
         about = "plans of TensorRT instead of weights; needs --device cuda, and the module to build with"
         self._add_fields("tensorrt", TensorRtConfig, "--runtime tensorrt", about)

@@ -18,9 +18,8 @@ from kvseek.core.config import (
     EngineConfig,
     ModelConfig,
     TensorRtConfig,
-    require,
 )
-from kvseek.core.errors import ConfigError
+from kvseek.core.errors import ConfigError, require
 from kvseek.core.fields import from_dict, read_fields, refuse_unknown
 from kvseek.plugins.registry import METHODS, get_method
 

@@ -68,12 +68,12 @@ def weight_memory(checkpoint: Checkpoint, weight: Weight, weight_format: WeightF
     Sources are read, then fused, then converted; at each of these the result stands beside what it is made from.
     """
     types = [checkpoint.header(name).dtype for name in weight.sources]
-    numbers, fused = math.prod(weight.shape), functools.reduce(torch.promote_types, types)
-    sources = numbers * max(one.itemsize for one in types)
+    elements, fused = math.prod(weight.shape), functools.reduce(torch.promote_types, types)
+    sources = elements * max(one.itemsize for one in types)
     reading = checkpoint.reading_copies * sources
-    fusing = numbers * fused.itemsize if len(types) > 1 else 0
+    fusing = elements * fused.itemsize if len(types) > 1 else 0
     stored = weight_format.stored(weight)
-    converting = numbers * fused.itemsize + sum(one.nbytes for one in stored) if fused != stored[0].dtype else 0
+    converting = elements * fused.itemsize + sum(one.nbytes for one in stored) if fused != stored[0].dtype else 0
     return max(sources + reading, sources + fusing, converting)
 
 

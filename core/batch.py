@@ -136,7 +136,7 @@ class Batch:
         """Retrieval tokens of each request."""
         return self._listed("length")
 
-    def part(self, requests: Sequence[int]) -> Batch:
+    def subset(self, requests: Sequence[int]) -> Batch:
         """Make the batch of some of the requests, given by their numbers in this batch."""
         return Batch(self.requests[list(requests)], self.table)
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ConfigError, KvseekError
+from .errors import require as require  # methods and engine take it from here
 
 FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
@@ -32,14 +32,6 @@ CHOICES = {  # the values that EngineConfig's fields of type str allow
 
 # Fields of CacheConfig, beside None, of engines that keep no rows for later requests.
 NO_REUSE = {"reuse": False, "reuse_host_bytes": None, "cached_prefill": "dense"}
-
-
-def require(
-    condition: bool, name: str, value: object, limit: str, remedy: str, error: type[KvseekError] = ConfigError
-) -> None:
-    """Raise an error that names the field, its value, the limit and the remedy unless `condition` holds."""
-    if not condition:
-        raise error(f"{name} = {value!r}: must be {limit}; {remedy}")
 
 
 def _require_positive(name: str, value: float | None) -> None:

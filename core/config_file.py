@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .config import CONFIG_FILE, FORMAT_VERSION, EngineConfig, ModelConfig, require
-from .errors import EngineDirectoryError
+from .config import CONFIG_FILE, FORMAT_VERSION, EngineConfig, ModelConfig
+from .errors import EngineDirectoryError, require
 from .fields import from_dict, read_fields, refuse_unknown
 
 # Fields of EngineConfig that lie beside those of its `model` in pretrained_config. All others lie in build_config.

@@ -71,6 +71,14 @@ class TimeoutExpiredError(KvseekError):
     """The request's own time limit passed before it could start."""
 
 
+def require(
+    condition: bool, name: str, value: object, limit: str, remedy: str, error: type[KvseekError] = ConfigError
+) -> None:
+    """Raise an error that names the field, its value, the limit and the remedy unless `condition` holds."""
+    if not condition:
+        raise error(f"{name} = {value!r}: must be {limit}; {remedy}")
+
+
 def text_of(error: Exception) -> str:
     """Return an error's message for a user; that of an OSError is the file and what is wrong with it, without a number."""
     if isinstance(error, OSError) and error.strerror:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from .config import EngineConfig, require
-from .errors import ErrorCode, RequestError
+from .config import EngineConfig
+from .errors import ErrorCode, RequestError, require
 from .fields import check_types, check_unicode
 from .guide import Guide
 from .session import Session, check_text
@@ -46,7 +46,7 @@ def check_words(name: str, words: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingConfig:
     """Parameters of drawing the next token. Temperature 0 is greedy, and so is top_p 0; top_k 0, top_p 1 and min_p 0 leave the
     distribution whole.
 
@@ -159,14 +159,14 @@ class Request:
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
     (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
     request ends with an error, and a running request ends with the tokens it has and FinishReason.TIMEOUT. None: no limit.
-    `waited_seconds` of it had passed before the submission, at a door.
+    `waited_seconds` of it had passed before the submission, at a frontend.
     `cache_salt`: only requests of the same salt share what they have read (docs/conversations.md). `session`: the conversation
     that the request continues, whose rows are kept rather than others'.
     """
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     priority: int = DEFAULT_PRIORITY
@@ -178,10 +178,10 @@ class Request:
     def validate(self, config: EngineConfig) -> None:
         """Raise RequestError unless an engine of this configuration can serve the request.
 
-        All doors and the Python API call it, and so does the engine. Messages begin with the field's name, which is that of
+        All frontends and the Python API call it, and so does the engine. Messages begin with the field's name, which is that of
         TensorRT-LLM's inputs where these have one; who has other names for his clients gives them by `errors.renamed`.
         """
-        check_types(self, but=("prompt_ids",))  # a door or the API has made these itself, and there may be a million
+        check_types(self, but=("prompt_ids",))  # a frontend or the API has made these itself; there may be a million
         n, vocabulary = len(self.prompt_ids), config.model.vocab_size
         _require(n >= 1, "input_ids", f"{n} tokens", "at least one token", "send a prompt")
         limit = f"<= max_input_len = {config.max_input_len} tokens"

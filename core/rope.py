@@ -36,8 +36,8 @@ class RotaryEmbedding:
         """Return the rotation of tokens that are generated at the given positions."""
         self._grow(max(positions) + 1)
         rows = [self._first_row(position + 1) + position for position in positions]
-        numbers = torch.tensor(rows, device=self._cos.device)
-        return self._cos.index_select(0, numbers), self._sin.index_select(0, numbers)
+        index = torch.tensor(rows, device=self._cos.device)
+        return self._cos.index_select(0, index), self._sin.index_select(0, index)
 
     def _first_row(self, length: int) -> int:
         return self._size if length > self._short_reach else 0
@@ -46,8 +46,8 @@ class RotaryEmbedding:
         if positions <= self._size:
             return
         self._size = max(1024, 1 << (positions - 1).bit_length())
-        numbers = torch.arange(self._size, device=self._sets.device).float()
-        angles = torch.cat([torch.outer(numbers, frequencies) for frequencies in self._sets])
+        row_positions = torch.arange(self._size, device=self._sets.device).float()
+        angles = torch.cat([torch.outer(row_positions, frequencies) for frequencies in self._sets])
         self._cos, self._sin = angles.cos() * self._factor, angles.sin() * self._factor
 
 

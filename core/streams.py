@@ -163,9 +163,9 @@ def stream_handle(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-def to_device(numbers: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers of the host to the device, [n], on the current stream; the host does not wait."""
-    on_host = torch.as_tensor(numbers, dtype=dtype)
+def to_device(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy integers of the host to the device, [n], on the current stream; the host does not wait."""
+    on_host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         on_host = on_host.pin_memory()  # a copy from pageable memory would wait for the stream
     return on_host.to(device, non_blocking=True)

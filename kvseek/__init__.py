@@ -7,7 +7,7 @@
             print(output.text)
 
 docs/python.md describes the Python API. The names below are imported when they are first used: a process that needs only
-`kvseek.core`, such as a server's door, must not wait for PyTorch.
+`kvseek.core`, such as a server's frontend, must not wait for PyTorch.
 """
 
 from __future__ import annotations

@@ -114,11 +114,11 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         self.for_engine((), 0)  # raises on what else is of another type or out of range
 
-    def for_engine(self, bad_words: tuple[tuple[int, ...], ...], prompt_tokens: int) -> request.SamplingParams:
+    def for_engine(self, bad_words: tuple[tuple[int, ...], ...], prompt_tokens: int) -> request.SamplingConfig:
         """Make the engine's parameters of these, for a prompt of so many tokens and with the bad words as tokens."""
-        names = [one.name for one in dataclasses.fields(request.SamplingParams)]
+        names = [one.name for one in dataclasses.fields(request.SamplingConfig)]
         shared = {name: getattr(self, name) for name in names if hasattr(self, name)}
         shared |= {"bad_words": bad_words, "logit_bias": tuple((self.logit_bias or {}).items())}
         if self.top_k == -1:
             shared["top_k"] = 0
-        return request.SamplingParams(**shared, prompt_ignore_length=prompt_tokens)
+        return request.SamplingConfig(**shared, prompt_ignore_length=prompt_tokens)

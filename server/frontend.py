@@ -26,7 +26,7 @@ from kvseek.core.liveness import answer_at
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.grpc.checks import message_limit
 from kvseek.server.grpc.server import GrpcServer
-from kvseek.server.http.body import BODY_SECONDS, BodyReader
+from kvseek.server.http.content import BODY_SECONDS, BodyReader
 from kvseek.server.http.health import ServerState
 from kvseek.server.http.metrics import ENDPOINTS, MAX_METRICS_CONNECTIONS, MetricsRoutes
 from kvseek.server.http.server import HEADER_SECONDS, SPARE_CONNECTIONS, HttpServer
@@ -37,7 +37,7 @@ from kvseek.server.openai.app import OpenAIPort
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.requests.keys import keys_of
-from kvseek.server.requests.layouts import LAYOUTS, RequestFactory
+from kvseek.server.requests.models import LAYOUTS, RequestFactory
 from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.triton.relay import TritonRelay
 
@@ -138,8 +138,8 @@ class Frontend:
             http = await self._http.start(host, http, "--http_port", "http" in held)
         if metrics != CLOSED:
             metrics = await self._metrics_http.start(host, metrics, "--metrics_port", "metrics" in held)
-        for name, model in self._layout.models.items():
-            limit = await asyncio.to_thread(body_limit, model, self._config, self._tokenizer)
+        for name, served in self._layout.models.items():
+            limit = await asyncio.to_thread(body_limit, served, self._config, self._tokenizer)
             self._bodies.make_room_for(limit)
             self._limits[name] = limit
         largest = message_limit(self._config, self._tokenizer)

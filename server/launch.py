@@ -20,7 +20,7 @@ from kvseek.core.private_files import PrivateFileError, open_own_file, open_priv
 from kvseek.engine.cache.prefixes.file import RowShape
 from kvseek.engine.cache.prefixes.folder import DEFAULT_DISK_BYTES, check_directory
 from kvseek.server.requests.keys import read_keys
-from kvseek.server.requests.layouts import LAYOUTS
+from kvseek.server.requests.models import LAYOUTS
 from kvseek.server.triton.find import TritonServer, find_server
 from kvseek.server.triton.repository import write_models
 

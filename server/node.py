@@ -24,7 +24,7 @@ from .supervisor import Supervisor
 class NodeRanks:
     """The running ranks of this host."""
 
-    numbers: Sequence[int]
+    ranks: Sequence[int]
     supervisor: Supervisor
 
     def check(self) -> None:

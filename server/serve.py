@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvseek.core.command_line import Parser
-from kvseek.core.config import require
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError, text_of
+from kvseek.core.errors import KvseekError, require, text_of
 from kvseek.engine.parallel.nodes import check_nodes
 
 from .launch import LOOPBACK, READY_SECONDS, running_server, signals
@@ -109,8 +108,8 @@ def _serve_node(arguments: argparse.Namespace, settings: ServeSettings) -> int:
         ) as ranks,
         signals() as received,
     ):
-        numbers = " ".join(map(str, ranks.numbers))
-        print(f"ready: ranks {numbers} follow rank 0 at {settings.rdzv_endpoint}", flush=True)
+        followers = " ".join(map(str, ranks.ranks))
+        print(f"ready: ranks {followers} follow rank 0 at {settings.rdzv_endpoint}", flush=True)
         return _wait(ranks.check, received)
 
 

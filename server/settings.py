@@ -18,7 +18,7 @@ from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
 from .errors import ServerError
 from .requests.keys import SHARE_ALL, SHARE_BY_KEY
-from .requests.layouts import INFLIGHT_BATCHER_LLM, LAYOUTS
+from .requests.models import INFLIGHT_BATCHER_LLM, LAYOUTS
 from .requests.unread import LARGEST_AT_ONCE, LOGIT_BYTES, OTHER_UNREAD_BYTES, WRITE_SECONDS, UnreadAnswers
 
 MAX_NAME_CHARACTERS = 256
@@ -85,50 +85,19 @@ SERVE_FLAGS: Flags = {
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Settings of one server. Each field is a flag of `kvseek serve` of the same name.
+    """Settings of one server. Each field is a flag of `kvseek serve` of the same name, and SERVE_FLAGS says what it means.
+
+    None and () stand for none of what a field limits or names, of `threads` for torch's choice, of `served_model_name` for the
+    checkpoint's name in the engine's manifest, of `disk_bytes` for 16 GiB and of `ranks_key_file` for a key from the environment.
 
     Attributes
     ----------
-    layout : str
-        Which form of TensorRT-LLM's model repository the server has: one of LAYOUTS.
-    threads : int or None
-        CPU threads of the engine; None leaves torch's choice.
-    max_queue_size : int
-        Requests that may wait for a slot; further ones are refused at once.
-    max_num_tokens : int
-        Prompt tokens that one step of the engine reads at most.
     max_logits : int
-        Logits, numbers of 4 bytes, that one request may ask for; 0 refuses all such requests.
-    default_timeout : float or None
-        Seconds that a request may take if it does not say itself; None: no limit.
-    drain_seconds : float
-        Seconds that requests may go on after SIGTERM.
+        0 refuses all requests that ask for logits.
     restarts : int
-        How often in a row a process that has died is started again; after that the server ends.
+        After so many in a row the server ends.
     hang_seconds : float
-        After so long without an answer a process is killed and started again. Its event loop answers, not what computes: of
-        that, HUNG_SECONDS of engine/service.py is the limit.
-    otlp_endpoint : str or None
-        OpenTelemetry collector (OTLP over HTTP) to which a span of every request is sent; None: none are made.
-    disk_dir : str or None
-        Directory in which prefixes are kept beyond eviction and restarts; None: they are kept in memory alone.
-    disk_bytes : int or None
-        Most bytes of an engine's prefixes there; None: 16 GiB.
-    nnodes : int
-        Hosts that the engine's ranks are divided among.
-    rdzv_endpoint, ranks_key_file : str or None
-        Where the ranks of other hosts find rank 0, HOST:PORT, and the file of the key that all have; None: with one host, and a
-        key from the environment.
-    served_model_name : str or None
-        Name of the model at the OpenAI port; None: the checkpoint's name in the engine's manifest.
-    cors_origins : tuple of str
-        Origins whose web pages may ask from a browser, such as https://chat.example.org; "*" stands for all, () for none.
-    api_key_file : str or None
-        File of the API keys, one a line, of which requests at all ports have to send one; None: none is asked for.
-    share_prefixes : str
-        Which requests share what was read of their prompts, if there are API keys: "key", those of one key, or "all".
-    core_dumps : bool
-        Whether the server's processes may leave core dumps, which have prompts, answers and keys.
+        A process's event loop answers, not what computes: of that, HUNG_SECONDS of engine/service.py is the limit.
     """
 
     layout: str = INFLIGHT_BATCHER_LLM.name

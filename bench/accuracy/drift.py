@@ -43,7 +43,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.index_context import LayerRows
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.core.selection import Selection
 from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
@@ -227,7 +227,7 @@ def document(arguments: argparse.Namespace, engine: Engine) -> tuple[int, ...]:
 def submit(engine: Engine, arguments: argparse.Namespace) -> int:
     """Queue the request, with --follow to be fed what follows the prompt in the document; returns its id."""
     ids = document(arguments, engine)
-    sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
+    sampling = SamplingConfig(temperature=arguments.temperature, seed=arguments.seed)
     # One token comes from prefill; another is left over, so that the last measured step finds the request's rows in place.
     sequence = engine.prepare(Request(ids[: arguments.prompt_tokens], arguments.steps + 2, sampling))
     if arguments.follow:

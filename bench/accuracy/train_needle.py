@@ -27,8 +27,7 @@ from kvseek.bench.accuracy.needle_tasks import vocabulary
 from kvseek.bench.accuracy.needle_tasks.model import SHAPES, answer_logits, check, make_model
 from kvseek.bench.accuracy.needle_tasks.training import make_sequence
 from kvseek.builder.checking.reference import quiet
-from kvseek.core.config import require
-from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError, KvseekError, require
 
 WARMUP = 500  # steps, at most a tenth of all
 LAST_SHARE = 0.1  # of the learning rate, at the last step

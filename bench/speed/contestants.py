@@ -1,10 +1,12 @@
-"""Who takes part in the decode benchmark: kvseek engines and Hugging Face transformers, behind one protocol."""
+"""Who takes part in the decode benchmark: kvseek engines, Hugging Face transformers and llama.cpp, behind one protocol."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import statistics
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -189,6 +191,70 @@ def load_transformers(model: Path, config: EngineConfig, threads: int) -> list[C
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, config.dtype)).eval()
     sdpa = TransformersContestant(loaded, "sdpa", config, threads)
     return [sdpa, TransformersContestant(loaded, "eager", config, threads, like=sdpa)]
+
+
+class LlamaCppContestant(Contestant):
+    """llama.cpp with a GGUF file's own weights and a cache of float16, in a process of its own (llama_worker.py).
+
+    Two runtimes of OpenMP in one process would wait for each other's threads.
+
+    Parameters
+    ----------
+    python : Path
+        A Python that has the package llama-cpp-python.
+    longest : int
+        Most tokens of a prompt and its answer.
+    """
+
+    def __init__(self, python: Path, model: Path, config: EngineConfig, threads: int, longest: int) -> None:
+        super().__init__("llama.cpp", threads)
+        self._rows, self._weight_bytes = row_numbers(config.model) * 2.0, float(model.stat().st_size)
+        worker = Path(__file__).with_name("llama_worker.py")
+        command = [str(python), str(worker), str(model), str(longest), str(threads)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()
+
+    def prefill(self, prompt_ids: list[int], steps: int) -> None:
+        start = time.perf_counter()
+        self._evaluate(prompt_ids)
+        self.prefill_seconds = time.perf_counter() - start
+
+    def step(self) -> None:
+        self._evaluate([])
+
+    def close(self) -> None:
+        self._ask(None)
+        self.tokens, self.cached_tokens = [], 0
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def step_bytes(self) -> dict[str, float]:
+        return {"weights": self._weight_bytes, "rows": self.cached_tokens * self._rows, "index": 0.0}
+
+    def _evaluate(self, ids: list[int]) -> None:
+        token = self._ask(ids)
+        assert token is not None, "the worker answers ids with a token"
+        self.tokens.append(token)
+        self.cached_tokens += len(ids) or 1
+        self.attended_tokens = self.cached_tokens
+
+    def _ask(self, ids: list[int] | None) -> int | None:
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.stdin.write(json.dumps(ids) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> int | None:
+        assert self._process.stdout is not None, "it is a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            raise KvseekError(
+                f"--llama_cpp: its Python ended with status {self._process.wait()}; its message stands above"
+            )
+        token: int | None = json.loads(line)
+        return token
 
 
 def ranked(name: str, tp_size: int) -> str:

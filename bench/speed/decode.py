@@ -36,6 +36,7 @@ from kvseek.bench.speed.contestants import (
     PART_STEPS,
     Contestant,
     EngineContestant,
+    LlamaCppContestant,
     TransformersContestant,
     load_transformers,
     ranked,
@@ -114,6 +115,9 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--text", type=Path, required=True, help="text whose first tokens are the prompt")
     parser.add_argument("--compare_transformers", action="store_true", help="time Hugging Face transformers too")
+    parser.add_argument(
+        "--llama_cpp", type=Path, metavar="PYTHON", help="time llama.cpp too, by a Python that has llama-cpp-python"
+    )
     parser.add_argument("--details", action="store_true", help="print all figures, and the parts of a step")
     add_output_flags(parser, ", e.g. bench/results/NAME.json")
     return parser
@@ -130,6 +134,12 @@ def check(arguments: argparse.Namespace) -> argparse.Namespace:
         raise ConfigError(f"--device = {arguments.device!r}: must be cpu or cuda; cpu is the default")
     if arguments.model is None and (arguments.methods or arguments.compare_transformers):
         raise ConfigError("--model = None: must be given with --methods or --compare_transformers; name the model")
+    if arguments.llama_cpp and (arguments.model is None or not arguments.model.is_file()):
+        raise ConfigError(
+            f"--model = {arguments.model}: must be a GGUF file with --llama_cpp, which reads nothing else"
+        )
+    if arguments.llama_cpp and arguments.clock == "process":
+        raise ConfigError("--clock process: must come without --llama_cpp, whose process is another one")
     at_least_one(arguments, "tokens", "block", "threads")
     arguments.contexts = numbers("contexts", arguments.contexts)
     arguments.methods = parse_variants(arguments.methods) if arguments.methods else None
@@ -263,7 +273,13 @@ def time_contestants(arguments: argparse.Namespace, engines: Sequence[EngineCont
     torch.set_num_threads(arguments.threads)
     read = PlainRead(READ_BYTES)
     clock = CLOCKS[arguments.clock]
-    contexts = [race(contestants, read, ids, arguments.tokens, arguments.block, clock) for ids in prompts]
+    with contextlib.ExitStack() as processes:
+        if arguments.llama_cpp:
+            longest = max(arguments.contexts) + WARMUP + arguments.tokens + 1
+            other = LlamaCppContestant(arguments.llama_cpp, arguments.model, config, arguments.threads, longest)
+            processes.callback(other.end)
+            contestants.append(other)
+        contexts = [race(contestants, read, ids, arguments.tokens, arguments.block, clock) for ids in prompts]
     return {
         "benchmark": "decode",
         "machine": describe(),

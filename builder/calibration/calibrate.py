@@ -19,8 +19,8 @@ from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.weights import list_weights, weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
 from kvseek.builder.printing import Advance, Column, table
-from kvseek.core.config import EngineConfig, require
-from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, require
 from kvseek.core.fields import from_dict
 from kvseek.core.weight_only import HEAD, NONE
 from kvseek.engine.draws.sampling import overflow_remedy

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig, require
-from kvseek.core.errors import ConfigError
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError, require
 from kvseek.core.rope import frequencies
 
 from .checkpoint import Checkpoint

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from kvseek.core.config import require
-from kvseek.core.errors import ConfigError
+from kvseek.core.errors import ConfigError, require
 
 from .tokenizer import ModelTokenizer
 

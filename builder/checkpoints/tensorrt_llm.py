@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig, require
-from kvseek.core.errors import ConfigError
+from kvseek.core.config import ModelConfig
+from kvseek.core.errors import ConfigError, require
 from kvseek.core.weight_only import HEAD
 
 from .checkpoint import Checkpoint
@@ -190,8 +190,8 @@ class TensorRtLlmCheckpoint(Checkpoint):
         """Number of layers of each pipeline rank; its files number the layers from 0."""
         layers = []
         for rank in self._ranks[:: self._mapping.tp_size]:
-            numbers = [int(found[1]) for name in rank.names if (found := LAYER.match(name))]
-            layers.append(max(numbers, default=-1) + 1)
+            stored = [int(found[1]) for name in rank.names if (found := LAYER.match(name))]
+            layers.append(max(stored, default=-1) + 1)
         limit = f"{self.config.num_layers} together: num_hidden_layers of config.json"
         field = f"{self.path}: layers in the ranks' files"
         require(sum(layers) == self.config.num_layers, field, layers, limit, COPY_AGAIN)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvseek.core.config import EngineConfig, require
-from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError, KernelError, require
 from kvseek.core.weight_only import INPUTS_MULTIPLE, NONE
 from kvseek.kernels.cuda.attention.attend import LIMITS
 from kvseek.plugins.registry import method_traits

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvseek.core.request import SamplingParams
+from kvseek.core.request import SamplingConfig
 
 from .sampling import SEEN, Drawn, Sampler, check_finite, log_probabilities
 
@@ -74,7 +74,7 @@ def adjusted(logits: Tensor, sampler: Sampler) -> Tensor:
     return scores
 
 
-def merged_biases(params: SamplingParams) -> dict[int, float]:
+def merged_biases(params: SamplingConfig) -> dict[int, float]:
     """Return the bias of each token that has one; several of one token add up."""
     biases = dict[int, float]()
     for token, bias in params.logit_bias:
@@ -82,7 +82,7 @@ def merged_biases(params: SamplingParams) -> dict[int, float]:
     return biases
 
 
-def penalise(scores: Tensor, occurrences: Tensor, params: SamplingParams) -> Tensor:
+def penalise(scores: Tensor, occurrences: Tensor, params: SamplingConfig) -> Tensor:
     """Divide positive and multiply negative scores of seen tokens (CTRL paper, section 4.1), then subtract OpenAI's penalties.
 
     Scores float32 [vocabulary], occurrences as Sampler.occurrences.

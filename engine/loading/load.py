@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from .indexes import IndexMaker, device_retrieval, host_retrieval
 from .memory import divide_device_memory
 from .runtime import load_runtime, read_weights
 
+logger = logging.getLogger(__name__)
 GIB = 1 << 30
 PINNED_BYTES_PER_SECOND = GIB  # at least, however memory is pinned
 MakeCache = Callable[[EngineConfig, torch.dtype, torch.device, RowStorage], Cache]
@@ -66,7 +68,10 @@ def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cach
     cache = make_cache(config, dtype, device, RowStorage(config, dtype, device, host_rows(config, dtype)))
     retrieval = host_retrieval(config, cache, maker.over(cache), library)
     weights = read_weights(directory, config, device, ranks)
-    products = Products(dtype) if library is None else HostProducts(dtype, library)
+    products = Products(dtype)
+    if library is not None:
+        products = HostProducts(dtype, library)
+        logger.info("prompts are multiplied by %s", products.prompts)
     if ranks is not None:
         products = RankProducts(products, ranks, config.model.vocab_size)
     if library is None:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from kvseek.core.errors import ErrorCode, KvseekError, RequestError, code_of, re
 from kvseek.core.liveness import answer_at
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.engine.engine import Engine
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
 from kvseek.server.errors import INTERNAL
@@ -139,9 +141,12 @@ class FrontendConnection:
         elif isinstance(message, Refused):
             metrics.refused(message.code, message.count)
         elif isinstance(message, Ping):
-            self._server.answer(self, message)
+            self._server.ask(self, partial(self._server.state, message.number))
         elif isinstance(message, EndSession):
-            self._server.end_session(self, message)
+            asked = message
+            self._server.ask(
+                self, lambda engine: SessionEnded(asked.number, engine.end_session(asked.session_id, asked.cache_salt))
+            )
         else:
             self.send(Metrics(message.number, metrics.text()))
 
@@ -219,30 +224,17 @@ class EngineServer:
             return replace(request, timeout_seconds=self.settings.default_timeout)
         return request
 
-    def answer(self, frontend: FrontendConnection, ping: Ping) -> None:
-        """Answer a ping from the engine's own loop; an engine that hangs or has failed does not answer."""
+    def ask(self, frontend: FrontendConnection, answer: Callable[[Engine], FromEngine]) -> None:
+        """Send a frontend what the engine's own loop answers between two steps; one that hangs or has failed does not answer."""
 
         def on_loop() -> None:
-            service = self.service
-            pong = Pong(
-                ping.number,
-                service.engine.waiting,
-                service.engine.running,
-                self._draining,
-                service.engine.unsound_in_a_row,
-            )
-            self._loop.call_soon_threadsafe(frontend.send, pong)
+            self._loop.call_soon_threadsafe(frontend.send, answer(self.service.engine))
 
         self.service.call(on_loop)
 
-    def end_session(self, frontend: FrontendConnection, message: EndSession) -> None:
-        """End a session between two steps of the engine's loop."""
-
-        def on_loop() -> None:
-            ended = self.service.engine.end_session(message.session_id, message.cache_salt)
-            self._loop.call_soon_threadsafe(frontend.send, SessionEnded(message.number, ended))
-
-        self.service.call(on_loop)
+    def state(self, number: int, engine: Engine) -> Pong:
+        """Make the answer to a ping."""
+        return Pong(number, engine.waiting, engine.running, self._draining, engine.unsound_in_a_row)
 
     async def serve(self, socket: Path, alive: Path | None = None) -> int:
         """Listen until SIGTERM or until the engine fails; returns the process's exit status. `alive`: see `answer_at`."""
@@ -311,10 +303,10 @@ async def run(arguments: argparse.Namespace) -> int:
     model_name = read_manifest(arguments.engine_dir).source_model
     tracer = None if settings.otlp_endpoint is None else RequestTracer(settings.otlp_endpoint, model_name)
     disk = DiskSettings(None if settings.disk_dir is None else Path(settings.disk_dir), settings.disk_bytes)
-    numbers = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
+    limits = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
     if arguments.shared:  # its frontends wait however long loading takes, and kill what does not answer meanwhile
         answering = await answer_at(arguments.alive)  # noqa: F841  until the loop ends
-    service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *numbers, disk, settings.nodes)
+    service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *limits, disk, settings.nodes)
     await asyncio.to_thread(_load_vocabulary, service)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2
 
 from kvseek.core.errors import ErrorCode, QueueFullError, RequestError
 from kvseek.server.kserve.inputs import ModelSchema
-from kvseek.server.requests.layouts import MAX_ID_CHARACTERS
+from kvseek.server.requests.models import MAX_ID_CHARACTERS
 from kvseek.server.requests.unread import PIECE_BYTES, UnreadAnswer, UnreadError
 from kvseek.server.scratch import SHARED_MEMORY_PREFIX
 

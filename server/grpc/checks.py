@@ -16,7 +16,7 @@ from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.json_fields import shortened
 from kvseek.server.kserve.inputs import Input, ModelSchema
-from kvseek.server.requests.layouts import MAX_ID_CHARACTERS
+from kvseek.server.requests.models import MAX_ID_CHARACTERS
 from kvseek.server.requests.translation import max_text_bytes
 
 MAX_PARAMETERS = 8
@@ -47,7 +47,7 @@ def admit(request: Any, schemas: Mapping[str, ModelSchema]) -> None:
     """Make a ModelInferRequest ready for Triton; raises RequestError if the request may not reach Triton.
 
     Triton's parameter `timeout`, which its client libraries offer, becomes the models' input of that name, and a model's other
-    name (Layout.aliases) the name that Triton knows.
+    name (RepositoryLayout.aliases) the name that Triton knows.
     """
     schema = schemas.get(request.model_name)
     if schema is None:

@@ -10,7 +10,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from kvseek.server.kserve.inputs import ModelSchema
-from kvseek.server.requests.layouts import SEVERAL
+from kvseek.server.requests.models import SEVERAL
 from kvseek.server.requests.unread import PIECE_BYTES, UnreadAnswer
 
 SEQUENCES = "num_return_sequences"

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 ErrorForm = Callable[[Exception], tuple[int, bytes]]  # writes an error: its status and its JSON
 
 
+class ClientLeftError(ConnectionError):
+    """The client has closed its connection, so nobody waits for an answer."""
+
+
 class HttpError(CodedError):
     """An error by which a port itself refuses a request, with the HTTP status for its reason.
 

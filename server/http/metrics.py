@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from kvseek.core.errors import KvseekError
-from kvseek.server.engine.tallies import Families
+from kvseek.server.engine.metrics import Families
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.triton.durations import metrics_without_durations
 

@@ -15,7 +15,7 @@ import socket
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
@@ -25,18 +25,18 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from kvseek.server.errors import ServerError
+from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.requests.keys import NO_KEYS, REFUSAL, Keys, Tenant
-from kvseek.server.requests.layouts import MAX_ID_CHARACTERS
+from kvseek.server.requests.models import MAX_ID_CHARACTERS
 from kvseek.server.requests.unread import WRITE_SECONDS
 
-from .body import ClientLeftError
-from .errors import LINGER_SECONDS, ErrorForm, HttpError, error_response, headers_of, kserve_error
+from .errors import LINGER_SECONDS, ClientLeftError, ErrorForm, HttpError, error_response, headers_of, kserve_error
 from .json_fields import shortened
 
 HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers
@@ -71,6 +71,8 @@ class Connection(HttpToolsProtocol):
         That request and its response; uvicorn's `cycle` is the latest, which may wait behind it.
     left : bool
         Whether the client has left.
+    surplus : bool
+        Whether there were as many other connections as there may be when this one last needed a place among them.
     """
 
     def __init__(self, server: HttpServer, config: uvicorn.Config, state: ServerState) -> None:
@@ -78,7 +80,7 @@ class Connection(HttpToolsProtocol):
         self._server = server
         self.answering: asyncio.Task[Any] | None = None
         self.current: RequestResponseCycle | None = None
-        self.left = False
+        self.left = self.surplus = False
         self.idle_since = self.loop.time()
         self._deaf = False  # whether nothing that still comes is a request
         self._head = 0  # bytes of the headers, or trailers, so far
@@ -90,7 +92,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, unless there are too many connections."""
         super().connection_made(transport)
-        if self._server.make_room():
+        if self._server.admit(self):
             self._look()
         else:
             self._end_with(HttpError(503, FULL), linger=False)
@@ -258,8 +260,8 @@ class HttpServer:
     endpoints : str
         What there is, for a client that asks for something else.
     max_connections : int
-        Most connections open at once. If all of them have requests, those on further connections get status 503, except for
-        health and metrics.
+        Most connections open at once. If all of them have requests, a POST on a further connection gets status 503; connections
+        that are among them are served however many others there are.
     form : callable
         Writes errors.
     default : ASGI application, optional
@@ -361,18 +363,22 @@ class HttpServer:
     def _connect(self) -> Connection:
         return Connection(self, self._config, self._state)
 
-    def make_room(self) -> bool:
-        """Close idle connections if there are too many; returns whether the newest may stay."""
+    def admit(self, newest: Connection) -> bool:
+        """Find a place for a new connection, if need be that of an idle one; returns whether it may stay."""
+        newest.surplus = True
+        newest.surplus = not self._has_place()
+        return len(self._open()) <= self._max_connections + SPARE_CONNECTIONS
+
+    def _has_place(self) -> bool:
+        """Close idle connections if there are too many; returns whether there is a place for one that has none."""
         connections = self._open()
-        if len(connections) <= self._max_connections:
-            return True
-        latest = asyncio.get_running_loop().time() - IDLE_SECONDS
-        idle = [one for one in connections if one.is_idle and one.idle_since <= latest]
-        if idle:
-            for one in sorted(idle, key=lambda one: one.idle_since)[: len(connections) - self._max_connections]:
+        excess = len(connections) - self._max_connections
+        if excess > 0:
+            latest = asyncio.get_running_loop().time() - IDLE_SECONDS
+            idle = [one for one in connections if one.is_idle and one.idle_since <= latest]
+            for one in sorted(idle, key=lambda one: one.idle_since)[:excess]:
                 one.transport.abort()
-            return True
-        return len(connections) <= self._max_connections + SPARE_CONNECTIONS
+        return sum(not one.surplus for one in self._open()) < self._max_connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request: every answer has the request's id, and a client that leaves or does not read ends its request."""
@@ -415,6 +421,12 @@ class HttpServer:
         except asyncio.CancelledError:  # the client has left, or `close` ends what is open
             connection.transport.abort()
             cycle.disconnected = True
+        except Exception as error:
+            if cycle.response_started:
+                raise
+            # Not left to uvicorn, whose answer is plain text.
+            logger.error("%s %s could not be answered", scope["method"], scope["path"], exc_info=error)
+            await error_response(self.form, HttpError(500, INTERNAL, "internal_error"), True)(scope, receive, write)
         finally:
             if connection.answering is task:  # else the next request is being answered
                 connection.answering = None
@@ -433,6 +445,8 @@ class HttpServer:
             refusal = self._refusal(scope)
             if refusal is None:
                 await self._router(scope, receive, note)
+                if not begun:
+                    raise RuntimeError("the endpoint has not answered")
             else:
                 await error_response(self.form, refusal, close=True)(scope, receive, note)
         except ConnectionError:
@@ -443,10 +457,8 @@ class HttpServer:
             if begun and not complete:
                 raise  # half an answer is there: the connection is closed
             if not begun:
-                more = error.headers if isinstance(error, HTTPException) else None
-                known = self._routing_error(scope, error) if isinstance(error, HTTPException) else error
-                allow = {name: ", ".join(sorted(value.split(", "))) for name, value in (more or {}).items()}
-                await error_response(self.form, known, more=allow)(scope, receive, send)
+                # Made elsewhere: a name here for the error would keep it, and with it the answer in frames that it has passed.
+                await self._response_to(scope, error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> HttpError | None:
         """Note whose request it is; returns why one is refused that has no key, or no connection to spare."""
@@ -454,13 +466,18 @@ class HttpServer:
         scope["state"][TENANT] = tenant
         if tenant is None and not (scope["method"] in ("GET", "HEAD") and self._is_open(scope["path"])):
             return HttpError(401, REFUSAL, "invalid_api_key")
-        if scope["method"] == "POST" and self.connections > self._max_connections and self._is_full():
-            return HttpError(503, FULL, "engine_unavailable")
+        connection: Connection = scope["state"][CONNECTION]
+        if scope["method"] == "POST" and connection.surplus:
+            connection.surplus = not self._has_place()
+            if connection.surplus:
+                return HttpError(503, FULL, "engine_unavailable")
         return None
 
-    def _is_full(self) -> bool:
-        self.make_room()
-        return self.connections > self._max_connections
+    def _response_to(self, scope: Scope, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            return error_response(self.form, error)
+        allow = {name: ", ".join(sorted(value.split(", "))) for name, value in (error.headers or {}).items()}
+        return error_response(self.form, self._routing_error(scope, error), more=allow)
 
     def _routing_error(self, scope: Scope, error: HTTPException) -> HttpError:
         path = shortened(scope["path"])
@@ -475,6 +492,20 @@ class HttpServer:
         if self._date[0] != second:
             self._date = second, formatdate(second, usegmt=True).encode()
         return self._date[1]
+
+
+class Endpoint:
+    """An endpoint that writes its answer itself, of a function that gets the request and what sends.
+
+    Starlette takes a function for one that returns its answer, and an object for an ASGI application.
+    """
+
+    def __init__(self, answer: Callable[[Request, Send], Awaitable[None]]) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        await self._answer(Request(scope, receive), send)
 
 
 def tenant_of(request: Request) -> Tenant:

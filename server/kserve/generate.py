@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,19 +15,18 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from kvseek.core.errors import RequestError, UnavailableError
-from kvseek.server.http.answers import Writer, trace_of
-from kvseek.server.http.body import BodyReader
+from kvseek.server.http.content import BodyReader, Writer, trace_of
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import shortened
-from kvseek.server.http.server import tenant_of
+from kvseek.server.http.server import Endpoint, tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.layouts import SEVERAL, RequestFactory
-from kvseek.server.requests.outputs import Chunk
+from kvseek.server.requests.models import LOGITS, SEVERAL, Chunk, RequestFactory
 from kvseek.server.requests.translation import scalar
+from kvseek.server.requests.unread import UnreadAnswer
 
-from .inputs import ModelSchema, chunk_to_json
+from .inputs import ModelSchema, chunk_to_json, logits_to_json
 
 ADMINISTRATION = "is closed: it would let clients change the server; use the flags of kvseek serve and restart it"
 CLOSED = {  # paths of Triton's HTTP endpoint that are closed on purpose (docs/security.md)
@@ -62,13 +62,16 @@ class GenerateRoutes:
     ) -> None:
         self._generations, self._factory, self._schemas = generations, factory, schemas
         self._bodies, self._limits = bodies, limits
+        self._turn = asyncio.Lock()  # of answers whose logits are written
 
     def routes(self) -> list[BaseRoute]:
         """Make the routes."""
         found: list[BaseRoute] = []
         for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            found.append(Route(f"{start}/generate", Endpoint(self, streams=False), methods=["POST"]))
-            found.append(Route(f"{start}/generate_stream", Endpoint(self, streams=True), methods=["POST"]))
+            found.append(Route(f"{start}/generate", Endpoint(partial(self.answer, streams=False)), methods=["POST"]))
+            found.append(
+                Route(f"{start}/generate_stream", Endpoint(partial(self.answer, streams=True)), methods=["POST"])
+            )
             found.append(Route(f"{start}/infer", infer, methods=["POST"]))
         return found
 
@@ -85,16 +88,19 @@ class GenerateRoutes:
                     read = partial(self._read, model, data, streams, call, tenant)
                     made = await self._generations.make(read, self._schemas[model].served.takes_text)
                     del read, data  # the body
-            out, write = Writer(request.scope, send, answer), partial(chunk_to_json, model, call.request_id)
+            out, write = Writer(request.scope, send, answer), partial(self._to_json, model, call.request_id, answer)
             if made is None:
                 self._generations.stop(call.request_id, call.owner)
-                await (out.empty_stream() if streams else out.whole(write({})))
+                await (out.empty_stream() if streams else out.whole(await write({})))
             else:
                 async with self._generations.generate(made, call, answer) as chunks:
                     if streams:
-                        await out.stream((write(chunk) async for chunk in chunks), kserve_error)
+                        await out.stream((await write(chunk) async for chunk in chunks), kserve_error)
                     else:
-                        await _whole(chunks, write, out)
+                        last = Chunk()
+                        async for chunk in chunks:
+                            last = chunk
+                        await out.whole(await write(last))
 
     def _model(self, request: Request) -> str:
         model, version = request.path_params["model"], request.path_params.get("version", MODEL_VERSION)
@@ -105,6 +111,24 @@ class GenerateRoutes:
         if version != MODEL_VERSION:
             raise HttpError(404, f"{model} has no version {shortened(version)}: must be {MODEL_VERSION}; leave it out")
         return str(model)
+
+    async def _to_json(self, model: str, request_id: str, answer: UnreadAnswer, chunk: Chunk) -> bytes:
+        """Write a chunk. The JSON of logits, which are large, counts while it grows, before it counts as being written."""
+        if chunk.keys().isdisjoint(LOGITS):
+            return chunk_to_json(model, request_id, chunk)
+        counted = 0
+
+        def count(size: int) -> None:
+            nonlocal counted
+            counted += size
+            answer.add(size)
+            answer.check()
+
+        try:
+            found = {name: await logits_to_json(chunk[name], self._turn, count) for name in LOGITS if name in chunk}
+            return chunk_to_json(model, request_id, chunk | found)
+        finally:
+            answer.remove(counted)
 
     def _read(
         self, model: str, data: bytes | bytearray, streams: bool, call: Call, tenant: Tenant
@@ -124,25 +148,6 @@ class GenerateRoutes:
         served = self._factory.make_one(model, body.inputs)
         served.request = replace(served.request, cache_salt=tenant.salt(served.request.cache_salt))
         return self._generations.submission(served, call)
-
-
-class Endpoint:
-    """One of the endpoints, as an ASGI application."""
-
-    def __init__(self, routes: GenerateRoutes, streams: bool) -> None:
-        self._routes, self._streams = routes, streams
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
-        await self._routes.answer(Request(scope, receive), send, self._streams)
-
-
-async def _whole(chunks: AsyncIterator[Chunk], write: Callable[[Chunk], bytes], out: Writer) -> None:
-    """Answer with one response, when the request has ended."""
-    last = Chunk()
-    async for chunk in chunks:
-        last = chunk
-    await out.whole(write(last))
 
 
 async def infer(_: Request) -> Response:

@@ -6,9 +6,10 @@ built from JSON before it is known to be short enough, and no nested values.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -22,13 +23,13 @@ from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
-from kvseek.server.requests.layouts import MAX_ID_CHARACTERS, Layout, ServedModel
-from kvseek.server.requests.outputs import Chunk, Logits
+from kvseek.server.requests.models import MAX_ID_CHARACTERS, Chunk, Logits, RepositoryLayout, TokenRequest
 from kvseek.server.requests.translation import Inputs, max_text_bytes
 
 MAX_LIST = 1024  # most values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
 JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
+LOGITS_AT_A_TIME = 1 << 12  # that are written to JSON, in about a millisecond
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _string = msgspec.json.Decoder(str)
 WANTED = {
@@ -155,9 +156,9 @@ class ModelSchema:
         Configuration whose max_input_len limits the number of token ids.
     """
 
-    def __init__(self, layout: str, model: ServedModel, config: EngineConfig) -> None:
-        self.served, self.model, self.max_batch = model, model.name, config.max_batch_size
-        path = files("kvseek.model_repository").joinpath(layout, model.name, "config.pbtxt")
+    def __init__(self, layout: str, served: type[TokenRequest], config: EngineConfig) -> None:
+        self.served, self.model, self.max_batch = served, served.model, config.max_batch_size
+        path = files("kvseek.model_repository").joinpath(layout, served.model, "config.pbtxt")
         text = re.sub(r"\$\{\w+\}", "1", path.read_text(encoding="utf-8"))
         message = text_format.Parse(text, model_config_pb2.ModelConfig())
         self.inputs = {each.name: self._input(each, config.max_input_len) for each in message.input}
@@ -181,26 +182,52 @@ class ModelSchema:
 
     def _input(self, message: Any, max_input_len: int) -> Input:
         datatype = model_config_pb2.DataType.Name(message.data_type).removeprefix("TYPE_")
-        prompt = message.name == self.served.prompt
+        prompt = message.name == self.served.prompt_input
         limit = MAX_LIST if not prompt else 1 if self.served.takes_text else max_input_len
         return Input(message.name, datatype, tuple(message.dims), message.optional, limit, prompt)
 
 
-def schemas(layout: Layout, config: EngineConfig) -> Mapping[str, ModelSchema]:
+def schemas(layout: RepositoryLayout, config: EngineConfig) -> Mapping[str, ModelSchema]:
     """Make the schemas of a layout's models, by all names under which clients may ask for them."""
-    own = {name: ModelSchema(layout.name, model, config) for name, model in layout.models.items()}
+    own = {name: ModelSchema(layout.name, served, config) for name, served in layout.models.items()}
     return {name: own[model] for name, model in layout.names.items()}
 
 
-def body_limit(model: ServedModel, config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Return the most bytes of a body for `model`: a prompt of max_input_len tokens, escaped, and the other fields."""
-    if model.takes_text:
+def body_limit(served: type[TokenRequest], config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Return the most bytes of a body for a model: a prompt of max_input_len tokens, escaped, and the other fields."""
+    if served.takes_text:
         return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
     return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
 
 
+async def logits_to_json(logits: Logits, turn: asyncio.Lock, count: Callable[[int], None]) -> msgspec.Raw:
+    """Write logits as Triton writes a tensor: one flat list. In pieces, between which others have their turn.
+
+    A thread would not help: writing a piece holds Python's lock from its first number to its last.
+
+    Parameters
+    ----------
+    turn : asyncio.Lock
+        Is held for a piece and a turn of the event loop, so that all answers together write one piece a turn.
+    count : callable
+        Called with the bytes of each piece; what it raises ends the writing.
+    """
+    values, written = memoryview(logits.data).cast("f"), bytearray(b"[")
+    for first in range(0, len(values), LOGITS_AT_A_TIME):
+        before = len(written)
+        async with turn:
+            written += msgspec.json.encode(values[first : first + LOGITS_AT_A_TIME].tolist())[1:-1] + b","
+            await asyncio.sleep(0)
+        count(len(written) - before)
+    written[max(1, len(written) - 1) :] = b"]"
+    return msgspec.Raw(written)
+
+
 def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
-    """Write an answer or a part of one as JSON. A list of one value becomes that value, as in Triton."""
+    """Write an answer or a part of one as JSON; a list of one value becomes that value, as in Triton.
+
+    In the place of logits the chunk has what `logits_to_json` has made of them.
+    """
     own: Chunk = {"model_name": model, "model_version": MODEL_VERSION}
     if request_id:
         own["id"] = request_id
@@ -210,8 +237,6 @@ def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)  # an enum's value
-    if isinstance(value, Logits):
-        return memoryview(value.data).cast("f").tolist()  # flat, as Triton writes tensors
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

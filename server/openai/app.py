@@ -1,44 +1,76 @@
-"""The OpenAI port: its endpoints, put together (docs/openai.md)."""
+"""The OpenAI port (docs/openai.md): its endpoints.
+
+A generation reads the body, has the engine generate all choices, and writes the answer, whole or as a stream.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Send
 
 from kvseek.core.config import EngineConfig
+from kvseek.core.errors import UnavailableError
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import MAX_SALT
 from kvseek.core.session import MAX_SESSION_ID, check_text
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.http.body import BodyReader
+from kvseek.server.http.content import BodyReader, Writer, trace_of
 from kvseek.server.http.errors import JSON, HttpError
 from kvseek.server.http.json_fields import MAX_FIELD_BYTES, shortened
-from kvseek.server.http.server import HEADER_SECONDS, HttpServer, tenant_of
+from kvseek.server.http.server import HEADER_SECONDS, Endpoint, HttpServer, tenant_of
 from kvseek.server.kserve.inputs import JSON_BYTES_PER_BYTE, JSON_BYTES_PER_ID
-from kvseek.server.requests.generations import Generations
-from kvseek.server.requests.keys import keys_of
+from kvseek.server.requests.generations import Call, Generations, Submission
+from kvseek.server.requests.keys import Tenant, keys_of
 from kvseek.server.requests.translation import max_text_bytes
-from kvseek.server.requests.unread import WRITE_SECONDS
+from kvseek.server.requests.unread import WRITE_SECONDS, UnreadAnswer
 from kvseek.server.settings import ServeSettings
 
-from .answer import Completions, Service
+from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
+from .choices import ChatReply, CompletionReply, Json, Piece, Reply, make_choices, usage
 from .errors import FieldError, openai_error
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
 SALT = "cache_salt"
 FINGERPRINT_CHARACTERS = 16
+DONE = b"[DONE]"
+MANY_TOKENS = 512  # whose log probabilities take some 2 ms to write
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
+Pieces = AsyncIterator[tuple[int, Piece]]  # a choice's number and its next piece
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request that has been read and tokenised.
+
+    Attributes
+    ----------
+    choices : sequence of Submission
+        Those of the first prompt first; each prompt has `answers` of them.
+    prompt_tokens : int
+        Of all prompts, each of them counted once.
+    """
+
+    choices: Sequence[Submission]
+    answers: int
+    prompt_tokens: int
+    reply: Reply
+    streaming: bool
+    usage_in_stream: bool
 
 
 class OpenAIPort:
@@ -67,12 +99,16 @@ class OpenAIPort:
         open_models: bool = False,
     ) -> None:
         manifest = read_manifest(engine_dir)
-        name = settings.served_model_name or manifest.source_model
-        fingerprint = f"fp_{manifest.fingerprint[:FINGERPRINT_CHARACTERS]}"
-        self._service = Service(generations, bodies, tokenizer, config, name, fingerprint)
+        self._generations, self._bodies, self._tokenizer, self._config = generations, bodies, tokenizer, config
+        self._model = settings.served_model_name or manifest.source_model
+        self._fingerprint = f"fp_{manifest.fingerprint[:FINGERPRINT_CHARACTERS]}"  # changes when answers may change
+        self._body_limit: int | None = (
+            None  # in bytes; until the tokenizer is loaded there is none, and requests are refused
+        )
+        self._started = int(time.time())
         open_paths = (HEALTH, MODELS) if open_models else (HEALTH,)
         self.server = HttpServer(
-            [*_routes(self._service), Route(HEALTH, ready), Route("/metrics", metrics)],
+            [*self._routes(), Route(HEALTH, ready), Route("/metrics", metrics)],
             ENDPOINTS,
             settings.most_connections(config),
             openai_error,
@@ -86,49 +122,91 @@ class OpenAIPort:
     async def start(self, host: str, port: int, held: bool = False) -> int:
         """Listen, and load the tokenizer; returns the port. Raises ServerError. `held`: see HttpServer."""
         port = await self.server.start(host, port, "--openai_port", held)
-        limit = await asyncio.to_thread(body_limit, self._service.config, self._service.tokenizer)
-        self._service.bodies.make_room_for(limit)
-        self._service.body_limit = limit
+        limit = await asyncio.to_thread(body_limit, self._config, self._tokenizer)
+        self._bodies.make_room_for(limit)
+        self._body_limit = limit
         return port
 
+    def _routes(self) -> list[BaseRoute]:
+        """Make the routes of the endpoints that the port has for itself."""
+        chat, completion = (Endpoint(partial(self._complete, chat=chat)) for chat in (True, False))
+        return [
+            Route(MODELS, self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/sessions/{session_id:path}", self._end_session, methods=["DELETE"]),
+        ]
 
-def _routes(service: Service) -> list[BaseRoute]:
-    """Make the routes of the endpoints that the port has for itself."""
-    started = int(time.time())
+    def _model_card(self) -> dict[str, Any]:
+        card = {"id": self._model, "object": "model", "created": self._started, "owned_by": "kvseek"}
+        return card | {"max_model_len": self._config.max_seq_len}
 
-    def model_card() -> dict[str, Any]:
-        card = {"id": service.model, "object": "model", "created": started, "owned_by": "kvseek"}
-        return card | {"max_model_len": service.config.max_seq_len}
+    async def _models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_card()]})
 
-    async def models(_: Request) -> Response:
-        return _json({"object": "list", "data": [model_card()]})
+    async def _one_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return _json(self._model_card())
 
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != service.model:
-            message = f"model = {shortened(name)}: is not served here; there is {service.model}"
+    def _check_model(self, name: str) -> None:
+        if name != self._model:
+            message = f"model = {shortened(name)}: is not served here; there is {self._model}"
             raise HttpError(404, message, "model_not_found", "model")
-        return _json(model_card())
 
-    return [
-        Route(MODELS, models),
-        Route("/v1/models/{name:path}", model),
-        Route("/v1/chat/completions", Completions(service, chat=True), methods=["POST"]),
-        Route("/v1/completions", Completions(service, chat=False), methods=["POST"]),
-        Route("/v1/sessions/{session_id:path}", partial(_end_session, service), methods=["DELETE"]),
-    ]
+    async def _end_session(self, request: Request) -> Response:
+        salt, session_id = _salt(request), request.path_params["session_id"]
+        check_text("session_id", session_id, MAX_SESSION_ID)
+        ended = await self._generations.end_session(session_id, tenant_of(request).salt(salt))
+        if ended is None:  # the same words for sessions of others, so that nobody learns of them
+            what = f"session_id = {shortened(session_id)}: there is no such session of this API key and cache_salt"
+            message = f"{what}, or it has been forgotten; nothing is left to do"
+            raise HttpError(404, message, "session_not_found", "session_id")
+        own = {"id": session_id, "object": "session.deleted", "deleted": True}
+        return _json(own | dataclasses.asdict(ended))
 
+    async def _complete(self, request: Request, send: Send, chat: bool) -> None:
+        """Read a request and write its answer."""
+        call = Call(time.monotonic(), trace_of(request))
+        work = await self._read(request, call, chat)
+        with self._generations.unread.answer() as answer:
+            out = Writer(request.scope, send, answer)
+            async with self._pieces(work, call, answer) as arriving:
+                if work.streaming:
+                    await out.stream(_events(work, arriving), openai_error)
+                else:
+                    await out.whole(await _whole(work, arriving))
 
-async def _end_session(service: Service, request: Request) -> Response:
-    salt, session_id = _salt(request), request.path_params["session_id"]
-    check_text("session_id", session_id, MAX_SESSION_ID)
-    ended = await service.generations.end_session(session_id, tenant_of(request).salt(salt))
-    if ended is None:  # the same words for sessions of others, so that nobody learns of them
-        what = f"session_id = {shortened(session_id)}: there is no such session of this API key and cache_salt"
-        message = f"{what}, or it has been forgotten; nothing is left to do"
-        raise HttpError(404, message, "session_not_found", "session_id")
-    own = {"id": session_id, "object": "session.deleted", "deleted": True}
-    return _json(own | dataclasses.asdict(ended))
+    async def _read(self, request: Request, call: Call, chat: bool) -> Work:
+        if self._body_limit is None:
+            raise UnavailableError("the server is starting; send the request again in some seconds")
+        with self._generations.counting_refusals():
+            async with self._bodies.read(request, self._body_limit) as data:
+                return await self._generations.make(partial(self._make, data, call, tenant_of(request), chat))
+
+    def _make(self, data: bytes | bytearray, call: Call, tenant: Tenant, chat: bool) -> Work:
+        """Make the requests that a body asks for; runs in a worker thread."""
+        body: Body = CHAT_FORMAT.read(data) if chat else COMPLETION_FORMAT.read(data)
+        if body.model is None:
+            raise FieldError("model", f"model is missing: must be {self._model}; add it")
+        self._check_model(body.model)
+        choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config)
+        kind: type[Reply] = ChatReply if chat else CompletionReply
+        with_usage = body.usage_in_stream
+        reply = kind(self._model, self._fingerprint, self._tokenizer, body.top() is not None, with_usage)
+        ready = [self._generations.submission(choice, call) for choice in choices]
+        return Work(ready, body.choices, prompt_tokens, reply, bool(body.stream), with_usage)
+
+    @asynccontextmanager
+    async def _pieces(self, work: Work, call: Call, answer: UnreadAnswer) -> AsyncIterator[Pieces]:
+        """Submit all choices, and give their pieces as they come; those that have not ended with the context are cancelled."""
+        async with AsyncExitStack() as stack:
+            streams = [
+                await stack.enter_async_context(self._generations.generate(choice, call, answer))
+                for choice in work.choices
+            ]
+            pieces = _numbered(0, streams[0]) if len(streams) == 1 else _merged(streams)
+            yield await stack.enter_async_context(aclosing(pieces))
 
 
 def _salt(request: Request) -> str | None:
@@ -151,3 +229,82 @@ def body_limit(config: EngineConfig, tokenizer: Tokenizer) -> int:
     """Return the most bytes of a body: a prompt of max_input_len tokens, escaped or as ids, and the other fields."""
     text = max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE
     return max(text, config.max_input_len * JSON_BYTES_PER_ID) + MAX_FIELD_BYTES
+
+
+async def _whole(work: Work, arriving: Pieces) -> bytes:
+    """Write the answer when all choices have ended."""
+    pieces: list[Piece] = [{}] * len(work.choices)
+    async for index, piece in arriving:
+        pieces[index] = piece
+    counts = _usage(work, pieces)
+    tokens = sum(len(piece["tokens"]) for piece in pieces)
+    return await _written(tokens, lambda: msgspec.json.encode(work.reply.whole(pieces, counts)))
+
+
+async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
+    """Write the events of a stream, of which the first needs the first piece."""
+    last: list[Piece] = [{}] * len(work.choices)
+    begun = False
+    async for index, piece in arriving:
+        if not begun:
+            begun = True
+            for event in work.reply.begin(len(work.choices)):
+                yield msgspec.json.encode(event)
+        last[index] = piece | {"tokens": ()}
+        for data in await _written(len(piece["tokens"]), partial(_events_of, work.reply, index, piece)):
+            yield data
+    if work.usage_in_stream:
+        yield msgspec.json.encode(work.reply.end(_usage(work, last)))
+    yield DONE
+
+
+def _usage(work: Work, last: Sequence[Piece]) -> Json:
+    """Count tokens by the last piece of each choice. A token of a prompt was cached if no choice has read it."""
+    reused = [piece["reused"] for piece in last]
+    cached = sum(min(reused[first : first + work.answers]) for first in range(0, len(reused), work.answers))
+    return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached)
+
+
+def _events_of(reply: Reply, index: int, piece: Piece) -> list[bytes]:
+    return [msgspec.json.encode(event) for event in reply.pieces(index, piece)]
+
+
+async def _written(tokens: int, write: Callable[[], T]) -> T:
+    """Call a function that writes the log probabilities of so many tokens; in a thread, if other answers would wait for it."""
+    return write() if tokens <= MANY_TOKENS else await asyncio.to_thread(write)
+
+
+async def _numbered(index: int, pieces: AsyncIterator[Piece]) -> AsyncGenerator[tuple[int, Piece], None]:
+    async for piece in pieces:
+        yield index, piece
+
+
+async def _merged(streams: Sequence[AsyncIterator[Piece]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Give the pieces of several choices as they come; raises the first error that one of them raises."""
+    # One at a time: the others wait where they are counted.
+    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue(1)
+
+    async def pass_on(index: int, pieces: AsyncIterator[Piece]) -> None:
+        try:
+            async for piece in pieces:
+                await arrived.put((index, piece))
+        except Exception as error:
+            await arrived.put(error)
+        else:
+            await arrived.put(None)
+
+    tasks = [asyncio.create_task(pass_on(*each)) for each in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,11 +11,10 @@ import msgspec
 from kvseek.core.config import EngineConfig
 from kvseek.core.guide import MAX_GUIDE_BYTES, Guide, GuideType
 from kvseek.core.request import (
-    DEFAULT_PRIORITY,
     MAX_LOGPROBS,
     MAX_SALT,
     MAX_SEED,
-    SamplingParams,
+    SamplingConfig,
     check_words,
 )
 from kvseek.core.session import Session, check_text, read_session
@@ -127,7 +126,7 @@ class Parameters(msgspec.Struct, kw_only=True):
         own = () if self.ignore_eos else config.model.eos_token_ids
         return tuple(dict.fromkeys((*own, *(self.stop_token_ids or ()))))
 
-    def sampling(self, tokenizer: Tokenizer, logprobs: int | None) -> SamplingParams:
+    def sampling(self, tokenizer: Tokenizer, logprobs: int | None) -> SamplingConfig:
         """Make the engine's parameters of the first choice. Without `seed` every request draws anew, as with OpenAI."""
         given: dict[str, Any] = {
             name: value
@@ -135,7 +134,7 @@ class Parameters(msgspec.Struct, kw_only=True):
             if (value := getattr(self, name)) is not None
         }
         seed = secrets.randbits(63) if self.seed is None else self.seed & MAX_SEED  # OpenAI's seeds have a sign
-        return SamplingParams(
+        return SamplingConfig(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=0 if self.top_k in (None, -1) else self.top_k,  # vLLM's -1 keeps all tokens, as 0 does
             seed=seed,
@@ -149,11 +148,6 @@ class Parameters(msgspec.Struct, kw_only=True):
     def session(self) -> Session | None:
         """The conversation that the request continues; raises RequestError."""
         return read_session(self.session_id, self.retention_priority, self.retention_seconds)
-
-    @property
-    def queue_priority(self) -> int:
-        """Priority in the queue."""
-        return DEFAULT_PRIORITY if self.priority is None else self.priority
 
     def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
         words = check_words("bad_words", self.bad_words or ())
@@ -336,6 +330,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "suffix": ("",),
     "prompt_embeds": (),
 }
+Body = ChatBody | CompletionBody
 COMPLETION_FORMAT = BodyFormat(CompletionBody, "prompt", COMPLETION_NEUTRAL, WITHOUT_EFFECT)
 
 

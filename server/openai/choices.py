@@ -1,22 +1,28 @@
-"""One choice of an answer: a request of the engine, and the pieces of text that its outputs make."""
+"""The choices of an answer: the request of the engine for each, the pieces that its outputs make, and the JSON of these, whole
+and as events, with log probabilities in the two forms that OpenAI has.
+"""
 
 from __future__ import annotations
 
+import time
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ErrorCode, RequestError, renamed
-from kvseek.core.request import MAX_SEED, FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import DEFAULT_PRIORITY, FinishReason, LogProbs, Request, StepOutput
 from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.errors import CodedError
 from kvseek.server.requests.keys import Tenant
+from kvseek.server.requests.translation import with_own_seeds
 
-from .bodies import MAX_CHOICES, Parameters, read_guide
+from .bodies import MAX_CHOICES, Body, read_guide
 from .errors import FieldError, require
-from .prompts import TOO_LONG, Prompt
+from .prompts import TOO_LONG
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
 REASONS = {
@@ -29,26 +35,12 @@ MAX_PROMPT_LOGPROBS = 1 << 18  # that one request may ask for: a prompt of 128K 
 NOT_READ = (
     "timeout: passed before the prompt was read and its log probabilities were computed; send it with a longer timeout"
 )
+Json = dict[str, Any]
+Piece = dict[str, Any]  # see Choice
+LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot write; OpenAI's number
+# Token id, its log probabilities, length of the text before it. The first token of an echoed prompt has no log probabilities.
+Tokens = Sequence[tuple[int, LogProbs | None, int]]
 BROKEN_OFF = "the server is shutting down and has ended the request before its end; send it again in some seconds"
-
-
-class Body(Protocol):
-    """What the bodies of both endpoints have besides their Parameters."""
-
-    prompt_field: ClassVar[str]
-
-    @property
-    def limit_field(self) -> str | None:
-        """Name of the field that says how many tokens to generate at most; None: the client says nothing."""
-
-    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[Prompt]:
-        """Return every prompt, tokenised."""
-
-    def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
-        """Return the most tokens to generate."""
-
-    def top(self) -> int | None:
-        """Return the number of likeliest tokens to tell; None: no log probabilities."""
 
 
 @dataclass(frozen=True)
@@ -133,20 +125,18 @@ class Choice:
             self._tokens.append((output.end_id, output.logprobs, self._length))
 
 
-def make_choices(
-    body: Body, parameters: Parameters, tenant: Tenant, tokenizer: Tokenizer, config: EngineConfig
-) -> tuple[list[Choice], int]:
+def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: EngineConfig) -> tuple[list[Choice], int]:
     """Make the choices that a body asks for, those of the first prompt first, and count the tokens of all prompts.
 
     Tokenises, which may take long. Raises RequestError on any body that cannot be served.
     """
-    parameters.check()
-    stop, guide, top = parameters.stop_words(), read_guide(parameters.response_format), body.top()
-    sampling = replace(parameters.sampling(tokenizer, top), guide=guide)
-    session = parameters.session
-    ends, streaming = parameters.end_ids(config), bool(parameters.stream)
+    body.check()
+    stop, guide, top = body.stop_words(), read_guide(body.response_format), body.top()
+    sampling = replace(body.sampling(tokenizer, top), guide=guide)
+    session = body.session
+    ends, streaming = body.end_ids(config), bool(body.stream)
     prompts = body.prompts(tokenizer, config)
-    tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * parameters.choices
+    tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * body.choices
     require(
         count <= MAX_CHOICES,
         "n",
@@ -155,7 +145,7 @@ def make_choices(
         "send fewer prompts in a request",
     )
     if prompts[0].echo is not None and top is not None:
-        _check_prompt_logprobs((1 + top) * parameters.choices * tokens)
+        _check_prompt_logprobs((1 + top) * body.choices * tokens)
     choices = []
     for ids, text in prompts:
         max_tokens = _limit(body, len(ids), config, 1 if text is None else 0)
@@ -165,9 +155,9 @@ def make_choices(
             max_tokens=max_tokens,
             sampling=replace(sampling, prompt_ignore_length=len(ids), prompt_logprobs=scored),
             end_ids=ends,
-            priority=parameters.queue_priority,
-            timeout_seconds=parameters.timeout,
-            cache_salt=tenant.salt(parameters.cache_salt),
+            priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
+            timeout_seconds=body.timeout,
+            cache_salt=tenant.salt(body.cache_salt),
             session=session,
         )
         names = {"input_ids": body.prompt_field, "max_tokens": body.limit_field or "max_tokens, by default,"}
@@ -176,8 +166,7 @@ def make_choices(
         except RequestError as error:
             raise RequestError(renamed(str(error), names)) from None
         echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))
-        for number in range(parameters.choices):
-            own = replace(request, sampling=_seeded(request.sampling, number))
+        for own in with_own_seeds(request, body.choices):
             choices.append(Choice(own, tokenizer, stop, streaming, echo, names))
     return choices, tokens
 
@@ -214,6 +203,161 @@ def _limit(body: Body, prompt_tokens: int, config: EngineConfig, least: int) -> 
     return limit
 
 
-def _seeded(sampling: SamplingParams, number: int) -> SamplingParams:
-    """Give choice `number` a seed of its own; with one seed all choices would be equal."""
-    return replace(sampling, seed=(sampling.seed + number) & MAX_SEED)
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
+    """Write the numbers of tokens; `cached_tokens` are those of the prompts that were not read."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+class Reply(ABC):
+    """Writes one answer.
+
+    Parameters
+    ----------
+    usage_in_stream : bool
+        Whether a stream ends with the numbers of tokens; then all other events have `usage` null.
+    """
+
+    PREFIX: str  # of ids
+    KIND: str  # `object` of a whole answer
+    EVENT_KIND: str  # `object` of an event
+
+    def __init__(
+        self, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool, usage_in_stream: bool
+    ) -> None:
+        self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
+        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._whole: Json = {
+            "id": self.id,
+            "object": self.KIND,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._event: Json = self._whole | {"object": self.EVENT_KIND} | ({"usage": None} if usage_in_stream else {})
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+        """Write a complete answer, of one piece for each choice."""
+
+    @abstractmethod
+    def begin(self, choices: int) -> Iterator[Json]:
+        """Write the events with which a stream begins."""
+
+    @abstractmethod
+    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+        """Write the events of a piece of a choice."""
+
+    def end(self, counts: Json) -> Json:
+        """Write the event with the numbers of tokens."""
+        return self._event | {"choices": [], "usage": counts}
+
+
+class ChatReply(Reply):
+    """Answers of /v1/chat/completions; see Reply."""
+
+    PREFIX, KIND, EVENT_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+        """See Reply."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": piece["text"], "refusal": None},
+                "logprobs": self._logprobs_of(piece),
+                "finish_reason": piece["finish_reason"],
+            }
+            for index, piece in enumerate(pieces)
+        ]
+        return self._whole | {"choices": choices, "usage": counts}
+
+    def begin(self, choices: int) -> Iterator[Json]:
+        """See Reply."""
+        for index in range(choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+        """See Reply."""
+        if piece["text"] or piece["tokens"]:
+            yield self._chunk(index, {"content": piece["text"]}, self._logprobs_of(piece))
+        if piece["finish_reason"] is not None:
+            yield self._chunk(index, {}, None, piece["finish_reason"])
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
+        return self._event | {
+            "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
+        }
+
+    def _logprobs_of(self, piece: Piece) -> Json | None:
+        return chat_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
+
+
+class CompletionReply(Reply):
+    """Answers of /v1/completions; see Reply."""
+
+    PREFIX, KIND, EVENT_KIND = "cmpl", "text_completion", "text_completion"
+
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+        """See Reply."""
+        return self._whole | {"choices": [self._choice(*each) for each in enumerate(pieces)], "usage": counts}
+
+    def begin(self, choices: int) -> Iterator[Json]:
+        """See Reply: the first event of a completion is its first piece."""
+        return iter(())
+
+    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+        """See Reply."""
+        yield self._event | {"choices": [self._choice(index, piece)]}
+
+    def _choice(self, index: int, piece: Piece) -> Json:
+        logprobs = completion_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
+        return {"index": index, "text": piece["text"], "logprobs": logprobs, "finish_reason": piece["finish_reason"]}
+
+
+def chat_logprobs(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the log probabilities of a chat's tokens."""
+    content = []
+    for token, logprobs, _ in tokens:
+        assert logprobs is not None, "a chat has no echo"
+        top = [_chat_token(each, value, tokenizer) for each, value in logprobs.top]
+        content.append(_chat_token(token, logprobs.token, tokenizer) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the log probabilities of a completion's tokens. The token itself is always among the likeliest, as with OpenAI."""
+    return {
+        "tokens": [token_text(token, tokenizer) for token, _, _ in tokens],
+        "token_logprobs": [None if logprobs is None else max(logprobs.token, LOWEST) for _, logprobs, _ in tokens],
+        "top_logprobs": [
+            None if logprobs is None else _likeliest(token, logprobs, tokenizer) for token, logprobs, _ in tokens
+        ],
+        "text_offset": [offset for _, _, offset in tokens],
+    }
+
+
+def _likeliest(token: int, logprobs: LogProbs, tokenizer: Tokenizer) -> dict[str, float]:
+    likeliest: dict[str, float] = {}
+    for each, value in (*logprobs.top, (token, logprobs.token)):
+        likeliest.setdefault(token_text(each, tokenizer), max(value, LOWEST))
+    return likeliest
+
+
+def token_text(token: int, tokenizer: Tokenizer) -> str:
+    """Return the text of a token. Where it has none, or bytes that are no UTF-8 alone, these are spelt out."""
+    data = tokenizer.token_bytes(token)
+    if not data:
+        return f"token_id:{token}"
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _chat_token(token: int, value: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token)
+    return {"token": token_text(token, tokenizer), "logprob": max(value, LOWEST), "bytes": list(data)}

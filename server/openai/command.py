@@ -18,7 +18,7 @@ from kvseek.core.errors import KvseekError, text_of
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
-from kvseek.server.http.body import BodyReader
+from kvseek.server.http.content import BodyReader
 from kvseek.server.http.health import ServerState
 from kvseek.server.http.metrics import MetricsRoutes
 from kvseek.server.ports import Ports
@@ -31,42 +31,6 @@ from kvseek.server.triton.repository import read_models
 from .app import OpenAIPort
 
 END_SECONDS = 10.0  # time for open requests to end after SIGTERM
-
-
-class OpenAIServer:
-    """The OpenAI port in a process of its own, and its connection to a shared engine process."""
-
-    def __init__(self, engine_dir: Path, engine: SharedEngine, settings: ServeSettings) -> None:
-        self._client = EngineClient(engine.socket, asyncio.get_running_loop(), engine.start_if_absent)
-        self._state = ServerState(self._client, None)
-        unread = settings.unread_answers(engine.config)
-        self._generations = Generations(self._client, settings.most_requests(engine.config), unread)
-        self._port = OpenAIPort(
-            engine_dir,
-            engine.config,
-            Tokenizer(engine_dir),
-            settings,
-            self._generations,
-            BodyReader(),
-            self._state.ready,
-            MetricsRoutes(self._client).metrics,
-        )
-
-    async def start(self, host: str, port: int) -> int:
-        """Listen, and load the tokenizer; returns the port. Raises ServerError."""
-        port = await self._port.start(host, port)
-        self._state.starting = False
-        return port
-
-    async def close(self) -> None:
-        """Take no requests any more, and end those that do not end soon."""
-        self._state.stop_accepting()
-        self._port.server.stop_accepting()
-        await wait_for_ends(lambda: self._generations.busy, self._client, END_SECONDS)
-        await self._port.server.close()
-        await self._state.close()
-        self._generations.close()
-        self._client.close()
 
 
 def find_engine(repository: Path, name: str | None) -> Mapping[str, str]:
@@ -102,13 +66,28 @@ async def run(arguments: argparse.Namespace) -> None:
         pass  # an error now, before an engine is started in vain
     raise_file_limit()
     leave_no_core()
-    server = OpenAIServer(engine_dir, SharedEngine(engine_dir, settings), settings_here)
+    engine = SharedEngine(engine_dir, settings)
+    client = EngineClient(engine.socket, loop, engine.start_if_absent)
+    state, bodies, metrics = ServerState(client, None), BodyReader(), MetricsRoutes(client)
+    unread = settings_here.unread_answers(engine.config)
+    generations = Generations(client, settings_here.most_requests(engine.config), unread)
+    tokenizer = Tokenizer(engine_dir)
+    port = OpenAIPort(
+        engine_dir, engine.config, tokenizer, settings_here, generations, bodies, state.ready, metrics.metrics
+    )
     try:
-        port = await server.start(arguments.host, arguments.openai_port)
-        print(f"listening: OpenAI http://{arguments.host}:{port}/v1", flush=True)
+        chosen = await port.start(arguments.host, arguments.openai_port)
+        state.starting = False
+        print(f"listening: OpenAI http://{arguments.host}:{chosen}/v1", flush=True)
         await stop.wait()
     finally:
-        await server.close()
+        state.stop_accepting()
+        port.server.stop_accepting()
+        await wait_for_ends(lambda: generations.busy, client, END_SECONDS)
+        await port.server.close()
+        await state.close()
+        generations.close()
+        client.close()
 
 
 def make_parser() -> Parser:

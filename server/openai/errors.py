@@ -79,8 +79,8 @@ def openai_error(error: Exception) -> tuple[int, bytes]:
         if kind is ErrorCode.INVALID:
             message = renamed(message, PARAMS)
             param = field_of(message)
-    told = {"message": message, "type": error_type(status), "param": param, "code": code}
-    return status, msgspec.json.encode({"error": told})
+    content = {"message": message, "type": error_type(status), "param": param, "code": code}
+    return status, msgspec.json.encode({"error": content})
 
 
 def error_type(status: int) -> str:

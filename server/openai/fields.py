@@ -99,12 +99,8 @@ def decode(name: str, decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw) -> A
         if unknown is not None:
             where, reason = f"{where}.{shortened(unknown[1])}", "there is no such field"
         value = "" if place or unknown else f" = {shown(raw)}"
-        message = f"{where}{value}: {shortened_reason(reason)}; correct it, or leave it out for its default"
+        shown_reason = reason if len(reason) <= 200 else f"{reason[:200]}…"  # a client's own text may stand in it
+        message = f"{where}{value}: {shown_reason}; correct it, or leave it out for its default"
         raise FieldError(name, message) from None
     except msgspec.DecodeError as error:
         raise FieldError(name, f"{name} = {shown(raw)}: not JSON ({error}); send valid JSON") from None
-
-
-def shortened_reason(reason: str) -> str:
-    """Limit the length of a decoder's message, in which a client's own text may stand."""
-    return reason if len(reason) <= 200 else f"{reason[:200]}…"

@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
     echo: str | None = None
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a message's content. Kinds other than text are known by name alone, to be refused by name."""
 
     type: str
@@ -47,7 +47,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation. Role, content and name are read; the other fields must be empty."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: msgspec.Raw = ABSENT

@@ -9,13 +9,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import uvloop
 
-from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
+from kvseek.core.errors import ErrorCode, RequestError, TimeoutExpiredError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.session import EndedSession
 from kvseek.server.errors import INTERNAL
@@ -96,27 +97,44 @@ class EngineClient:
         """Seconds since there is this engine process to submit to; 0 if there is none."""
         return time.monotonic() - self._connected_at if self.connected else 0.0
 
-    def submit(self, request: Request, on_output: Callback, trace: str = "") -> int:
+    def submit(self, request: Request, on_output: Callback, trace: str = "", arrived: float | None = None) -> int:
         """Send a request; returns its number for `cancel`. A refusal arrives as the request's only output.
 
-        Raises
-        ------
-        UnavailableError
-            If the engine process does not run.
-        RequestError
-            If a number of the request has more than 64 bits.
+        Raises UnavailableError if the engine process does not run, and what `encoded` raises.
         """
         if not self.connected:
             raise UnavailableError(NOT_RUNNING)
-        number, data = self.encoded(request, trace)
+        number, data = self.encoded(request, trace, arrived)
         self._loop.call_soon_threadsafe(self._start, number, on_output, data)
         return number
 
-    def encoded(self, request: Request, trace: str = "") -> tuple[int, bytes]:
-        """Give a request a number, and encode what submits it; raises RequestError if one of its numbers has more than 64 bits.
+    def encoded(self, request: Request, trace: str = "", arrived: float | None = None) -> tuple[int, bytes]:
+        """Give a request a number, and encode what submits it. Any thread may call this: long prompts must not hold up the loop.
 
-        Any thread may call this: long prompts must not hold up the loop.
+        Parameters
+        ----------
+        trace : str
+            W3C traceparent of the client, or empty.
+        arrived : float, optional
+            When the frontend got the request, in seconds of time.monotonic: what has passed since is a part of its time limit.
+
+        Raises
+        ------
+        TimeoutExpiredError
+            If the time limit has passed.
+        RequestError
+            If a number of the request has more than 64 bits.
         """
+        if arrived is not None:
+            request = replace(request, waited_seconds=time.monotonic() - arrived)
+            limit, waited = request.timeout_seconds, request.waited_seconds
+            if (
+                limit is not None and 0 < limit <= waited
+            ):  # of a limit that is not above 0 the engine says what is wrong
+                raise TimeoutExpiredError(
+                    f"timeout = {limit:g} s: passed before the request was tokenised, after {waited:.1f} s; "
+                    "send it again later, or with a longer timeout"
+                )
         number = next(self._numbers)
         try:
             return number, frame(Submit(number, request, trace))

@@ -19,8 +19,7 @@ from kvseek.core.session import EndedSession
 from kvseek.server.errors import CodedError
 
 from .engine_client import EngineClient
-from .layouts import after
-from .outputs import Chunk, ServedRequest
+from .models import Chunk, ServedRequest
 from .unread import UnreadAnswer, UnreadAnswers, logit_bytes, size_of
 
 MAKERS = 2  # threads that tokenise: more would take the engine's cores
@@ -42,7 +41,7 @@ class Call:
         Whose requests may stop this one (Tenant.owner); empty: nobody's.
     request_id : str
         The client's own id; empty if it has none, or until the body is parsed.
-    numbers : list of int
+    submitted : list of int
         Numbers at the engine of those that have been submitted.
     stopped : bool
         Whether another request has asked for the end of this one.
@@ -52,7 +51,7 @@ class Call:
     trace: str = ""
     owner: str = ""
     request_id: str = ""
-    numbers: list[int] = field(default_factory=list)
+    submitted: list[int] = field(default_factory=list)
     stopped: bool = False
 
 
@@ -141,12 +140,8 @@ class Generations:
         return await (self._makers if tokenises else self._readers).run(make)
 
     def submission(self, served: ServedRequest, call: Call) -> Submission:
-        """Encode a request, in the thread that makes it: encoding a long prompt takes milliseconds.
-
-        Raises TimeoutExpiredError if the request's time is over, and RequestError if one of its numbers is too large.
-        """
-        request = after(served.request, time.monotonic() - call.arrived)
-        return Submission(served, *self._client.encoded(request, call.trace))
+        """Encode a request, in the thread that makes it; raises as EngineClient.encoded."""
+        return Submission(served, *self._client.encoded(served.request, call.trace, call.arrived))
 
     @contextmanager
     def stoppable(self, call: Call) -> Iterator[None]:
@@ -186,7 +181,7 @@ class Generations:
             with self.counting_refusals():
                 reserved = self.unread.reserve(submission.served.request)
                 self._client.start(number, submission.data, take)
-            call.numbers.append(number)
+            call.submitted.append(number)
             try:
                 if call.stopped:  # before the request was submitted
                     self._client.cancel(number)
@@ -204,7 +199,7 @@ class Generations:
         for call in self._calls:
             if request_id and owner and (call.request_id, call.owner) == (request_id, owner):
                 call.stopped = True
-                for number in call.numbers:
+                for number in call.submitted:
                     self._client.cancel(number)
 
     async def end_session(self, session_id: str, cache_salt: str | None) -> EndedSession | None:

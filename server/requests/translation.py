@@ -16,7 +16,7 @@ from typing import Any, cast
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingParams, check_words
+from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingConfig, check_words
 from kvseek.core.session import Session, read_session
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -148,7 +148,7 @@ def sampling_params(
     top_p: str = "runtime_top_p",
     bad_words: tuple[tuple[int, ...], ...] = (),
     logit_bias: tuple[tuple[int, float], ...] = (),
-) -> SamplingParams:
+) -> SamplingConfig:
     """Read the sampling parameters; absent inputs, and numbers that turn something off, mean the same as in TensorRT-LLM.
 
     There top_k 0 and top_p 0, the defaults, are off. With both off, and min_p, the likeliest token is drawn, whatever the
@@ -157,7 +157,7 @@ def sampling_params(
     k, p, min_p = (scalar(inputs, name, 0) for name in (top_k, top_p, "min_p"))
     greedy = k == 1 or (k == 0 and p == 0 and min_p == 0)
     shortest = max(scalar(inputs, "min_tokens", 0), scalar(inputs, "min_length", 0))
-    params = SamplingParams(
+    params = SamplingConfig(
         temperature=scalar(inputs, "temperature", 1.0),
         top_k=k,
         top_p=1.0 if p == 0 else p,
@@ -189,18 +189,19 @@ def _guide(inputs: Inputs) -> Guide | None:
     return Guide(cast("GuideType", kind), guide) if kind else None  # Guide makes it one, or refuses it
 
 
-def sequences(inputs: Inputs) -> int:
-    """Return how many sequences of each prompt a request asks for; raises RequestError."""
+def sequences_of(inputs: Inputs, request: Request) -> list[Request]:
+    """Make the requests of all sequences of a prompt; raises RequestError."""
     count: int = scalar(inputs, "num_return_sequences", 1)
     if not 1 <= count <= MAX_SEQUENCES:
         raise RequestError(f"num_return_sequences = {count}: must be in [1, {MAX_SEQUENCES}]; send several requests")
-    return count
+    return with_own_seeds(request, count)
 
 
-def numbered(request: Request, sequence: int) -> Request:
-    """Make the request of a prompt's sequence of this number: it draws with a seed of its own."""
-    seed = (request.sampling.seed + sequence) & MAX_SEED
-    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=seed))
+def with_own_seeds(request: Request, count: int) -> list[Request]:
+    """Make `count` requests of one, each with a seed of its own: with one seed all of their answers would be equal."""
+    seeds = ((request.sampling.seed + number) & MAX_SEED for number in range(count))
+    drawn = (dataclasses.replace(request.sampling, seed=seed) for seed in seeds)
+    return [dataclasses.replace(request, sampling=sampling) for sampling in drawn]
 
 
 def word_list(inputs: Inputs, name: str) -> tuple[tuple[int, ...], ...]:
@@ -256,7 +257,7 @@ def make_request(
     inputs: Inputs,
     prompt_ids: Sequence[int],
     max_tokens: str,
-    sampling: SamplingParams,
+    sampling: SamplingConfig,
     ends: tuple[int, ...],
     stop_words: tuple[tuple[int, ...], ...] = (),
 ) -> Request:

@@ -190,9 +190,9 @@ class UnreadAnswer:
 
 def size_of(output: StepOutput) -> int:
     """Estimate the bytes of memory that an output takes until it is written."""
-    told = output.prompt_logprobs if output.logprobs is None else (*output.prompt_logprobs, output.logprobs)
-    numbers = sum(1 + len(each.top) for each in told)
-    return PIECE_BYTES + LOGPROB_BYTES * numbers + logit_bytes(output)
+    tokens = output.prompt_logprobs if output.logprobs is None else (*output.prompt_logprobs, output.logprobs)
+    logprobs = sum(1 + len(each.top) for each in tokens)
+    return PIECE_BYTES + LOGPROB_BYTES * logprobs + logit_bytes(output)
 
 
 def logit_bytes(output: StepOutput) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,14 +28,13 @@ from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.keys import Keys, Tenant, keys_of
-from kvseek.server.requests.layouts import LAYOUTS, MAX_ID_CHARACTERS, SEVERAL, RequestFactory, after
-from kvseek.server.requests.outputs import Chunk, ServedRequest
+from kvseek.server.requests.models import LAYOUTS, MAX_ID_CHARACTERS, SEVERAL, Chunk, RequestFactory, ServedRequest
 from kvseek.server.requests.translation import read_parameters, scalar
 from kvseek.server.scratch import alive_socket
 from kvseek.server.settings import ServeSettings
 
 from .outputs import rows_of
-from .stream import Part, Stream
+from .stream import ReturnSequence, Stream
 from .stub import require_readable_arrays
 
 TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
@@ -164,14 +162,14 @@ class TritonModel:
                 self._end(stream)
                 return
             made = self._make(tensors)
-            stream.parts = [
-                Part(served, {"batch_index": row, "sequence_index": number} if self._served.batched else {})
+            stream.sequences = [
+                ReturnSequence(served, {"batch_index": row, "sequence_index": number} if self._served.batched else {})
                 for row, sequences in enumerate(made)
                 for number, served in enumerate(sequences)
             ]
-            for part in stream.parts:
-                if not stream.closed:  # else an earlier part has failed
-                    self._submit(stream, part, trace)
+            for sequence in stream.sequences:
+                if not stream.closed:  # else an earlier sequence has failed
+                    self._submit(stream, sequence, trace)
         except Exception as error:
             self._fail(stream, error)
         finally:
@@ -195,42 +193,46 @@ class TritonModel:
             )
         return made
 
-    def _submit(self, stream: Stream, part: Part, trace: str) -> None:
-        request = after(part.served.request, time.monotonic() - stream.arrived)
+    def _submit(self, stream: Stream, sequence: ReturnSequence, trace: str) -> None:
+        request = sequence.served.request
         request = replace(request, cache_salt=stream.tenant.salt(request.cache_salt))
         with self._lock:
             if stream in self._streams:  # else it has ended, and nothing would give the room back
-                part.reserved = self._unread.reserve(request)
-        part.number = self._client.submit(request, lambda output: self._pass_on(stream, part, output), trace)
-        if stream.left or stream.stopped or stream.closed or part.ended:  # this happened before the number was known
-            self._client.cancel(part.number)
+                sequence.reserved = self._unread.reserve(request)
+        sequence.number = self._client.submit(
+            request, lambda output: self._pass_on(stream, sequence, output), trace, stream.arrived
+        )
+        if (
+            stream.left or stream.stopped or stream.closed or sequence.ended
+        ):  # this happened before the number was known
+            self._client.cancel(sequence.number)
 
-    def _pass_on(self, stream: Stream, part: Part, output: StepOutput) -> None:
+    def _pass_on(self, stream: Stream, sequence: ReturnSequence, output: StepOutput) -> None:
         """Send the responses for an output of the engine; runs on the engine client's thread."""
-        if stream.closed or part.ended:
+        if stream.closed or sequence.ended:
             return
         try:
             if not stream.left and stream.has_left():
                 self._leave(stream)
-            self._send(stream, part, output)
+            self._send(stream, sequence, output)
         except Exception:
             logger.exception("an output could not be passed on; its request ends")
             self._forget(stream)
             self._cancel(stream)
             stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
 
-    def _send(self, stream: Stream, part: Part, output: StepOutput) -> None:
-        served, last = part.served, output.finish_reason is not None
+    def _send(self, stream: Stream, sequence: ReturnSequence, output: StepOutput) -> None:
+        served, last = sequence.served, output.finish_reason is not None
         if output.finish_reason is FinishReason.ERROR:
             self._forget(stream)
             stream.fail(renamed(output.error, served.names), output.code)
-            self._cancel(stream)  # the other parts
+            self._cancel(stream)  # the other sequences
             return
-        chunks = [chunk | part.index for chunk in served.push(output)]
-        if served.ended and not last and part.number is not None:
-            self._client.cancel(part.number)
-        part.ended = last or served.ended
-        if all(other.ended for other in stream.parts):
+        chunks = [chunk | sequence.index for chunk in served.push(output)]
+        if served.ended and not last and sequence.number is not None:
+            self._client.cancel(sequence.number)
+        sequence.ended = last or served.ended
+        if all(other.ended for other in stream.sequences):
             for chunk in chunks[:-1]:
                 stream.send(chunk)
             self._end(stream, chunks[-1] if chunks else None)
@@ -243,21 +245,21 @@ class TritonModel:
         stream.close(chunk)
 
     def _fail(self, stream: Stream, error: Exception) -> None:
-        """End a request of which the engine has not taken every part."""
+        """End a request of which the engine has not taken every sequence."""
         if not isinstance(error, KvseekError):
             logger.exception("a request could not be translated")
         code = code_of(error)
         self._forget(stream)
         stream.fail(str(error) if isinstance(error, KvseekError) else INTERNAL, code)
-        self._cancel(stream)  # the parts that it has taken
+        self._cancel(stream)  # the sequences that it has taken
         self._client.refused(code)
 
     def _forget(self, stream: Stream) -> None:
         with self._lock:
             self._streams.discard(stream)
-            for part in stream.parts:
-                self._unread.release(part.reserved)
-                part.reserved = 0
+            for sequence in stream.sequences:
+                self._unread.release(sequence.reserved)
+                sequence.reserved = 0
 
     def _open_streams(self) -> list[Stream]:
         with self._lock:
@@ -284,9 +286,9 @@ class TritonModel:
         self._cancel(stream)
 
     def _cancel(self, stream: Stream) -> None:
-        for part in stream.parts:
-            if part.number is not None:  # else `_submit` cancels
-                self._client.cancel(part.number)
+        for sequence in stream.sequences:
+            if sequence.number is not None:  # else `_submit` cancels
+                self._client.cancel(sequence.number)
 
     def finalize(self) -> None:
         """End all requests, because Triton unloads the model."""

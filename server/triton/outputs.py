@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvseek.core.errors import RequestError
-from kvseek.server.requests.outputs import Logits
+from kvseek.server.requests.models import Logits
 from kvseek.server.requests.translation import Inputs
 
 OUTPUT_DTYPES = {

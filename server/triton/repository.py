@@ -19,7 +19,7 @@ from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.manifest import verify
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.keys import keys_of
-from kvseek.server.requests.layouts import LAYOUTS
+from kvseek.server.requests.models import LAYOUTS
 from kvseek.server.settings import ENGINE_FLAGS, KEY_FLAGS, ServeSettings, add_flags, settings_of
 
 CONFIG = "config.pbtxt"

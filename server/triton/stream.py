@@ -11,7 +11,7 @@ from typing import Any
 from kvseek.core.errors import ErrorCode
 from kvseek.server.errors import INTERNAL, TRITON_CODE
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.outputs import Chunk, ServedRequest
+from kvseek.server.requests.models import Chunk, ServedRequest
 
 from .outputs import as_tensor
 
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Part:
-    """One sequence of one prompt of a request.
+class ReturnSequence:
+    """One sequence of one prompt of a request, of which `num_return_sequences` says how many there are.
 
     Attributes
     ----------
     index : dict
         The outputs `batch_index` and `sequence_index`, if the model has them.
     number : int or None
-        Number of the part at the engine, once it has been submitted.
+        Number of the sequence at the engine, once it has been submitted.
     reserved : int
         Bytes that are reserved for its logits.
     """
@@ -50,7 +50,7 @@ class Stream:
         self.call = ""  # the gRPC port's name of the client's call
         self.owner = ""  # whose requests may stop this one; without a gRPC port all have the same
         self.tenant = Tenant()
-        self.parts: list[Part] = []
+        self.sequences: list[ReturnSequence] = []
         self.left = False  # whether the client has left
         self.stopped = False  # whether another request has stopped this one
         self.arrived = time.monotonic()

@@ -57,7 +57,7 @@ def test_a_column_is_a_copy(slots: tuple[int, ...]) -> None:
 
 def test_a_part_has_some_of_the_requests() -> None:
     batch = make(3, 1, 4, 5)
-    part = batch.part([2, 0])
+    part = batch.subset([2, 0])
     assert (part.size, part.slots, part.lengths) == (2, [4, 3], [400, 300])
     assert torch.equal(part.requests, batch.requests[[2, 0]])
     assert part.table is batch.table, "extents are found by slot"

@@ -26,7 +26,7 @@ from kvseek.core.manifest import verify
 from kvseek.engine.engine import Engine
 from kvseek.engine.service import EngineService
 from kvseek.server.launch import running_server
-from kvseek.server.requests.layouts import LAYOUTS
+from kvseek.server.requests.models import LAYOUTS
 from kvseek.server.settings import ServeSettings
 
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, EngineDirectoryError, KvseekError, QueueFullError, RequestError
-from kvseek.core.request import FinishReason, Request, SamplingParams
+from kvseek.core.request import FinishReason, Request, SamplingConfig
 from kvseek.engine.cache.memory_layout import layer_extent_bytes
 from kvseek.engine.engine import Engine
 from kvseek.engine.model import prefill as prefill_module
@@ -77,7 +77,7 @@ def test_a_stop_word_ends_with_the_word(engine: Engine) -> None:
 
 def test_a_seed_repeats_and_differs(engine: Engine) -> None:
     def sample(seed: int) -> list[int]:
-        return engine.generate([Request(PROMPT, 20, SamplingParams(temperature=1.0, top_p=0.9, seed=seed))])[0]
+        return engine.generate([Request(PROMPT, 20, SamplingConfig(temperature=1.0, top_p=0.9, seed=seed))])[0]
 
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
@@ -156,7 +156,7 @@ def test_bad_requests_name_field_and_limit(engine: Engine, request_: Request, me
 )
 def test_bad_sampling_names_field_and_limit(values: dict[str, float], message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingParams(**values)  # type: ignore[arg-type]
+        SamplingConfig(**values)  # type: ignore[arg-type]
     assert message in str(caught.value)
 
 

@@ -11,7 +11,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_to_end
 
 from kvseek.core.errors import CapacityError, ErrorCode
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.draws.sampling import overflow_remedy
 from kvseek.engine.engine import Engine
 
@@ -170,7 +170,7 @@ def test_logits_that_are_no_numbers_end_their_request(
     done: list[bool] = []
     monkeypatch.setattr(decoder.model, "head", Head())
     # Long enough to be running still when the other's prompt has been read, however slow the machine is.
-    bad = engine.submit(Request(PROMPT[:70], 300, SamplingParams(temperature=temperature)))
+    bad = engine.submit(Request(PROMPT[:70], 300, SamplingConfig(temperature=temperature)))
     good = engine.submit(Request(PROMPT[:50], 12))
     outputs = run_to_end(engine)
     end = end_of(outputs, bad)

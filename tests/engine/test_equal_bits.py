@@ -15,7 +15,7 @@ from tests.plugins.cases import CASES, method_flags
 from tests.support.long_prompts import load_changed
 from tests.support.prefill import run_to_end
 
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import METHODS
 
@@ -26,7 +26,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 2, 
 KEPT = 1300  # tokens of a document
 RESTS = (1, 17, 200, 900)  # tokens behind it
 STEPS = 12
-PARAMS = SamplingParams(return_generation_logits=True)
+PARAMS = SamplingConfig(return_generation_logits=True)
 
 
 def numbers(count: int, seed: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import RequestError, SamplingError, UnavailableError
 from kvseek.core.guide import MAX_BYTES, MAX_DEPTH, MAX_REFERENCES, MAX_TEXT_CHARACTERS, Guide, GuideType
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
 from kvseek.engine.tokenizer import SPACE, TOKENIZER_FOLDER, Tokenizer
@@ -64,7 +64,7 @@ def schema(value: object) -> Guide:
 
 def generate(
     guides: Guides,
-    params: SamplingParams,
+    params: SamplingConfig,
     ends: tuple[int, ...] = (END,),
     most: int = 400,
     vocabulary: int = VOCABULARY,
@@ -97,7 +97,7 @@ def follows(value: object) -> bool:
 @given(seeds, st.sampled_from([0.0, 1.0, 3.0]))
 @settings(max_examples=40, deadline=None)
 def test_a_drawn_text_follows_its_schema_to_the_end_token(guides, tokenizer, seed, temperature):
-    drawn = generate(guides, SamplingParams(temperature=temperature, seed=seed, guide=schema(SCHEMA)))
+    drawn = generate(guides, SamplingConfig(temperature=temperature, seed=seed, guide=schema(SCHEMA)))
     assert drawn[-1] == END
     assert follows(json.loads(tokenizer.decode(drawn[:-1], skip_special_tokens=False)))
 
@@ -109,7 +109,7 @@ def test_expressions_and_grammars_are_followed(guides, tokenizer, seed):
         (Guide(GuideType.REGEX, "(yes|no), [0-9]{2,4}[a-f]"), "(yes|no), [0-9]{2,4}[a-f]"),
         (Guide(GuideType.EBNF_GRAMMAR, 'root ::= ship (" and " ship)?\nship ::= "one" | "two" [0-9]'), None),
     ):
-        text = tokenizer.decode(generate(guides, SamplingParams(temperature=2.0, seed=seed, guide=guide))[:-1])
+        text = tokenizer.decode(generate(guides, SamplingConfig(temperature=2.0, seed=seed, guide=guide))[:-1])
         assert re.fullmatch(pattern or r"(one|two[0-9])( and (one|two[0-9]))?", text)
 
 
@@ -158,7 +158,7 @@ def test_vocabularies_of_both_kinds(request, tmp_path, name):
     model = ModelConfig("llama", size, 64, 128, 2, 2, 1, 32, 1e-5, 1e4, 512, eos_token_ids=(2,))
     guides = Guides(tokenizer, EngineConfig(model, "full", max_input_len=100, max_seq_len=500))
     for seed in range(5):
-        params = SamplingParams(temperature=1.0, seed=seed, guide=schema(SCHEMA))
+        params = SamplingConfig(temperature=1.0, seed=seed, guide=schema(SCHEMA))
         drawn = generate(guides, params, ends=(2,), vocabulary=size)
         assert drawn[-1] == 2
         assert follows(json.loads(tokenizer.decode(drawn[:-1], skip_special_tokens=False)))
@@ -198,7 +198,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 
 def test_white_space_ends(guides, tokenizer):
     """A model that prefers white space wherever it may stand still comes to the end."""
-    space = SamplingParams(
+    space = SamplingConfig(
         guide=schema(SCHEMA), logit_bias=tuple((i, 100.0) for i in range(3, 314) if not tokenizer.decode([i]).strip())
     )
     assert generate(guides, space)[-1] == END
@@ -206,7 +206,7 @@ def test_white_space_ends(guides, tokenizer):
 
 def test_end_tokens_come_exactly_when_the_text_is_complete(guides):
     guide = Guide(GuideType.REGEX, "a{2,3}")
-    wants_end = SamplingParams(guide=guide, logit_bias=((END, 100.0), (PAD, 100.0)))
+    wants_end = SamplingConfig(guide=guide, logit_bias=((END, 100.0), (PAD, 100.0)))
     assert len(generate(guides, wants_end)) == 3, "not before two letters, and then at once"
     assert generate(guides, wants_end, ends=(PAD,))[-1] == PAD, "the request's own end token, not the model's"
     late = replace(wants_end, min_tokens=3)
@@ -217,11 +217,11 @@ def test_end_tokens_come_exactly_when_the_text_is_complete(guides):
 def test_bad_words_that_leave_nothing_are_an_error(guides, tokenizer):
     letter = tuple(tokenizer.encode("a", add_special_tokens=False))
     with pytest.raises(SamplingError, match=r"^bad_words, guided_decoding_guide: leave no token to draw"):
-        generate(guides, SamplingParams(guide=Guide(GuideType.REGEX, "a"), bad_words=(letter,)))
+        generate(guides, SamplingConfig(guide=Guide(GuideType.REGEX, "a"), bad_words=(letter,)))
 
 
 def test_a_guide_needs_an_end_token(guide_config):
-    request = Request((5,), 4, SamplingParams(guide=Guide(GuideType.JSON)))
+    request = Request((5,), 4, SamplingConfig(guide=Guide(GuideType.JSON)))
     with pytest.raises(RequestError, match="guided_decoding_guide_type: needs a token that ends the output"):
         request.validate(guide_config)
     replace(request, end_ids=(END,)).validate(guide_config)

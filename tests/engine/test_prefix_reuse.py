@@ -27,7 +27,7 @@ from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
-from kvseek.core.request import FinishReason, Request, SamplingParams
+from kvseek.core.request import FinishReason, Request, SamplingConfig
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefixes.tree import TOKEN_BYTES, Node
 from kvseek.engine.engine import Engine
@@ -278,7 +278,7 @@ def test_as_much_is_copied_as_there_is_room_for(load: Load, plain: Plain) -> Non
 
 def test_prompts_whose_logits_are_asked_for_are_read(load: Load) -> None:
     engine = load()
-    asked = Request(DOCUMENT[:1200], 2, SamplingParams(prompt_logprobs=0))
+    asked = Request(DOCUMENT[:1200], 2, SamplingConfig(prompt_logprobs=0))
     answers = [ask(engine, request)[0] for request in (Request(DOCUMENT[:1200], 2), asked)]
     assert answers[0][0] == answers[1][0]
     assert answers[1][1].reused_tokens == 0

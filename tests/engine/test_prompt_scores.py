@@ -14,7 +14,7 @@ from tests.support.prefill import run_to_end
 from torch import Tensor
 
 from kvseek.core.errors import RequestError
-from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.model import prefill
 from kvseek.engine.schedule.prompt_scores import PromptScores
@@ -24,7 +24,7 @@ LIMITS = ("--max_batch_size", "5", "--max_seq_len", "600", "--max_input_len", "5
 NUMBERS = torch.arange(400).mul(7).remainder(100).tolist()
 VOCABULARY = 384
 MAX_DIFFERENCE = 2e-4
-ALL = SamplingParams(prompt_logprobs=3, return_context_logits=True, return_generation_logits=True)
+ALL = SamplingConfig(prompt_logprobs=3, return_context_logits=True, return_generation_logits=True)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_logits_and_log_probabilities_of_a_prompt(
 
 def test_generation_logits_are_those_before_penalties(directory: Path, reference: Any) -> None:
     engine, prompt = Engine.load(directory), NUMBERS[:20]
-    params = SamplingParams(return_generation_logits=True, logit_bias=((7, 100.0),), temperature=1.0)
+    params = SamplingConfig(return_generation_logits=True, logit_bias=((7, 100.0),), temperature=1.0)
     engine.submit(Request(tuple(prompt), 3, params))
     outputs = run_to_end(engine)
     assert [output.token_id for output in outputs if output.token_id is not None] == [7, 7, 7]
@@ -119,7 +119,7 @@ def test_packed_prompts_have_their_own(directory: Path, reference: Any) -> None:
     """One of them asks for nothing, another for log probabilities alone."""
     engine = Engine.load(directory)
     prompts = [NUMBERS[:40], NUMBERS[5:6], NUMBERS[9:70], NUMBERS[50:70]]
-    asked = [ALL, ALL, SamplingParams(), SamplingParams(prompt_logprobs=3)]
+    asked = [ALL, ALL, SamplingConfig(), SamplingConfig(prompt_logprobs=3)]
     ids = [engine.submit(Request(tuple(p), 2, own)) for p, own in zip(prompts, asked, strict=True)]
     outputs = engine.step()
     while not any(output.token_id is not None for output in outputs):
@@ -218,7 +218,7 @@ def test_a_request_that_is_cancelled_while_it_is_scored_leaves_the_others(direct
 def test_the_end_token_has_log_probabilities_and_no_logits(directory: Path) -> None:
     engine = Engine.load(directory)
     (greedy,) = engine.generate([Request(tuple(NUMBERS[:9]), 1)])
-    params = SamplingParams(logprobs=0, return_generation_logits=True)
+    params = SamplingConfig(logprobs=0, return_generation_logits=True)
     engine.submit(Request(tuple(NUMBERS[:9]), 5, params, end_ids=tuple(greedy)))
     last = run_to_end(engine)[-1]
     assert (last.finish_reason, last.token_id, last.end_id) == (FinishReason.END_ID, None, greedy[0])
@@ -229,9 +229,9 @@ def test_the_end_token_has_log_probabilities_and_no_logits(directory: Path) -> N
 def test_what_plans_do_not_compute_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.load(directory)
     monkeypatch.setattr(type(engine.decoder.model), "scores_prompts", False)
-    for params in (SamplingParams(prompt_logprobs=0), SamplingParams(return_context_logits=True)):
+    for params in (SamplingConfig(prompt_logprobs=0), SamplingConfig(return_context_logits=True)):
         with pytest.raises(RequestError, match=r"(prompt_logprobs|return_context_logits): an engine of runtime"):
             engine.submit(Request((1, 2), 1, params))
-    engine.submit(Request((1, 2), 1, SamplingParams(return_generation_logits=True)))
+    engine.submit(Request((1, 2), 1, SamplingConfig(return_generation_logits=True)))
     with pytest.raises(RequestError, match=r"prompt_logprobs = 21: must be in \[0, 20\]"):
-        SamplingParams(prompt_logprobs=21)
+        SamplingConfig(prompt_logprobs=21)

@@ -32,7 +32,7 @@ from transformers import (
 
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import LogitsError, RequestError, SamplingError
-from kvseek.core.request import MAX_LOGPROBS, Request, SamplingParams
+from kvseek.core.request import MAX_LOGPROBS, Request, SamplingConfig
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import candidates, penalise, random_bits
 from kvseek.engine.draws.sampling import SEEN, Draws, Sampler, overflow_remedy
@@ -47,7 +47,7 @@ def draws(request: pytest.FixtureRequest) -> Draws:
     return make_draws(request.param)
 
 
-def draw(draws: Draws, params: SamplingParams, rows: torch.Tensor, prompt: tuple[int, ...] = ()) -> list[int]:
+def draw(draws: Draws, params: SamplingConfig, rows: torch.Tensor, prompt: tuple[int, ...] = ()) -> list[int]:
     one = OneRequest(draws, params, rows.shape[1], prompt)
     return [one.sample(row) for row in rows]
 
@@ -82,12 +82,12 @@ def test_repetition_penalty_agrees_with_transformers(seed, previous, penalty):
     expected = RepetitionPenaltyLogitsProcessor(penalty)(
         torch.tensor([previous], dtype=torch.long), logits[None].clone()
     )
-    torch.testing.assert_close(penalise(logits, occurrences, SamplingParams(repetition_penalty=penalty)), expected[0])
+    torch.testing.assert_close(penalise(logits, occurrences, SamplingConfig(repetition_penalty=penalty)), expected[0])
 
 
 def test_repetition_penalty_counts_prompt_and_drawn_tokens(draws):
     logits = torch.tensor([1.0, 0.9, 0.8, -5.0])
-    sampler = OneRequest(draws, SamplingParams(repetition_penalty=1.5), 4, (0,))
+    sampler = OneRequest(draws, SamplingConfig(repetition_penalty=1.5), 4, (0,))
     assert [sampler.sample(logits) for _ in range(4)] == [1, 2, 0, 0]
     assert logits.tolist() == pytest.approx([1.0, 0.9, 0.8, -5.0])  # the engine's tensor is not changed
 
@@ -98,7 +98,7 @@ def test_presence_and_frequency_penalties_count_prompt_and_output(draws, seed, p
     """OpenAI's formula, by hand: c occurrences cost c times the one, and once the other."""
     rows = torch.stack([random_logits(seed + step, 6) for step in range(8)])
     penalties = {"presence_penalty": presence, "frequency_penalty": frequency, "prompt_ignore_length": ignored}
-    sampler, seen = OneRequest(draws, SamplingParams(**penalties), 6, tuple(prompt)), prompt[ignored:]
+    sampler, seen = OneRequest(draws, SamplingConfig(**penalties), 6, tuple(prompt)), prompt[ignored:]
     for row in rows:
         counts = [seen.count(token) for token in range(6)]
         values = [float(row[token]) - frequency * c - presence * (c > 0) for token, c in enumerate(counts)]
@@ -112,7 +112,7 @@ def test_presence_and_frequency_penalties_count_prompt_and_output(draws, seed, p
 @settings(max_examples=100, deadline=None)
 def test_bad_words_agree_with_transformers(draws, seed, words):
     assume(len({word[0] for word in words if len(word) == 1}) < 4)  # a token is left
-    sampler, drawn = OneRequest(draws, SamplingParams(bad_words=tuple(map(tuple, words))), 4, (0, 1, 2)), []
+    sampler, drawn = OneRequest(draws, SamplingConfig(bad_words=tuple(map(tuple, words))), 4, (0, 1, 2)), []
     processor = NoBadWordsLogitsProcessor(words)
     for step in range(12):
         row = random_logits(seed + step, 4)
@@ -130,7 +130,7 @@ def test_end_tokens_come_late_and_biases_count_as_in_transformers(draws):
     rows = [random_logits(step) for step in range(6)]
     ends = [int(row.argmax()) for row in rows[:2]]
     bias = {int(rows[4].topk(9).indices[8]): 50.0, int(rows[5].argmax()): -50.0}
-    params = SamplingParams(min_tokens=3, logit_bias=tuple(bias.items()))
+    params = SamplingConfig(min_tokens=3, logit_bias=tuple(bias.items()))
     sampler, drawn = OneRequest(draws, params, VOCABULARY, ends=tuple(ends)), []
     late = MinNewTokensLengthLogitsProcessor(1, 3, ends)
     biased = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
@@ -143,40 +143,40 @@ def test_end_tokens_come_late_and_biases_count_as_in_transformers(draws):
 
 def test_log_probabilities_are_those_of_the_models_logits(draws):
     logits = random_logits(5)
-    params = SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0, logit_bias=((7, 3.0),), logprobs=4)
+    params = SamplingConfig(temperature=0.5, top_k=3, repetition_penalty=2.0, logit_bias=((7, 3.0),), logprobs=4)
     sampler = OneRequest(draws, params, VOCABULARY, (1, 2))
     drawn, expected = sampler.sample(logits), logits.log_softmax(0)
     found = sampler.last.logprobs
     assert found.token == pytest.approx(float(expected[drawn]))
     assert [token for token, _ in found.top] == expected.topk(4).indices.tolist()
     assert [value for _, value in found.top] == pytest.approx(expected.topk(4).values.tolist())
-    sampler = OneRequest(draws, SamplingParams(logprobs=0), VOCABULARY)
+    sampler = OneRequest(draws, SamplingConfig(logprobs=0), VOCABULARY)
     sampler.sample(logits)
     assert sampler.last.logprobs.top == ()
 
 
 def test_only_plain_requests_are_greedy():
     plain = (
-        SamplingParams(),
-        SamplingParams(top_k=3, top_p=0.5, min_p=0.1, seed=9, prompt_ignore_length=4),
-        SamplingParams(temperature=1.5, top_p=0.0),
+        SamplingConfig(),
+        SamplingConfig(top_k=3, top_p=0.5, min_p=0.1, seed=9, prompt_ignore_length=4),
+        SamplingConfig(temperature=1.5, top_p=0.0),
     )
     assert all(Sampler(Request((), 1, params), VOCABULARY).greedy for params in plain)
     changes = {"temperature": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1, "frequency_penalty": 0.1}
     changes |= {"min_tokens": 1, "bad_words": ((1,),), "logit_bias": ((1, 1.0),), "logprobs": 0}
     for name, value in changes.items():
-        assert not Sampler(Request((), 1, SamplingParams(**{name: value})), VOCABULARY).greedy
+        assert not Sampler(Request((), 1, SamplingConfig(**{name: value})), VOCABULARY).greedy
 
 
 @given(seeds)
 @settings(max_examples=20, deadline=None)
 def test_greedy_is_the_argmax(draws, seed):
     logits = random_logits(seed)
-    assert draw(draws, SamplingParams(), logits[None]) == [int(logits.argmax())]
+    assert draw(draws, SamplingConfig(), logits[None]) == [int(logits.argmax())]
     # one candidate is greedy too, whatever the temperature
-    assert draw(draws, SamplingParams(temperature=3.0, top_k=1), logits[None]) == [int(logits.argmax())]
+    assert draw(draws, SamplingConfig(temperature=3.0, top_k=1), logits[None]) == [int(logits.argmax())]
     for one in ({"top_p": 1e-9}, {"top_p": 0.0}, {"top_p": 0.0, "logprobs": 0}, {"min_p": 1.0}):
-        assert draw(draws, SamplingParams(temperature=3.0, **one), logits[None]) == [int(logits.argmax())]
+        assert draw(draws, SamplingConfig(temperature=3.0, **one), logits[None]) == [int(logits.argmax())]
 
 
 @given(st.integers(2, 2048), st.data())
@@ -185,7 +185,7 @@ def test_greedy_takes_the_lowest_of_equal_logits(draws, size, data):
     best = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=5)))
     logits = torch.zeros(size)
     logits[best] = 2.0
-    assert draw(draws, SamplingParams(), logits[None]) == [best[0]]
+    assert draw(draws, SamplingConfig(), logits[None]) == [best[0]]
 
 
 def test_top_k_keeps_all_that_equal_the_last():
@@ -202,10 +202,10 @@ def test_top_p_includes_the_token_that_crosses_it():
 
 def test_seed_decides_the_draws(draws):
     rows = torch.stack([random_logits(i) for i in range(40)])
-    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7)
+    params = SamplingConfig(temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7)
     first = draw(draws, params, rows)
     assert first == draw(draws, params, rows)
-    other = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=8)
+    other = SamplingConfig(temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=8)
     assert first != draw(draws, other, rows)
 
 
@@ -235,7 +235,7 @@ def test_every_combination_draws_the_same_token(draws, seed, size, kind, tempera
         logits = logits.round()
     if kind == "masked":
         logits = logits.masked_fill(torch.arange(size) % 3 == 1, -torch.inf)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    params = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     token = draw(draws, params, logits[None])
     assert token == draw(make_draws("reference"), params, logits[None])
     assert token[0] in candidates(logits, temperature, top_k, top_p, min_p)[0].tolist()
@@ -259,7 +259,7 @@ def test_draws_follow_the_distribution(kind, params):
     """Chi-square against a plain computation in float64."""
     draws, count, size = make_draws(kind), 4000, 30
     logits, prompt = random_logits(9, size) / 2, (1, 2, 5)
-    params = SamplingParams(**({"temperature": 1.0} | params))
+    params = SamplingConfig(**({"temperature": 1.0} | params))
     scores = logits.double()
     for token, bias in params.logit_bias:
         scores[token] += bias
@@ -316,9 +316,9 @@ def test_masks_of_guides_and_their_errors(draws, error):
     found = []
     for kind in (draws, make_draws("reference")):
         params = [
-            SamplingParams(temperature=1.5, seed=4),
-            SamplingParams(min_tokens=3),
-            SamplingParams(temperature=1.0),
+            SamplingConfig(temperature=1.5, seed=4),
+            SamplingConfig(min_tokens=3),
+            SamplingConfig(temperature=1.0),
         ]
         samplers = [OneRequest(kind, one, VOCABULARY, ends=(5, 8)).sampler for one in params]
         samplers[0].follow(EveryThird(6))
@@ -358,12 +358,12 @@ def test_a_request_goes_on_as_if_nothing_had_been(draws):
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e300])
 def test_extreme_temperatures(draws, temperature):
     logits = random_logits(1)
-    (token,) = draw(draws, SamplingParams(temperature=temperature, seed=1), logits[None])
+    (token,) = draw(draws, SamplingConfig(temperature=temperature, seed=1), logits[None])
     assert temperature > 1 or token == int(logits.argmax())
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=2)]
+    "params", [SamplingConfig(), SamplingConfig(temperature=1.0), SamplingConfig(repetition_penalty=2)]
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers_fail_the_request(draws, params, bad):
@@ -379,7 +379,7 @@ def test_logits_that_are_no_numbers_fail_the_request(draws, params, bad):
 def test_an_error_of_one_request_harms_no_other(draws):
     logits = torch.stack([random_logits(n) for n in range(3)])[None].repeat(2, 1, 1)
     logits[0, 1, 77] = torch.nan
-    params = [SamplingParams(temperature=1.0, logprobs=2, return_generation_logits=True, seed=n) for n in range(3)]
+    params = [SamplingConfig(temperature=1.0, logprobs=2, return_generation_logits=True, seed=n) for n in range(3)]
     drawn = draw_together(draws, logits, params)
     assert [type(one.error) for one in drawn[1]] == [LogitsError, type(None)]
     assert str(drawn[1][0].error) == "logits: the largest is nan, must be finite"
@@ -408,7 +408,7 @@ def test_an_error_of_one_request_harms_no_other(draws):
 )
 def test_bad_parameters_are_named(field, value):
     with pytest.raises(RequestError, match=f"{field} = {value}"):
-        SamplingParams(**{field: value})
+        SamplingConfig(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -422,17 +422,17 @@ def test_bad_parameters_are_named(field, value):
 )
 def test_bad_lists_are_named(fields, message):
     with pytest.raises(RequestError, match=message):
-        SamplingParams(**fields)
+        SamplingConfig(**fields)
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingConfig)])
 @pytest.mark.parametrize("value", [b"x", "x", 2.5, True, object()])
 def test_values_of_another_type_are_named(name, value):
-    default = getattr(SamplingParams(), name)
+    default = getattr(SamplingConfig(), name)
     if type(value) is type(default):
         return
     with pytest.raises(RequestError, match=rf"^{name} = .*: Expected `.*, got `.*; correct it"):
-        SamplingParams(**{name: value})
+        SamplingConfig(**{name: value})
 
 
 @pytest.mark.parametrize("dtype", CHOICES["dtype"])

@@ -19,7 +19,7 @@ from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine import service as service_module
 from kvseek.engine.service import EngineService
 
@@ -132,7 +132,7 @@ def test_a_guide_that_cannot_be_compiled_ends_its_request_only(
     monkeypatch.setattr(
         service.engine, "compile_guide", lambda sequence: raise_(failing.pop()) if failing else compiled(sequence)
     )
-    guided = Request(PROMPT, 20, SamplingParams(guide=Guide(GuideType.REGEX, "a+")), end_ids=(1,))
+    guided = Request(PROMPT, 20, SamplingConfig(guide=Guide(GuideType.REGEX, "a+")), end_ids=(1,))
     service.submit(guided, outputs.put)
     (end,) = collect(outputs)
     assert "no room for a guide" in end.error
@@ -284,13 +284,13 @@ def test_a_request_that_cannot_be_started_ends_alone() -> None:
 ONE_POOL = """
 import os, sys
 from pathlib import Path
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.service import EngineService
 
 before = len(os.listdir("/proc/self/task"))
 service = EngineService.load(Path(sys.argv[1]), threads=2)
-Sampler(Request(tuple(range(100_000)), 1, SamplingParams(repetition_penalty=1.5)), 1_000_000)  # made by the thread that submits
+Sampler(Request(tuple(range(100_000)), 1, SamplingConfig(repetition_penalty=1.5)), 1_000_000)  # made by the thread that submits
 service.submit(Request(tuple(range(60)), 4), lambda output: None)
 service.drain(60)
 print(len(os.listdir("/proc/self/task")) - before)

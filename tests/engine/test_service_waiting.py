@@ -13,7 +13,7 @@ from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode, QueueFullError, UnavailableError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
 from kvseek.engine.service import EngineService
@@ -141,7 +141,7 @@ def compiling(directory: Path) -> Iterator[tuple[EngineService, SlowGuides]]:
 
 def guided(service: EngineService, guide: str = "(yes|no)", timeout: float | None = None) -> tuple[int, Outputs]:
     outputs: Outputs = queue.Queue()
-    sampling = SamplingParams(guide=Guide(GuideType.REGEX, guide))
+    sampling = SamplingConfig(guide=Guide(GuideType.REGEX, guide))
     request = Request(PROMPT, 20, sampling, end_ids=(1,), timeout_seconds=timeout)
     return service.submit(request, outputs.put), outputs
 

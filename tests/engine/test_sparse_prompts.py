@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvseek.core.config import BlockSparseConfig, EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import digest
@@ -121,7 +121,7 @@ def test_prompts_in_company_are_read_as_alone(directory: Callable[..., Path]) ->
     prompts = [DOCUMENT, DOCUMENT[::-1][:1700], DOCUMENT[:90]]
     alone = [ask_logits(load(directory("full", "--cache.reuse", "false"), 512), prompt, 5)[1] for prompt in prompts]
     engine = load(directory("full", "--cache.reuse", "false"), 512)
-    numbers = [engine.submit(Request(prompt, 5, SamplingParams(prompt_logprobs=1))) for prompt in prompts]
+    numbers = [engine.submit(Request(prompt, 5, SamplingConfig(prompt_logprobs=1))) for prompt in prompts]
     outputs = run_to_end(engine)
     tokens = {n: [one.token_id for one in outputs if one.request_id == n and one.token_id is not None] for n in numbers}
     assert [tokens[number] for number in numbers] == alone

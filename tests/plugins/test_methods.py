@@ -18,7 +18,7 @@ from kvseek.builder.options import build_options
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import METHODS, get_method
 
@@ -48,7 +48,7 @@ def test_tokens_do_not_depend_on_the_batch(model: Path, method: str, build_engin
     requests = [
         Request(tuple(PROMPT), 40),
         Request(tuple(PROMPT[:25]), 60),  # dense at first
-        Request(tuple(PROMPT[3:]), 30, SamplingParams(temperature=0.8, top_k=20, seed=5)),
+        Request(tuple(PROMPT[3:]), 30, SamplingConfig(temperature=0.8, top_k=20, seed=5)),
         Request(tuple(PROMPT[::-1]), 50),
         Request((7,), 45),
     ]

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.door_processes import engine_process
-from tests.support.waiting import SECONDS
+from tests.support.waiting import SECONDS, until
 
-from kvseek.core.errors import ErrorCode, UnavailableError
+from kvseek.core.errors import ErrorCode, TimeoutExpiredError, UnavailableError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.messages import Submit, frame
 from kvseek.server.settings import ServeSettings
 
 SETTINGS = ServeSettings(threads=1)
-
-
-async def connected(client: EngineClient, wanted: bool) -> None:
-    async with asyncio.timeout(SECONDS):
-        while client.connected is not wanted:
-            await asyncio.sleep(0.01)
+LENGTH_BYTES = 4  # before each message
 
 
 def test_requests_that_met_no_engine_are_counted_by_the_next_one(
@@ -38,14 +35,14 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
         client = EngineClient(path, asyncio.get_running_loop())
         ends: list[StepOutput] = []
         with engine_process(directory, path, SETTINGS) as process:
-            await connected(client, True)
+            await until(lambda: client.connected)
             await asyncio.sleep(0.2)
             assert client.connected_seconds >= 0.2
             first = asyncio.Event()
             client.submit(Request((1, 2, 3), 400), lambda output: (first.set(), ends.append(output)))
             await first.wait()
             process.kill()
-            await connected(client, False)
+            await until(lambda: not client.connected)
             assert client.connected_seconds == 0
         assert (ends[-1].finish_reason, ends[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
         with pytest.raises(UnavailableError):
@@ -54,7 +51,7 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
         client.refused(ErrorCode.INVALID)
         await asyncio.sleep(0)
         with engine_process(directory, path, SETTINGS):
-            await connected(client, True)
+            await until(lambda: client.connected)
             text = await client.read_metrics()
         client.close()
         return text
@@ -62,6 +59,27 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
     text = asyncio.run(run())
     counts = dict(re.findall(r'kvseek:requests_total\{.*outcome="(\w+)"\} (\S+)', text))
     assert (counts["unavailable"], counts["invalid"]) == ("2.0", "1.0")
+
+
+def test_time_at_a_frontend_counts_towards_the_time_limit(tmp_path: Path) -> None:
+    async def run() -> None:
+        client = EngineClient(tmp_path / "engine.sock", asyncio.get_running_loop())
+
+        def waited(seconds: float, limit: float | None) -> Request:
+            request = Request((1,), 4, timeout_seconds=limit)
+            data = client.encoded(request, "", time.monotonic() - seconds)[1]
+            return msgspec.msgpack.decode(data[LENGTH_BYTES:], type=Submit).request
+
+        found = waited(4.0, 5.0)
+        assert found.timeout_seconds == 5.0, "errors tell the limit that the client has set"
+        assert 4.0 <= found.waited_seconds < 5.0
+        with pytest.raises(TimeoutExpiredError, match=r"timeout = 5 s: passed before .*, after 6\.\d s"):
+            waited(6.0, 5.0)
+        assert waited(1.0, -0.5).timeout_seconds == -0.5, "the engine says what is wrong with it"
+        assert waited(1.0, None).waited_seconds >= 1.0
+        client.close()
+
+    asyncio.run(run())
 
 
 def test_a_door_that_goes_takes_no_outputs_of_another_along(
@@ -74,7 +92,7 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(
 
     async def run() -> None:
         kept = EngineClient(path, asyncio.get_running_loop())
-        await connected(kept, True)
+        await until(lambda: kept.connected)
         for _ in range(30):
             tokens, ended = list[int](), asyncio.Event()
 
@@ -107,12 +125,12 @@ def test_guides_are_compiled_beside_other_requests(
     directory = build_engine(random_model("llama"), "full")
     path = tmp_path / "engine.sock"
     guide = Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999999937}')
-    slow = Request((1, 2, 3), 5, SamplingParams(guide=guide), end_ids=(1,))
+    slow = Request((1, 2, 3), 5, SamplingConfig(guide=guide), end_ids=(1,))
 
     async def run() -> None:
         client, leaving = (EngineClient(path, asyncio.get_running_loop()) for _ in range(2))
-        await connected(client, True)
-        await connected(leaving, True)
+        await until(lambda: client.connected)
+        await until(lambda: leaving.connected)
         ends: dict[int, StepOutput] = {}
 
         def take(name: int, output: StepOutput) -> None:
@@ -125,9 +143,7 @@ def test_guides_are_compiled_beside_other_requests(
         leaving.close()
         client.submit(Request((1, 2, 3), 3), partial(take, 200))
         client.cancel(numbers[6])
-        async with asyncio.timeout(SECONDS):
-            while not {*range(8), 200} <= ends.keys():
-                await asyncio.sleep(0.01)
+        await until(lambda: {*range(8), 200} <= ends.keys())
         order = list(ends)
         assert order.index(200) < order.index(7), "not behind the guides"
         assert order.index(6) < order.index(7)

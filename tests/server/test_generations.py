@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
+from tests.support.waiting import until
 
-from kvseek.core.errors import ErrorCode, QueueFullError, RequestError, TimeoutExpiredError
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.errors import ErrorCode, QueueFullError, RequestError
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.server.requests.generations import Call, CodedError, Generations, Submission, Workers
 from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, size_of
 
@@ -29,11 +30,9 @@ class Client:
     def __init__(self) -> None:
         self.cancelled: list[int] = []
         self.counted: list[ErrorCode] = []
-        self.requests: list[Any] = []
         self.give: Callable[[StepOutput], None] = lambda _: None
 
-    def encoded(self, request: Any, trace: str) -> tuple[int, bytes]:
-        self.requests.append(request)
+    def encoded(self, request: Any, trace: str, arrived: float) -> tuple[int, bytes]:
         return 7, b""
 
     def start(self, number: int, data: bytes, on_output: Callable[[StepOutput], None]) -> None:
@@ -67,8 +66,8 @@ def make(client: Client, max_making: int = 4) -> Generations:
     return Generations(client, max_making, UNREAD)  # type: ignore[arg-type]
 
 
-def call(request_id: str = "", waited: float = 0.0) -> Call:
-    return Call(time.monotonic() - waited, owner="owner", request_id=request_id)
+def call(request_id: str = "") -> Call:
+    return Call(time.monotonic(), owner="owner", request_id=request_id)
 
 
 def generate(
@@ -76,12 +75,6 @@ def generate(
 ) -> AbstractAsyncContextManager[AsyncIterator[Any]]:
     own = call() if own is None else own
     return generations.generate(generations.submission(served, own), own, answer)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_too_many_that_wait_for_a_thread_are_refused() -> None:
@@ -137,7 +130,7 @@ def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> 
     async def run() -> None:
         client, served = Client(), Served()
         generations = Generations(client, 4, unread)  # type: ignore[arg-type]
-        served.request = Request((1,), 4, SamplingParams(return_generation_logits=True))
+        served.request = Request((1,), 4, SamplingConfig(return_generation_logits=True))
         with unread.answer() as answer:
             async with generate(generations, served, answer) as chunks:
                 assert (unread.reserved, unread.bytes) == (160, 0)
@@ -152,25 +145,6 @@ def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> 
             async with generate(generations, served, answer):
                 pass
         assert client.counted == [ErrorCode.INVALID]
-
-    asyncio.run(run())
-
-
-def test_time_at_the_door_counts_towards_the_time_limit() -> None:
-    async def run() -> None:
-        client, served = Client(), Served()
-        generations = make(client)
-        served.request = Request((1,), 4, timeout_seconds=5.0)
-        generations.submission(served, call(waited=4.0))
-        assert client.requests[-1].timeout_seconds == 5.0, "errors tell the limit that the client has set"
-        assert 4.0 <= client.requests[-1].waited_seconds < 5.0
-        message = r"timeout = 5 s: passed before the request was tokenised, after 6\.\d s"
-        with pytest.raises(TimeoutExpiredError, match=message):
-            generations.submission(served, call(waited=6.0))
-        served.request = Request((1,), 4, timeout_seconds=-0.5)
-        generations.submission(served, call(waited=1.0))
-        assert client.requests[-1].timeout_seconds == -0.5, "the engine says what is wrong with it"
-        generations.close()
 
     asyncio.run(run())
 

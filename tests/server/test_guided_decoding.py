@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.launch import RunningServer, running_server
-from kvseek.server.settings import ServeSettings
+from kvseek.server.launch import RunningServer
 
 pytestmark = pytest.mark.server
 TALK: Any = [{"role": "user", "content": "one ship"}]
@@ -38,24 +36,6 @@ SLOW = {"type": "integer", "multipleOf": 999_999_937}  # takes as long to compil
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     limits = ("--max_batch_size", "3", "--max_seq_len", "900", "--max_input_len", "100")
     return build_engine(random_model("llama", max_position_embeddings=2048), "full", *limits)
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with running_server(directory, settings=ServeSettings(threads=1), log=log) as server:
-        yield server
-    assert "Traceback" not in log.read_text(), "nothing here is the server's fault"
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> OpenAI:
-    return OpenAI(base_url=server.openai_url, api_key="none", max_retries=0, timeout=SECONDS)
-
-
-@pytest.fixture(scope="module")
-def model(client: OpenAI) -> str:
-    return client.models.list().data[0].id
 
 
 def form(schema: Any) -> Any:

@@ -21,7 +21,7 @@ from tests.support.waiting import wait_for
 from kvseek.client import chat
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.launch import RunningServer, running_server
+from kvseek.server.launch import RunningServer
 from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
@@ -37,15 +37,14 @@ ENDLESS: Tensor = ("INT32", [15_000])  # tokens of a request that is still runni
 
 
 @pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    limits = ("--max_batch_size", "2", "--max_seq_len", "20000", "--max_input_len", "1000")
-    return build_engine(random_model("llama", max_position_embeddings=20_000), "full", *limits)
+def settings() -> ServeSettings:
+    return ServeSettings(layout="llmapi", threads=1)
 
 
 @pytest.fixture(scope="module")
-def server(directory: Path) -> Iterator[RunningServer]:
-    with running_server(directory, settings=ServeSettings(layout="llmapi", threads=1)) as server:
-        yield server
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    limits = ("--max_batch_size", "2", "--max_seq_len", "20000", "--max_input_len", "1000")
+    return build_engine(random_model("llama", max_position_embeddings=20_000), "full", *limits)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from kvseek.bench.charts import load as chart
 from kvseek.bench.load import aiperf, main, perf_analyzer
 from kvseek.bench.load.cells import Answer, Cell, LoadTestError, figures, prompts
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
-from kvseek.server.launch import RunningServer, running_server
+from kvseek.server.launch import RunningServer
 from kvseek.server.settings import ServeSettings
 
 PERF_ANALYZER = ROOT / main.INSTALLED / "perf_analyzer/bin/perf_analyzer"
@@ -59,15 +58,14 @@ GENERATED = "kvseek:generation_tokens_total"
 
 
 @pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    limits = ("--max_batch_size", "4", "--max_seq_len", "1000")
-    return build_engine(random_model("llama", max_position_embeddings=2048), "full", *limits)
+def settings() -> ServeSettings:
+    return ServeSettings(threads=1, served_model_name="kvseek")
 
 
 @pytest.fixture(scope="module")
-def server(directory: Path) -> Iterator[RunningServer]:
-    with running_server(directory, settings=ServeSettings(threads=1, served_model_name="kvseek")) as server:
-        yield server
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    limits = ("--max_batch_size", "4", "--max_seq_len", "1000")
+    return build_engine(random_model("llama", max_position_embeddings=2048), "full", *limits)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.support.waiting import SECONDS
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.launch import RunningServer, running_server
+from kvseek.server.launch import RunningServer
 from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
@@ -37,17 +36,13 @@ def model(random_model: RandomModel) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, build_engine: BuildEngine) -> Engine:
-    limits = ("--max_batch_size", "3", "--max_seq_len", "600", "--prefill_chunk_tokens", "50")
-    return Engine.load(build_engine(model, "full", *limits))
+def directory(model: Path, build_engine: BuildEngine) -> Path:
+    return build_engine(model, "full", "--max_batch_size", "3", "--max_seq_len", "600", "--prefill_chunk_tokens", "50")
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, build_engine: BuildEngine) -> Iterator[RunningServer]:
-    limits = ("--max_batch_size", "3", "--max_seq_len", "600", "--prefill_chunk_tokens", "50")
-    settings = ServeSettings(threads=1, max_logits=MOST * VOCABULARY)
-    with running_server(build_engine(model, "full", *limits), settings=settings) as server:
-        yield server
+def settings() -> ServeSettings:
+    return ServeSettings(threads=1, max_logits=MOST * VOCABULARY)
 
 
 @pytest.fixture(scope="module")

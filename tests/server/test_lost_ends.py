@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.waiting import SECONDS
+from tests.support.waiting import until
 
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -60,12 +60,6 @@ async def served(service: EngineService, path: Path, spans: Spans) -> Any:
         client.close()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def ask(

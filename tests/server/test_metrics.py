@@ -26,8 +26,7 @@ from kvseek.engine.cache.prefixes.cache import ReuseCounts
 from kvseek.engine.cache.usage import CacheUsage
 from kvseek.engine.engine import Engine
 from kvseek.engine.service import EngineService
-from kvseek.server.engine.metrics import OUTCOMES, EngineMetrics
-from kvseek.server.engine.tallies import Histogram
+from kvseek.server.engine.metrics import OUTCOMES, EngineMetrics, Histogram
 from kvseek.server.http.metrics import UP, server_text
 
 PROMPT = tuple(i * 13 % 101 for i in range(300))

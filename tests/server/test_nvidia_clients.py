@@ -8,16 +8,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.conftest import ROOT, BuildEngine, RandomModel
 
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
-from kvseek.server.launch import RunningServer, running_server
-from kvseek.server.settings import ServeSettings
+from kvseek.server.launch import RunningServer
 
 CLIENTS = ROOT.parent / "shared/nvidia_clients"
 TEXT_CLIENT, TOKEN_CLIENT = "end_to_end_grpc_client.py", "inflight_batcher_llm_client.py"
@@ -33,17 +31,6 @@ SECONDS = 120
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     limits = ("--max_batch_size", "4", "--max_seq_len", "1000")
     return build_engine(random_model("llama", max_position_embeddings=2048), "full", *limits)
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path) -> Iterator[RunningServer]:
-    with running_server(directory, settings=ServeSettings(threads=1)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
-    return Engine.load(directory)
 
 
 def run_program(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -70,7 +57,7 @@ def generated(engine: Engine, prompt: str = PROMPT, tokens: int = 10, **sampling
     request = Request(
         tuple(engine.tokenizer.encode(prompt)),
         tokens,
-        SamplingParams(**sampling),
+        SamplingConfig(**sampling),
         engine.config.model.eos_token_ids,  # type: ignore[arg-type]
     )
     (ids,) = engine.generate([request])

@@ -61,11 +61,6 @@ def server(directory: Path, log: Path) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
-    return Engine.load(directory)
-
-
 def grpc_client(server: RunningServer) -> GrpcClient:
     return GrpcClient(server.grpc_url, TIMEOUT)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvseek.core.errors import ErrorCode
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.core.statistics import RequestStatistics
 from kvseek.server.engine.tracing import RequestTracer
 from kvseek.server.errors import ServerError
@@ -83,7 +83,7 @@ def ended(generated: int = 5) -> StepOutput:
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
 def test_a_request_is_a_span_of_its_clients_trace(collector: Collector, path: str) -> None:
     tracer = RequestTracer(collector.endpoint + path, "llama")
-    request = Request(PROMPT, 5, SamplingParams(temperature=0.5, top_p=0.9))
+    request = Request(PROMPT, 5, SamplingConfig(temperature=0.5, top_p=0.9))
     span = tracer.start(request, f"00-{TRACE_ID}-{PARENT_ID}-01")
     time.sleep(0.01)
     span.end(ended())

@@ -78,7 +78,7 @@ class SelectedRows(FlatIndex):
         for request, fields in enumerate(batch.requests.tolist()):
             if not fields[8]:
                 assert fields[7] == self.context.lengths[fields[1]] == fields[9]
-                rows[request] = super().select(queries[request, None], batch.part([request])).rows[0]
+                rows[request] = super().select(queries[request, None], batch.subset([request])).rows[0]
         return Selection(rows)
 
 
@@ -90,7 +90,7 @@ class SelectedPages(ReferenceIndex):
         rows = torch.full(shape, UNDEFINED, dtype=torch.int32)
         for request, fields in enumerate(batch.requests.tolist()):
             if not fields[8]:
-                rows[request] = super().select(queries[request, None], batch.part([request])).rows[0]
+                rows[request] = super().select(queries[request, None], batch.subset([request])).rows[0]
         return Selection(rows)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from openai import OpenAI
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.server.settings import ServeSettings
@@ -36,6 +37,10 @@ class Door:
     def openai_url(self) -> str:
         """Base URL for OpenAI's clients."""
         return f"http://127.0.0.1:{self.openai_port}/v1"
+
+    def openai_client(self, key: str) -> OpenAI:
+        """OpenAI's client that sends this key."""
+        return OpenAI(base_url=self.openai_url, api_key=key, max_retries=0, timeout=SECONDS)
 
     @property
     def url(self) -> str:

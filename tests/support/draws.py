@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import Drawn, Draws, Sampler
@@ -38,7 +38,7 @@ class OneRequest:
     last: Drawn
 
     def __init__(
-        self, draws: Draws, params: SamplingParams, size: int, prompt: tuple[int, ...] = (), ends: tuple[int, ...] = ()
+        self, draws: Draws, params: SamplingConfig, size: int, prompt: tuple[int, ...] = (), ends: tuple[int, ...] = ()
     ) -> None:
         self.draws, self.sampler = draws, Sampler(Request(prompt, 1, params, end_ids=ends), size)
 
@@ -48,7 +48,7 @@ class OneRequest:
         return self.sampler.take(self.last)
 
 
-def draw_together(draws: Draws, logits: Tensor, params: list[SamplingParams], **options: Any) -> list[list[Drawn]]:
+def draw_together(draws: Draws, logits: Tensor, params: list[SamplingConfig], **options: Any) -> list[list[Drawn]]:
     """Draw for several requests at once: logits [steps, requests, vocabulary]; the draws of each request."""
     samplers = [OneRequest(draws, one, logits.shape[2], **options).sampler for one in params]
     drawn: list[list[Drawn]] = [[] for _ in params]
@@ -79,13 +79,13 @@ def random_logits(seed: int, size: int = VOCABULARY) -> torch.Tensor:
     return torch.special.ndtri(parts / size) * 4
 
 
-def every_kind_of_params(seed: int) -> list[SamplingParams]:
+def every_kind_of_params(seed: int) -> list[SamplingConfig]:
     """Requests that have nothing, one thing or everything to do for a draw."""
     kinds = [{}, {"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.05}, {"repetition_penalty": 1.3}, {"logprobs": 20}]
     kinds += [{"presence_penalty": 0.5, "frequency_penalty": -0.2}, {"logit_bias": ((3, 4.0), (9, -2.0), (3, 1.0))}]
     kinds += [{"bad_words": ((1,), (2, 3)), "min_tokens": 4}, {"temperature": 0.0, "logprobs": 3}]
     kinds.append({name: value for kind in kinds for name, value in kind.items()} | {"temperature": 1.1})
-    return [SamplingParams(**({"temperature": 0.8, "seed": seed + n} | kind)) for n, kind in enumerate(kinds)]
+    return [SamplingConfig(**({"temperature": 0.8, "seed": seed + n} | kind)) for n, kind in enumerate(kinds)]
 
 
 def allowed_tokens(matcher: GuideMatcher) -> Tensor:

@@ -13,7 +13,7 @@ from tests.support.prefill import run_to_end
 from torch import Tensor
 
 from kvseek.core.config_file import read_config
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def known_answers(engine: Engine) -> Plain:
 
 def ask_logits(engine: Engine, prompt: tuple[int, ...], tokens: int = 1) -> tuple[Tensor, list[int], int]:
     """Logits of the tokens drawn, these tokens, and the number of the prompt's tokens that were reused."""
-    engine.submit(Request(prompt, tokens, SamplingParams(return_generation_logits=True)))
+    engine.submit(Request(prompt, tokens, SamplingConfig(return_generation_logits=True)))
     outputs = run_to_end(engine)
     statistics = outputs[-1].statistics
     assert statistics is not None

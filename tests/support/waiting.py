@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,13 @@ def wait_for(condition: Callable[[], Any], what: str = "the condition", seconds:
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.01)
     return value
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait until `condition` gives something true, while the event loop goes on; raises TimeoutError after SECONDS."""
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def is_running(process: int) -> bool:

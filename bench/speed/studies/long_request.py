@@ -21,8 +21,8 @@ import torch
 from kvseek.bench.machine import describe
 from kvseek.bench.output import GIB, Figure, add_output_flags, figures_table, print_whole, run_command
 from kvseek.builder.build import build_engine
+from kvseek.builder.capacity.report import fit_document
 from kvseek.builder.options import BuildOptions, FitOptions, parse
-from kvseek.builder.planning.report import fit_document
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine

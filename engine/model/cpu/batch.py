@@ -55,5 +55,5 @@ def _groups(batch: Batch) -> list[Group]:
     for wanted in (True, False):
         requests = [request for request, is_dense in enumerate(dense) if is_dense == wanted]
         if requests:
-            groups.append(Group(requests, batch if len(requests) == batch.size else batch.part(requests), wanted))
+            groups.append(Group(requests, batch if len(requests) == batch.size else batch.subset(requests), wanted))
     return groups

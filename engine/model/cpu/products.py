@@ -1,4 +1,8 @@
-"""Matrix products on the CPU: oneDNN's, and a kernel of our own for weights of 8 bits. docs/cpu.md has what each is worth."""
+"""Matrix products on the CPU: oneDNN's, and kernels of our own for weights of 8 bits. docs/cpu.md has what each is worth.
+
+What multiplies follows from the processor's instructions and never from a measurement: two servers on equal processors, or one
+that is started again, give equal answers.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.weight_only import INPUTS_MULTIPLE
+from kvseek.engine.model import bfloat16
 from kvseek.engine.model.reference.products import Linear, Product, Products
-from kvseek.kernels.cpu.layer.byte_products import ByteProduct
+from kvseek.kernels.cpu.layer.byte_products import MOST_INPUTS, ByteProduct
 
 # oneDNN lays a weight out for a number of rows. What it makes for 32 rows multiplies 1 to 2,048 rows about as fast as what it
 # makes for each of them, which cannot be said of a weight that was laid out for one row.
@@ -38,6 +43,11 @@ def multiplies_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def multiplies_integers() -> bool:
+    """Whether prompts are multiplied with int8 weights by VNNI: where there is no AMX, nothing is faster."""
+    return bool(torch.cpu._is_vnni_supported()) and not bfloat16.has_amx()
+
+
 class PackedLinear(Linear):
     """A linear map whose weight lies in oneDNN's layout: a copy, which lets one row be multiplied at the memory's pace."""
 
@@ -60,9 +70,9 @@ class WidenedLinear(Linear):
 
 
 class ByteLinear(Linear):
-    """A linear map of bfloat16 rows with an int8 weight, which decode steps multiply as it is; for prompts it is dequantised.
+    """A linear map of bfloat16 rows with an int8 weight, which decode steps multiply as it is, and prompts by `integers`.
 
-    Without a library it is always dequantised.
+    Without integers it is dequantised for prompts, and without a library always.
 
     Parameters
     ----------
@@ -71,6 +81,8 @@ class ByteLinear(Linear):
     scale : Tensor, bfloat16 [outputs]
     native : bool
         Whether the processor multiplies bfloat16.
+    integers : bool
+        Whether prompts are rounded to 16 bits a row and multiplied as integers, with a library.
     library : CpuLibrary or None
         Compiled kernels.
     head : bool
@@ -78,16 +90,27 @@ class ByteLinear(Linear):
     """
 
     def __init__(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None, native: bool, library: CpuLibrary | None, head: bool
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        *,
+        native: bool,
+        integers: bool,
+        library: CpuLibrary | None,
+        head: bool,
     ) -> None:
         super().__init__(weight.contiguous(), bias)
         self.scale, self._native, self._head = scale, native, head
+        self._integers = integers and weight.shape[1] <= MOST_INPUTS
         self._product = None if library is None else ByteProduct(library, self.weight, scale, bias)
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """See Linear."""
         if self._product is not None and (self._head or not prompt):
             return self._product(x)
+        if self._product is not None and self._integers:
+            return self._product.of_prompt(x)
         if self._native:
             return _onednn(x, self.weight * self.scale[:, None], self.bias)
         return _widened(x, self.weight * self.scale.float()[:, None], self.bias)
@@ -102,14 +125,30 @@ class HostProducts(Products):
         That of x.
     library : CpuLibrary, optional
         Compiled kernels, which multiply few rows with int8 weights as they are; without them such weights are dequantised.
-    native : bool, optional
-        Whether the processor multiplies bfloat16; None: what `multiplies_bfloat16` finds.
+    native, integers : bool, optional
+        Whether the processor multiplies bfloat16, and prompts are multiplied by VNNI; None: what `multiplies_bfloat16` and
+        `multiplies_integers` find.
     """
 
-    def __init__(self, dtype: torch.dtype, library: CpuLibrary | None = None, native: bool | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        library: CpuLibrary | None = None,
+        native: bool | None = None,
+        integers: bool | None = None,
+    ) -> None:
         super().__init__(dtype)
         self._library = library
         self._native = multiplies_bfloat16() if native is None else native
+        self._integers = multiplies_integers() if integers is None else integers
+
+    @property
+    def prompts(self) -> str:
+        """What multiplies prompts, in words for the log."""
+        if self.dtype is not torch.bfloat16:
+            return f"oneDNN in {str(self.dtype).removeprefix('torch.')}"
+        plain = f"oneDNN in {'bfloat16' if self._native else 'float32'}"
+        return f"{plain}, with int8 weights integers by VNNI" if self._integers and self._library is not None else plain
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products.linear; raises EngineDirectoryError if the scales have more digits than bfloat16.
@@ -127,7 +166,15 @@ class HostProducts(Products):
             narrow = scale.bfloat16()
             if not torch.equal(narrow.float(), scale):
                 raise EngineDirectoryError("the scales of 8-bit weights are of an older kvseek: build the engine again")
-            return ByteLinear(weight, narrow, bias, self._native, self._library, head)
+            return ByteLinear(
+                weight,
+                narrow,
+                bias,
+                native=self._native,
+                integers=self._integers,
+                library=self._library,
+                head=head,
+            )
         plain = super().linear(weight, bias, scale)
         if self.dtype is torch.float16 or not _has_onednn():  # float16: of a GPU's engine that is calibrated here
             return plain

@@ -2,7 +2,8 @@
 //
 // Nothing is sorted. Where top-k, top-p or the likeliest tokens end is searched digit by digit: tokens are counted, or
 // their weights added up, by the first bits of their ranks (rank_of), and the search goes on among those that share the
-// bits where the limit is reached.
+// bits where the limit is reached. The n best tokens are searched among few: none of them is below the n-th highest
+// peak of blocks of tokens.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -25,20 +26,22 @@ struct DrawArguments {
 namespace {
 
 constexpr int DIGIT = 11;                                                  // bits
+constexpr int64_t BLOCK = 64;                                              // tokens that have a peak
 constexpr unsigned MINUS_INFINITE = ~0xff800000u, INFINITE = 0xff800000u;  // rank_bits of the infinities
 
-// What a row's draw works with, [vocabulary] each.
+// What a row's draw works with, [vocabulary] each but for the peaks, one for each BLOCK.
 struct Space {
-    float* scores;
+    float *scores, *peaks;
     uint64_t* weights;
     int *kept, *searched;
 
     explicit Space(int64_t vocabulary) {
         static thread_local Scratch scratch;
-        weights = static_cast<uint64_t*>(scratch.reserve(vocabulary * (sizeof(uint64_t) + 3 * sizeof(int))));
+        weights = static_cast<uint64_t*>(scratch.reserve(vocabulary * (sizeof(uint64_t) + 4 * sizeof(int))));
         scores = reinterpret_cast<float*>(weights + vocabulary);
         kept = reinterpret_cast<int*>(scores + vocabulary);
         searched = kept + vocabulary;
+        peaks = reinterpret_cast<float*>(searched + vocabulary);
     }
 };
 
@@ -81,6 +84,30 @@ void ends_of(const float* numbers, int64_t count, unsigned& largest, unsigned& s
     largest = most, smallest = least;
 }
 
+// Write to space.kept, ascending, ids of tokens among which are the `wanted` of the highest ranks; returns how many.
+int64_t find_candidates(const float* scores, int64_t vocabulary, int64_t wanted, int id_bits, Space& space) {
+    const int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
+    const auto end_of = [&](int64_t block) { return block + 1 < blocks ? (block + 1) * BLOCK : vocabulary; };
+    unsigned lowest = 0;
+    if (wanted < blocks) {
+        for (int64_t block = 0; block < blocks; block++) {
+            unsigned most, least;
+            ends_of(scores + block * BLOCK, end_of(block) - block * BLOCK, most, least);
+            space.peaks[block] = of_rank_bits(most);
+        }
+        const uint64_t rank =
+            lowest_rank(space.peaks, nullptr, blocks, id_bits, id_bits, wanted, space.searched, [](int) { return 1; });
+        lowest = static_cast<unsigned>(rank >> id_bits);
+    }
+    int64_t found = 0;
+    for (int64_t block = 0; block < blocks; block++) {
+        if (lowest > 0 && rank_bits(space.peaks[block]) < lowest) continue;
+        for (int64_t id = block * BLOCK; id < end_of(block); id++)
+            if (rank_bits(scores[id]) >= lowest) space.kept[found++] = static_cast<int>(id);
+    }
+    return found;
+}
+
 // Apply all that changes logits before the temperature.
 void adjust(const DrawRow& row, float* scores, int64_t vocabulary) {
     for (int i = 0; i < row.bias_count; i++) scores[row.bias_ids[i]] += row.biases[i];
@@ -108,8 +135,11 @@ int choose(const DrawRow& row, const float* scores, float largest, int64_t vocab
     const auto keep_from = [&](uint64_t lowest) {
         keep_if([&](int id) { return rank_of(scores[id], id, id_bits) >= lowest; });
     };
-    if (row.top_k > 0 && row.top_k < vocabulary)
+    if (row.top_k > 0 && row.top_k < vocabulary) {
+        count = find_candidates(scores, vocabulary, row.top_k, id_bits, space);
+        ids = space.kept;
         keep_from(lowest_rank(scores, ids, count, id_bits, id_bits, row.top_k, space.searched, [](int) { return 1; }));
+    }
     uint64_t* weights = space.weights;
     uint64_t total = 0;
     if (ids == nullptr) {
@@ -151,17 +181,19 @@ void tell(const DrawRow& row, const float* logits, float largest, int64_t vocabu
     out.log_probability = static_cast<float>(logits[out.token] - base);
     const int64_t count = row.likeliest < vocabulary ? row.likeliest : vocabulary;
     if (count == 0) return;
+    const int64_t candidates = find_candidates(logits, vocabulary, count, id_bits, space);
     const uint64_t lowest =
-        lowest_rank(logits, nullptr, vocabulary, id_bits, 0, count, space.searched, [](int) { return 1; });
+        lowest_rank(logits, space.kept, candidates, id_bits, 0, count, space.searched, [](int) { return 1; });
     uint64_t ranks[MOST_LIKELIEST];
     int found = 0;
-    for (int64_t id = 0; id < vocabulary; id++) {
-        const uint64_t rank = rank_of(logits[id], static_cast<int>(id), id_bits);
+    for (int64_t i = 0; i < candidates; i++) {
+        const int id = space.kept[i];
+        const uint64_t rank = rank_of(logits[id], id, id_bits);
         if (rank < lowest) continue;
         int place = found++;
         for (; place > 0 && ranks[place - 1] < rank; place--)
             ranks[place] = ranks[place - 1], out.ids[place] = out.ids[place - 1];
-        ranks[place] = rank, out.ids[place] = static_cast<int>(id);
+        ranks[place] = rank, out.ids[place] = id;
     }
     for (int i = 0; i < found; i++) out.log_probabilities[i] = static_cast<float>(logits[out.ids[i]] - base);
 }

@@ -16,7 +16,7 @@ from kvseek.core.batch import Batch, RequestState
 from kvseek.core.errors import ConfigError, LogitsError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.core.selection import Selection
 from kvseek.engine.draws.sampling import NO_TOKEN
 from kvseek.engine.engine import Engine
@@ -182,7 +182,7 @@ def test_selections_are_copied_and_keys_are_those_before_the_upkeep(model: Path,
 
 
 def test_a_tap_changes_no_token(pariskv: Path) -> None:
-    request = Request(tuple(range(5, 105)), 30, SamplingParams(temperature=1.0, seed=3))
+    request = Request(tuple(range(5, 105)), 30, SamplingConfig(temperature=1.0, seed=3))
     plain, tapped = Engine.load(pariskv), Engine.load(pariskv)
     SelectionTap(tapped, [0, 1])
     assert plain.generate([request]) == tapped.generate([request])

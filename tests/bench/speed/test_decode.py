@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from tests.support.random_models import save_random_model
 
 from kvseek.bench.machine import describe, installed_version, peak_memory_bytes
 from kvseek.bench.speed import decode
-from kvseek.bench.speed.contestants import row_bytes
+from kvseek.bench.speed.contestants import LlamaCppContestant, row_bytes
 from kvseek.bench.speed.decode import add_ratios, print_report
 from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.bench.timing import Samples, interleave, measure, turns
 from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.errors import KvseekError
 from kvseek.engine.observer import PARTS
 
 CONTEXT = 300
@@ -97,6 +99,40 @@ def test_bytes_by_model() -> None:
         unquantised = dataclasses.replace(plain, weight_only_precision="none")
         assert matrix_bytes(plain) == matrix_bytes(unquantised), "the CPU multiplies with dequantised weights"
     assert row_bytes(config) == 2 * 2 * 2 * 2 * 16  # bytes, layers, heads, key and value, channels
+
+
+def test_llama_cpp_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library, which is no requirement, counts what it is told to evaluate."""
+    library = """
+class Llama:
+    def __init__(self, path, n_ctx, n_threads, n_threads_batch, verbose):
+        self.told = [n_ctx, n_threads, n_threads_batch]
+    def reset(self):
+        self.told = []
+    def eval(self, ids):
+        self.told += ids
+    def sample(self, temp, repeat_penalty):
+        return sum(self.told)
+"""
+    (tmp_path / "llama_cpp.py").write_text(library, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(1000))
+    model = ModelConfig("llama", 1000, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 512)
+    config = EngineConfig(model, "full", dtype="float32", max_seq_len=512, max_input_len=512)
+    contestant = LlamaCppContestant(Path(sys.executable), file, config, threads=3, longest=100)
+    contestant.prefill([1, 2], steps=1)
+    contestant.step()
+    assert contestant.tokens == [100 + 3 + 3 + 1 + 2, 109 + 109]
+    assert contestant.cached_tokens == 3
+    assert contestant.step_bytes() == {"weights": 1000.0, "rows": 3 * 2 * 2 * 2 * 2 * 16.0, "index": 0.0}
+    contestant.close()
+    contestant.prefill([5], steps=1)
+    assert contestant.tokens == [5]
+    contestant.end()
+    (tmp_path / "llama_cpp.py").write_text("raise ImportError('not built')", encoding="utf-8")
+    with pytest.raises(KvseekError, match="--llama_cpp: its Python ended with status 1"):
+        LlamaCppContestant(Path(sys.executable), file, config, threads=3, longest=100)
 
 
 def test_machine_description() -> None:
@@ -232,6 +268,7 @@ BAD = {
     "context": (["--contexts", "8000,x"], "--contexts = '8000,x': must be a comma list"),
     "ranks": (["--tp_size", "2"], "--tp_size: must come with --methods; engine directories have their own"),
     "clock": (["--clock", "process"], "--clock process: must come with --threads 1, not 2"),
+    "llama.cpp's model": (["--llama_cpp", "python"], "--model = None: must be a GGUF file with --llama_cpp"),
     "no engine": ([], "no engine directory"),
 }
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, ErrorCode, UnavailableError
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.followers import RankError
 from kvseek.engine.leading.leader import LeadDecoder, lead, load_decoder
@@ -34,8 +34,8 @@ WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--
 REQUESTS = [
     Request(tuple(i * i * 13 % 250 + 3 for i in range(1200)), 25),
     Request(tuple(i * 7 % 250 + 3 for i in range(15)), 60),
-    Request(tuple(i * i * 5 % 250 + 3 for i in range(300)), 12, SamplingParams(temperature=0.9, top_k=40, seed=5)),
-    Request(tuple(i * 11 % 250 + 3 for i in range(40)), 4, SamplingParams(prompt_logprobs=1, logprobs=2)),
+    Request(tuple(i * i * 5 % 250 + 3 for i in range(300)), 12, SamplingConfig(temperature=0.9, top_k=40, seed=5)),
+    Request(tuple(i * 11 % 250 + 3 for i in range(40)), 4, SamplingConfig(prompt_logprobs=1, logprobs=2)),
 ]
 
 

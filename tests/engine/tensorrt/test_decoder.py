@@ -17,7 +17,7 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KernelError
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.activation_memory import decode_bytes, prefill_bytes
 
@@ -69,7 +69,7 @@ def test_an_engine_draws_the_same_tokens(
     reference = make_decoder(directory)
     decoder = make_tensorrt_decoder(api, model, directory, form, monkeypatch)
     settings = ({}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.3}, {})
-    requests = [Request(tuple(PROMPT[i:]), 10 + i, SamplingParams(**values)) for i, values in enumerate(settings)]
+    requests = [Request(tuple(PROMPT[i:]), 10 + i, SamplingConfig(**values)) for i, values in enumerate(settings)]
     tokenizer = Engine.load(directory).tokenizer
     engines = [Engine(one.config, one, tokenizer) for one in (decoder, reference)]
     ours, expected = (engine.generate(requests) for engine in engines)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch
 from kvseek.core.errors import CapacityError
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.core.selection import Selection
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import Drawn, Sampler
@@ -139,7 +139,7 @@ def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
     decoder = engine.decoder
     for slot, prompt in SLOTS.items():
         run_prefill(decoder, slot, prompt, 10)
-    params = SamplingParams(return_generation_logits=True)
+    params = SamplingConfig(return_generation_logits=True)
     sampler = Sampler(Request((1,), 5, params), engine.config.model.vocab_size)
     tokens, _ = decoder.decode_tokens([1, 2, 3], [0, 1, 2], [None, sampler, None])
     for slot, prompt in SLOTS.items():
@@ -157,7 +157,7 @@ def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
 
 
 def test_a_seed_repeats(engine: Engine) -> None:
-    request = Request(tuple(PROMPT), 20, SamplingParams(temperature=1.0, top_p=0.9, seed=4))
+    request = Request(tuple(PROMPT), 20, SamplingConfig(temperature=1.0, top_p=0.9, seed=4))
     assert engine.generate([request]) == engine.generate([request])
 
 
@@ -201,7 +201,7 @@ def test_prompts_are_scored_as_on_the_cpu(
     models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
 ) -> None:
     """Log probabilities and logits of a long prompt, and of two that are read in one pack."""
-    params = SamplingParams(prompt_logprobs=2, return_context_logits=True, return_generation_logits=True)
+    params = SamplingConfig(prompt_logprobs=2, return_context_logits=True, return_generation_logits=True)
     prompts = PROMPT, PROMPT[:25], PROMPT[3:20]
     requests = [Request(tuple(prompt), 3, params) for prompt in prompts]
 

@@ -11,7 +11,7 @@ from tests.support.draws import check_equal, draw_together, every_kind_of_params
 from torch import Tensor
 
 from kvseek.core.errors import LogitsError, SamplingError
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import Drawn, Sampler
@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def both(
-    kernels: MakeKernels, device: torch.device, logits: Tensor, params: list[SamplingParams]
+    kernels: MakeKernels, device: torch.device, logits: Tensor, params: list[SamplingConfig]
 ) -> tuple[list[list[Drawn]], list[list[Drawn]]]:
     """What the GPU and the reference draw from logits [steps, requests, vocabulary]."""
     draws = CompiledDraws(DeviceDraw(kernels(str(logits.dtype).removeprefix("torch."), 64, 3)))
@@ -57,7 +57,7 @@ def test_combinations_draw_as_the_reference(
     """64 requests at once, of random parameters; logits that are flat, or have few values, so that ties end at borders."""
     random, generator = Random(3), torch.Generator().manual_seed(3)
     params = [
-        SamplingParams(
+        SamplingConfig(
             temperature=random.choice([0.3, 0.7, 1.0, 3.0]),
             top_k=random.choice([0, 1, 20, 1000, 200_000]),
             top_p=random.choice([0.1, 0.8, 0.95, 0.999, 1.0]),
@@ -83,7 +83,7 @@ def test_a_request_draws_the_same_alone_and_in_any_company(kernels: MakeKernels,
     """The number of blocks that draw for a request depends on the batch."""
     draws = CompiledDraws(DeviceDraw(kernels("bfloat16", 64, 3)))
     logits = (torch.randn(3, 64, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 0.3).bfloat16().to(device)
-    params = [SamplingParams(temperature=0.8, top_p=0.95, seed=n, logprobs=20) for n in range(64)]
+    params = [SamplingConfig(temperature=0.8, top_p=0.95, seed=n, logprobs=20) for n in range(64)]
     together = draw_together(draws, logits, params)
     for size in (1, 3, 16, 33):
         assert draw_together(draws, logits[:, :size], params[:size]) == together[:size]
@@ -100,7 +100,7 @@ def test_draws_follow_the_distribution(kernels: MakeKernels, device: torch.devic
     logits[0, ::225] = shares.log() * 0.7
     found = torch.zeros(40)
     for start in range(0, 4096, 64):
-        samplers = [Sampler(Request((1,), 1, SamplingParams(temperature=0.7, seed=start + n)), 9000) for n in range(64)]
+        samplers = [Sampler(Request((1,), 1, SamplingConfig(temperature=0.7, seed=start + n)), 9000) for n in range(64)]
         for one in draws.begin(logits.to(device), [0] * 64, samplers)():
             found[one.token // 225] += 1
             assert one.token % 225 == 0
@@ -111,15 +111,15 @@ def test_errors_are_their_requests_alone(kernels: MakeKernels, device: torch.dev
     logits = torch.stack([random_logits(n, 9000) for n in range(5)])[None]
     logits[0, 1, 8999], logits[0, 2, 3] = torch.nan, torch.inf
     logits[0, 3] = -torch.inf
-    params = [SamplingParams(temperature=1.0, seed=n) for n in range(4)]
-    params.append(SamplingParams(temperature=1.0, return_generation_logits=True))
+    params = [SamplingConfig(temperature=1.0, seed=n) for n in range(4)]
+    params.append(SamplingConfig(temperature=1.0, return_generation_logits=True))
     found, expected = both(kernels, device, logits, params)
     assert [type(one.error) for (one,) in found] == [type(None), *[LogitsError] * 3, type(None)]
     assert [str(one.error) for (one,) in found] == [str(one.error) for (one,) in expected]
     assert [one.token for (one,) in found] == [one.token for (one,) in expected]
     assert found[4][0].logits == logits[0, 4].numpy().tobytes()
     words = tuple((token,) for token in range(200))
-    params = [SamplingParams(temperature=1.0, bad_words=words), SamplingParams()]
+    params = [SamplingConfig(temperature=1.0, bad_words=words), SamplingConfig()]
     found, _ = both(kernels, device, logits[:, :2, :200].contiguous().nan_to_num(), params)
     assert isinstance(found[0][0].error, SamplingError)
     assert found[1][0].token == int(logits[0, 1, :200].argmax())

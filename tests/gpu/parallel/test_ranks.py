@@ -24,7 +24,7 @@ from tests.support.prefill import run_prefill
 from torch import Tensor
 
 from kvseek.core.config_file import read_config
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.followers import RankError
@@ -122,7 +122,7 @@ def first_token(decoder: LeadDecoder) -> Callable[[], object]:
 
 def first_logits(decoder: LeadDecoder) -> Callable[[], object]:
     run_prefill(decoder, 0, [5, 6, 7], 5)
-    sampler = Sampler(Request((5,), 5, SamplingParams(temperature=1.0)), decoder.config.model.vocab_size)
+    sampler = Sampler(Request((5,), 5, SamplingConfig(temperature=1.0)), decoder.config.model.vocab_size)
     return lambda: decoder.decode_tokens([8], [0], [sampler])
 
 

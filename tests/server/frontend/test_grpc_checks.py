@@ -17,7 +17,7 @@ from kvseek.core.errors import RequestError
 from kvseek.server.grpc.checks import admit
 from kvseek.server.grpc.single import asks_for_several
 from kvseek.server.kserve.inputs import schemas
-from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, LLMAPI
+from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, LLMAPI
 
 MODEL = ModelConfig("llama", 101, 32, 64, 2, 4, 2, 8, 1e-5, 1e4, 2048)
 CONFIG = EngineConfig(MODEL, "full", max_input_len=1000, max_seq_len=1200)

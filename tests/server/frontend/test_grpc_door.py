@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from tests.server.frontend.test_grpc_checks import SCHEMAS, request
+from tests.support.waiting import until
 from tritonclient.grpc import service_pb2
 
 from kvseek.server.grpc.call import SERVICE
@@ -112,12 +113,6 @@ async def doors(
 async def read_all(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def run(

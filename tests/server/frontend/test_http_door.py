@@ -27,8 +27,8 @@ from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM
 from kvseek.server.requests.messages import Pong
+from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM
 from kvseek.server.settings import ServeSettings
 
 TOKEN_MODEL, TEXT_MODEL = INFLIGHT_BATCHER_LLM.models
@@ -61,11 +61,6 @@ def engine_socket(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def door(directory: Path, engine_socket: Path) -> Iterator[Door]:
     with doors(directory, engine_socket, SETTINGS) as door:
         yield door
-
-
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
-    return Engine.load(directory)
 
 
 def load(path: Path) -> tuple[int, int]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tracemalloc
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvseek.core.errors import RequestError
-from kvseek.server.kserve.inputs import ModelSchema, body_limit, chunk_to_json
-from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, TEXT_MODEL, TOKEN_MODEL
+from kvseek.server.kserve.inputs import LOGITS_AT_A_TIME, ModelSchema, body_limit, chunk_to_json, logits_to_json
+from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, Logits, TextRequest, TokenRequest
 
 CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)
 TEXT = {"text_input": "the sea", "max_tokens": 4}
@@ -20,12 +22,12 @@ TOKENS = {"input_ids": [5, 6, 7], "request_output_len": 3}
 
 @pytest.fixture(scope="module")
 def text() -> ModelSchema:
-    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TEXT_MODEL, CONFIG)
+    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TextRequest, CONFIG)
 
 
 @pytest.fixture(scope="module")
 def tokens() -> ModelSchema:
-    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TOKEN_MODEL, CONFIG)
+    return ModelSchema(INFLIGHT_BATCHER_LLM.name, TokenRequest, CONFIG)
 
 
 def with_raw(name: str, raw: str) -> bytes:
@@ -132,20 +134,43 @@ def test_wrong_shapes_are_refused(tokens: ModelSchema) -> None:
 def test_the_largest_prompt_fits_into_a_body_and_no_more() -> None:
     tokenizer: Any = SimpleNamespace(longest_token_bytes=16)
     worst = json.dumps({"text_input": "\x00" * (800 * 16), "max_tokens": 1}).encode()
-    limit = body_limit(TEXT_MODEL, CONFIG, tokenizer)
+    limit = body_limit(TextRequest, CONFIG, tokenizer)
     assert len(worst) < limit < len(worst) + 2**20
     ids = json.dumps(TOKENS | {"input_ids": [2**31 - 1] * 800}).encode()
-    assert len(ids) < body_limit(TOKEN_MODEL, CONFIG, tokenizer) < len(ids) + 2**20
+    assert len(ids) < body_limit(TokenRequest, CONFIG, tokenizer) < len(ids) + 2**20
 
 
 def test_chunks_have_scalars_where_there_is_one_value() -> None:
     chunk = {"output_ids": [7], "sequence_length": 1, "finish_reason": ""}
-    own = {"model_name": TOKEN_MODEL.name, "model_version": "1"}
-    assert json.loads(chunk_to_json(TOKEN_MODEL.name, "", chunk)) == own | chunk | {"output_ids": 7}
-    assert json.loads(chunk_to_json(TOKEN_MODEL.name, "mine", {"output_ids": [7, 8]})) == own | {
+    own = {"model_name": TokenRequest.model, "model_version": "1"}
+    assert json.loads(chunk_to_json(TokenRequest.model, "", chunk)) == own | chunk | {"output_ids": 7}
+    assert json.loads(chunk_to_json(TokenRequest.model, "mine", {"output_ids": [7, 8]})) == own | {
         "id": "mine",
         "output_ids": [7, 8],
     }
+
+
+@pytest.mark.parametrize("count", [0, 1, LOGITS_AT_A_TIME, 3 * LOGITS_AT_A_TIME + 1])
+def test_other_streams_go_on_while_logits_are_written(count: int) -> None:
+    numbers, sizes = array("f", (number / 7 for number in range(count))), list[int]()
+
+    async def run() -> tuple[Any, int]:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        stream = asyncio.create_task(other())
+        found = await logits_to_json(Logits(numbers.tobytes(), (1, count)), asyncio.Lock(), sizes.append)
+        stream.cancel()
+        return json.loads(chunk_to_json("model", "", {"context_logits": found}))["context_logits"], turns
+
+    found, turns = asyncio.run(run())
+    assert array("f", found) == numbers
+    assert turns >= len(sizes) == -(-count // LOGITS_AT_A_TIME)
 
 
 @pytest.mark.parametrize("raw", ["[1e999]", "1e999", "[-1e999]"])

@@ -17,35 +17,23 @@ from tests.conftest import ROOT, BuildEngine, RandomModel
 from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError
-from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.core.session import Session
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.requests.layouts import LLMAPI, LLMAPI_MODEL, RequestFactory
-from kvseek.server.requests.outputs import ASKED_FOR, ServedRequest
+from kvseek.server.requests.models import ASKED_FOR, LLMAPI, LlmApiRequest, RequestFactory, ServedRequest
 from kvseek.server.requests.translation import LLMAPI_INPUTS, LLMAPI_NEUTRAL
 from kvseek.server.triton.outputs import OUTPUT_DTYPES
 
 PROMPT = "the quick brown fox"
-GREEDY = SamplingParams()
+GREEDY = SamplingConfig()
 PREFIX = "sampling_param_"
 
 
 @pytest.fixture(scope="module")
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "100")
-
-
-@pytest.fixture(scope="module")
-def config(directory: Path) -> EngineConfig:
-    return read_config(directory)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> Tokenizer:
-    return Tokenizer(directory)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +45,7 @@ def make(factory: RequestFactory, **values: Any) -> ServedRequest:
     """The request of inputs."""
     given = {"text_input": PROMPT} | values
     inputs = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
-    return factory.make_one(LLMAPI_MODEL.name, inputs)
+    return factory.make_one(LlmApiRequest.model, inputs)
 
 
 def test_what_is_absent_means_what_it_does_in_tensorrt_llm(
@@ -71,23 +59,23 @@ def test_what_is_absent_means_what_it_does_in_tensorrt_llm(
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"temperature": 0.5}, SamplingParams(0.5)),
-        ({"top_k": 5}, SamplingParams(1.0, 5)),
-        ({"top_k": 0}, SamplingParams(1.0)),
-        ({"top_p": 0.5}, SamplingParams(1.0, 0, 0.5)),
-        ({"temperature": 0.5, "top_k": 5, "top_p": 0.25}, SamplingParams(0.5, 5, 0.25)),
+        ({"temperature": 0.5}, SamplingConfig(0.5)),
+        ({"top_k": 5}, SamplingConfig(1.0, 5)),
+        ({"top_k": 0}, SamplingConfig(1.0)),
+        ({"top_p": 0.5}, SamplingConfig(1.0, 0, 0.5)),
+        ({"temperature": 0.5, "top_k": 5, "top_p": 0.25}, SamplingConfig(0.5, 5, 0.25)),
         ({"temperature": 0.5, "top_k": 1}, GREEDY),
-        ({"temperature": 0.0, "top_p": 0.5}, SamplingParams(0.0, 0, 0.5)),
+        ({"temperature": 0.0, "top_p": 0.5}, SamplingConfig(0.0, 0, 0.5)),
         ({"temperature": 0.5, "top_p": 0.0}, GREEDY),
         ({"top_k": 5, "top_p": 0.0}, GREEDY),
-        ({"seed": 2**64 - 1}, SamplingParams(seed=2**64 - 1)),
+        ({"seed": 2**64 - 1}, SamplingConfig(seed=2**64 - 1)),
         (
             {"presence_penalty": 0.5, "frequency_penalty": -0.5},
-            SamplingParams(presence_penalty=0.5, frequency_penalty=-0.5),
+            SamplingConfig(presence_penalty=0.5, frequency_penalty=-0.5),
         ),
     ],
 )
-def test_sampling(factory: RequestFactory, values: dict[str, Any], expected: SamplingParams) -> None:
+def test_sampling(factory: RequestFactory, values: dict[str, Any], expected: SamplingConfig) -> None:
     assert make(factory, **{PREFIX + name: value for name, value in values.items()}).request.sampling == expected
 
 
@@ -180,7 +168,7 @@ def test_whatever_the_values_are_a_request_is_made_or_refused(factory: RequestFa
         values = data.draw(st.lists(STRANGE[kind], min_size=size, max_size=size))
         given[field.name] = values
     with contextlib.suppress(RequestError):
-        assert factory.make_one(LLMAPI_MODEL.name, given).request.max_tokens >= 1
+        assert factory.make_one(LlmApiRequest.model, given).request.max_tokens >= 1
 
 
 def step(token: int, reason: FinishReason | None = None) -> StepOutput:

@@ -14,7 +14,7 @@ from tests.conftest import BuildEngine, RandomModel
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError, renamed
 from kvseek.engine.tokenizer import TEMPLATE_FILE, TOKENIZER_FOLDER, Tokenizer
-from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, LLMAPI, RequestFactory
+from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, LLMAPI, RequestFactory
 
 MODELS = {  # of each model: its layout, and a request
     "text": (INFLIGHT_BATCHER_LLM, "tensorrt_llm_bls", {"text_input": "the light", "max_tokens": 5}),

@@ -11,12 +11,18 @@ from tests.support.random_models import save_tokenizer
 from tests.support.sentencepiece import save_sentencepiece
 
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.generation import Generation
 from kvseek.server.openai.choices import Choice
-from kvseek.server.requests.layouts import INFLIGHT_BATCHER_LLM, LLMAPI, Layout, RequestFactory
-from kvseek.server.requests.outputs import LlmApiRequest, ServedRequest
+from kvseek.server.requests.models import (
+    INFLIGHT_BATCHER_LLM,
+    LLMAPI,
+    LlmApiRequest,
+    RepositoryLayout,
+    RequestFactory,
+    ServedRequest,
+)
 
 PROMPT, ANSWER = "France is", " Paris, the lamp"
 MODEL = ModelConfig("llama", 384, 64, 128, 2, 2, 1, 32, 1e-5, 1e4, 512, eos_token_ids=(2,))
@@ -30,10 +36,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(directory)
 
 
-def make(tokenizer: Tokenizer, layout: Layout, **values: Any) -> ServedRequest:
-    model = next(model for model in layout.models.values() if model.takes_text)
+def make(tokenizer: Tokenizer, layout: RepositoryLayout, **values: Any) -> ServedRequest:
+    model = next(name for name, kind in layout.models.items() if kind.takes_text)
     inputs = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-    return RequestFactory(layout, CONFIG, tokenizer).make_one(model.name, inputs)
+    return RequestFactory(layout, CONFIG, tokenizer).make_one(model, inputs)
 
 
 def tensorrt_llm(tokenizer: Tokenizer, stop: tuple[str, ...], stream: bool) -> Any:
@@ -83,7 +89,7 @@ def test_prompt_and_answer_are_the_text_of_all_tokens(
 
 
 def test_offsets_of_tokens_count_the_space(tokenizer: Tokenizer) -> None:
-    request = Request(tuple(tokenizer.encode(PROMPT)), 40, SamplingParams(logprobs=0))
+    request = Request(tuple(tokenizer.encode(PROMPT)), 40, SamplingConfig(logprobs=0))
     choice, ids = Choice(request, tokenizer, (), False), tokenizer.encode("Paris is", add_special_tokens=False)
     outputs = [StepOutput(1, token, logprobs=LogProbs(-1.0, ())) for token in ids]
     outputs[-1] = StepOutput(1, ids[-1], FinishReason.LENGTH, logprobs=LogProbs(-1.0, ()))

@@ -12,16 +12,15 @@ from hypothesis import given
 
 from kvseek.core.errors import RequestError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import SamplingParams
+from kvseek.core.request import SamplingConfig
 from kvseek.server.requests.translation import (
     NEUTRAL,
     Parameters,
     engine_request,
-    numbered,
     read_parameters,
     sampling_params,
     scalar,
-    sequences,
+    sequences_of,
     text,
     texts,
     word_list,
@@ -39,7 +38,7 @@ def test_a_minimal_request_is_greedy_with_the_models_end_ids() -> None:
     request = engine_request(inputs(), (2, 3))
     assert request.prompt_ids == (5, 6, 7)
     assert (request.max_tokens, request.end_ids, request.stop_words) == (9, (2, 3), ())
-    assert request.sampling == SamplingParams()
+    assert request.sampling == SamplingConfig()
 
 
 @pytest.mark.parametrize(("end_id", "expected"), [(7, (7,)), (-1, ())])
@@ -57,10 +56,10 @@ def test_sampling_fields() -> None:
     params = sampling_params(
         inputs(temperature=0.5, runtime_top_k=4, runtime_top_p=0.75, seed=9, repetition_penalty=1.5)
     )
-    assert params == SamplingParams(0.5, 4, 0.75, 1.5, 9)
+    assert params == SamplingConfig(0.5, 4, 0.75, 1.5, 9)
     assert sampling_params(inputs(random_seed=3)).seed == 3
     more = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "prompt_ignore_length": 2, "min_length": 3}
-    assert sampling_params(inputs(**more, return_log_probs=True)) == SamplingParams(
+    assert sampling_params(inputs(**more, return_log_probs=True)) == SamplingConfig(
         presence_penalty=0.5, frequency_penalty=-0.5, prompt_ignore_length=2, min_tokens=3, logprobs=0
     )
     assert sampling_params(inputs(min_tokens=4, min_length=-1)).min_tokens == 4
@@ -90,13 +89,13 @@ def test_numbers_that_turn_something_off(fields: dict[str, Any], temperature: fl
 
 
 def test_sequences_draw_with_seeds_of_their_own() -> None:
-    assert sequences(inputs()) == 1
-    assert sequences(inputs(num_return_sequences=8)) == 8
+    request = engine_request(inputs(seed=2**64 - 1), ())
+    for asked, seeds in ({}, [2**64 - 1]), ({"num_return_sequences": 2}, [2**64 - 1, 0]):
+        assert [one.sampling.seed for one in sequences_of(inputs(**asked), request)] == seeds
+    assert len(sequences_of(inputs(num_return_sequences=8), request)) == 8
     for count in (0, 9):
         with pytest.raises(RequestError, match=f"num_return_sequences = {count}: must be in"):
-            sequences(inputs(num_return_sequences=count))
-    request = engine_request(inputs(seed=2**64 - 1), ())
-    assert [numbered(request, number).sampling.seed for number in (0, 1)] == [2**64 - 1, 0]
+            sequences_of(inputs(num_return_sequences=count), request)
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), max_size=5), st.integers(0, 3))
@@ -132,7 +131,7 @@ def test_unsupported_inputs_are_refused_unless_neutral(name: str) -> None:
 
 def test_logits_are_asked_for_by_tensorrt_llms_names() -> None:
     request = engine_request(inputs(return_context_logits=True, return_generation_logits=True), ())
-    assert request.sampling == SamplingParams(return_context_logits=True, return_generation_logits=True)
+    assert request.sampling == SamplingConfig(return_context_logits=True, return_generation_logits=True)
     assert request.logits(100) == (3 + 9) * 100
     assert engine_request(inputs(return_context_logits=True), ()).logits(100) == 300
     assert engine_request(inputs(return_context_logits=False), ()).logits(100) == 0

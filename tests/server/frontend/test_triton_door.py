@@ -250,7 +250,7 @@ def test_a_text_that_cannot_be_made_ends_its_request(door: TritonModel, monkeypa
     def fail(*_: Any) -> Any:
         raise MemoryError("no room for a text")
 
-    monkeypatch.setattr("kvseek.server.requests.outputs.TokenRequest.push", fail)
+    monkeypatch.setattr("kvseek.server.requests.models.TokenRequest.push", fail)
     request = ToyRequest(19_000)
     door.execute([request])
     wait_for(request.ended.is_set)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
+from tests.server.conftest import loop_in_a_thread
 from tests.support.door_processes import CLOSED_PORT
 from tests.support.waiting import SECONDS
 
@@ -49,9 +49,6 @@ def ports(
     directory = build_engine(random_model("llama"), "full", "--max_batch_size", "1", "--max_seq_len", "100")
     folder = tmp_path_factory.mktemp("conformance")
     (folder / "restarts.json").write_text("{}")
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
 
     async def start() -> tuple[Frontend, HttpServer, dict[str, int]]:
         frontend = Frontend(directory, folder / "none.sock", ServeSettings(), CLOSED_PORT, CLOSED_PORT)
@@ -64,14 +61,12 @@ def ports(
     async def stop() -> None:
         await asyncio.gather(frontend.close(), server.close())
 
-    frontend, server, found = asyncio.run_coroutine_threadsafe(start(), loop).result(SECONDS)
-    try:
-        yield found
-    finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(SECONDS)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(SECONDS)
-        loop.close()
+    with loop_in_a_thread() as loop:
+        frontend, server, found = asyncio.run_coroutine_threadsafe(start(), loop).result(SECONDS)
+        try:
+            yield found
+        finally:
+            asyncio.run_coroutine_threadsafe(stop(), loop).result(SECONDS)
 
 
 def ask(port: int, sent: bytes, answers: int = 1, closes: bool = False, without_body: bool = False) -> Answer:

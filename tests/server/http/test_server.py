@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,10 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from tests.server.conftest import loop_in_a_thread
 from tests.support.waiting import SECONDS, wait_for
 
-from kvseek.server.errors import ServerError
-from kvseek.server.http.answers import PIECE_BYTES, Writer
+from kvseek.server.errors import INTERNAL, ServerError
+from kvseek.server.http.content import PIECE_BYTES, Writer
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.server import IDLE_SECONDS, MOST_PIPELINED, SPARE_CONNECTIONS, HttpServer
 from kvseek.server.openai.errors import openai_error
@@ -50,22 +50,17 @@ async def refusing(_: Request) -> Response:
 def listening(endpoint: Any, most: int = 10, **options: Any) -> Iterator[tuple[HttpServer, int]]:
     """An endpoint at / and /health of a port, whose loop runs in a thread of its own."""
     routes = [Route("/", endpoint, methods=["GET", "POST"]), Route("/health", small)]
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
 
     async def start() -> tuple[HttpServer, int]:
         server = HttpServer(routes, "/", most, **options)
         return server, await server.start("127.0.0.1", 0, "--http_port")
 
-    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(SECONDS)
-    try:
-        yield server, port
-    finally:
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result(SECONDS)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(SECONDS)
-        loop.close()
+    with loop_in_a_thread() as loop:
+        server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(SECONDS)
+        try:
+            yield server, port
+        finally:
+            asyncio.run_coroutine_threadsafe(server.close(), loop).result(SECONDS)
 
 
 def slow_reader(port: int, sent: bytes) -> socket.socket:
@@ -255,15 +250,41 @@ def test_a_client_that_is_still_sending_reads_its_refusal() -> None:
             assert (response.status_code, response.headers["Connection"]) == (413, "close")
 
 
+class Silent:
+    """An endpoint that returns and has not answered."""
+
+    async def __call__(self, *_: Any) -> None:
+        pass
+
+
+def unwritable(form: Any) -> Any:
+    """A form of errors that fails for the error that an endpoint raises."""
+
+    def write(error: Exception) -> tuple[int, bytes]:
+        if isinstance(error, ZeroDivisionError):
+            raise TypeError("/private/path")
+        status, body = form(error)
+        return int(status), bytes(body)
+
+    return write
+
+
 @pytest.mark.parametrize("form", [kserve_error, openai_error])
+@pytest.mark.parametrize(
+    ("endpoint", "wrap", "logged"),
+    [(broken, None, "/private/path"), (broken, unwritable, "/private/path"), (Silent(), None, "has not answered")],
+    ids=["raises", "cannot be written", "silent"],
+)
 def test_an_error_that_nobody_has_foreseen_is_told_as_json_and_logged(
-    form: Any, caplog: pytest.LogCaptureFixture
+    endpoint: Any, wrap: Any, logged: str, form: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with listening(broken, form=form) as (_, port):
+    """In the port's form whatever fails: uvicorn's own answer would be plain text."""
+    with listening(endpoint, form=wrap(form) if wrap else form) as (_, port):
         response = requests.get(f"http://127.0.0.1:{port}/", timeout=SECONDS)
-    assert response.status_code == 500
-    assert "/private" not in json.dumps(response.json())
-    assert "/private/path" in caplog.text, "the log says more"
+    assert (response.status_code, response.headers["content-type"]) == (500, "application/json")
+    told = response.json()["error"]
+    assert (told if form is kserve_error else told["message"]) == INTERNAL
+    assert logged in caplog.text, "the log says more"
 
 
 def test_beyond_the_limit_requests_are_refused_and_health_is_not() -> None:
@@ -285,6 +306,17 @@ def test_beyond_the_limit_requests_are_refused_and_health_is_not() -> None:
         assert b"open connections" in answer + held[-1].recv(1000)
         for each in held:
             each.close()
+
+
+def test_newcomers_do_not_cost_a_connection_its_place() -> None:
+    """Though none of them can be closed yet: they have a request, or have come just now."""
+    ask = b"POST / HTTP/1.1\r\nHost: door\r\nContent-Length: 2\r\n\r\n{}"
+    with listening(small, most=1) as (server, port), ExitStack() as held:
+        first, *others = (held.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS)) for _ in range(9))
+        wait_for(lambda: server.connections == 9)
+        for connection, status in ((first, b"204"), (others[0], b"503"), (first, b"204")):
+            connection.sendall(ask)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 " + status)
 
 
 def test_pages_of_other_origins_may_ask_if_a_flag_says_so() -> None:

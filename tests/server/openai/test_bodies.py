@@ -15,7 +15,6 @@ from tests.server.openai.test_prompts import with_template
 from tokenizers import processors
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.openai.bodies import CHAT_FORMAT, CHAT_NEUTRAL, COMPLETION_FORMAT, COMPLETION_NEUTRAL, WITHOUT_EFFECT
@@ -40,16 +39,6 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     return build_engine(random_model("llama"), "full", *limits)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> Tokenizer:
-    return Tokenizer(directory)
-
-
-@pytest.fixture(scope="module")
-def config(directory: Path) -> EngineConfig:
-    return read_config(directory)
-
-
 class Reader:
     """Makes the choices of a body, as the door does."""
 
@@ -58,11 +47,11 @@ class Reader:
 
     def chat(self, messages: Any = HELLO, **fields: Any) -> list[Choice]:
         body = CHAT_FORMAT.read(json.dumps({"messages": messages, **fields}).encode())
-        return make_choices(body, body, Tenant(), self.tokenizer, self.config)[0]
+        return make_choices(body, Tenant(), self.tokenizer, self.config)[0]
 
     def complete(self, prompt: Any = "the harbour", **fields: Any) -> list[Choice]:
         body = COMPLETION_FORMAT.read(json.dumps({"prompt": prompt, **fields}).encode())
-        return make_choices(body, body, Tenant(), self.tokenizer, self.config)[0]
+        return make_choices(body, Tenant(), self.tokenizer, self.config)[0]
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
+from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode
-from kvseek.core.request import FinishReason, LogProbs, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.errors import CodedError
-from kvseek.server.openai.choices import Choice, Echo
-from kvseek.server.openai.replies import LOWEST, ChatReply, CompletionReply, usage
+from kvseek.server.openai.app import _merged
+from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, usage
 
 TEXT = "the harbour ⚓ lit at dusk"
 
@@ -23,7 +26,7 @@ def tokenizer(random_model: RandomModel, build_engine: BuildEngine) -> Tokenizer
 
 
 def choice(tokenizer: Tokenizer, *stop: str, streaming: bool = True, logprobs: int | None = None) -> Choice:
-    request = Request((5,), 50, SamplingParams(logprobs=logprobs))
+    request = Request((5,), 50, SamplingConfig(logprobs=logprobs))
     return Choice(request, tokenizer, stop, streaming)
 
 
@@ -100,7 +103,7 @@ def test_log_probabilities_of_a_completion(tokenizer: Tokenizer) -> None:
 
 def echoing(tokenizer: Tokenizer) -> tuple[Choice, list[int]]:
     ids = tokenizer.encode("one ship")
-    request = Request(tuple(ids), 1, SamplingParams(logprobs=0, prompt_logprobs=0))
+    request = Request(tuple(ids), 1, SamplingConfig(logprobs=0, prompt_logprobs=0))
     return Choice(request, tokenizer, (), False, Echo("one ship", tokenizer.offsets(ids))), ids
 
 
@@ -145,3 +148,33 @@ def test_events_of_a_chat_are_openais(tokenizer: Tokenizer) -> None:
     assert [event["usage"] for event in (*begin, text, finish)] == [None] * 4, "as OpenAI, if usage was asked for"
     assert "usage" not in next(ChatReply("m", "fp", tokenizer, False, False).begin(1))
     assert {event["id"] for event in (*begin, text, finish, end)} == {reply.id}
+
+
+async def stream(*texts: str, error: Exception | None = None, endless: bool = False) -> AsyncIterator[dict[str, Any]]:
+    for text in texts:
+        yield {"text": text}
+        await asyncio.sleep(0)
+    if error is not None:
+        raise error
+    if endless:
+        await asyncio.Event().wait()
+
+
+def test_pieces_of_all_choices_arrive_in_their_own_order() -> None:
+    async def collect() -> list[tuple[int, dict[str, Any]]]:
+        return [each async for each in _merged([stream("a", "b"), stream("x"), stream()])]
+
+    found = asyncio.run(collect())
+    assert [piece["text"] for index, piece in found if index == 0] == ["a", "b"]
+    assert [piece["text"] for index, piece in found if index == 1] == ["x"]
+
+
+def test_an_error_of_one_choice_ends_all() -> None:
+    async def collect() -> None:
+        error = CodedError(ErrorCode.QUEUE_FULL, "full")
+        async for _ in _merged([stream("a", endless=True), stream(error=error)]):
+            pass
+        raise AssertionError("the error is lost")
+
+    with pytest.raises(CodedError, match="full"):
+        asyncio.run(asyncio.wait_for(collect(), SECONDS))

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
 
-from kvseek.server.launch import RunningServer, running_server
-from kvseek.server.settings import ServeSettings
+from kvseek.server.launch import RunningServer
 
 pytestmark = [
     pytest.mark.server,
@@ -58,10 +56,8 @@ def model_folder(random_model: RandomModel) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Path, build_engine: BuildEngine) -> Iterator[RunningServer]:
-    limits = ("--max_batch_size", "2", "--max_seq_len", "400")
-    with running_server(build_engine(model_folder, "full", *limits), settings=ServeSettings(threads=1)) as server:
-        yield server
+def directory(model_folder: Path, build_engine: BuildEngine) -> Path:
+    return build_engine(model_folder, "full", "--max_batch_size", "2", "--max_seq_len", "400")
 
 
 def evaluate(

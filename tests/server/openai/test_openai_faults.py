@@ -53,7 +53,7 @@ def door(directory: Path, socket_path: Path, settings: ServeSettings) -> Iterato
 @pytest.fixture(scope="module")
 def engine(directory: Path, socket_path: Path, settings: ServeSettings, door: Door) -> Iterator[Any]:
     with engine_process(directory, socket_path, settings) as process:
-        client = OpenAI(base_url=door.openai_url, api_key=KEY, max_retries=0)
+        client = door.openai_client(KEY)
         wait_for(lambda: answers(client), "the door has found the engine")
         yield process
 
@@ -65,14 +65,10 @@ def answers(client: OpenAI) -> bool:
         return False
 
 
-def client_of(door: Door, key: str = KEY) -> OpenAI:
-    return OpenAI(base_url=door.openai_url, api_key=key, max_retries=0, timeout=SECONDS)
-
-
 def test_without_an_engine_requests_are_503(door: Door) -> None:
     """Before any test that starts one."""
     with pytest.raises(openai.InternalServerError, match="the engine is not running") as caught:
-        client_of(door).completions.create(**ASK)
+        door.openai_client(KEY).completions.create(**ASK)
     assert caught.value.status_code == 503
     assert caught.value.code == "engine_unavailable"
     assert caught.value.response.headers["Retry-After"] == "1"
@@ -84,7 +80,7 @@ def test_without_an_engine_requests_are_503(door: Door) -> None:
 def test_a_wrong_key_is_401_everywhere_but_for_health(door: Door) -> None:
     for key in ("wrong", KEY[:-1], KEY + "x"):
         with pytest.raises(openai.AuthenticationError, match="none of the server's API keys") as caught:
-            client_of(door, key).models.list()
+            door.openai_client(key).models.list()
         assert caught.value.code == "invalid_api_key"
     root = door.openai_url.removesuffix("/v1")
     for path in ("v1/models", "v1/nothing", "metrics"):
@@ -97,7 +93,7 @@ def test_a_wrong_key_is_401_everywhere_but_for_health(door: Door) -> None:
 
 
 def test_the_model_has_the_name_that_serve_gives_it(door: Door, engine: Any) -> None:
-    client = client_of(door)
+    client = door.openai_client(KEY)
     assert [card.id for card in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME, "a slash in the name is part of the path"
     assert client.completions.create(**ASK).model == NAME
@@ -107,7 +103,7 @@ def test_the_doors_end_although_a_stream_runs(
     directory: Path, socket_path: Path, settings: ServeSettings, door: Door, engine: Any
 ) -> None:
     with doors(directory, socket_path, settings) as other:
-        wait_for(lambda: answers(client_of(other)))
+        wait_for(lambda: answers(other.openai_client(KEY)))
         headers = {"Authorization": f"Bearer {KEY}"}
         with requests.post(
             f"{other.openai_url}/completions", json=ENDLESS, headers=headers, stream=True, timeout=SECONDS
@@ -135,7 +131,7 @@ def test_an_engine_that_dies_ends_streams_with_an_error_event_and_others_with_50
     with socket.create_connection(("127.0.0.1", door.openai_port), SECONDS) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}"
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        stream = client_of(door).completions.create(**endless, stream=True, extra_body={"ignore_eos": True})
+        stream = door.openai_client(KEY).completions.create(**endless, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
         wait_for(lambda: running(f"127.0.0.1:{door.metrics_port}") == 2, "both run")
         engine.kill()

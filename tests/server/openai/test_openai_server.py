@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvseek.client import chat
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.launch import RunningServer, running_server
+from kvseek.server.launch import RunningServer
 from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
@@ -39,33 +38,15 @@ WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--
 
 
 @pytest.fixture(scope="module")
+def settings() -> ServeSettings:
+    return ServeSettings(threads=1, max_queue_size=6)
+
+
+@pytest.fixture(scope="module")
 def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     model = random_model("llama", max_position_embeddings=2048)
     limits = ("--max_batch_size", "3", "--max_seq_len", "1200", "--max_input_len", "400")
     return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with running_server(directory, settings=ServeSettings(threads=1, max_queue_size=6), log=log) as server:
-        yield server
-    assert "Traceback" not in log.read_text(), "nothing here is the server's fault"
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> OpenAI:
-    return OpenAI(base_url=server.openai_url, api_key="none", max_retries=0, timeout=SECONDS)
-
-
-@pytest.fixture(scope="module")
-def model(client: OpenAI) -> str:
-    return client.models.list().data[0].id
-
-
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
-    return Engine.load(directory)
 
 
 def templated(engine: Engine, talk: Any) -> tuple[int, ...]:

@@ -48,11 +48,7 @@ def door(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def client(door: Door) -> OpenAI:
-    return client_of(door, KEYS[0])
-
-
-def client_of(door: Door, key: str) -> OpenAI:
-    return OpenAI(base_url=door.openai_url, api_key=key, max_retries=0, timeout=SECONDS)
+    return door.openai_client(KEYS[0])
 
 
 def ask(client: OpenAI, text: str, **fields: Any) -> tuple[int, str]:
@@ -109,7 +105,7 @@ def test_a_stream_tells_what_was_cached(client: OpenAI) -> None:
 
 def test_each_key_is_a_tenant(door: Door) -> None:
     """Another key finds nothing, and learns nothing of a session that exists for the first."""
-    one, two = (client_of(door, key) for key in KEYS)
+    one, two = (door.openai_client(key) for key in KEYS)
     text = "a secret " + STORY
     first, answer = ask(one, text, session_id="mine")
     assert first < 50, "a template's tokens and a letter or two"
@@ -164,7 +160,7 @@ def test_a_deletion_needs_a_key_and_other_methods_are_405(door: Door) -> None:
 
 def test_keys_share_if_the_server_says_so(directory: Path, tmp_path: Path) -> None:
     for door in served(directory, tmp_path, share_prefixes="all"):
-        one, two = (client_of(door, key) for key in KEYS)
+        one, two = (door.openai_client(key) for key in KEYS)
         assert ask(one, STORY, session_id="ours")[0] == 0
         assert ask(two, STORY)[0] > 100
         assert end(two, "ours")["freed_extents"] == 0, "the last request was of no session"

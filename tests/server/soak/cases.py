@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class Case:
     prompt: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    sampling: SamplingParams
+    sampling: SamplingConfig
     tokens: tuple[int, ...] = ()
     texts: tuple[str, ...] = field(default=(), repr=False)
 
@@ -113,9 +113,9 @@ def _draw(number: int, engine: Engine, random: Random) -> Case:
     max_tokens = min(
         room, random.choice((1, random.randint(2, 12), random.randint(12, 60), random.randint(60, LONGEST_ANSWER)))
     )
-    sampling = SamplingParams()
+    sampling = SamplingConfig()
     if random.random() < 0.3:
-        sampling = SamplingParams(temperature=0.8, top_k=random.choice((0, 5, 50)), seed=random.randrange(2**63))
+        sampling = SamplingConfig(temperature=0.8, top_k=random.choice((0, 5, 50)), seed=random.randrange(2**63))
     if random.random() < 0.4:
         ids = tuple(random.randrange(3, engine.config.model.vocab_size) for _ in range(length))
         return Case(number, "tensorrt_llm", "", ids, max_tokens, sampling)

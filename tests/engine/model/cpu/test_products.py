@@ -14,12 +14,14 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.weight_only import dequantise, quantise
+from kvseek.engine.model import bfloat16
 from kvseek.engine.model.cpu.products import (
     FEW_ROWS_OF_BFLOAT16,
     ByteLinear,
     HostProducts,
     PackedLinear,
     WidenedLinear,
+    multiplies_integers,
 )
 from kvseek.engine.model.reference.products import Linear, Product, Products
 from kvseek.kernels.cpu.layer.byte_products import ByteProduct
@@ -27,6 +29,7 @@ from kvseek.kernels.cpu.layer.byte_products import ByteProduct
 ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, 31, 32, 33, 150)
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((96, 64), (33, 112), (7, 40), (1, 16))
+FORMS = ((False, False), (True, False), (True, True))  # native, integers
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -40,14 +43,20 @@ def skip_what_onednn_cannot_pack(dtype: torch.dtype, native: bool) -> None:
         )
 
 
-def check(linear: Product, x: Tensor, weight: Tensor, bias: Tensor | None, prompt: bool = False) -> None:
-    """Compare with float64: sums may be rounded as float32 is, and the result once or, with a bias, twice."""
+def check(
+    linear: Product, x: Tensor, weight: Tensor, bias: Tensor | None, prompt: bool = False, rounding: float = 0.0
+) -> None:
+    """Compare with float64: sums may be rounded as float32 is, and the result once or, with a bias, twice.
+
+    `rounding` is by how much a number of x may be off, over the largest of its row.
+    """
     found = linear(x, prompt=prompt)
     assert (found.dtype, found.shape) == (x.dtype, (x.shape[0], weight.shape[0]))
     exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
     limit = size * weight.shape[1] * 2.0**-24 + size * torch.finfo(x.dtype).eps
+    limit += rounding * x.double().abs().amax(1, keepdim=True) * weight.double().abs().sum(1)
     assert ((found.double() - exact).abs() <= limit).all()
 
 
@@ -66,37 +75,38 @@ def test_plain_weights(dtype: torch.dtype, native: bool, with_bias: bool) -> Non
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("native", "integers"), FORMS)
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_8_bits(
-    library: CpuLibrary, dtype: torch.dtype, precision: str, native: bool, with_bias: bool
+    library: CpuLibrary, dtype: torch.dtype, precision: str, native: bool, integers: bool, with_bias: bool
 ) -> None:
     skip_what_onednn_cannot_pack(dtype, native)
     for outputs, inputs in SHAPES:
         stored, scale = quantise(random(outputs, inputs, seed=1), precision)
         bias = random(outputs, dtype=dtype, seed=2) if with_bias else None
-        linear = HostProducts(dtype, library, native).linear(stored, bias, scale)
+        linear = HostProducts(dtype, library, native, integers).linear(stored, bias, scale)
         kept = dtype is torch.bfloat16 and precision == "int8" and inputs % 16 == 0
         assert isinstance(linear, ByteLinear) == kept
         for rows, prompt in product(ROWS, (False, True)):
-            # Steps multiply before the scale rounds anything; prompts with the dequantised weight, which is rounded.
-            exact = kept and not (prompt and native)
+            # Steps and integers multiply before the scale rounds anything; oneDNN with the dequantised weight, which is rounded.
+            exact = kept and (integers or not (prompt and native))
             weight = stored.double() * scale.double()[:, None] if exact else dequantise(stored, scale, dtype)
-            check(linear, random(rows, inputs, dtype=dtype), weight, bias, prompt)
+            rounding = 0.5 / 32767 if kept and integers and prompt else 0.0
+            check(linear, random(rows, inputs, dtype=dtype), weight, bias, prompt, rounding)
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("native", "integers"), FORMS)
 @pytest.mark.parametrize("precision", [None, "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prompts_row_depends_on_no_other_row(
-    library: CpuLibrary, dtype: torch.dtype, precision: str | None, native: bool
+    library: CpuLibrary, dtype: torch.dtype, precision: str | None, native: bool, integers: bool
 ) -> None:
     """Whether the prompt is read whole, in chunks or behind a reused beginning: of one row up to more than a step ever has."""
     skip_what_onednn_cannot_pack(dtype, native)
     for outputs, inputs in ((576, 1536), (300, 2048), (33, 112)):
         weight = random(outputs, inputs, seed=1)
-        bias, products = random(outputs, dtype=dtype, seed=2), HostProducts(dtype, library, native)
+        bias, products = random(outputs, dtype=dtype, seed=2), HostProducts(dtype, library, native, integers)
         stored, scale = (weight.to(dtype), None) if precision is None else quantise(weight, precision)
         for linear in (products.linear(stored, bias, scale), products.head(stored, scale)):
             x = random(700, inputs, dtype=dtype)
@@ -115,17 +125,19 @@ def test_rows_of_a_larger_tensor(library: CpuLibrary, dtype: torch.dtype) -> Non
         assert torch.equal(linear(x), linear(x.contiguous()))
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("native", "integers"), FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_infinity_stays_in_its_row(library: CpuLibrary, dtype: torch.dtype, native: bool) -> None:
+def test_what_is_not_finite_stays_in_its_row(
+    library: CpuLibrary, dtype: torch.dtype, native: bool, integers: bool
+) -> None:
     skip_what_onednn_cannot_pack(dtype, native)
-    weight, products = random(32, 64, seed=1), HostProducts(dtype, library, native)
+    weight, products = random(32, 64, seed=1), HostProducts(dtype, library, native, integers)
     for linear in (products.linear(weight.to(dtype)), products.linear(*_with_scale(weight))):
-        for rows in ROWS[1:]:
+        for rows, number, prompt in product(ROWS[1:], (float("inf"), float("nan")), (False, True)):
             x = random(rows, 64, dtype=dtype)
-            clean = linear(x)
-            x[1, 3] = float("inf")
-            found = linear(x)
+            clean = linear(x, prompt=prompt)
+            x[1, 3] = number
+            found = linear(x, prompt=prompt)
             assert not found[1].isfinite().any()
             others = [row for row in range(rows) if row != 1]
             torch.testing.assert_close(found[others], clean[others])
@@ -147,15 +159,25 @@ def test_few_rows_of_bytes_at_every_level(library: CpuLibrary, level: int, with_
             check(linear, x, stored.double() * scale.double()[:, None], bias)
 
 
+def test_integers_are_the_same_at_every_level(library: CpuLibrary, level: int) -> None:
+    """Rows of zeros, of one large number and of tiny ones are among them."""
+    stored, _, scale = _with_scale(random(67, 576, seed=1))
+    x = random(13, 576, dtype=torch.bfloat16)
+    x[3], x[4, 7], x[5] = 0, 3e4, x[5] * 1e-32
+    linear = HostProducts(torch.bfloat16, library, integers=True).linear(stored, None, scale)
+    check(linear, x, stored.double() * scale.double()[:, None], None, prompt=True, rounding=0.6 / 32767)
+
+
 def test_few_rows_depend_neither_on_each_other_nor_on_threads(library: CpuLibrary) -> None:
     stored, _, scale = _with_scale(random(500, 128, seed=1))
-    linear, x = HostProducts(torch.bfloat16, library).linear(stored, None, scale), random(7, 128, dtype=torch.bfloat16)
-    threads = torch.get_num_threads()
+    linear = HostProducts(torch.bfloat16, library, integers=True).linear(stored, None, scale)
+    x, threads = random(7, 128, dtype=torch.bfloat16), torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        alone = torch.cat([linear(row) for row in x.split(1)])
-        torch.set_num_threads(3)
-        assert torch.equal(linear(x), alone)
+        for prompt in (False, True):
+            torch.set_num_threads(1)
+            alone = torch.cat([linear(row, prompt=prompt) for row in x.split(1)])
+            torch.set_num_threads(3)
+            assert torch.equal(linear(x, prompt=prompt), alone)
     finally:
         torch.set_num_threads(threads)
 
@@ -170,6 +192,37 @@ def test_a_head_of_bytes_is_never_dequantised(library: CpuLibrary) -> None:
         check(head, x, stored.double() * scale.double()[:, None], None)
         assert torch.equal(head(x)[:1], head(x[:1])), "of many rows and of one the same kernel"
     assert isinstance(HostProducts(torch.bfloat16, library).head(weight.bfloat16()), (PackedLinear, WidenedLinear))
+
+
+@pytest.mark.parametrize(
+    ("vnni", "amx", "limit", "expected"),
+    [
+        (True, False, None, True),
+        (True, True, None, False),
+        (True, True, bfloat16.WITHOUT_AMX, True),
+        (False, False, None, False),
+    ],
+)
+def test_instructions_choose_what_multiplies_prompts(
+    monkeypatch: pytest.MonkeyPatch, vnni: bool, amx: bool, limit: str | None, expected: bool
+) -> None:
+    """AMX that is advertised and faults has been excluded by a limit of oneDNN's instructions."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(bfloat16, "usable", lambda: True)
+    monkeypatch.delenv(bfloat16.ONEDNN_LIMIT, raising=False)
+    if limit is not None:
+        monkeypatch.setenv(bfloat16.ONEDNN_LIMIT, limit)
+    assert multiplies_integers() is expected
+
+
+def test_the_log_says_what_multiplies_prompts(library: CpuLibrary) -> None:
+    def words(dtype: torch.dtype, *settings: bool) -> str:
+        return HostProducts(dtype, library, *settings).prompts
+
+    assert words(torch.float32, True, True) == "oneDNN in float32"
+    assert words(torch.bfloat16, False, False) == "oneDNN in float32"
+    assert words(torch.bfloat16, True, True) == "oneDNN in bfloat16, with int8 weights integers by VNNI"
 
 
 def test_without_a_library_the_weight_is_dequantised() -> None:

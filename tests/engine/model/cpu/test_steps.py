@@ -9,7 +9,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_prefill
 
-from kvseek.core.request import Request, SamplingParams
+from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Sampler
 from kvseek.engine.engine import Engine
@@ -52,7 +52,7 @@ def test_requests_of_a_mixed_batch_are_computed_as_if_alone(directory: Path) -> 
 
 def test_requests_get_tokens(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, other = start(directory), start(directory)
-    sampler = Sampler(Request((1,), 5, SamplingParams(return_generation_logits=True)), decoder.config.model.vocab_size)
+    sampler = Sampler(Request((1,), 5, SamplingConfig(return_generation_logits=True)), decoder.config.model.vocab_size)
     drawn, attended = decoder.decode_tokens([5, 6, 7], [0, 3, 2], [None, sampler, None])
     logits, expected = other.decode([5, 6, 7], [0, 3, 2])
     assert (drawn[0], drawn[2], attended) == (int(logits[0].argmax()), int(logits[2].argmax()), expected)

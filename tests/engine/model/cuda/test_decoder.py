@@ -18,7 +18,7 @@ from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for
 from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.core.request import FinishReason, Request, SamplingParams, StepOutput
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
@@ -66,7 +66,7 @@ def test_requests_get_tokens_and_logits(directories: dict[tuple[str, str], Path]
     for decoder in (ours, twin):
         for slot in range(3):
             run_prefill(decoder, slot, PROMPT[slot:], 10)
-    sampler = Sampler(Request((1,), 5, SamplingParams(return_generation_logits=True)), 100)
+    sampler = Sampler(Request((1,), 5, SamplingConfig(return_generation_logits=True)), 100)
     drawn, attended = ours.decode_tokens([5, 6, 7], [0, 1, 2], [None, sampler, None])
     logits, expected_attended = twin.decode([5, 6, 7], [0, 1, 2])
     assert drawn[0] == int(logits[0].argmax())
@@ -80,7 +80,7 @@ def test_an_engine_draws_the_same_tokens_on_both(directories: dict[tuple[str, st
     reference = Engine.load(directory)
     engine = Engine(reference.config, make_decoder(directory), reference.tokenizer)
     requests = [
-        Request(tuple(PROMPT[i:]), 20 + i, SamplingParams(**values))
+        Request(tuple(PROMPT[i:]), 20 + i, SamplingConfig(**values))
         for i, values in enumerate(({}, {"temperature": 0.7, "seed": 3}, {"repetition_penalty": 1.3}, {}, {}))
     ]
     assert engine.generate(requests) == reference.generate(requests)

@@ -147,7 +147,7 @@ def test_a_request_does_not_depend_on_its_batch_nor_on_threads(library: CpuLibra
         together = cache.attend(queries, selection, 0.125, library)
         torch.set_num_threads(1)
         for i in range(3):
-            alone, chosen = replace(cache, batch=cache.batch.part([i])), Selection(selection.rows[i : i + 1])
+            alone, chosen = replace(cache, batch=cache.batch.subset([i])), Selection(selection.rows[i : i + 1])
             assert torch.equal(alone.attend(queries[i : i + 1], chosen, 0.125, library)[0], together[i])
     finally:
         torch.set_num_threads(threads)

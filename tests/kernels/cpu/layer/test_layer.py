@@ -148,7 +148,7 @@ def test_a_row_depends_neither_on_other_rows_nor_on_threads(library: CpuLibrary,
         assert torch.equal(ops.add_rms_norm(x[one], None, weight), normed[one])
         assert torch.equal(ops.silu_mul(gate_up[one]), activated[one])
         own, turned = torch.zeros_like(window), tuple(part[one] for part in rotation)
-        assert torch.equal(ops.rope_append(qkv[one], batch.part([row]), turned, own, *norms), queries[one])
+        assert torch.equal(ops.rope_append(qkv[one], batch.subset([row]), turned, own, *norms), queries[one])
         assert torch.equal(own[row], window[row])
         assert torch.equal(torch.stack((keys[:, row], values[:, row]), dim=1), window[row, :, 1])
 

@@ -22,8 +22,8 @@ from kvseek.builder.compile.cuda import specialise
 from kvseek.builder.options import FitOptions
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.batch import BUCKETS
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig, require
-from kvseek.core.errors import CapacityError, KernelError
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.errors import CapacityError, KernelError, require
 from kvseek.core.extents import extents_for
 from kvseek.core.ranks import divided
 from kvseek.engine.cache.host_pool import can_pin

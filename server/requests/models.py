@@ -1,20 +1,39 @@
-"""From the engine's outputs to what clients of Triton's models get: texts or token ids, log probabilities, logits, metrics.
+"""The models that clients of Triton ask, in each of the repository layouts that TensorRT-LLM has: how inputs become requests, and
+what the engine's outputs become.
 
-Each model writes its responses from what the accumulator has gathered, with TensorRT-LLM's names. No tensors here.
+At every port a request's inputs make a request of the engine in the same way (translation.py), and each model writes its
+responses from what the accumulator has gathered, with TensorRT-LLM's names. No tensors here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import RequestError, renamed
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import Tokenizer
 
-from .translation import LLMAPI_NAMES, TEXT_NAMES, TOKEN_NAMES, Inputs, scalar
+from .translation import (
+    LLMAPI_NAMES,
+    TEXT_NAMES,
+    TOKEN_NAMES,
+    Inputs,
+    as_text_model,
+    engine_request,
+    scalar,
+    sequences_of,
+    text_request,
+)
+
+SEVERAL = ("stream", "streaming", "return_prefill_progress")  # inputs that ask for several responses to one prompt
+MAX_ID_CHARACTERS = 256  # most characters of a client's id of its request
+# Most logits of an answer in JSON, which takes 20 bytes and 0.4 µs for each.
+MAX_JSON_LOGITS = 1 << 20
 
 NANOSECONDS = 1_000_000_000
 Chunk = dict[str, Any]  # name of an output → its value: a str, a number, a list of token ids, or Logits
@@ -26,6 +45,7 @@ ASKED_FOR = {  # outputs that a response of the LLM API layout has only if this 
     "prefill_progress": "return_prefill_progress",
 }
 FINISH_REASONS: dict[str, str] = {FinishReason.END_ID: "stop", FinishReason.STOP_WORD: "stop"}  # others: kvseek's names
+LOGITS = ("context_logits", "generation_logits")  # outputs
 NONE = "None"  # what stands for a reason there until there is one
 
 
@@ -108,28 +128,56 @@ def perf_metrics(statistics: RequestStatistics | None) -> Chunk:
 
 
 class TokenRequest:
-    """A request of the token model. A complete answer begins with its prompt unless `exclude_input_in_output`."""
+    """A request of the token model. A complete answer begins with its prompt unless `exclude_input_in_output`.
 
+    Attributes
+    ----------
+    model : str
+        The model's name.
+    names : mapping
+        The model's inputs by the names of the engine's errors.
+    prompt_input, stream_input : str
+        The inputs that have the prompt, and that ask for a stream.
+    takes_text : bool
+        Whether the prompt is text, which has to be tokenised, or token ids.
+    batched : bool
+        Whether the first dimension of clients' tensors is the batch, and responses have `batch_index` and `sequence_index`.
+    """
+
+    model = "tensorrt_llm"
     names: Mapping[str, str] = TOKEN_NAMES
-    stream_field = "streaming"
+    prompt_input, stream_input = "input_ids", "streaming"
+    takes_text, batched = False, True
+
+    @classmethod
+    def make(cls, inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> list[Self]:
+        """Make the sequences of one prompt from its inputs; raises RequestError on any input that cannot be served."""
+        request = engine_request(inputs, config.model.eos_token_ids)
+        return [cls(sequence, inputs) for sequence in sequences_of(inputs, request)]
 
     def __init__(
-        self, request: Request, inputs: Inputs, tokenizer: Tokenizer | None = None, stop_words: tuple[str, ...] = ()
+        self,
+        request: Request,
+        inputs: Inputs,
+        tokenizer: Tokenizer | None = None,
+        stop_words: tuple[str, ...] = (),
+        prompt: str = "",
     ) -> None:
         self.request, self.ended = request, False
-        self.streaming = bool(scalar(inputs, self.stream_field, False))
+        self.streaming = bool(scalar(inputs, self.stream_input, False))
         self._echoes = not (self.streaming or scalar(inputs, "exclude_input_in_output", False))
         self._progress = bool(scalar(inputs, "return_prefill_progress", False))
         self._metrics = bool(scalar(inputs, "return_perf_metrics", False))
         self._new, self._sum = Accumulator(request, tokenizer, stop_words), 0.0
         if self._echoes:
             self._new.token_ids += request.prompt_ids
+            self._new.text = prompt
 
     def push(self, output: StepOutput) -> Iterator[Chunk]:
         """See ServedRequest."""
-        told = self._new.push(output)
+        is_answer = self._new.push(output)
         reason = self._new.finish_reason
-        if not told:
+        if not is_answer:
             if self._progress and reason is None:
                 yield self._chunk(output, "", progress=True)
             return
@@ -170,15 +218,20 @@ class TokenRequest:
 class TextRequest(TokenRequest):
     """A request of the text model. A stop word is found in the text, whatever tokens it is spelt with, and is not part of it."""
 
+    model = "tensorrt_llm_bls"
     names: Mapping[str, str] = TEXT_NAMES
-    stream_field = "stream"
+    prompt_input, stream_input = "text_input", "stream"
+    takes_text = True
 
-    def __init__(
-        self, request: Request, prompt: str, stop_words: tuple[str, ...], inputs: Inputs, tokenizer: Tokenizer
-    ) -> None:
-        super().__init__(request, inputs, tokenizer, stop_words)
-        if self._echoes:
-            self._new.text = prompt
+    @classmethod
+    def make(cls, inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> list[Self]:
+        """See TokenRequest. Tokenises, which may take long."""
+        request, prompt, stop_words = text_request(inputs, tokenizer, config)
+        made = sequences_of(inputs, request)
+        return [cls(sequence, inputs, tokenizer, stop_words, prompt) for sequence in made]
+
+    def __init__(self, request: Request, inputs: Inputs, *more: Any) -> None:
+        super().__init__(request, inputs, *more)
         self._counts = {
             name: bool(scalar(inputs, f"return_{name}", False)) for name in ("num_input_tokens", "num_output_tokens")
         }
@@ -195,12 +248,17 @@ class TextRequest(TokenRequest):
 class LlmApiRequest(TextRequest):
     """A request of the LLM API layout's model. As TensorRT-LLM's, each response of a stream has the whole text so far."""
 
+    model = "tensorrt_llm"
     names = LLMAPI_NAMES
+    batched = False
 
-    def __init__(
-        self, request: Request, prompt: str, stop_words: tuple[str, ...], inputs: Inputs, tokenizer: Tokenizer
-    ) -> None:
-        super().__init__(request, prompt, stop_words, inputs, tokenizer)
+    @classmethod
+    def make(cls, inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> list[Self]:
+        """See TextRequest."""
+        return super().make(as_text_model(inputs), tokenizer, config)
+
+    def __init__(self, request: Request, inputs: Inputs, *more: Any) -> None:
+        super().__init__(request, inputs, *more)
         self._left_out = [name for name, flag in ASKED_FOR.items() if not scalar(inputs, flag, False)]
 
     def _chunk(self, output: StepOutput, reason: str, progress: bool) -> Chunk:
@@ -219,3 +277,68 @@ class LlmApiRequest(TextRequest):
 
     def _forget(self) -> None:
         self._new.token_ids = []
+
+
+@dataclass(frozen=True)
+class RepositoryLayout:
+    """The models of a repository, by name, and other names under which TensorRT-LLM's clients ask for them.
+
+    `name` is that of TensorRT-LLM's own folder, triton_backend/all_models/LAYOUT, and of the folder in model_repository/.
+    """
+
+    name: str
+    models: Mapping[str, type[TokenRequest]]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """All names under which clients may ask, and the models' own."""
+        return {name: name for name in self.models} | dict(self.aliases)
+
+
+INFLIGHT_BATCHER_LLM = RepositoryLayout(
+    "inflight_batcher_llm",
+    {kind.model: kind for kind in (TokenRequest, TextRequest)},
+    {"ensemble": TextRequest.model},
+)
+LLMAPI = RepositoryLayout("llmapi", {LlmApiRequest.model: LlmApiRequest})
+LAYOUTS = {layout.name: layout for layout in (INFLIGHT_BATCHER_LLM, LLMAPI)}
+
+
+@dataclass(frozen=True)
+class RequestFactory:
+    """Makes the requests of one engine's clients, for the models of a layout."""
+
+    layout: RepositoryLayout
+    config: EngineConfig
+    tokenizer: Tokenizer
+
+    def make(self, model: str, prompts: Sequence[Inputs]) -> list[list[ServedRequest]]:
+        """Make the requests that the inputs of each prompt ask `model` for: of each prompt, its sequences.
+
+        Tokenises text, which may take long. Raises RequestError on any input that cannot be served.
+        """
+        kind = self.layout.models[model]
+        try:
+            made: list[list[ServedRequest]] = []
+            for inputs in prompts:
+                made.append([*kind.make(inputs, self.tokenizer, self.config)])
+                made[-1][0].request.validate(self.config)  # the others differ by their seeds
+        except RequestError as error:
+            raise type(error)(renamed(str(error), kind.names)) from None
+        return made
+
+    def make_one(self, model: str, inputs: Inputs) -> ServedRequest:
+        """Make the request of one prompt for one sequence; raises RequestError if more are asked for."""
+        ((served, *others),) = self.make(model, [inputs])
+        if others:
+            raise RequestError(
+                f"num_return_sequences = {1 + len(others)}: must be 1 over HTTP; use gRPC, or send several requests"
+            )
+        logits = served.request.logits(self.config.model.vocab_size)
+        if logits > MAX_JSON_LOGITS:
+            raise RequestError(
+                f"{served.request.logit_fields}: {logits:,} logits are asked for: must be <= "
+                f"{MAX_JSON_LOGITS:,} over HTTP; use gRPC, or ask for those of fewer tokens"
+            )
+        return served

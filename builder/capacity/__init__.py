@@ -1,0 +1,1 @@
+"""Capacity planning, `kvseek build --plan`: finds what fits into a GPU's memory, without the GPU."""
