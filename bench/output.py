@@ -124,6 +124,11 @@ def print_whole(table: Table) -> None:
     console.print(table, highlight=False)
 
 
+def rows(columns: Mapping[str, Figure], entries: Iterable[Document]) -> list[tuple[str, ...]]:
+    """The rows of a table: its headings, and one for each entry."""
+    return [tuple(columns), *(tuple(figure(entry) for figure in columns.values()) for entry in entries)]
+
+
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """A table as Markdown; the first row has the headings."""
     heading, *lines = (f"| {' | '.join(cells)} |" for cells in rows)

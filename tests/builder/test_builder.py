@@ -23,7 +23,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError
-from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest, verify, write_manifest
+from kvseek.core.manifest import CODEBOOKS_FILE, MANIFEST_FILE, read_manifest, verify, write_manifest
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
@@ -181,14 +181,17 @@ def test_a_flipped_bit_is_found(engine: Path, name: str) -> None:
 
 
 def test_kernels_of_other_sources_are_refused(engine: Path) -> None:
+    def write() -> None:
+        (engine / MANIFEST_FILE).unlink()
+        write_manifest(engine, "llama", "")
+
     (engine / SOURCES_FILE).write_text("0" * 64)
-    write_manifest(engine, "llama", "")
-    with pytest.raises(
-        EngineDirectoryError, match=r"kernels/sources\.sha256: 0{64}: must be \w{64}.*build the engine again"
-    ):
+    write()
+    refused = r"kernels/sources\.sha256: 0{64}: must be \w{64}.*build the engine again"
+    with pytest.raises(EngineDirectoryError, match=refused):
         Engine.load(engine)
     (engine / SOURCES_FILE).unlink()
-    write_manifest(engine, "llama", "")
+    write()
     with pytest.raises(EngineDirectoryError, match=r"kernels/sources\.sha256: missing: must be"):
         Engine.load(engine)
 

@@ -24,6 +24,7 @@ from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.kernels.cuda.layer.products import SHAPES
 from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.sources import SOURCES_FILE
 
 SOURCE = """
 #include "kernels/scale.cuh"
@@ -291,7 +292,8 @@ def test_an_engine_for_the_gpu(tmp_path: Path) -> None:
     directory = tmp_path / "engine"
     built = read_config(directory)
     assert (built.device, built.dtype, built.kernels, built.cache.offload) == ("cuda", "float32", "native", "always")
-    assert [name for name in read_manifest(directory).files if name.startswith("kernels/")] == ["kernels/sm_90.cubin"]
+    kernels = [name for name in read_manifest(directory).files if name.startswith("kernels/")]
+    assert kernels == ["kernels/sm_90.cubin", SOURCES_FILE]
     image = (directory / "kernels/sm_90.cubin").read_bytes()
     assert set(parameter_bytes(image)) == set(written_kernels("pariskv", "float32"))
     verify(directory)

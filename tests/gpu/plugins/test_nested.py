@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch
 from kvseek.kernels.reference.codes.key_codes import estimate_at
-from kvseek.plugins.group import softmax_mean
 from kvseek.plugins.nested import device
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import HELD_CANDIDATES, CudaIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
+from kvseek.plugins.ranking import softmax_mean
 
 pytestmark = pytest.mark.gpu
 
@@ -90,7 +90,7 @@ def test_a_block_may_have_more_groups_of_scores_than_it_tells_apart(monkeypatch:
     torch.manual_seed(5)
     length = 36 * 768 * 16
     index = make_index(Config(), "bfloat16", 64, 2, gpu_context.keys_of_slots([length], 64, "bfloat16"))
-    assert index.workspace.blocks(1)[1] == 1
+    assert index.workspace.grids(1)[1] == 1
     queries = (3 * torch.randn(1, KV_HEADS * 2, 64)).bfloat16().cuda()
     check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
 
@@ -124,7 +124,7 @@ def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, ro
 def candidates(index: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> list[Tensor]:
     """The candidates of each KV head of a request, as its selection alone lists them; it gives the same rows."""
     assert torch.equal(select_rows(index, queries, [slot]).rows[0], rows)
-    _, blocks = index.workspace.blocks(1)
+    _, blocks = index.workspace.grids(1)
     counts = index.workspace.counts.flatten().tolist()
     places = index.workspace.places.flatten(0, 1).long()
     return [

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch
 from kvseek.core.extents import extents_for
-from kvseek.plugins.group import best_positions, softmax_mean
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
 from kvseek.plugins.pariskv.device import CudaIndex
 from kvseek.plugins.pariskv.reference import (
@@ -25,6 +24,7 @@ from kvseek.plugins.pariskv.reference import (
     take_rows,
     tier_table,
 )
+from kvseek.plugins.ranking import best_positions, softmax_mean
 
 pytestmark = pytest.mark.gpu
 
@@ -50,11 +50,11 @@ def make_pair(
 
 
 def poison(index: CudaIndex) -> None:
-    for array in (index.reference.ids, index.reference.codes, index.workspace.scores):
+    for array in (index.ids, index.codes, index.workspace.scores):
         array.fill_(255)
-    for array in (index.reference.counts, index.workspace.candidates, index.workspace.keys):
+    for array in (index.counts, index.workspace.candidates, index.workspace.keys):
         array.fill_(-7)
-    index.reference.weights.fill_(float("nan"))
+    index.weights.fill_(float("nan"))
     index.workspace.estimates.fill_(float("nan"))
 
 
@@ -76,12 +76,12 @@ def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, 
         for name in ("ids", "codes"):
             want, have = (
                 region(expected, getattr(expected, name), slot),
-                region(found, getattr(found.reference, name), slot),
+                region(found, getattr(found, name), slot),
             )
             assert torch.equal(want, have), f"{name} of slot {slot}: {(want != have).sum()} differ"
-        want, have = region(expected, expected.weights, slot), region(found, found.reference.weights, slot)
+        want, have = region(expected, expected.weights, slot), region(found, found.weights, slot)
         assert (want.view(torch.int16) - have.view(torch.int16)).abs().max() <= 1, "one unit in the last place"
-    assert torch.equal(expected.counts, found.reference.counts.cpu())
+    assert torch.equal(expected.counts, found.counts.cpu())
 
 
 def test_zero_and_huge_keys() -> None:
@@ -95,9 +95,7 @@ def test_zero_and_huge_keys() -> None:
     expected.build(0, keys, keys)
     found.build(0, keys.cuda(), keys.cuda())
     for name in ("ids", "codes", "weights"):
-        assert torch.equal(
-            region(expected, getattr(expected, name), 0), region(found, getattr(found.reference, name), 0)
-        )
+        assert torch.equal(region(expected, getattr(expected, name), 0), region(found, getattr(found, name), 0))
 
 
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [70_000, 3]], ids=str)
@@ -168,7 +166,7 @@ def test_evicted_keys_become_visible_when_they_are_published() -> None:
     whole = CudaIndex(make_context(config, "bfloat16", 128, 4, [old + new], "cuda"))
     whole.build(0, keys.cuda(), keys.cuda())
     assert torch.equal(select_rows(found, queries, [0]).rows, select_rows(whole, queries, [0]).rows)
-    assert torch.equal(found.reference.counts, whole.reference.counts)
+    assert torch.equal(found.counts, whole.counts)
 
 
 def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:

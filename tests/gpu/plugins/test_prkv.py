@@ -121,16 +121,16 @@ def test_a_step_records_its_queries_and_counts_its_pages() -> None:
     world = World(Config(top_k=256, static_share=0.25, page=16, **BOXES), "bfloat16", 64, 3, [3000])
     world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
-    recent = world.arrays.recent.clone()
+    recent = world.index.recent.clone()
     assert not picked_of(world, 0, 3000).any(), "counted anew"
     for count, position in enumerate((7, 64 + 3), start=1):
         rows = world.select(queries, [0], position).rows[0].cpu()
         recent[0, position % 32] = queries[0]
-        torch.testing.assert_close(world.arrays.recent, recent, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(world.index.recent, recent, rtol=0.0, atol=0.0, equal_nan=True)
         picked = picked_of(world, 0, 3000)
         for head in range(KV_HEADS):
             chosen = torch.zeros(picked.shape[1], dtype=torch.int32)
-            tokens = world.arrays.summaries.tokens(world.static(0), 3000)[head]
+            tokens = world.index.summaries.tokens(world.static(0), 3000)[head]
             taken = torch.isin(tokens, rows[head, 64:][rows[head, 64:] >= 0]).any(dim=1)
             chosen[4:][taken] = count  # static tokens have the first pages
             assert torch.equal(picked[head], chosen)
