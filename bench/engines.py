@@ -1,10 +1,15 @@
-"""Engine directories of a model's shape without a checkpoint: each rank makes its part of random weights when it loads."""
+"""Engine directories of a model's shape without a checkpoint: each rank makes its part of random weights when it loads.
+
+With a vocabulary they can be served as any other: what is asked and answered is text.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import gc
+import itertools
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +21,19 @@ import torch
 from kvseek.builder.build import write_codebooks, write_kernels
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import write_config
+from kvseek.core.errors import ConfigError
+from kvseek.core.manifest import write_manifest
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.random_weights import write_random
+from kvseek.engine.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, TOKENIZER_FOLDER
+
+END = "<|end|>"
 
 
 def write_random_engine(directory: Path, config: EngineConfig, seed: int) -> None:
-    """Write an engine directory that `load_decoder` loads. It has no manifest and no tokenizer, so nobody can serve it.
+    """Write an engine directory that `load_decoder` loads. Without manifest and tokenizer nobody can serve it.
 
     On a GPU its kernels are those for the current one.
     """
@@ -36,6 +46,46 @@ def write_random_engine(directory: Path, config: EngineConfig, seed: int) -> Non
         archs = [10 * major + minor]
     write_kernels(directory, config, archs, lambda _: None)
     write_random(directory, seed)
+
+
+def write_served_engine(directory: Path, config: EngineConfig, seed: int, name: str, text: str) -> None:
+    """Write an engine directory with random weights that can be served; `text` is what its vocabulary is trained on."""
+    write_random_engine(directory, config, seed)
+    folder = directory / TOKENIZER_FOLDER
+    folder.mkdir()
+    (folder / TOKENIZER_FILE).write_text(make_vocabulary(text, config.model.vocab_size), encoding="utf-8")
+    (folder / SETTINGS_FILE).write_text(json.dumps({"eos_token": END}), encoding="utf-8")
+    write_manifest(directory, name, f"random-{seed}")
+
+
+def make_vocabulary(text: str, size: int) -> str:
+    """Train a byte-level vocabulary of exactly `size` tokens on a text; returns tokenizer.json.
+
+    A text has fewer words than a large vocabulary has tokens. The rest are pairs of its words, which text never becomes, because
+    it is divided into words first, but which random weights draw: so what they answer is text, but for single bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    document = json.loads(tokenizer.to_str())
+    vocabulary, merges = document["model"]["vocab"], document["model"]["merges"]
+    words = sorted(word for word in vocabulary if word.startswith("\u0120") and len(word) > 2)  # "\u0120" is a space
+    pairs = ((first, second) for first, second in itertools.product(words, words) if first + second not in vocabulary)
+    for first, second in itertools.islice(pairs, size - len(vocabulary)):
+        vocabulary[first + second] = len(vocabulary)
+        merges.append([first, second])
+    if len(vocabulary) != size:
+        raise ConfigError(f"--text: its words make {len(vocabulary)} tokens: must be {size}; give a longer text")
+    return json.dumps(document)
 
 
 @contextlib.contextmanager

@@ -93,6 +93,18 @@ def as_text(document: Document) -> str:
     return NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), indented) + "\n"
 
 
+def figure(path: str, form: str = "", scale: float = 1) -> Figure:
+    """A column's figure: what an entry has at `path`, keys between points, times `scale` in this form; nothing for None."""
+
+    def write(entry: Document) -> str:
+        value: Any = entry
+        for key in path.split("."):
+            value = value[key]
+        return "" if value is None else format(value * scale if scale != 1 else value, form)
+
+    return write
+
+
 def figures_table(
     title: str, first: str, figures: Mapping[str, Figure], entries: Iterable[Document], key: str
 ) -> Table:
@@ -110,6 +122,11 @@ def print_whole(table: Table) -> None:
     console = Console()
     console.width = max(console.width, Console(width=WIDEST).measure(table).maximum)
     console.print(table, highlight=False)
+
+
+def rows(columns: Mapping[str, Figure], entries: Iterable[Document]) -> list[tuple[str, ...]]:
+    """The rows of a table: its headings, and one for each entry."""
+    return [tuple(columns), *(tuple(figure(entry) for figure in columns.values()) for entry in entries)]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -143,6 +160,15 @@ def run_command(
     details = {"details": arguments.details} if "details" in arguments else {}
     partial(print_table, **details)(document)
     return 0
+
+
+def command(
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    run: Callable[[argparse.Namespace], Document],
+    print_table: Callable[..., None],
+) -> Callable[..., int]:
+    """The `main` of a measurement: takes the words of its command line, or those of this process; see run_command."""
+    return lambda argv=None: run_command(argv, parse, run, print_table)
 
 
 def progress(text: str) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvseek.bench.load import cells as load_cells
-from kvseek.bench.output import GIB, Figure, read_result
+from kvseek.bench.load import report
+from kvseek.bench.output import GIB, Figure, read_result, rows
 from kvseek.bench.speed.parts import part_groups
 from kvseek.core.errors import KvseekError
 
@@ -79,11 +79,6 @@ def step(document: dict[str, Any], method: str, offload: str, context: int) -> d
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
-
-
-def rows(columns: Columns, entries: Iterable[dict[str, Any]]) -> Rows:
-    """A row for each entry."""
-    return [tuple(columns), *(tuple(figure(entry) for figure in columns.values()) for entry in entries)]
 
 
 COLUMNS: Columns = {  # that several tables have
@@ -457,8 +452,7 @@ def server(results: Results) -> Rows:
 
 
 def load(results: Results) -> Rows:
-    document = results("load-cpu-smollm2")
-    return [load_cells.HEADINGS, *(load_cells.row(result) for result in document["results"])]
+    return rows(report.TOOLS, results("load-cpu-smollm2")["results"])
 
 
 CODES = {  # what is said of it, and the changes from the defaults under which the result file has it

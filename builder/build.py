@@ -45,6 +45,7 @@ from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import method_traits
+from kvseek.plugins.sources import write_sources_digest
 
 CHECKED_BYTES = 1_000_000_000  # of an engine's weights: with less, --check takes seconds and is the default
 
@@ -237,6 +238,7 @@ def write_kernels(
 ) -> None:
     """Write the CPU library, or a cubin per architecture, or both; each is compiled once per source text and then cached."""
     (directory / KERNELS_FOLDER).mkdir()
+    write_sources_digest(directory)
     if needs_cpu_library(config):
         shutil.copyfile(cached_cpu_library(), directory / LIBRARY_FILE)
     if config.device == "cpu":

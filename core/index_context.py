@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from .extents import ExtentTable
 
 if TYPE_CHECKING:  # only engines of the GPU load the CUDA packages
     from .cuda import CudaKernels
+
+Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ class IndexContext:
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    def share(self, name: str, make: Callable[[], Shared]) -> Shared:
+        """Return what all layers have in common under a name; the first layer that asks makes it."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        made: Shared = self.shared[name]
+        return made
 
     @property
     def scratch_extents(self) -> int:

@@ -30,15 +30,6 @@ def checked_address(name: str, tensor: Tensor | None, dtype: torch.dtype, device
     return tensor.data_ptr()
 
 
-def blocks_for(batch: int, heads: int, at_once: int, most: int) -> int:
-    """Return the blocks of a KV head in a launch that divides work by lengths (Units::divide of units.cuh).
-
-    As many as run at once, `at_once` in all, but two for each request, so that long ones get more than one where requests are
-    many; no more than `most` for each.
-    """
-    return min(max(at_once // heads, 2 * batch), most * batch)
-
-
 def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:
     """Raise KernelError unless a tensor has the dtype, and lies on the kind of device, that an index was made for."""
     wanted = context.device.type
@@ -46,6 +37,13 @@ def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:
         raise KernelError(
             f"{name}: {tensor.dtype} on {tensor.device}: must be {context.dtype} on {wanted}, as the index was made for"
         )
+
+
+def require_keys(keys: Tensor, context: IndexContext) -> None:
+    """Raise KernelError unless kernels can read keys [G, n, D], as an index is given them, where they are."""
+    require_fit("keys", keys, context)
+    if keys.stride(-1) != 1:
+        raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
 
 
 def require_numbered_rows(kernels: str, context: IndexContext) -> None:
@@ -56,12 +54,4 @@ def require_numbered_rows(kernels: str, context: IndexContext) -> None:
         raise KernelError(
             f"{kernels}: {extents} extents x {context.num_kv_heads} KV heads = {rows} rows: must be below "
             f"{MOST_ROWS}; lower max_batch_size, max_seq_len or kv_cache_host_memory_bytes"
-        )
-
-
-def require_room(batch: int, most: int) -> None:
-    """Raise KernelError if a batch is larger than the `most` requests that a workspace was made for (most_requests)."""
-    if batch > most:
-        raise KernelError(
-            f"batch = {batch}: must be at most {most}, the requests that the slots allow; raise max_batch_size"
         )

@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
-from tests.support import quick_gguf
+from tests.support.checkpoint_files import install_quick_gguf
 from tests.support.instruction_levels import limited
 from tests.support.random_models import save_random_model
 
@@ -35,7 +35,7 @@ RandomModel = Callable[..., Path]
 
 if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
     pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
-quick_gguf.install(SMOLLM2)
+install_quick_gguf(SMOLLM2)
 bfloat16.usable()  # before any test multiplies matrices
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ FILES = [
 ]
 
 
+@cache
 def imports_in_functions(path: Path) -> set[str]:
     """Modules that functions of a file import; a relative name begins with its dots."""
     functions = [

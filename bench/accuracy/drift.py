@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvseek.bench.accuracy.capture import membership
 from kvseek.bench.accuracy.needle import check_vocabulary
 from kvseek.bench.accuracy.needle_tasks.tasks import make_dialogues
-from kvseek.bench.accuracy.replay import membership
 from kvseek.bench.machine import describe
 from kvseek.bench.methods import batch_of
 from kvseek.bench.output import (
-    Figure,
     add_output_flags,
     at_least_one,
     chosen_layers,
+    command,
+    figure,
     figures_table,
     print_whole,
-    run_command,
 )
 from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
@@ -309,22 +309,16 @@ def by_thousand(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return means
 
 
-def _share(name: str) -> Figure:
-    return lambda entry: f"{entry[name]:.3f}"
-
-
 def print_report(report: dict[str, Any]) -> None:
     """Print a row for each thousand steps, and the comparison with fresh indexes."""
-    figures = {name.replace("_", " "): _share(name) for name in ("recall", "mass_ratio", "exact_mass")}
+    figures = {name.replace("_", " "): figure(name, ".3f") for name in ("recall", "mass_ratio", "exact_mass")}
     print_whole(figures_table(f"recall@{report['top_k']} by step", "steps", figures, report["by_thousand"], "steps"))
     fresh = [{**row, "place": f"step {row['step']:,}, layer {row['layer']}"} for row in report["fresh_index"]]
-    figures = {name.replace("_", " "): _share(name) for name in ("recall", "fresh_recall", "same_rows")}
+    figures = {name.replace("_", " "): figure(name, ".3f") for name in ("recall", "fresh_recall", "same_rows")}
     print_whole(figures_table("beside an index built afresh from the same keys", "place", figures, fresh, "place"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    return run_command(argv, parse, run, print_report)
+main = command(parse, run, print_report)
 
 
 if __name__ == "__main__":

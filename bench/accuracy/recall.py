@@ -29,17 +29,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.bench.accuracy.capture import CapturedLayer, cached_capture
-from kvseek.bench.accuracy.replay import Replay
+from kvseek.bench.accuracy.capture import CapturedLayer, Replay, cached_capture
 from kvseek.bench.machine import describe
 from kvseek.bench.output import (
     Figure,
     add_output_flags,
     chosen_layers,
+    command,
+    figure,
     figures_table,
     print_whole,
     progress,
-    run_command,
 )
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.cpu_library import CpuLibrary
@@ -163,16 +163,12 @@ def means(measures: Sequence[Measure]) -> dict[str, Any]:
     }
 
 
-def _share(name: str) -> Figure:
-    return lambda entry: "" if entry[name] is None else f"{entry[name]:.3f}"
-
-
 FIGURES: dict[str, Figure] = {
     "rows": lambda entry: str(entry["top_k"]),
     "window": lambda entry: f"{entry['sink']} + {entry['local']}",
-    **{name: _share(name.replace(" ", "_")) for name in ("mass", "flat mass", "ratio", "selecting")},
-    "window\nalone": _share("window_mass"),
-    "recall": _share("recall"),
+    **{name: figure(name.replace(" ", "_"), ".3f") for name in ("mass", "flat mass", "ratio", "selecting")},
+    "window\nalone": figure("window_mass", ".3f"),
+    "recall": figure("recall", ".3f"),
     "worst\nlayer": lambda entry: str(entry["worst_layer"]),
 }
 
@@ -247,10 +243,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(arguments, parser().parse_args, run, print_report)
-
+main = command(parser().parse_args, run, print_report)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,11 +26,10 @@ from typing import Any
 
 import torch
 
-from kvseek.bench.accuracy.capture import CapturedLayer, capture_questions, load_model
+from kvseek.bench.accuracy.capture import CapturedLayer, Replay, capture_questions, load_model
 from kvseek.bench.accuracy.needle import add_question_flags, chosen_questions
 from kvseek.bench.accuracy.needle_tasks.tasks import Dialogue, make_dialogues
 from kvseek.bench.accuracy.recall import selecting_methods
-from kvseek.bench.accuracy.replay import Replay
 from kvseek.bench.machine import describe
 from kvseek.bench.methods import stages_of
 from kvseek.bench.output import (
@@ -38,10 +37,10 @@ from kvseek.bench.output import (
     add_output_flags,
     at_least_one,
     chosen_layers,
+    command,
     figures_table,
     print_whole,
     progress,
-    run_command,
     write_result,
 )
 from kvseek.bench.variants import Variant, parse_variants
@@ -268,7 +267,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.threads is not None:
         at_least_one(options, "threads")
         torch.set_num_threads(options.threads)
-    chosen, lengths = chosen_questions(options, n=4, questions=1)
+    chosen, lengths = chosen_questions(options, "n", "questions")
     if not 0 < options.least <= 1:
         raise ConfigError(
             f"--least = {options.least}: must be in (0, 1], a share of the attention; 0.05 is the default"
@@ -298,10 +297,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    return run_command(arguments, parser().parse_args, run, print_report)
-
+main = command(parser().parse_args, run, print_report)
 
 if __name__ == "__main__":
     sys.exit(main())

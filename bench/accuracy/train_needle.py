@@ -3,6 +3,10 @@
     python bench/accuracy/train_needle.py --output_dir needle --device cuda --seconds 540
 
 Ended by --seconds or by force, the same command goes on where it was. README.md, "A needle model of your own", has the recipe.
+
+A sequence is a context and many questions about it with their right answers. They are drawn differently from the tasks' contexts:
+how many facts there are, of which forms, and how far apart they stand varies from sequence to sequence. So a model that knows the
+tasks has not seen their layouts.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -19,20 +24,201 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from kvseek.bench.accuracy.needle_tasks import vocabulary
-from kvseek.bench.accuracy.needle_tasks.model import SHAPES, answer_logits, check, make_model
-from kvseek.bench.accuracy.needle_tasks.training import make_sequence
+from kvseek.bench.accuracy.needle_tasks.facts import IS, THE, Fact, FactSource, Ids, ask, write_context
+from kvseek.bench.accuracy.needle_tasks.tasks import TASKS, make_dialogues
+from kvseek.bench.accuracy.needle_tasks.vocabulary import BOS
 from kvseek.builder.checking.reference import quiet
 from kvseek.core.errors import ConfigError, KvseekError, require
 
+ROPE_THETA = 1e8
+CHECKED_CONTEXTS = 4  # a task
 WARMUP = 500  # steps, at most a tenth of all
 LAST_SHARE = 0.1  # of the learning rate, at the last step
 POSITIONS = 131_072  # of the model, and where jumps may reach
 SHORTEST = 128  # tokens of a sequence
+
+FORMS = ((0.45, (1.0, 0.0, 0.0)), (0.15, (0.2, 0.8, 0.0)), (0.2, (0.2, 0.0, 0.8)), (0.2, (0.5, 0.25, 0.25)))
+# share of the sequences, and in these the shares of facts with one value, with four, and of chains
+FULL_SHARE = 0.3  # of the sequences have as many facts as fit; the others down to one in some hundred tokens
+MOST_ASKED = 3072  # tokens of questions and answers
+LONGEST = 40  # tokens of a fact
+FOURS = 12  # one question for four values to so many facts
+
+
+@dataclass(frozen=True)
+class Example:
+    """A sequence of a batch; all arrays are [tokens].
+
+    Attributes
+    ----------
+    ids : int32
+    positions : int32
+        Rising, from 0 on; with jumps where sentences begin, so that a short sequence shows distances of a long one.
+    answers : bool
+        Whether the token is one of an answer, and so to be predicted.
+    """
+
+    ids: Ids
+    positions: Ids
+    answers: NDArray[np.bool_]
+
+
+def make_sequence(seed: list[int], tokens: int, *, bare: float, jumps: float, positions: int) -> Example:
+    """One sequence, the same for the same arguments.
+
+    Parameters
+    ----------
+    seed : list of int
+        Of numpy's generator: three numbers, where contexts of an evaluation have four.
+    tokens : int
+        At least 128.
+    bare : float
+        Share of the questions for one value that are the fact's own first words again, without a question around them.
+    jumps : float
+        Share of the sequences whose positions jump, up to `positions` in all.
+    """
+    numbers = np.random.default_rng(seed)
+    choices = random.Random(int(numbers.integers(1 << 60)))
+    room = int(min(0.45 * tokens * choices.uniform(0.5, 1.15), MOST_ASKED * choices.uniform(0.4, 1)))
+    facts = _facts(choices, tokens - 1 - room)
+    asked: list[int] = []
+    marks: list[bool] = []
+    begins: list[int] = []
+    for about in _asked_about(facts, choices):
+        _, question, gold = ask(about)
+        if about[0].form == "value" and len(about) == 1 and choices.random() < bare:
+            question = [*THE, *about[0].names, *IS]
+        if len(asked) + len(question) + len(gold) <= room:
+            begins.append(len(asked))
+            asked += question + gold
+            marks += [False] * len(question) + [True] * len(gold)
+    context = write_context(facts, tokens - 1 - len(asked), numbers)
+    written = len(context.ids)
+    ids = np.concatenate([[BOS], context.ids, np.array(asked, dtype=np.int32)]).astype(np.int32)
+    answers = np.concatenate([np.zeros(1 + written, dtype=bool), np.array(marks, dtype=bool)])
+    starts = 1 + np.concatenate([context.starts, written + np.array(begins, dtype=np.int64)])
+    reach = positions if choices.random() < jumps else tokens
+    return Example(ids, _positions(tokens, reach, starts, choices, numbers), answers)
+
+
+def _facts(choices: random.Random, room: int) -> list[Fact]:
+    """Facts that fit into `room` tokens, of forms and a density that are drawn first."""
+    shares = choices.choices([shares for _, shares in FORMS], [share for share, _ in FORMS])[0]
+    density = 1.0 if choices.random() < FULL_SHARE else 2 ** -choices.uniform(0.3, 1 + math.log2(max(room, 128) / 64))
+    wanted = max(LONGEST, int(room * density))
+    source = FactSource(choices)
+    facts: list[Fact] = []
+    used = 0
+    while used < wanted and used + LONGEST <= room:
+        (form,) = choices.choices((source.single, source.several, source.chain), shares)
+        facts.append(form() if form != source.chain or source.variables_left >= 4 else source.single())
+        used += facts[-1].tokens
+    return facts
+
+
+def _asked_about(facts: list[Fact], choices: random.Random) -> list[list[Fact]]:
+    """Every fact once, in any order, and now and then four of one value."""
+    singles = [fact for fact in facts if fact.form == "value"]
+    turns = [[fact] for fact in choices.sample(facts, len(facts))]
+    if len(singles) >= 4:
+        for _ in range(sum(choices.random() < 0.5 for _ in range(len(singles) // FOURS + 1))):
+            turns.insert(choices.randrange(min(len(turns), 16)), choices.sample(singles, 4))
+    return turns
+
+
+def _positions(
+    tokens: int, reach: int, starts: NDArray[np.int64], choices: random.Random, numbers: np.random.Generator
+) -> Ids:
+    """Positions with jumps at some of the starts of sentences, of `reach` - `tokens` at most, as often small as large."""
+    steps = np.ones(tokens, dtype=np.int64)
+    steps[0] = 0
+    if reach > tokens:
+        total = tokens * (reach / tokens) ** choices.random() - tokens
+        chosen = numbers.choice(starts, min(len(starts), int(2 ** choices.uniform(0, 6))), replace=False)
+        parts = numbers.exponential(size=len(chosen))
+        steps[chosen] += (parts / parts.sum() * total).astype(np.int64)
+    return np.cumsum(steps).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model: hidden, MLP, layers, query heads, KV heads, head size."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
+SHAPES = {
+    "needle": Shape(384, 1024, 5, 6, 2, 128),  # 10.8 million parameters, 21.7 MB in bfloat16
+    "small": Shape(192, 384, 4, 4, 2, 64),  # 2.0 million, 4.0 MB
+    "tiny": Shape(64, 128, 2, 2, 1, 32),  # 0.2 million: to see the script run
+}
+
+
+def make_model(shape: Shape, positions: int) -> Any:
+    """A Qwen3 model with random weights, float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocabulary.SIZE,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True,
+        bos_token_id=vocabulary.BOS,
+        eos_token_id=vocabulary.EOS,
+        pad_token_id=vocabulary.PAD,
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def answer_logits(model: Any, ids: Tensor, positions: Tensor | None, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [n, vocabulary] of the tokens that `answers` marks in ids [sequences, tokens], and these tokens [n].
+
+    The mask is given as none, which is causal attention: from positions that jump transformers would conclude that several
+    texts are packed into a sequence, and hide each from the next.
+    """
+    causal = {"full_attention": None}
+    hidden = model.model(ids, attention_mask=causal, position_ids=positions, use_cache=False).last_hidden_state
+    return model.lm_head(hidden[:, :-1][answers[:, 1:]]), ids[:, 1:][answers[:, 1:]]
+
+
+@torch.inference_mode()
+def check(model: Any, tokens: int, device: torch.device) -> dict[str, float]:
+    """Share of the answers that the model draws token by token, by task, in contexts that training does not draw."""
+    found = {}
+    for task in TASKS:
+        right: list[bool] = []
+        for dialogue in make_dialogues(task, max(tokens, 1024), CHECKED_CONTEXTS):
+            ids, answers, lengths = list(dialogue.context), [False] * len(dialogue.context), []
+            for _, question, gold in dialogue.rounds:
+                ids += question + gold
+                answers += [False] * len(question) + [True] * len(gold)
+                lengths.append(len(gold))
+            given, marks = torch.tensor([ids], device=device), torch.tensor([answers], device=device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                logits, gold_ids = answer_logits(model, given, None, marks)
+            same = torch.split(logits.argmax(dim=-1) == gold_ids, lengths)
+            right += [bool(part.all()) for part in same]
+        found[task] = sum(right) / len(right)
+    return found
 
 
 @dataclass(frozen=True)
@@ -46,7 +232,7 @@ class Stage:
     steps : int
         Of this stage.
     bare : float
-        Share of questions that only repeat how a fact begins; see needle_tasks/training.py.
+        Share of questions that only repeat how a fact begins; see `make_sequence`.
     """
 
     tokens: int

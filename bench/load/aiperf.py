@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def command(
         *("--tokenizer", str(tokenizer), "--use-server-token-count"),
         *("--input-file", str(data), "--custom-dataset-type", "single_turn"),
         *("--output-tokens-mean", str(cell.output_tokens), "--extra-inputs", "ignore_eos:true"),
-        *("--concurrency", str(cell.concurrency), "--request-count", str(cell.requests)),
+        *("--concurrency", str(cell.concurrency), "--request-count", str(len(cell.lengths))),
         *("--output-artifact-dir", str(artifacts), "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics"),
     ]
 
@@ -63,8 +64,9 @@ def answers(records: Iterable[Mapping[str, Any]]) -> list[Answer]:
         metrics = {name: metric["value"] for name, metric in (record.get("metrics") or {}).items()}
         if "time_to_first_token" in metrics:
             sent = record["metadata"]["request_start_ns"] / 1e9
-            first, last = (sent + metrics[name] / 1e3 for name in ("time_to_first_token", "request_latency"))
-            found.append(Answer(sent, first, last, int(metrics["usage_completion_tokens"])))
+            times = (metrics["time_to_first_token"], *metrics.get("inter_chunk_latency", ()))
+            arrivals = tuple(sent + milliseconds / 1e3 for milliseconds in accumulate(times))
+            found.append(Answer(sent, arrivals, int(metrics["usage_completion_tokens"])))
     return found
 
 

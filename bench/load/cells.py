@@ -1,22 +1,18 @@
-"""What a load test measures: cells, the answers of each, the figures of these answers, and their table."""
+"""What a load test measures: cells, the answers of each, and the figures of these answers."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvseek.bench.output import markdown
 from kvseek.core.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 
 PERCENTILES = (50, 99)
-HEADINGS = (
-    *("tool", "port", "concurrency", "prompt tokens", "requests", "tokens/s"),
-    *("TTFT p50, s", "TTFT p99, s", "TPOT p50, ms", "TPOT p99, ms"),
-)
 
 
 class LoadTestError(KvseekError):
@@ -25,32 +21,65 @@ class LoadTestError(KvseekError):
 
 @dataclass(frozen=True)
 class Cell:
-    """One load: `concurrency` requests at a time, `requests` in all, each with a prompt and an answer of so many tokens."""
+    """One load.
 
-    concurrency: int
-    prompt_tokens: int
-    requests: int
-    output_tokens: int
+    Attributes
+    ----------
+    lengths : tuple
+        Tokens of the prompt and of the answer of each request, in the order in which they are sent.
+    concurrency : int
+        Requests at a time: the next one is sent when another has ended.
+    rate : float or None
+        Requests a second that are sent on average, at random times and whatever has ended; then `concurrency` means nothing.
+    """
+
+    lengths: tuple[tuple[int, int], ...]
+    concurrency: int = 1
+    rate: float | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Mean of the prompts, rounded."""
+        return round(sum(prompt for prompt, _ in self.lengths) / len(self.lengths))
+
+    @property
+    def output_tokens(self) -> int:
+        """Mean of the answers, rounded."""
+        return round(sum(answer for _, answer in self.lengths) / len(self.lengths))
+
+    @property
+    def name(self) -> str:
+        """What it is, for people who wait for it."""
+        pace = f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} a second"
+        return f"{len(self.lengths)} requests, {pace}, prompts of {self.prompt_tokens:,} tokens"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """When a load tester sent a request, and when it received the first and the last of `tokens` tokens; seconds of its clock."""
+    """When a request was sent, and when each piece of its answer arrived; seconds of one clock.
+
+    A piece is an event with text. The server may put several tokens into one, so that `tokens`, which the server counts, may be
+    more than there are pieces.
+    """
 
     sent: float
-    first: float
-    last: float
+    arrivals: tuple[float, ...]
     tokens: int
 
     @property
     def ttft(self) -> float:
         """Time to first token, seconds."""
-        return self.first - self.sent
+        return self.arrivals[0] - self.sent
 
     @property
     def tpot(self) -> float:
-        """Time per output token after the first, seconds: the mean of this answer."""
-        return (self.last - self.first) / (self.tokens - 1)
+        """Time per output token after the first, seconds: the mean of this answer, which aiperf calls inter token latency."""
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between pieces: vLLM's inter-token latency, aiperf's inter chunk latency."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.arrivals)]
 
 
 def cells(
@@ -62,77 +91,59 @@ def cells(
     """
     pairs = [*((concurrency, base[1]) for concurrency in concurrencies), *((base[0], length) for length in lengths)]
     return [
-        Cell(concurrency, length, max(requests, 2 * concurrency), output_tokens)
+        Cell(((length, output_tokens),) * max(requests, 2 * concurrency), concurrency)
         for concurrency, length in dict.fromkeys(pairs)
     ]
 
 
 def prompts(tokenizer: Tokenizer, text: str, cell: Cell) -> list[str]:
-    """A prompt for each request of a cell, all of them different pieces of `text`.
+    """A prompt for each request of a cell, all of them different pieces of `text`, which is as if it began again at its end.
 
     Raises LoadTestError if the text is too short. Text that is cut and tokenised again may have a token more or less.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    last = len(ids) - cell.prompt_tokens
-    if last < cell.requests:
-        needed = cell.prompt_tokens + cell.requests
+    ids, number = tokenizer.encode(text, add_special_tokens=False), len(cell.lengths)
+    if len(ids) < number:
         raise LoadTestError(
-            f"--text has {len(ids)} tokens: must be >= {needed} for {cell.requests} prompts of {cell.prompt_tokens}; "
-            "give a longer text, or smaller --prompt_tokens"
+            f"--text has {len(ids)} tokens: must be >= {number}, for as many different prompts; give a longer text"
         )
-    starts = (number * last // cell.requests for number in range(cell.requests))
-    return [tokenizer.decode(ids[start : start + cell.prompt_tokens]) for start in starts]
+    starts = (place * len(ids) // number for place in range(number))
+    return [
+        tokenizer.decode(list(itertools.islice(itertools.cycle(ids), start, start + length)))
+        for start, (length, _) in zip(starts, cell.lengths, strict=True)
+    ]
 
 
 def figures(cell: Cell, answers: Sequence[Answer]) -> dict[str, Any]:
     """Figures of a cell, in seconds; raises LoadTestError unless all answers came and are of the length that was asked for."""
-    lengths = {answer.tokens for answer in answers}
-    if len(answers) != cell.requests or lengths != {cell.output_tokens}:
+    found, asked = (
+        sorted(lengths) for lengths in ((a.tokens for a in answers), (answer for _, answer in cell.lengths))
+    )
+    if found != asked:
         raise LoadTestError(
-            f"{len(answers)} answers of {sorted(lengths)} tokens: must be {cell.requests} of {cell.output_tokens}, or rates and "
+            f"{len(found)} answers of {sorted(set(found))} tokens: must be {len(asked)} of {sorted(set(asked))}, or rates and "
             "times would be of another load; look at the tool's own report"
         )
-    seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
+    seconds = max(answer.arrivals[-1] for answer in answers) - min(answer.sent for answer in answers)
     return {
         "concurrency": cell.concurrency,
+        "rate": cell.rate,
         "prompt_tokens": cell.prompt_tokens,
-        "requests": cell.requests,
+        "requests": len(answers),
         "output_tokens": cell.output_tokens,
         "seconds": seconds,
         "requests_per_second": len(answers) / seconds,
-        "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
+        "tokens_per_second": sum(found) / seconds,
         "ttft_seconds": percentiles(answer.ttft for answer in answers),
         "tpot_seconds": percentiles(answer.tpot for answer in answers),
+        "itl_seconds": percentiles(gap for answer in answers for gap in answer.gaps),
     }
 
 
-def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Percentiles by their names, p50 and p99; interpolated between the nearest two values."""
-    found = np.percentile(list(values), PERCENTILES)
-    return {f"p{percentile}": float(value) for percentile, value in zip(PERCENTILES, found, strict=True)}
-
-
-def captions(document: dict[str, Any]) -> tuple[str, str]:
-    """What the figures are of: engine and machine, server and answers."""
-    engine, server, machine = document["engine"], document["server"], document["machine"]
-    where = f"{machine['cores']} cores of {machine['cpu']}, kvseek commit {str(machine['commit'])[:10]}"
-    limits = f"--threads {server['threads']}, --max_queue_size {server['max_queue_size']}"
-    answers = f"Answers of {document['results'][0]['output_tokens']} tokens."
-    first = f"{engine['name']} ({engine['method']}, max_batch_size {engine['max_batch_size']}) on {where}."
-    return first, f"Server: {limits}. {answers}"
-
-
-def row(result: dict[str, Any]) -> tuple[str, ...]:
-    """One line of the table."""
-    ttft, tpot = result["ttft_seconds"], result["tpot_seconds"]
-    return (
-        *(result["tool"], result["door"], str(result["concurrency"]), f"{result['prompt_tokens']:,}"),
-        *(str(result["requests"]), f"{result['tokens_per_second']:.3g}"),
-        *(f"{ttft[name]:.3g}" for name in ("p50", "p99")),
-        *(f"{tpot[name] * 1e3:.3g}" for name in ("p50", "p99")),
-    )
-
-
-def print_table(document: dict[str, Any]) -> None:
-    """Print captions and table."""
-    print(f"{' '.join(captions(document))}\n\n{markdown([HEADINGS, *map(row, document['results'])])}")
+def percentiles(values: Iterable[float]) -> dict[str, float] | None:
+    """Percentiles by their names, p50 and p99, interpolated between the nearest two values; None of no values."""
+    if not (found := list(values)):
+        return None
+    return {
+        f"p{percent}": float(value)
+        for percent, value in zip(PERCENTILES, np.percentile(found, PERCENTILES), strict=True)
+    }

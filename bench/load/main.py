@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.bench.machine import describe
-from kvseek.bench.output import add_output_flags, at_least_one, progress, run_command
+from kvseek.bench.output import add_output_flags, at_least_one, markdown, progress, rows, run_command
 from kvseek.core.config_file import read_config
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.settings import ServeSettings
 
 from . import aiperf, perf_analyzer
-from .cells import Answer, Cell, LoadTestError, cells, figures, print_table, prompts
+from .cells import Answer, Cell, LoadTestError, cells, figures, prompts
+from .report import TOOLS, captions
 from .tool import NothingWrittenError
 
-TOOLS = {tool.NAME: tool.DOOR for tool in (perf_analyzer, aiperf)}
+PORTS = {tool.NAME: tool.DOOR for tool in (perf_analyzer, aiperf)}
 MODEL = "kvseek"  # at the OpenAI port
 INSTALLED = Path(".cache/load")  # by make load-tools
 Measure = Callable[[Cell, Sequence[str], Path], list[Answer]]
@@ -40,8 +41,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine_dir", type=Path, required=True, help="what kvseek build wrote")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="default: both")
-    for name in TOOLS:
+    parser.add_argument("--tools", nargs="+", choices=PORTS, default=list(PORTS), help="default: both")
+    for name in PORTS:
         path = INSTALLED / name / "bin" / name
         parser.add_argument(f"--{name}", type=Path, default=path, help="the program (default: %(default)s)")
     for flag, numbers in (("concurrency", [1, 2, 4, 8, 16, 48]), ("prompt_tokens", [8, 128, 512, 2048])):
@@ -89,12 +90,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     results = []
     with running_server(arguments.engine_dir, settings=settings) as server:
         for tool, measure in ways(arguments, server).items():
-            measure_cell(measure, Cell(1, base[1], 2, arguments.output_tokens), texts[sweep[0]][:2])  # warm
+            measure_cell(measure, Cell(((base[1], arguments.output_tokens),) * 2), texts[sweep[0]][:2])  # warm
             for cell in sweep:
                 answers = measure_cell(measure, cell, texts[cell])
-                results.append({"tool": tool, "door": TOOLS[tool], **figures(cell, answers)})
-                load = f"{cell.requests} requests, {cell.concurrency} at a time, prompts of {cell.prompt_tokens} tokens"
-                progress(f"{tool}: {load}: {results[-1]['seconds']:.1f} s")
+                results.append({"tool": tool, "door": PORTS[tool], **figures(cell, answers)})
+                progress(f"{tool}: {cell.name}: {results[-1]['seconds']:.1f} s")
     config = read_config(arguments.engine_dir)
     return {
         "benchmark": "load",
@@ -123,6 +123,11 @@ def measure_cell(measure: Measure, cell: Cell, texts: Sequence[str]) -> list[Ans
     except NothingWrittenError as error:
         progress(f"measured again, because {error}")
     return attempt()
+
+
+def print_table(document: dict[str, Any]) -> None:
+    """Print captions and table."""
+    print(f"{' '.join(captions(document))}\n\n{markdown(rows(TOOLS, document['results']))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

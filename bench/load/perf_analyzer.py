@@ -20,11 +20,14 @@ LIBRARIES = "LD_LIBRARY_PATH"
 MODEL = "tensorrt_llm_bls"
 
 
-def input_data(prompts: Sequence[str], output_tokens: int) -> dict[str, Any]:
-    """The document of --input-data: one request a prompt, streamed, of exactly so many tokens."""
-    inputs = {"max_tokens": output_tokens, "stream": True, "end_id": -1}
-    scalars = {name: {"content": [value], "shape": [1]} for name, value in inputs.items()}
-    return {"data": [{"text_input": {"content": [prompt], "shape": [1]}, **scalars} for prompt in prompts]}
+def input_data(prompts: Sequence[str], cell: Cell) -> dict[str, Any]:
+    """The document of --input-data: one request a prompt, streamed, of exactly so many tokens as the cell says."""
+
+    def fields(prompt: str, output_tokens: int) -> dict[str, Any]:
+        values = {"text_input": prompt, "max_tokens": output_tokens, "stream": True, "end_id": -1}
+        return {name: {"content": [value], "shape": [1]} for name, value in values.items()}
+
+    return {"data": [fields(prompt, tokens) for prompt, (_, tokens) in zip(prompts, cell.lengths, strict=True)]}
 
 
 def command(binary: Path, url: str, cell: Cell, data: Path, export: Path, model: str = MODEL) -> list[str]:
@@ -32,7 +35,7 @@ def command(binary: Path, url: str, cell: Cell, data: Path, export: Path, model:
     return [
         *(str(binary), "-m", model, "-u", url, "-i", "grpc", "--async", "--streaming"),
         *("--input-data", str(data), "--shape", "text_input:1", "--shape", "max_tokens:1", "-b", "1"),
-        *("--concurrency-range", str(cell.concurrency), "--request-count", str(cell.requests)),
+        *("--concurrency-range", str(cell.concurrency), "--request-count", str(len(cell.lengths))),
         *("--stability-percentage", "999", "--profile-export-file", str(export)),
     ]
 
@@ -48,14 +51,14 @@ def answers(export: Mapping[str, Any]) -> list[Answer]:
     found = []
     for experiment in export["experiments"]:
         for request in experiment["requests"]:
-            times = request["response_timestamps"]
-            if times:  # else the answer is missing, which `figures` finds
-                found.append(Answer(request["timestamp"] / 1e9, times[0] / 1e9, times[-1] / 1e9, len(times)))
+            if times := request["response_timestamps"]:  # else the answer is missing, which `figures` finds
+                arrivals = tuple(nanoseconds / 1e9 for nanoseconds in times)
+                found.append(Answer(request["timestamp"] / 1e9, arrivals, len(arrivals)))
     return found
 
 
 def measure(binary: Path, url: str, cell: Cell, prompts: Sequence[str], folder: Path) -> list[Answer]:
     """Run the program for one cell, with its files in an empty folder; raises LoadTestError if it fails."""
     data, export = folder / "inputs.json", folder / "profile_export.json"
-    data.write_text(json.dumps(input_data(prompts, cell.output_tokens)), encoding="utf-8")
+    data.write_text(json.dumps(input_data(prompts, cell)), encoding="utf-8")
     return answers(json.loads(run_tool(command(binary, url, cell, data, export), environment(binary), export)))

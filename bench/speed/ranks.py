@@ -18,12 +18,12 @@ from rich.console import Console
 
 from kvseek.bench.engines import free_memory, random_engine, without_reuse
 from kvseek.bench.machine import describe, describe_gpu
-from kvseek.bench.output import GIB, Figure, figures_table, print_whole, progress
+from kvseek.bench.output import GIB, Figure, figure, figures_table, print_whole, progress
 from kvseek.bench.speed.contestants import EngineContestant
 from kvseek.bench.speed.device.bench import ROOM, engine_config
+from kvseek.bench.speed.device.decode import describe_variant
 from kvseek.bench.speed.device.options import cells_of
 from kvseek.bench.speed.device.prefill import WARM_TOKENS
-from kvseek.bench.speed.device.results import describe_variant
 from kvseek.bench.speed.shapes import get_shape
 from kvseek.bench.timing import Samples, interleave
 from kvseek.bench.variants import Variant
@@ -166,14 +166,6 @@ def _key(entry: dict[str, Any]) -> tuple[str, str, int, int]:
     return entry["method"], entry["offload"], entry["context"], entry["tp_size"]
 
 
-def _seconds(name: str, scale: float) -> Figure:
-    return lambda entry: f"{entry['seconds'][name] * scale:.2f}"
-
-
-def _ratio(name: str) -> Figure:
-    return lambda entry: "" if entry[name] is None else f"{entry[name]:.3f}"
-
-
 def _gpu_memory(entry: dict[str, Any]) -> str:
     memory = entry["device_memory"]
     return "" if memory is None else f"{memory['after']['most_tensors'] / GIB:.1f}"
@@ -191,12 +183,12 @@ def print_ranks(document: dict[str, Any]) -> None:
         "offload": lambda entry: str(entry["offload"]),
         "layers\non\nhost": lambda entry: str(entry["host_layers"]),
         "tp": lambda entry: str(entry["tp_size"]),
-        unit: _seconds("median", scale),
-        "fastest": _seconds("min", scale),
-        "slowest": _seconds("max", scale),
+        unit: figure("seconds.median", ".2f", scale),
+        "fastest": figure("seconds.min", ".2f", scale),
+        "slowest": figure("seconds.max", ".2f", scale),
         "tokens/s": lambda entry: f"{(entry['context'] if prompts else 1) / entry['seconds']['median']:,.1f}",
-        "×\n1\nrank": _ratio("to_one_rank"),
-        "×\nbase": _ratio("to_baseline"),
+        "×\n1\nrank": figure("to_one_rank", ".3f"),
+        "×\nbase": figure("to_baseline", ".3f"),
         "GPU\nGiB": _gpu_memory,
         "sums": lambda entry: str(entry["sums"]),
     }

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.bench.machine import describe
-from kvseek.bench.output import add_output_flags, run_command
+from kvseek.bench.output import add_output_flags, command
 from kvseek.client.chunk import Chunk
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
@@ -193,9 +193,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    return run_command(argv, parse, measure, print_table)
+main = command(parse, measure, print_table)
 
 
 if __name__ == "__main__":

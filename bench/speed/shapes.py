@@ -59,7 +59,23 @@ QWEN2_5_72B = ModelConfig(
     qkv_bias=True,
 )
 
-SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B, "qwen2.5-72b": QWEN2_5_72B}
+# Source: config.json of HuggingFaceTB/SmolLM2-135M.
+SMOLLM2_135M = ModelConfig(
+    architecture="llama",
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=100_000.0,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+
+SHAPES = {"smollm2-135m": SMOLLM2_135M, "llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B, "qwen2.5-72b": QWEN2_5_72B}
 
 
 def get_shape(name: str, positions: int) -> ModelConfig:

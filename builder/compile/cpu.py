@@ -12,8 +12,9 @@ import tempfile
 from pathlib import Path
 
 from kvseek.core.errors import KernelError
+from kvseek.plugins.sources import package_roots, sources
 
-from .shared import cache_folder, compiling_threads, package_roots
+from .shared import cache_folder, compiling_threads
 
 COMPILERS = ("c++", "g++", "clang++")
 # No -ffast-math: softmax relies on infinities, and poisoned rows must show. No -fopenmp: kernels/cpu/parallel.h.
@@ -92,12 +93,6 @@ def find_compiler() -> list[str]:
         if shutil.which(name) is not None:
             return [name]
     raise KernelError(f"no C++ compiler on PATH (looked for {', '.join(COMPILERS)}); {REMEDY}")
-
-
-def sources(pattern: str) -> list[Path]:
-    """List the files of the packages kernels and plugins that match `pattern`, in a fixed order."""
-    folders = [root / name for root in package_roots() for name in ("kernels", "plugins")]
-    return sorted(path for folder in folders for path in folder.rglob(pattern))
 
 
 def instruction_levels() -> tuple[int, ...]:

@@ -21,8 +21,9 @@ from kvseek.core.errors import ConfigError, KernelError, require
 from kvseek.core.weight_only import INPUTS_MULTIPLE, NONE
 from kvseek.kernels.cuda.attention.attend import LIMITS
 from kvseek.plugins.registry import method_traits
+from kvseek.plugins.sources import package_roots
 
-from .shared import cache_folder, compiling_threads, package_roots
+from .shared import cache_folder, compiling_threads
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/cuda/numbers.cuh

@@ -1,4 +1,4 @@
-"""What both compilers use: the sources of kernels, the user's folder of compiled ones, threads that compile beside each other."""
+"""What both compilers use: the user's folder of compiled kernels, and threads that compile beside each other."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import kvseek.kernels
-import kvseek.plugins
-
 
 def cache_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/kvseek``, or ``~/.cache/kvseek`` without that variable; the folder need not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvseek"
-
-
-def package_roots() -> list[Path]:
-    """Return the folders of this installation that hold kernels/ and plugins/; the kernels' includes are relative to them."""
-    return sorted({Path(path).parent for package in (kvseek.kernels, kvseek.plugins) for path in package.__path__})
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.kernels.cpu.attention.causal_attention import causal_attention as native_attention
 from kvseek.kernels.cpu.draw.draw import NativeDraw
 from kvseek.kernels.cpu.layer.layer import NativeOperations
+from kvseek.plugins.sources import check_sources
 
 from .indexes import IndexMaker, device_retrieval, host_retrieval
 from .memory import divide_device_memory
@@ -52,6 +53,8 @@ def load_part(
     """Load the whole model of an engine directory, or the part of a rank, whose configuration this is (core/ranks.py)."""
     path = directory / CODEBOOKS_FILE
     codebooks = load_file(path) if path.exists() else {}
+    if needs_cpu_library(config) or config.device == "cuda":
+        check_sources(directory)
     library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
     if config.device == "cpu":
         return _load_cpu(directory, IndexMaker(config, codebooks, library), ranks, make_cache)

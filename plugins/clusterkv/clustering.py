@@ -1,4 +1,7 @@
-"""K-means of keys by cosine in PyTorch, on any device; the reference for the kernels of kmeans.cu (paper, section III-B)."""
+"""K-means of keys by cosine in PyTorch, on any device; the reference for the kernels of kmeans.cu (paper, section III-B).
+
+Both start from the same keys (initial_keys).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.config import EXTENT_TOKENS, require
 
 ASSIGN_TOKENS = 8 * EXTENT_TOKENS  # keys assigned at a time, which bounds temporary memory
+_STEP = 1_000_003  # a prime: neighbouring (seed, layer, tokens) give generators of different states
+_SEEDS = 2**63
 
 
 @dataclass(frozen=True)
@@ -96,3 +101,31 @@ def cluster_sums(vectors: Tensor, labels: Tensor, clusters: int) -> Tensor:
 def cluster_sizes(labels: Tensor, clusters: int) -> Tensor:
     """Count the keys of each label [G, n]: int64 [G, clusters]."""
     return labels.new_zeros(labels.shape[0], clusters).scatter_add_(1, labels, torch.ones_like(labels))
+
+
+def initial_keys(seed: int, layer: int, tokens: int, clusters: int) -> Tensor:
+    """Choose the keys that are the first centroids, at random without repetition.
+
+    The choice depends only on the arguments, not on the slot or the batch, and is the same for all KV heads.
+
+    Parameters
+    ----------
+    tokens : int
+        Number of keys to be clustered.
+    clusters : int
+        Number of centroids.
+
+    Returns
+    -------
+    Tensor, int64 [clusters], on the CPU
+        Numbers of the keys, ascending, below `tokens`.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer keys than clusters.
+    """
+    limit = f"between 1 and {tokens}, the number of keys"
+    require(1 <= clusters <= tokens, "clusters", clusters, limit, "ask for fewer clusters")
+    generator = torch.Generator().manual_seed(((seed * _STEP + layer) * _STEP + tokens) % _SEEDS)
+    return torch.randperm(tokens, generator=generator)[:clusters].sort().values

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
-from kvseek.kernels.reference.codes.rotation import padded_dim
+from kvseek.kernels.reference.codes.store import code_bytes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
 
-SCALE_BYTES = 2  # of a key's code
 NUMBER = 4  # bytes of a score, a size, a start, a place
 ENTRY_BYTES = 2 * NUMBER  # for each row: its place is read and written
 
@@ -23,12 +22,12 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     lanes = model.group_size
     taken = -(-listed * clusters // length) if length else 0
     numbers = 3 if config.spread_weight else 2  # both kernels read the sizes
-    code_bytes = padded_dim(model.head_dim) * config.rerank_bits / 8 + SCALE_BYTES + 2 * NUMBER * lanes + ENTRY_BYTES
+    ranked_bytes = code_bytes(model.head_dim, config.rerank_bits) + 2 * NUMBER * lanes + ENTRY_BYTES
     return SelectionCosts(
         rows=min(config.top_k, length),
         index_bytes=clusters * (model.head_dim * itemsize + numbers * NUMBER),
         rerank_bytes=clusters * 2 * NUMBER * lanes
         + taken * NUMBER
-        + listed * (ENTRY_BYTES + (code_bytes if config.rerank_bits else 0)),
+        + listed * (ENTRY_BYTES + (ranked_bytes if config.rerank_bits else 0)),
         dense_layers=config.dense_layers,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.core.streams import SideStream, SideWork
-from kvseek.kernels.arguments import blocks_for, pointers, require_fit
+from kvseek.kernels.arguments import pointers
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
+from kvseek.kernels.cuda.selection import SelectionWorkspace
 from kvseek.kernels.structs import c_struct
-from kvseek.plugins.contract import Effort, Index
 
 from .config import Config
 from .kmeans import ClusterArrays, DeviceKMeans
@@ -38,8 +37,8 @@ CHOOSE_STATIC_BYTES = 12 << 10  # upper bound of ChooseMemory (choose.cuh)
 SelectArguments = c_struct("plugins/clusterkv/cuda/select.cuh", "SelectArguments")
 
 
-class Workspace:
-    """Work space for the scores of a selection. Layers run one after another, so one work space serves all of them.
+class Workspace(SelectionWorkspace):
+    """Work space for the scores of a selection.
 
     Attributes
     ----------
@@ -51,108 +50,86 @@ class Workspace:
         Largest score of a unit, and the sum of the powers of 2 relative to it.
     """
 
-    def __init__(self, context: IndexContext, lanes: int) -> None:
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
         longest = context.extents.max_extents * EXTENT_TOKENS
         self.units = -(-context.config.most_clusters(longest) // UNIT)
-        shape = (context.extents.slots, context.num_kv_heads, self.units)
-        self.scores = torch.empty((*shape, UNIT, lanes), dtype=torch.float32, device=context.device)
-        self.statistics = torch.empty((*shape, lanes, 2), dtype=torch.float32, device=context.device)
+        shape, lanes = (context.extents.slots, context.num_kv_heads, self.units), context.group_size
+        self.scores = self.new(torch.float32, *shape, UNIT, lanes)
+        self.statistics = self.new(torch.float32, *shape, lanes, 2)
 
 
-class CudaIndex(Index):
-    """The index of one layer. Given the same clusters it selects the reference's rows, in the reference's order.
+class CudaIndex(ReferenceIndex):
+    """The reference's arrays, filled and searched by kernels. From the same clusters it selects its rows, in its order.
 
     Scores differ from the reference's by rounding, so of two clusters with nearly equal scores either may be cut.
-
-    Attributes
-    ----------
-    reference : ReferenceIndex
-        Owns the arrays, and clusters the keys that leave the window, by means of the kernels.
     """
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.reference = arrays = ReferenceIndex(context, CudaCodeStore)
-        self.config: Config = context.config
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
-        lanes = context.group_size
-        shared = context.shared
-        if "clusterkv" not in shared:
-            shared["clusterkv"], shared["clusterkv_side"] = Workspace(context, lanes), SideStream(context.device)
-            reranks = self.config.rerank_bits > 0
-            shared["clusterkv_rerank"] = Reranker(context, lanes, self._kernels) if reranks else None
-        self.workspace: Workspace = shared["clusterkv"]
-        self.reranker: Reranker | None = shared["clusterkv_rerank"]
-        self._side: SideStream = shared["clusterkv_side"]  # clusters prompts while the next layers compute
+        self.workspace = context.share("clusterkv", lambda: Workspace(context))
+        # Clusters prompts while the next layers compute.
+        self._side = context.share("clusterkv.side", lambda: SideStream(context.device))
+        self.reranker: Reranker | None = None
+        if self.config.rerank_bits:
+            self.reranker = context.share("clusterkv.rerank", lambda: Reranker(context))
         self._listed = self.config.top_k if self.reranker is None else self.reranker.listed
         self._choose_bytes = choose_bytes(self._listed, self.workspace.units, context.extents.max_extents)
         _check_shared_memory(
             context, self._listed, self._choose_bytes, self._kernels.shared_memory_per_block - CHOOSE_STATIC_BYTES
         )
-        kmeans = DeviceKMeans(context, self.config, self._kernels)
-        found = ClusterArrays(arrays.centroids, arrays.sizes, arrays.starts, arrays.places, arrays.spreads)
-        self._cluster = arrays.clusterer = partial(kmeans.cluster, arrays=found)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """See ReferenceIndex.bytes_per_token."""
-        return self.reference.bytes_per_token
-
-    def effort(self, length: int) -> Effort:
-        """See ReferenceIndex.effort."""
-        return self.reference.effort(length)
+        self._kmeans = DeviceKMeans(context, self.config, self._kernels)
+        self._arrays = ClusterArrays(self.centroids, self.sizes, self.starts, self.places, self.spreads)
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> SideWork | None:
         """See Index.build. Clusters on a side stream, and encodes on the current one; the queries are not used."""
-        index = self.reference
-        index.begin(slot, keys.shape[1])
-        if index.dense:
+        self.begin(slot, keys.shape[1])
+        if self.dense:
             return None
-        if index.codes is not None:
-            index.codes.append(slot, 0, keys)
-        count = index.counts[slot]
+        if self.codes is not None:
+            self.codes.append(slot, 0, keys)
+        count = self.counts[slot]
         # A copy, because a cancelled request's row of the table is cleared without waiting for this work.
         table = self.context.extents.device_table[slot].clone()
 
         def work() -> None:
             if count:
-                self._cluster(slot, keys, 0, 0, count, table=table)
-            index.show_clusters(slot)
+                self._kmeans.cluster(slot, keys, 0, 0, count, self._arrays, table)
+            self.show_clusters(slot)
 
         # Also without keys, because the extents may come from a request whose clustering is still under way.
         return self._side.run(work, read=(keys, table))
 
-    def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See ReferenceIndex.append."""
-        self.reference.append(slot, start, keys)
-
-    def publish(self, slot: int, start: int, count: int) -> None:
-        """See ReferenceIndex.publish."""
-        self.reference.publish(slot, start, count)
+    def cluster(self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int) -> None:
+        """See ReferenceIndex.cluster."""
+        self._kmeans.cluster(slot, keys, first_place, first_cluster, clusters, self._arrays)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
         """See Index.select. Launches two kernels, three with codes, or none in a dense layer. Rows ascend inside a cluster.
 
         Raises KernelError for queries of another dtype or device than the cache's, and for a batch that the slots do not allow.
         """
-        if self.reference.dense:
+        if self.dense:
             return None
-        require_fit("queries", queries, self.context)
-        queries = queries.contiguous()
-        shape = (batch.size, self.context.num_kv_heads, self.config.top_k)
-        rows = torch.empty(shape, dtype=torch.int32, device=self.context.device)
-        codes, reranker = self.reference.codes, self.reranker
-        if reranker is not None:
-            reranker.check(batch.size)
-        arguments = self._arguments(queries, batch, rows if reranker is None else reranker.candidates)
-        heads, at_once = self.context.num_kv_heads, SCORE_BLOCKS * self._kernels.multiprocessors
-        blocks = blocks_for(batch.size, heads, at_once, self.workspace.units)
+        work, codes, reranker = self.workspace, self.codes, self.reranker
+        queries, rows, given = work.begin(self.context, queries, batch)
+        listed = rows if reranker is None else reranker.candidates
+        arguments = SelectArguments(
+            **(given | {"rows": listed.data_ptr(), "top_k": self._listed}),
+            **pointers(self, "clusters", "centroids", "sizes", "starts", "places", "spreads"),
+            **pointers(work, "scores", "statistics"),
+            units=work.units,
+            scale=self.context.scaling * math.log2(math.e),
+            spread_weight=self.config.spread_weight,
+        )
+        heads, blocks = self.context.num_kv_heads, work.blocks(batch.size, work.units, SCORE_BLOCKS)
         self._launch("score", (blocks, heads, 1), SCORE_THREADS, arguments, 0, even=True)
         self._launch("choose", (1, heads, batch.size), CHOOSE_THREADS, arguments, self._choose_bytes)
         if reranker is not None:
-            assert isinstance(codes, CudaCodeStore), "the constructor gives the reference this kind of store"
-            reranker.launch(codes, queries, batch, rows)
+            assert isinstance(codes, CudaCodeStore), "code_store makes this kind for a GPU"
+            reranker.launch(self.context, codes, given)
         return Selection(rows)
 
     def _launch(
@@ -166,23 +143,6 @@ class CudaIndex(Index):
     ) -> None:
         self._kernels.launch(
             f"kvseek_clusterkv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True, even=even
-        )
-
-    def _arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> ctypes.Structure:
-        work = self.workspace
-        return SelectArguments(
-            **pointers(self.reference, "clusters", "centroids", "sizes", "starts", "places", "spreads"),
-            **pointers(work, "scores", "statistics"),
-            **pointers(batch, "requests", "table"),
-            queries=queries.data_ptr(),
-            rows=rows.data_ptr(),
-            batch=batch.size,
-            kv_heads=self.context.num_kv_heads,
-            max_extents=batch.table.shape[1],
-            units=work.units,
-            top_k=self._listed,
-            scale=self.context.scaling * math.log2(math.e),
-            spread_weight=self.config.spread_weight,
         )
 
 

@@ -22,8 +22,8 @@ from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.structs import c_struct
 
+from .clustering import initial_keys
 from .config import Config
-from .seeding import initial_keys
 
 # As in kmeans.cuh, kmeans_assign.cuh, kmeans_turn.cuh, kmeans_mean.cuh.
 THREADS, WARPS = 256, 8

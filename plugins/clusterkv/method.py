@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
-
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.cpu.codes.store import LIMITS
-from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.ranking import rotation_codebook
 
 from .config import GENERATED_TOKENS, Config
 from .device import CudaIndex, cuda_macros
@@ -19,15 +17,11 @@ from .reference import ReferenceIndex
 
 def traits(config: Config) -> Traits:
     """Return the method's traits; the first 16 tokens are never clustered, so they are the sink (paper, section III-B)."""
-
-    def codebooks(head_dim: int) -> dict[str, Tensor]:
-        return {"signs": rotation_signs(config.seed, padded_dim(head_dim))} if config.rerank_bits else {}
-
     return Traits(
         device_layers=config.dense_layers,  # `select` gives None there
         kept_steps=config.cache_steps,
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
-        codebooks=codebooks,
+        codebooks=partial(rotation_codebook, config.seed if config.rerank_bits else None),
         cpu_limits=LIMITS,
         cuda_macros=partial(cuda_macros, config),
     )

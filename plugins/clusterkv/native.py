@@ -28,7 +28,7 @@ class NativeIndex(ReferenceIndex):
     """
 
     def __init__(self, context: IndexContext) -> None:
-        super().__init__(context, NativeCodeStore)
+        super().__init__(context)
         require_native("native clusters", context, LIMITS)
         config = self.config
         fields: dict[str, float] = {

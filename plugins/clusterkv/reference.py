@@ -8,7 +8,6 @@ Both can be turned off (spread_weight, rerank_bits), and a cluster is then ranke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +17,15 @@ from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
+from kvseek.core.streams import SideWork
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.plugins.contract import Effort, Index
-from kvseek.plugins.group import best_positions, softmax_mean
+from kvseek.plugins.ranking import best_positions, code_store, softmax_mean
 
-from .clustering import cluster_keys
+from .clustering import cluster_keys, initial_keys
 from .config import Config
-from .seeding import initial_keys
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,11 @@ class ReferenceIndex(Index):
         Number of clusters of each slot that queries see.
     counts, prompt_tokens : list of int, one per slot
         The same number on the host, and the number of tokens that `build` clustered.
-    clusterer : callable or None
-        Function by which CudaIndex clusters, with the arguments of `cluster`; None: cluster in PyTorch.
     codes : CodeStore or None
         Codes of the keys by place; None with rerank_bits 0, and in dense layers.
     """
 
-    clusterer: Callable[[int, Tensor, int, int, int], object] | None = None
-
-    def __init__(self, context: IndexContext, store_type: type[CodeStore] = CodeStore) -> None:
+    def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
         self.config: Config = context.config
         self.dense = context.layer < self.config.dense_layers
@@ -99,7 +94,7 @@ class ReferenceIndex(Index):
         if bits:
             limit = "0 without the codebook 'signs', which engines from before the codes lack"
             require("signs" in context.codebooks, "rerank_bits", bits, limit, "build the engine again")
-        self.codes = store_type(context, context.codebooks["signs"], bits) if bits else None
+        self.codes = code_store(context, bits) if bits else None
 
     @property
     def bytes_per_token(self) -> float:
@@ -114,7 +109,7 @@ class ReferenceIndex(Index):
         codes = self.codes.bytes_per_token if self.codes is not None else 0.0
         return self.context.num_kv_heads * per_head + codes
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> SideWork | None:
         """See Index.build; the queries are not used."""
         self.begin(slot, keys.shape[1])
         if self.codes is not None:
@@ -122,6 +117,7 @@ class ReferenceIndex(Index):
         if self.counts[slot]:
             self.cluster(slot, keys, 0, 0, self.counts[slot])
         self.show_clusters(slot)
+        return None
 
     def begin(self, slot: int, tokens: int) -> None:
         """Note on the host that a slot now holds a prompt of `tokens` retrieval tokens, and how many clusters it gets."""
@@ -201,9 +197,6 @@ class ReferenceIndex(Index):
 
     def cluster(self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int) -> None:
         """Cluster keys [G, n, D] of the places from first_place on by themselves, into clusters from first_cluster on."""
-        if self.clusterer is not None:
-            self.clusterer(slot, keys, first_place, first_cluster, clusters)
-            return
         config = self.config
         chosen = initial_keys(config.seed, self.context.layer, keys.shape[1], clusters)
         found = cluster_keys(keys, chosen.to(keys.device), config.iterations)

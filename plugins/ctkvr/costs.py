@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 from kvseek.core.config import ModelConfig
-from kvseek.kernels.reference.codes.rotation import padded_dim
+from kvseek.kernels.reference.codes.store import code_bytes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import MOST_CENTROIDS, Config
 
-SCALE_BYTES = 2  # of a code, a float16
 OFFSET_BYTES = 4  # a centroid's product with the mean, per query head (centroids.py)
 DEDUPLICATION = 0.5  # share of the probed places that are distinct: section 3.1.2, footnote: "0.5 or less"
 
@@ -22,11 +21,10 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     centroids = config.prompt_centroids(length, MOST_CENTROIDS)
     listed = min(config.probes, centroids) * config.list_width(length)
     recalled = min(length, max(config.top_k, math.ceil(DEDUPLICATION * listed)))
-    code_bytes = padded_dim(model.head_dim) * config.bits / 8 + SCALE_BYTES if config.bits else 0
     return SelectionCosts(
         rows=config.top_k,
         index_bytes=centroids * model.group_size * (model.head_dim * itemsize + OFFSET_BYTES),
-        rerank_bytes=4 * listed + recalled * code_bytes,
+        rerank_bytes=4 * listed + (recalled * code_bytes(model.head_dim, config.bits) if config.bits else 0),
         reranked_keys=0 if config.bits else recalled,
         host_cores=config.execution == "cpu",
     )

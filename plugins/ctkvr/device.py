@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch
-from kvseek.core.config import EXTENT_TOKENS, require
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.kernels.arguments import blocks_for, pointers, require_fit, require_numbered_rows
+from kvseek.kernels.arguments import pointers, require_numbered_rows
 from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.splits import address
-from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM, CudaCodeStore
+from kvseek.kernels.cuda.codes.store import CudaCodeStore
+from kvseek.kernels.cuda.selection import require_head_dim
 from kvseek.plugins.contract import Attention, Effort, Index
 
 from .config import Config
@@ -62,9 +63,9 @@ class CudaIndex(Index):
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self.config: Config = context.config
         self._kernels = context.cuda
-        self.reference = ReferenceIndex(context, CudaCodeStore)
+        self.reference = ReferenceIndex(context)
         codes = self.reference.codes
-        assert codes is None or isinstance(codes, CudaCodeStore), "the reference has the kind of store that it is given"
+        assert codes is None or isinstance(codes, CudaCodeStore), "code_store makes this kind for a GPU"
         self.codes = codes
         self.ring, self.width, self.capacity = self.reference.ring, self.reference.width, self.reference.capacity
         self._recall_bytes, query_bytes = EXTENT_BYTES * context.extents.table.shape[1], 0
@@ -76,9 +77,7 @@ class CudaIndex(Index):
         self.written = torch.zeros((slots, kv_heads), dtype=torch.int32, device=context.device)
         self.prompted, self.listed = torch.zeros((2, slots), dtype=torch.int32, device=context.device)
         self._builder = DeviceBuilder(self._kernels, context.group_size, self.width, context.scaling)
-        if "ctkvr" not in context.shared:
-            context.shared["ctkvr"] = Workspace(context, self.ring, self.capacity)
-        self.workspace: Workspace = context.shared["ctkvr"]
+        self.workspace = context.share("ctkvr", lambda: Workspace(context, self.ring, self.capacity))
         # While memory is measured, before rows are placed, `select` ranks on the device, which needs the most memory.
         self._host: HostPart | None = None
         if self.config.execution == "cpu" and context.rows is not None and context.rows.on_host:
@@ -110,11 +109,11 @@ class CudaIndex(Index):
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See Index.select. Launches three kernels, or two with host cores. Rows ascend."""
-        require_fit("queries", queries, self.context)
-        queries = queries.contiguous()
+        queries, rows, given = self.workspace.begin(self.context, queries, batch)
         if self._host is None:
-            return self._select_on_device(queries, batch)
-        self._recall(self._arguments(queries, batch, self._host.buffers), batch.size)
+            self._recall_and_rerank(self._arguments(given), rows, batch.size)
+            return Selection(rows)
+        self._recall(self._arguments(given, self._host.buffers), batch.size)
         return Selection(self._host.buffers.no_rows[: batch.size])
 
     def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: Attention) -> Tensor:
@@ -129,21 +128,17 @@ class CudaIndex(Index):
         if self._host is not None:
             self._host.check()
 
-    def _select_on_device(self, queries: Tensor, batch: Batch) -> Selection:
-        kv_heads = self.context.num_kv_heads
-        rows = torch.empty((batch.size, kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device)
-        arguments = self._arguments(queries, batch)
+    def _recall_and_rerank(self, arguments: ctypes.Structure, rows: Tensor, batch: int) -> None:
         arguments.scores, arguments.statistics = self.workspace.scores.data_ptr(), self.workspace.statistics.data_ptr()
         arguments.keys, arguments.selected = address(self.workspace.keys), rows.data_ptr()
-        self._recall(arguments, batch.size)
-        grid, shared_bytes = (1 + self.config.update, kv_heads, batch.size), self.workspace.shared_key_bytes
-        self._launch("rerank", grid, RERANK_THREADS, arguments, shared_bytes)
-        return Selection(rows)
+        self._recall(arguments, batch)
+        grid = (1 + self.config.update, self.context.num_kv_heads, batch)
+        self._launch("rerank", grid, RERANK_THREADS, arguments, self.workspace.shared_key_bytes)
 
     def _recall(self, arguments: ctypes.Structure, batch: int) -> None:
         heads = self.context.num_kv_heads
         tiles = -(-self.capacity // TILE)
-        grid = (blocks_for(batch, heads, self._kernels.multiprocessors, tiles), heads, 1)
+        grid = (self.workspace.blocks(batch, tiles), heads, 1)
         self._launch("probe", (-(-self.ring // PROBE_CENTROIDS), heads, batch), PROBE_THREADS, arguments)
         if self.codes is None:
             self._launch("recall", grid, RECALL_THREADS, arguments, self._recall_bytes)
@@ -156,30 +151,22 @@ class CudaIndex(Index):
     ) -> None:
         self._kernels.launch(f"kvseek_ctkvr_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
-    def _arguments(self, queries: Tensor, batch: Batch, host: HostBuffers | None = None) -> ctypes.Structure:
-        self.workspace.require(batch.size)
+    def _arguments(self, given: dict[str, int], host: HostBuffers | None = None) -> ctypes.Structure:
         copies = {} if host is None else host.targets()
         rows = self.context.rows  # None while memory is measured, when all requests are dense and no row is read
         return StepArguments(
+            **(given | {"rows": rows.pointer if rows else 0}),  # the pool's, not those that are selected
             **copies,
             **pointers(self.reference, "centroids", "means", "offsets", "lists"),
             **pointers(self, "written", "prompted", "listed"),
             **pointers(self.workspace, "cosines", "recalled", "counts"),
-            queries=queries.data_ptr(),
-            requests=batch.requests.data_ptr(),
-            table=batch.table.data_ptr(),
-            rows=rows.pointer if rows else None,
             extent_stride=rows.extent_stride if rows else 0,
-            batch=batch.size,
-            kv_heads=self.context.num_kv_heads,
-            max_extents=batch.table.shape[1],
             ring=self.ring,
             width=self.width,
             capacity=self.capacity,
             probes=self.config.probes,
             prompt_probes=self.config.prompt_probes,
             recent=self.config.recent,
-            top_k=self.config.top_k,
             scale=self.context.scaling * math.log2(math.e),
         )
 
@@ -188,9 +175,8 @@ def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int
     """Return the macro of coded.cu; raises ConfigError on a head size that the kernels of the codes do not support."""
     if not config.bits:
         return {}
-    limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM} with execution = 'codes' on the GPU"
-    fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
-    require(fits, "head_dim", head_dim, limit, "set execution to 'cpu', or build with --device cpu")
+    remedy = "set execution to 'cpu', or build with --device cpu"
+    require_head_dim(head_dim, "with execution = 'codes'", remedy)
     return {"CTKVR_CODE_BITS": config.bits}
 
 

@@ -93,9 +93,7 @@ class HostPart:
         check_supported(context)
         assert context.library is not None, "Traits.cpu_library_on_gpu asks for it"
         assert context.cuda is not None, "the index of a GPU made it"
-        if "ctkvr.host" not in context.shared:
-            context.shared["ctkvr.host"] = HostBuffers(index, most)
-        self.buffers: HostBuffers = context.shared["ctkvr.host"]
+        self.buffers = context.share("ctkvr.host", lambda: HostBuffers(index, most))
         self._index, self._written, self._rows, self._kernels = index, written, rows, context.cuda
         self._function = host_function(context.library)
         self._steps: dict[int, ctypes.Structure] = {}  # by batch size

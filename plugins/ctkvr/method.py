@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
-
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.ranking import rotation_codebook
 
 from .config import ROTATION_SEED, Config
 from .device import CudaIndex, cuda_macros
@@ -21,17 +19,13 @@ __all__ = ["create", "traits"]
 def traits(config: Config) -> Traits:
     """Return the method's traits: with execution "cpu" host cores attend to rows in host memory; codes need a rotation."""
     on_host = config.execution == "cpu"
-
-    def codebooks(head_dim: int) -> dict[str, Tensor]:
-        return {"signs": rotation_signs(ROTATION_SEED, padded_dim(head_dim))} if config.bits else {}
-
     return Traits(
         cpu_library_on_gpu=on_host,
         cpu_limits=LIMITS,
         kept_steps=0 if on_host else 1,
         prefix_reuse="copies" if config.bits else "rows",  # `build` writes codes to extents
         last_queries=config.most_prompt_centroids,
-        codebooks=codebooks,
+        codebooks=partial(rotation_codebook, ROTATION_SEED if config.bits else None),
         cuda_macros=partial(cuda_macros, config),
     )
 

@@ -17,7 +17,6 @@ from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext, LayerRows, ShapeLimits
 from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers, require_fit
-from kvseek.kernels.cpu.codes.store import NativeCodeStore
 from kvseek.kernels.reference.codes.key_codes import STEPS
 from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.kernels.structs import c_struct
@@ -126,7 +125,7 @@ class NativeIndex(ReferenceIndex):
     """
 
     def __init__(self, context: IndexContext) -> None:
-        super().__init__(context, NativeCodeStore)
+        super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
         check_supported(context)
         host_lists(context.library)  # so that the library of an older engine is refused before there is a request

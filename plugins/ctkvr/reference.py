@@ -12,23 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.kernels.reference.codes.store import CodeStore
-from kvseek.plugins.contract import Effort, Index
-from kvseek.plugins.group import select_each
+from kvseek.plugins.ranking import RankedIndex, code_store
 
 from .build import attention_values, build_lists, largest, log_weights
 from .centroids import cosines, make_centroids, prompt_means
 from .config import Config
 
 
-class ReferenceIndex(Index):
+class ReferenceIndex(RankedIndex):
     """One layer's centroids and their lists. Each slot has a ring of centroids, in which new ones replace the oldest.
 
     Attributes
@@ -51,12 +47,13 @@ class ReferenceIndex(Index):
     listed : list of int
         Number of retrieval tokens of each slot's prompt. Later places are *unlisted*: no list of the prompt holds them.
     codes : CodeStore or None
-        Codes of the keys, with execution "codes"; filled by `store`, the class for the index's kernels.
+        Codes of the keys, with execution "codes".
     """
 
-    def __init__(self, context: IndexContext, store: type[CodeStore] = CodeStore) -> None:
+    config: Config
+
+    def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.config: Config = context.config
         most_tokens = context.extents.max_extents * EXTENT_TOKENS
         self.ring, self.width = self.config.centroids, self.config.list_width(most_tokens)
         self.capacity = self.config.recall_capacity(most_tokens)
@@ -69,7 +66,7 @@ class ReferenceIndex(Index):
         self.written, self.prompted, self.listed = [0] * slots, [0] * slots, [0] * slots
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # slot: query [H, D], best places [G, width]
         bits = self.config.bits
-        self.codes = store(context, context.codebooks["signs"], bits) if bits else None
+        self.codes = code_store(context, bits) if bits else None
 
     @property
     def bytes_per_token(self) -> float:
@@ -119,10 +116,6 @@ class ReferenceIndex(Index):
         if self.codes:
             self.codes.append(slot, start, keys)
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are the top k; the kernels need no numbers but the length."""
-        return Effort(min(self.config.top_k, length))
-
     def refresh(self, slots: Sequence[int]) -> None:
         """Replace the slots' oldest centroids by their last queries (algorithm 2, part d)."""
         for slot in slots:
@@ -133,19 +126,12 @@ class ReferenceIndex(Index):
                 self.lists[slot, :, oldest] = best
                 self.written[slot] += 1
 
-    def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """Select the best rows of each request and KV head: queries [batch, H, D] to rows int32 [batch, G, top_k].
-
-        Rows ascend; queries over a region that is selected whole become no centroids.
-        """
-
-        def choose(grouped: Tensor, slot: int, _: int) -> Tensor:
-            query = grouped.flatten(0, 1)
-            rows, best = self.rerank(query, slot, self.recall(query, slot))
-            self.remember(slot, query, best)
-            return rows
-
-        return select_each(queries, batch, self.context.num_kv_heads, self.config.top_k, choose)
+    def best(self, queries: Tensor, slot: int, length: int) -> Tensor:
+        """See RankedIndex.best. Queries over a region that is selected whole become no centroids."""
+        query = queries.flatten(0, 1)
+        rows, best = self.rerank(query, slot, self.recall(query, slot))
+        self.remember(slot, query, best)
+        return rows
 
     def probe(self, query: Tensor, slot: int) -> Tensor:
         """Choose the centroids whose lists a query [H, D] recalls: int64 [G, at most probes], none twice.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from kvseek.core.batch import most_requests
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.arguments import require_room
+from kvseek.kernels.cuda.selection import SelectionWorkspace
 from kvseek.kernels.structs import c_struct
 
 TILE = 16  # keys that a warp scores at once (products.cuh)
@@ -20,16 +18,11 @@ CodedStepArguments = c_struct("plugins/ctkvr/cuda/coded.cu", "CodedStepArguments
 MergeArguments = c_struct("plugins/ctkvr/cuda/merge.cu", "MergeArguments")
 
 
-class Workspace:
-    """Intermediate results of a selection, for batches of up to `most` requests.
-
-    Layers run one after another, so one workspace serves all of them. It is allocated when it is made, because captured graphs
-    hold its addresses, and because it has to be counted when memory is divided.
+class Workspace(SelectionWorkspace):
+    """Intermediate results of a selection.
 
     Attributes
     ----------
-    most : int
-        Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
     cosines : Tensor, float32 [most, G, ring]
     recalled : Tensor, int32 [most, G, capacity]
     counts : Tensor, int32 [most, G]
@@ -39,23 +32,11 @@ class Workspace:
     """
 
     def __init__(self, context: IndexContext, ring: int, capacity: int) -> None:
-        self.most, self._kv_heads, group = (
-            most_requests(context.extents.slots),
-            context.num_kv_heads,
-            context.group_size,
-        )
-        tasks = (self.most, self._kv_heads)
-
-        def new(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.empty((*tasks, *shape), dtype=dtype, device=context.device)
-
-        self.cosines = new(torch.float32, ring)
-        self.recalled, self.counts = new(torch.int32, capacity), new(torch.int32)
-        self.scores = new(torch.float32, capacity, group)
-        self.statistics = new(torch.float32, -(-capacity // TILE), group, 2)
+        super().__init__(context)
+        tasks, group = (self.most, context.num_kv_heads), context.group_size
+        self.cosines = self.new(torch.float32, *tasks, ring)
+        self.recalled, self.counts = self.new(torch.int32, *tasks, capacity), self.new(torch.int32, *tasks)
+        self.scores = self.new(torch.float32, *tasks, capacity, group)
+        self.statistics = self.new(torch.float32, *tasks, -(-capacity // TILE), group, 2)
         self.shared_key_bytes = 4 * capacity if 4 * capacity <= LARGEST_KEYS else 0
-        self.keys = None if self.shared_key_bytes else new(torch.int32, 2, capacity)
-
-    def require(self, batch: int) -> None:
-        """Raise KernelError if a batch is larger than the workspace."""
-        require_room(batch, self.most)
+        self.keys = None if self.shared_key_bytes else self.new(torch.int32, *tasks, 2, capacity)

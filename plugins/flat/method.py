@@ -5,24 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
-from kvseek.plugins.contract import Effort, Index, Traits
-from kvseek.plugins.group import best_positions, select_each, softmax_mean
+from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.ranking import RankedIndex, best_positions, softmax_mean
 
 from .config import Config
 
 __all__ = ["create", "traits"]
 
 
-class FlatIndex(Index):
+class FlatIndex(RankedIndex):
     """An index that keeps a copy of the keys, [extents, G, 1024, D] in the cache's dtype; scores are float32."""
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.config: Config = context.config
         shape = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS, context.head_dim)
         self.keys = torch.empty(shape, dtype=context.dtype, device=context.device)
 
@@ -39,18 +36,10 @@ class FlatIndex(Index):
         """See Index.append. The keys are invisible as yet, because no selection reads beyond a region's length."""
         self.context.extents.write(self.keys, slot, start, keys)
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are the top k."""
-        return Effort(min(self.config.top_k, length))
-
-    def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See Index.select. The rows are the top k, ascending (select_each)."""
-
-        def choose(grouped: Tensor, slot: int, length: int) -> Tensor:
-            keys = self.context.extents.read(self.keys, slot, length)
-            return exact_top_k(grouped, keys, self.config.top_k, self.context.scaling)
-
-        return select_each(queries, batch, self.context.num_kv_heads, self.config.top_k, choose)
+    def best(self, queries: Tensor, slot: int, length: int) -> Tensor:
+        """See RankedIndex.best."""
+        keys = self.context.extents.read(self.keys, slot, length)
+        return exact_top_k(queries, keys, self.config.top_k, self.context.scaling)
 
 
 def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, scaling: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 from kvseek.plugins.contract import Index
+from kvseek.plugins.ranking import ScanIndex
 
 Kind = TypeVar("Kind", bound=Index)
 
@@ -73,9 +74,21 @@ def everything(index: Index, slot: int) -> Tensor:
     return torch.ones(context.num_kv_heads, context.lengths[slot], dtype=torch.bool, device=context.device)
 
 
+def candidate_stages(kind: type[ScanIndex], scan: str, index: Index, query: Tensor, slot: int) -> Stages:
+    """Find the stages of a query [H, D] in an index of a kind: the candidates, stage `scan`, and the `estimate` of these."""
+    found = require_index(index, kind)
+    kv_heads, n = found.context.num_kv_heads, found.context.lengths[slot]
+    if n <= found.config.top_k:
+        kept = everything(found, slot)
+    else:
+        lanes = found.lanes(query.view(kv_heads, -1, query.shape[-1]))
+        kept = by_place(found.candidates(lanes, slot, n), n)
+    return Stages((Stage(scan, kept),), last="estimate")
+
+
 def require_index(index: Index, kind: type[Kind]) -> Kind:
     """Return the index if it is of the kind whose stages are known; raises KernelError for others, such as a GPU's index."""
-    if not isinstance(index, kind):
+    if not isinstance(index, kind) or index.context.cuda is not None:
         raise KernelError(
             f"stages of {type(index).__module__}.{type(index).__name__}: must be a {kind.__name__}; "
             "measure with the reference"

@@ -5,20 +5,18 @@ from __future__ import annotations
 from kvseek.core.config import ModelConfig
 from kvseek.kernels.reference.codes.key_codes import BITS
 from kvseek.kernels.reference.codes.rotation import padded_dim
-from kvseek.kernels.reference.codes.store import mean_bytes
+from kvseek.kernels.reference.codes.store import code_bytes, mean_bytes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
 from .reference import FIRST_BITS
 
-SCALE_BYTES = 2  # of a key, a float16
-
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
     """Compute the costs: scale, mean and 2 bits a channel of every key, all bits of the candidates, top_k rows."""
-    dim = padded_dim(model.head_dim)
+    dim = model.head_dim
     return SelectionCosts(
         rows=min(length, config.top_k),
-        index_bytes=length * (dim * FIRST_BITS / 8 + SCALE_BYTES + mean_bytes(dim)),
-        rerank_bytes=config.candidate_count(length) * (dim * BITS / 8 + SCALE_BYTES),
+        index_bytes=length * (code_bytes(dim, FIRST_BITS) + mean_bytes(padded_dim(dim))),
+        rerank_bytes=config.candidate_count(length) * code_bytes(dim, BITS),
     )

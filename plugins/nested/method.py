@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.cpu.codes.store import LIMITS
-from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.ranking import rotation_codebook
 
 from .config import Config
 from .device import CudaIndex, cuda_macros
@@ -19,11 +19,12 @@ __all__ = ["create", "traits"]
 
 def traits(config: Config) -> Traits:
     """Return the method's traits: the rotation's signs are all that codes need."""
-
-    def codebooks(head_dim: int) -> dict[str, Tensor]:
-        return {"signs": rotation_signs(config.rotation_seed, padded_dim(head_dim))}
-
-    return Traits(cpu_limits=LIMITS, prefix_reuse="entries", codebooks=codebooks, cuda_macros=cuda_macros)
+    return Traits(
+        cpu_limits=LIMITS,
+        prefix_reuse="entries",
+        codebooks=partial(rotation_codebook, config.rotation_seed),
+        cuda_macros=cuda_macros,
+    )
 
 
 def create(context: IndexContext) -> Index:

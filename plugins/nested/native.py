@@ -23,7 +23,6 @@ class NativeIndex(ReferenceIndex):
     From equal codes, candidates and estimates equal the reference's to the bit; only softmax weights differ by rounding.
     """
 
-    store_type = NativeCodeStore
     codes: NativeCodeStore
 
     def __init__(self, context: IndexContext) -> None:

@@ -63,7 +63,7 @@ class Config:
     top_k : int
         Rows retrieved per KV head.
     group_reduce : str
-        How the query heads of a KV head agree: "softmax_mean" (plugins/group.py), or "mean", which retrieves for the mean
+        How the query heads of a KV head agree: "softmax_mean" (plugins/ranking.py), or "mean", which retrieves for the mean
         of their queries, as the paper's public release does.
     rotation_seed : int
         Seed of the signs of the randomised Hadamard transform.

@@ -7,22 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, most_requests
-from kvseek.core.config import EXTENT_TOKENS, require
-from kvseek.core.errors import KernelError
+from kvseek.core.batch import Batch
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.kernels.arguments import (
-    POWER_SUM_BYTES,
-    blocks_for,
-    pointers,
-    require_fit,
-    require_numbered_rows,
-    require_room,
-)
-from kvseek.kernels.cuda.codes.store import MAX_DIM, MIN_DIM
+from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_keys, require_numbered_rows
+from kvseek.kernels.cuda.selection import SelectionWorkspace, require_head_dim
 from kvseek.kernels.structs import c_struct
-from kvseek.plugins.contract import Effort, Index
 
 from .config import Config
 from .reference import CENTROIDS, ReferenceIndex
@@ -40,49 +31,36 @@ EncodeArguments = c_struct("plugins/pariskv/cuda/encode.cu", "EncodeArguments")
 SelectArguments = c_struct("plugins/pariskv/cuda/select.cuh", "SelectArguments")
 
 
-class Workspace:
-    """Intermediate results of a selection, for batches of up to `most` requests.
+class Workspace(SelectionWorkspace):
+    """Intermediate results of a selection.
 
-    Layers run one after another, and so do the graphs of batch sizes, so one workspace serves all of them. It is allocated when
-    it is made, because captured graphs hold its addresses, and because it has to be counted when memory is divided. Arrays that
-    grow with a region lie in scratch extents: 9 + 4 x lanes bytes per token and KV head.
-
-    Attributes
-    ----------
-    most : int
-        Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
+    Arrays that grow with a region lie in scratch extents: 9 + 4 x lanes bytes per token and KV head.
     """
 
-    def __init__(self, context: IndexContext, lanes: int, dim: int, multiprocessors: int) -> None:
-        self._kv_heads, self._multiprocessors = context.num_kv_heads, multiprocessors
-        self.most = most_requests(context.extents.slots)
+    def __init__(self, context: IndexContext, lanes: int, dim: int) -> None:
+        super().__init__(context)
         rows = (context.scratch_extents, context.num_kv_heads, EXTENT_TOKENS)
-        tasks, top_k, blocks = self.most * context.num_kv_heads, context.config.top_k, dim // 8
-        scan, top = self.blocks(self.most)
+        top_k, blocks = context.config.top_k, dim // 8
+        scan, top = self.grids(self.most)
         chunks, lists = (context.num_kv_heads, CHUNKS_OF_SCAN * scan), (context.num_kv_heads, top)
-
-        def new(shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=context.device)
-
-        self.scores, self.candidates = new(rows, torch.uint8), new(rows)
-        self.estimates, self.keys = new((*rows, lanes), torch.float32), new(rows)
-        self.chunk_totals = new((*chunks, SCORES))
-        self.normalisers = new((*chunks, lanes, POWER_SUM_BYTES), torch.uint8)
-        self.best_keys, self.best_places = new((*lists, top_k)), new((*lists, top_k))
+        self.scores, self.candidates = self.new(torch.uint8, *rows), self.new(torch.int32, *rows)
+        self.estimates, self.keys = self.new(torch.float32, *rows, lanes), self.new(torch.int32, *rows)
+        self.chunk_totals = self.new(torch.int32, *chunks, SCORES)
+        self.normalisers = self.new(torch.uint8, *chunks, lanes, POWER_SUM_BYTES)
+        self.best_keys, self.best_places = (self.new(torch.int32, *lists, top_k) for _ in range(2))
         # The last columns may belong to lanes that do not exist; they stay zero.
-        self.columns = new((tasks, -(-lanes // 4), dim // 16, 32, 2)).zero_()
-        self.votes = new((tasks, blocks // 4, CENTROIDS, 4, vote_bytes(lanes)), torch.uint8)
-        self.totals = new((tasks, SCORES))
-        self.finished = new((tasks,)).zero_()  # each selection leaves zeros behind
+        self.columns = self.zeros(self.tasks, -(-lanes // 4), dim // 16, 32, 2)
+        self.votes = self.new(torch.uint8, self.tasks, blocks // 4, CENTROIDS, 4, vote_bytes(lanes))
+        self.totals = self.new(torch.int32, self.tasks, SCORES)
+        self.finished = self.zeros(self.tasks)
 
-    def blocks(self, batch: int) -> tuple[int, int]:
+    def grids(self, batch: int) -> tuple[int, int]:
         """Return the blocks of a KV head in the scan and in the top-k of a batch."""
-        scan = blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_SCAN_BLOCKS)
-        return scan, blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_TOP_BLOCKS)
+        return self.blocks(batch, MOST_SCAN_BLOCKS), self.blocks(batch, MOST_TOP_BLOCKS)
 
 
-class CudaIndex(Index):
-    """The index of one layer. Ids, codes, counts, votes and candidates are the reference's to the bit.
+class CudaIndex(ReferenceIndex):
+    """The reference's arrays, filled and searched by kernels. Ids, counts, votes and candidates equal its own to the bit.
 
     Estimates differ from the reference's by the rounding of weighted codes to float16 (5e-4 of a term), so rows whose rank is
     near k may differ.
@@ -90,40 +68,17 @@ class CudaIndex(Index):
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.reference = ReferenceIndex(context)  # owns the arrays
-        self.config: Config = context.config
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
-        dim = self.reference.padded_dim
         require_numbered_rows("ParisKV on the GPU", context)
-        self._lanes = self.config.lanes(context.group_size)
-        if "pariskv" not in context.shared:
-            context.shared["pariskv"] = Workspace(context, self._lanes, dim, self._kernels.multiprocessors)
-        self.workspace: Workspace = context.shared["pariskv"]
+        self._lanes = lanes = self.config.lanes(context.group_size)
+        self.workspace = context.share("pariskv", lambda: Workspace(context, lanes, self.padded_dim))
         major, _ = self._kernels.capability
         self._table_bytes = LARGE_TABLE if major in (9, 10) else SMALL_TABLE  # as scan.cu chooses it
 
-    @property
-    def bytes_per_token(self) -> float:
-        """See ReferenceIndex.bytes_per_token."""
-        return self.reference.bytes_per_token
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See Index.build. Runs on the current stream; the queries are not used."""
-        self.reference.counts[slot].zero_()
-        self.append(slot, 0, keys)
-        self.publish(slot, 0, keys.shape[1])
-
-    def adopt(self, slot: int, length: int) -> None:
-        """See ReferenceIndex.adopt."""
-        self.reference.counts[slot].zero_()
-        self.publish(slot, 0, length)
-
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See ReferenceIndex.append."""
-        require_fit("keys", keys, self.context)
-        if keys.stride(-1) != 1:
-            raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
+        require_keys(keys, self.context)
         if not keys.shape[1]:
             return
         arguments = self._encode_arguments(slot, start, keys.shape[1])
@@ -142,19 +97,20 @@ class CudaIndex(Index):
         arguments = self._encode_arguments(slot, start, count)
         self._kernels.launch("kvseek_pariskv_count", (blocks, self.context.num_kv_heads, 1), COUNT_THREADS, arguments)
 
-    def effort(self, length: int) -> Effort:
-        """See ReferenceIndex.effort. The numbers are `budget` and `candidates` of select.cuh."""
-        return self.reference.effort(length)
-
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See Index.select. Launches four kernels. Rows ascend."""
-        require_fit("queries", queries, self.context)
-        queries, heads, top_k = queries.contiguous(), self.context.num_kv_heads, self.config.top_k
-        require_room(batch.size, self.workspace.most)
-        rows = torch.empty((batch.size, heads, top_k), dtype=torch.int32, device=queries.device)
-        scan, top = self.workspace.blocks(batch.size)
-        arguments = self._select_arguments(queries, batch, scan, rows)
-        self._launch("vote", (self.reference.blocks, heads, batch.size), 32 * self._lanes, arguments)
+        """See ReferenceIndex.select. Launches four kernels."""
+        work, heads = self.workspace, self.context.num_kv_heads
+        queries, rows, given = work.begin(self.context, queries, batch)
+        scan, top = work.grids(batch.size)
+        arguments = SelectArguments(
+            **given,
+            **pointers(self, "ids", "codes", "weights", "counts", "signs", "levels"),
+            **pointers(work, "columns", "votes", "totals", "chunk_totals", "scores", "candidates", "estimates"),
+            **pointers(work, "keys", "normalisers", "best_keys", "best_places", "finished"),
+            scan_blocks=scan,
+            scaling=self.context.scaling,
+        )
+        self._launch("vote", (self.blocks, heads, batch.size), 32 * self._lanes, arguments)
         self._launch("scan", (scan, heads, 1), SCAN_THREADS, arguments, self._table_bytes)
         self._launch("rerank", (CHUNKS_OF_SCAN * scan, heads, 1), RERANK_THREADS, arguments)
         self._launch("top", (top, heads, 1), TOP_THREADS, arguments)
@@ -166,33 +122,13 @@ class CudaIndex(Index):
         self._kernels.launch(f"kvseek_pariskv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
     def _encode_arguments(self, slot: int, start: int, tokens: int) -> ctypes.Structure:
-        index, extents = self.reference, self.context.extents
         return EncodeArguments(
-            **pointers(index, "ids", "codes", "weights", "signs", "levels", "thresholds"),
-            counts=index.counts[slot].data_ptr(),
-            table=extents.device_table[slot].data_ptr(),
+            **pointers(self, "ids", "codes", "weights", "signs", "levels", "thresholds"),
+            counts=self.counts[slot].data_ptr(),
+            table=self.context.extents.device_table[slot].data_ptr(),
             kv_heads=self.context.num_kv_heads,
             tokens=tokens,
             first=start,
-        )
-
-    def _select_arguments(self, queries: Tensor, batch: Batch, scan_blocks: int, rows: Tensor) -> ctypes.Structure:
-        return SelectArguments(
-            **pointers(self.reference, "ids", "codes", "weights", "counts", "signs", "levels"),
-            **pointers(
-                self.workspace, "columns", "votes", "totals", "chunk_totals", "scores", "candidates", "estimates"
-            ),
-            **pointers(self.workspace, "keys", "normalisers", "best_keys", "best_places", "finished"),
-            queries=queries.data_ptr(),
-            requests=batch.requests.data_ptr(),
-            table=batch.table.data_ptr(),
-            rows=rows.data_ptr(),
-            batch=batch.size,
-            kv_heads=self.context.num_kv_heads,
-            max_extents=batch.table.shape[1],
-            top_k=self.config.top_k,
-            scan_blocks=scan_blocks,
-            scaling=self.context.scaling,
         )
 
 
@@ -203,9 +139,7 @@ def vote_bytes(lanes: int) -> int:
 
 def cuda_macros(config: Config, head_dim: int, group_size: int) -> dict[str, int]:
     """Return the macros that layout.cuh expects; raises ConfigError on a head size that the kernels do not support."""
-    limit = f"a multiple of 32 from {MIN_DIM} to {MAX_DIM}"
-    fits = head_dim % 32 == 0 and MIN_DIM <= head_dim <= MAX_DIM
-    require(fits, "head_dim", head_dim, f"{limit} for ParisKV on the GPU", "build with --device cpu")
+    require_head_dim(head_dim, "for ParisKV")
     return {
         "PARISKV_LANES": config.lanes(group_size),
         "PARISKV_MEAN": int(config.group_reduce == "mean"),

@@ -11,13 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.plugins.contract import Effort, Index
-from kvseek.plugins.group import best_positions, select_each, softmax_mean
+from kvseek.plugins.contract import Effort
+from kvseek.plugins.ranking import ScanIndex, best_positions
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, split_blocks
 from .config import Config
@@ -27,7 +25,7 @@ TIERS = ((5, 6), (15, 5), (30, 4), (50, 3), (75, 2), (100, 1))  # (per cent of T
 ENCODE_TOKENS = 8 * EXTENT_TOKENS  # keys encoded at a time, which bounds temporary memory
 
 
-class ReferenceIndex(Index):
+class ReferenceIndex(ScanIndex):
     """One layer's codes, in extents of 1,024 tokens.
 
     With E extents, G KV heads, P the padded head size and B = P/8 blocks:
@@ -44,9 +42,10 @@ class ReferenceIndex(Index):
         Number of keys of each slot per centroid.
     """
 
+    config: Config
+
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.config: Config = context.config
         self._of_mean = self.config.group_reduce == "mean"
         books = {name: book.to(context.device) for name, book in context.codebooks.items()}
         self.levels, self.thresholds, self.signs = books["levels"], books["thresholds"], books["signs"]
@@ -83,7 +82,7 @@ class ReferenceIndex(Index):
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
-        self.counts[slot] = 0
+        self.counts[slot].zero_()
         self.append(slot, 0, keys)
         self.publish(slot, 0, keys.shape[1])
 
@@ -102,7 +101,7 @@ class ReferenceIndex(Index):
 
     def adopt(self, slot: int, length: int) -> None:
         """See Index.adopt. Counts the keys of each centroid from their ids."""
-        self.counts[slot] = 0
+        self.counts[slot].zero_()
         self.publish(slot, 0, length)
 
     def effort(self, length: int) -> Effort:
@@ -111,32 +110,28 @@ class ReferenceIndex(Index):
         numbers = (math.ceil(rho * length), self.config.candidates(length))
         return Effort(min(self.config.top_k, length), numbers)
 
-    def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See Index.select. The rows are the top k, ascending (select_each)."""
-        return select_each(queries, batch, self.context.num_kv_heads, self.config.top_k, self._places)
-
-    def _places(self, queries: Tensor, slot: int, n: int) -> Tensor:
-        # queries [G, g, D] to ascending places int64 [G, top_k]
-        extents = self.context.extents
-        lanes = self.lanes(queries)
-        candidates = self.candidates(lanes, slot, n)
-        codes = take_rows(extents.read(self.codes, slot, n), candidates)
-        weights = take_rows(extents.read(self.weights, slot, n), candidates)
-        estimates = estimate_scores(lanes, codes, weights, self.levels)
-        values = estimates[:, 0] if self._of_mean else softmax_mean(estimates, self.context.scaling)
-        return candidates.gather(1, best_positions(values, self.config.top_k))
-
     def lanes(self, queries: Tensor) -> Tensor:
-        """Rotate the queries that vote and rank on their own: [G, g, D] to float32 [G, lanes, P]."""
+        """See ScanIndex.lanes. Rotates queries: float32 [G, lanes, P]."""
         queries = queries.float()
         return rotate(queries.mean(dim=1, keepdim=True) if self._of_mean else queries, self.signs)
 
-    def candidates(self, lanes: Tensor, slot: int, n: int) -> Tensor:
-        """Choose the places with the most votes of n, to be reranked: lanes [G, lanes, P] to int64 [G, c], ascending."""
-        budget, count = self.effort(n).numbers
+    def candidates(self, lanes: Tensor, slot: int, length: int) -> Tensor:
+        """See ScanIndex.candidates. They are the places with the most votes."""
+        budget, count = self.effort(length).numbers
         tiers = tier_table(lanes, self.counts[slot], budget)
-        votes = collision_scores(tiers, self.context.extents.read(self.ids, slot, n))
+        votes = collision_scores(tiers, self.context.extents.read(self.ids, slot, length))
         return best_positions(votes, count)
+
+    def estimates(self, lanes: Tensor, candidates: Tensor, slot: int, length: int) -> Tensor:
+        """See ScanIndex.estimates."""
+        extents = self.context.extents
+        codes = take_rows(extents.read(self.codes, slot, length), candidates)
+        weights = take_rows(extents.read(self.weights, slot, length), candidates)
+        return estimate_scores(lanes, codes, weights, self.levels)
+
+    def values(self, estimates: Tensor) -> Tensor:
+        """See ScanIndex.values. The mean of the queries ranks by its estimates themselves."""
+        return estimates[:, 0] if self._of_mean else super().values(estimates)
 
 
 def block_sum(values: Tensor) -> Tensor:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
-from kvseek.kernels.reference.codes.key_codes import FIELDS
 from kvseek.kernels.reference.codes.rotation import padded_dim
-from kvseek.kernels.reference.codes.store import mean_bytes
+from kvseek.kernels.reference.codes.store import code_bytes, mean_bytes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 from .config import Config
-
-SCALE_BYTES = 2  # of a row's codes, a float16
+from .summaries import CODE_BITS
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:
@@ -23,8 +21,7 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
     if config.page_score == "box":
         index_bytes = (length - config.most_static) * 2 * model.head_dim * itemsize / config.page
     else:
-        dim = padded_dim(model.head_dim)
-        index_bytes = length * (dim / FIELDS + SCALE_BYTES + mean_bytes(dim))
+        index_bytes = length * (code_bytes(model.head_dim, CODE_BITS) + mean_bytes(padded_dim(model.head_dim)))
     return SelectionCosts(
         rows=float(config.top_k),
         index_bytes=index_bytes,

@@ -11,21 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, most_requests
+from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, require
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
-from kvseek.kernels.arguments import (
-    POWER_SUM_BYTES,
-    blocks_for,
-    pointers,
-    require_fit,
-    require_numbered_rows,
-    require_room,
-)
+from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
+from kvseek.kernels.cuda.selection import SelectionWorkspace
 from kvseek.kernels.structs import c_struct
-from kvseek.plugins.contract import Effort, Index
 
 from .config import Config
 from .observe import observe, require_rows
@@ -93,7 +86,6 @@ class CudaCodes(Codes):
     The scale of a static row has the sign of a negative number, by which the kernel that reads it anyway knows the row.
     """
 
-    store_type = CudaCodeStore
     store: CudaCodeStore
 
     def __init__(self, context: IndexContext) -> None:
@@ -123,92 +115,44 @@ class CudaCodes(Codes):
         return ((extents * tokens.shape[0] + heads) * EXTENT_TOKENS + tokens % EXTENT_TOKENS).flatten()
 
 
-class Workspace:
-    """Intermediate results of a selection, for batches of up to `most` requests.
+class Workspace(SelectionWorkspace):
+    """Intermediate results of a selection. Scores lie in extents, as pages do: 4 x group_size bytes per page and KV head."""
 
-    Layers run one after another, and so do the graphs of batch sizes, so one workspace serves all of them. It is allocated when
-    it is made, because captured graphs hold its addresses, and because it has to be counted when memory is divided. Scores of
-    pages lie in extents, as boxes do: 4 x group_size bytes per page and KV head.
-
-    Attributes
-    ----------
-    most : int
-        Requests of the largest batch that the slots allow, those that fill up a graph included (most_requests).
-    """
-
-    def __init__(self, context: IndexContext, pages_of_extent: int, multiprocessors: int) -> None:
-        self._kv_heads, self._multiprocessors, lanes = context.num_kv_heads, multiprocessors, context.group_size
-        self.most = most_requests(context.extents.slots)
-        pages, tasks = (
-            (context.extents.capacity, context.num_kv_heads, pages_of_extent),
-            self.most * context.num_kv_heads,
-        )
-        self.scores = torch.empty((*pages, lanes), dtype=torch.float32, device=context.device)
-        parts = (context.num_kv_heads, self.ctas(self.most), lanes, POWER_SUM_BYTES)
-        self.normalisers = torch.empty(parts, dtype=torch.uint8, device=context.device)
-        # Each selection leaves zeros behind.
-        self.finished = torch.zeros(tasks, dtype=torch.int32, device=context.device)
-
-    def ctas(self, batch: int) -> int:
-        """Return the CTAs of a KV head in a selection of a batch."""
-        return blocks_for(batch, self._kv_heads, self._multiprocessors, MOST_CTAS)
+    def __init__(self, context: IndexContext, pages_of_extent: int) -> None:
+        super().__init__(context)
+        heads, lanes = context.num_kv_heads, context.group_size
+        self.scores = self.new(torch.float32, context.extents.capacity, heads, pages_of_extent, lanes)
+        self.normalisers = self.new(torch.uint8, heads, self.blocks(self.most, MOST_CTAS), lanes, POWER_SUM_BYTES)
+        self.finished = self.zeros(self.tasks)
 
 
-class CudaIndex(Index):
-    """The index of one layer. Static sets equal the reference's; pages' scores differ by rounding.
+class CudaIndex(ReferenceIndex):
+    """The reference's arrays, filled and searched by kernels. Static sets equal its own; pages' scores differ by rounding."""
 
-    Attributes
-    ----------
-    summaries : CudaBoxes or CudaCodes
-        What pages are scored by.
-    reference : ReferenceIndex
-        Owns the arrays, and chooses static sets.
-    """
+    summaries: CudaBoxes | CudaCodes
 
     def __init__(self, context: IndexContext) -> None:
-        super().__init__(context)
-        self.config: Config = context.config
-        self.summaries = CudaBoxes(context) if self.config.page_score == "box" else CudaCodes(context)
-        self.reference = ReferenceIndex(context, self.summaries)
+        super().__init__(context, CudaBoxes(context) if context.config.page_score == "box" else CudaCodes(context))
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
         self._kernels = context.cuda
-        self.reference.observe = partial(observe, context.cuda)
+        self.observe = partial(observe, context.cuda)
         self._threads = select_threads(context.head_dim)
-        if "prkv" not in context.shared:
-            context.shared["prkv"] = Workspace(context, self.reference.pages_of_extent, self._kernels.multiprocessors)
-        self.workspace: Workspace = context.shared["prkv"]
-        self.updater = Updater(context, self.reference)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """See ReferenceIndex.bytes_per_token."""
-        return self.reference.bytes_per_token
-
-    def effort(self, length: int) -> Effort:
-        """See ReferenceIndex.effort."""
-        return self.reference.effort(length)
+        self.workspace = context.share("prkv", lambda: Workspace(context, self.pages_of_extent))
+        self.updater = Updater(context)
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See ReferenceIndex.build. Reads nothing back."""
+        """See ReferenceIndex.build."""
         self.updater.forget(slot)
-        self.reference.build(slot, keys, queries)
-
-    def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append."""
-        self.reference.append(slot, start, keys)
-
-    def publish(self, slot: int, start: int, count: int) -> None:
-        """See Index.publish."""
-        self.reference.publish(slot, start, count)
+        super().build(slot, keys, queries)
 
     def refresh(self, slots: Sequence[int]) -> None:
         """See Index.refresh. Publishes updates that began PUBLISH_STEPS steps ago, and starts those that are due."""
         for slot in slots:
             if len(self.updater):
-                self.updater.publish(slot)
-            if self.reference.count_step(slot):
+                self.updater.publish(self, slot)
+            if self.count_step(slot):
                 try:
-                    self.updater.start(slot)
+                    self.updater.start(self, slot)
                 except torch.OutOfMemoryError:  # the old static set stays in use
                     logger.warning("no device memory to choose a static set for slot %d; tried again later", slot)
 
@@ -218,35 +162,21 @@ class CudaIndex(Index):
         The kernel records the queries and counts the pages. Raises KernelError for queries of another dtype or device than the
         cache's.
         """
-        require_fit("queries", queries, self.context)
-        queries = queries.contiguous()
-        rows = torch.empty(
-            (batch.size, self.context.num_kv_heads, self.config.top_k), dtype=torch.int32, device=queries.device
-        )
-        require_room(batch.size, self.workspace.most)
-        grid = (self.workspace.ctas(batch.size), self.context.num_kv_heads, 1)
-        arguments = self._select_arguments(queries, batch, rows)
-        self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)
-        return Selection(rows)
-
-    def _select_arguments(self, queries: Tensor, batch: Batch, rows: Tensor) -> ctypes.Structure:
-        config = self.config
-        return SelectArguments(
+        work, config = self.workspace, self.config
+        queries, rows, given = work.begin(self.context, queries, batch)
+        arguments = SelectArguments(
+            **given,
             **self.summaries.selected(),
-            **pointers(self.reference, "static_rows", "picked", "recent"),
-            statics=self.reference.static.data_ptr(),
-            **pointers(self.workspace, "scores", "normalisers", "finished"),
-            **pointers(batch, "requests", "table"),
-            queries=queries.data_ptr(),
-            rows=rows.data_ptr(),
-            batch=batch.size,
-            kv_heads=self.context.num_kv_heads,
-            max_extents=batch.table.shape[1],
-            top_k=config.top_k,
+            **pointers(self, "static_rows", "picked", "recent"),
+            statics=self.static.data_ptr(),
+            **pointers(work, "scores", "normalisers", "finished"),
             recent_queries=config.update_queries,
             most_static=config.most_static,
             scaling=self.context.scaling,
         )
+        grid = (work.blocks(batch.size, MOST_CTAS), self.context.num_kv_heads, 1)
+        self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)
+        return Selection(rows)
 
 
 def select_threads(head_dim: int) -> int:

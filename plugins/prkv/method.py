@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
-
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.cpu.codes.store import LIMITS
-from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.ranking import rotation_codebook
 
 from .config import Config
 from .device import CudaIndex, cuda_macros
@@ -20,16 +18,12 @@ from .summaries import ROTATION_SEED
 
 def traits(config: Config) -> Traits:
     """Return the method's traits: the steps whose rows stay on the device, the signs of the codes' rotation, kernels' macros."""
-
-    def codebooks(head_dim: int) -> dict[str, Tensor]:
-        signs = rotation_signs(ROTATION_SEED, padded_dim(head_dim))
-        return {"signs": signs} if config.page_score == "codes" else {}
-
+    coded = config.page_score == "codes"
     return Traits(
         kept_steps=config.cache_steps,
         last_queries=lambda tokens: config.window_queries,
-        codebooks=codebooks,
-        cpu_limits=LIMITS if config.page_score == "codes" else None,
+        codebooks=partial(rotation_codebook, ROTATION_SEED if coded else None),
+        cpu_limits=LIMITS if coded else None,
         cuda_macros=partial(cuda_macros, config),
     )
 

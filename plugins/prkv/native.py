@@ -23,13 +23,6 @@ from .summaries import CODE_BITS, Codes
 PrkvSelectArguments = c_struct("plugins/prkv/cpu/select.cpp", "PrkvSelectArguments")
 
 
-class NativeCodes(Codes):
-    """The codes of `Codes`, made by the compiled kernel."""
-
-    store_type = NativeCodeStore
-    store: NativeCodeStore
-
-
 class NativeIndex(ReferenceIndex):
     """The reference's arrays, filled and searched by compiled kernels.
 
@@ -37,11 +30,11 @@ class NativeIndex(ReferenceIndex):
     the scores that a static set is chosen by.
     """
 
-    summaries: NativeCodes
-
     def __init__(self, context: IndexContext) -> None:
-        super().__init__(context, NativeCodes(context))
+        super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
+        assert isinstance(self.summaries, Codes), "create() makes a NativeIndex only for codes"
+        assert isinstance(self.summaries.store, NativeCodeStore), "code_store makes this kind for a compiled library"
         self.observe = partial(observe, context.library)
         arguments = PrkvSelectArguments(
             **self.summaries.store.arguments,

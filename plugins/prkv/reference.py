@@ -20,7 +20,7 @@ from kvseek.core.extents import extents_for
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.plugins.contract import Effort, Index
-from kvseek.plugins.group import softmax_mean
+from kvseek.plugins.ranking import softmax_mean
 
 from .config import Config
 from .static import candidates, choose, observation_scores

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvseek.plugins.contract import Index
-from kvseek.plugins.group import softmax_mean
 from kvseek.plugins.measurements.stages import Stage, Stages, by_place, require_index, stored_keys
+from kvseek.plugins.ranking import softmax_mean
 
 from .reference import ReferenceIndex
 

@@ -12,7 +12,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.reference.codes.key_codes import estimate_all, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.kernels.reference.codes.store import CodeStore
+from kvseek.plugins.ranking import code_store
 
 from .config import Config
 from .static import static_first
@@ -41,21 +41,19 @@ class Summaries(ABC):
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """Take in keys [G, u, D] of the tokens from `start` on; scores of pages that selections see stay as they are."""
 
-    @abstractmethod
-    def publish(self, slot: int, start: int) -> None:
+    def publish(self, slot: int, start: int) -> None:  # noqa: B027  a region's length may be all that selections need
         """Let selections see what `append` took in last, from token `start` on."""
 
-    @abstractmethod
     def prepare(self, keys: Tensor, static: Tensor) -> Tensor | None:
         """Compute what a new static set changes, and leave all as it is; `keys` as read for the choice of the set."""
+        return None
 
-    @abstractmethod
-    def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:
+    def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:  # noqa: B027  likewise
         """Follow a change of the static set from `old` to `static`, with what `prepare` has returned for it."""
 
-    @abstractmethod
     def first_page(self, static: int) -> int:
         """Return the number of the first page, if `static` tokens are static."""
+        return 0
 
     @abstractmethod
     def tokens(self, static: Tensor, length: int) -> Tensor:
@@ -163,7 +161,7 @@ class Boxes(Summaries):
 class Codes(Summaries):
     """Nested key codes of 2 bits of every row: a page scores what its rows weigh together in the softmax.
 
-    Page p is tokens p * page and on, whichever of them are static: static tokens weigh nothing there.
+    Page p is tokens p * page and on, whichever of them are static: static tokens weigh nothing there, and codes stay as they are.
 
     Attributes
     ----------
@@ -171,11 +169,9 @@ class Codes(Summaries):
         Those of tokens beyond a region's length are not read, so there is nothing to publish.
     """
 
-    store_type = CodeStore
-
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.store = self.store_type(context, context.codebooks["signs"], CODE_BITS)
+        self.store = code_store(context, CODE_BITS)
 
     @property
     def bytes_per_token(self) -> float:
@@ -189,20 +185,6 @@ class Codes(Summaries):
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Summaries.append."""
         self.store.append(slot, start, keys)
-
-    def publish(self, slot: int, start: int) -> None:
-        """See Summaries.publish. The length alone makes codes visible."""
-
-    def prepare(self, keys: Tensor, static: Tensor) -> Tensor | None:
-        """See Summaries.prepare. Codes are the same whatever is static."""
-        return None
-
-    def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:
-        """See Summaries.renew."""
-
-    def first_page(self, static: int) -> int:
-        """See Summaries.first_page."""
-        return 0
 
     def tokens(self, static: Tensor, length: int) -> Tensor:
         """See Summaries.tokens."""

@@ -67,46 +67,43 @@ class Update:
 class Updater:
     """Prepares and publishes the updates of one layer."""
 
-    def __init__(self, context: IndexContext, reference: ReferenceIndex) -> None:
-        self._context, self._reference = context, reference
+    def __init__(self, context: IndexContext) -> None:
+        self._context = context
         assert context.cuda is not None, "made by an index of CUDA kernels"
         self._kernels = context.cuda
-        if "prkv_side" not in context.shared:
-            context.shared["prkv_side"] = SideStream(context.device)
-        self._side: SideStream = context.shared["prkv_side"]
+        self._side = context.share("prkv.side", lambda: SideStream(context.device))
         self._under_way: dict[int, Update] = {}
         self._dropped: list[Update] = []
 
     @torch.inference_mode()
-    def start(self, slot: int) -> None:
+    def start(self, index: ReferenceIndex, slot: int) -> None:
         """Begin an update, unless one is under way or there is nothing to choose from; raises torch.OutOfMemoryError."""
-        reference = self._reference
-        whole = reference.whole(self._context.lengths[slot])
-        count = reference.static_count(whole)
+        whole = index.whole(self._context.lengths[slot])
+        count = index.static_count(whole)
         if slot in self._under_way or count == 0:
             return
         table = self._context.extents.device_table[slot].clone()  # the slot may be closed while the side stream reads
-        queries = reference.recent[slot].transpose(0, 1).contiguous()
-        update = Update(queries, reference.take_picked(slot, whole), table, reference.static_of(slot), whole, count)
-        update.work = self._side.run(lambda: update.results.append(self._prepare(update)))
+        queries = index.recent[slot].transpose(0, 1).contiguous()
+        update = Update(queries, index.take_picked(slot, whole), table, index.static_of(slot), whole, count)
+        update.work = self._side.run(lambda: update.results.append(self._prepare(index, update)))
         self._under_way[slot] = update
 
     @torch.inference_mode()
-    def publish(self, slot: int) -> None:
+    def publish(self, index: ReferenceIndex, slot: int) -> None:
         """Count a step of the slot, and publish its update in the step that is to see it first; the host does not wait."""
         update = self._under_way.get(slot)
         if update is None:
             return
         update.steps += 1
-        if update.steps < min(PUBLISH_STEPS, self._reference.config.update_interval):
+        if update.steps < min(PUBLISH_STEPS, index.config.update_interval):
             return
         del self._under_way[slot]
         assert update.work is not None, "start() gives every update its work"
         update.work.wait()
         # The buffers belong to the side stream. Its next work waits for the current stream, and so for these launches too.
         ((static, prepared),) = update.results
-        self._reference.summaries.renew(slot, update.old, static, prepared)
-        self._reference.set_static(slot, static)
+        index.summaries.renew(slot, update.old, static, prepared)
+        index.set_static(slot, static)
 
     def forget(self, slot: int) -> None:
         """Drop the update that is under way for a slot, so that it is never published."""
@@ -119,13 +116,12 @@ class Updater:
         """Number of updates that are under way."""
         return len(self._under_way)
 
-    def _prepare(self, update: Update) -> tuple[Tensor, Tensor | None]:
-        reference = self._reference
-        tokens, counts = reference.candidates(update.old, update.picked, update.whole)
+    def _prepare(self, index: ReferenceIndex, update: Update) -> tuple[Tensor, Tensor | None]:
+        tokens, counts = index.candidates(update.old, update.picked, update.whole)
         keys = self.gather(update.table, tokens)
-        values = reference.observe(update.queries, keys, self._context.scaling, counts.int())
+        values = index.observe(update.queries, keys, self._context.scaling, counts.int())
         static = choose(values, tokens, update.count)
-        return static, reference.summaries.prepare(keys, static)
+        return static, index.summaries.prepare(keys, static)
 
     def gather(self, table: Tensor, tokens: Tensor) -> Tensor:
         """Read the keys of tokens int64 [G, m]: [G, m, D]. `table` int32 [max_extents] is a slot's row of the extent table."""

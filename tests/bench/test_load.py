@@ -12,9 +12,10 @@ from tests.support.waiting import is_running, wait_for
 
 from kvseek.bench.charts import load as chart
 from kvseek.bench.load import aiperf, perf_analyzer
-from kvseek.bench.load.cells import Answer, Cell, LoadTestError, cells, figures, print_table, prompts
-from kvseek.bench.load.main import main
+from kvseek.bench.load.cells import Answer, Cell, LoadTestError, cells, figures, prompts
+from kvseek.bench.load.main import main, print_table
 from kvseek.bench.load.tool import run_tool
+from kvseek.bench.output import ResultError
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -31,31 +32,34 @@ class Words:
 
 def test_cells_lie_on_two_lines_and_none_is_there_twice() -> None:
     found = cells([1, 8], [4, 100], (1, 100), requests=10, output_tokens=16)
-    assert found == [Cell(1, 100, 10, 16), Cell(8, 100, 16, 16), Cell(1, 4, 10, 16)]
+    assert found == [Cell(((100, 16),) * 10, 1), Cell(((100, 16),) * 16, 8), Cell(((4, 16),) * 10, 1)]
 
 
 def test_prompts_are_different_pieces_of_the_text() -> None:
-    text = " ".join(map(str, range(50)))
-    found = prompts(Words(), text, Cell(2, 40, 10, 2))  # type: ignore[arg-type]
+    words = " ".join(map(str, range(50)))
+    found = prompts(Words(), words, Cell(((40, 2),) * 9 + ((120, 2),)))  # type: ignore[arg-type]
     assert len(set(found)) == 10
-    assert all(len(prompt.split()) == 40 and prompt in text for prompt in found)
-    with pytest.raises(LoadTestError, match=r"--text has 50 tokens: must be >= 51 for 10 prompts of 41"):
-        prompts(Words(), text, Cell(2, 41, 10, 2))  # type: ignore[arg-type]
+    assert [len(prompt.split()) for prompt in found] == [40] * 9 + [120]
+    assert all(prompt in " ".join([words] * 4) for prompt in found)
+    with pytest.raises(LoadTestError, match=r"--text has 50 tokens: must be >= 51, for as many different prompts"):
+        prompts(Words(), words, Cell(((40, 2),) * 51))  # type: ignore[arg-type]
 
 
 def test_figures_of_answers() -> None:
-    answers = [Answer(10, 10.5, 11.5, 11), Answer(10, 11, 13, 11), Answer(11, 14, 15, 11)]
-    found = figures(Cell(2, 40, 3, 11), answers)
+    answers = [Answer(10, (10.5, 11.5), 11), Answer(10, (11, 12, 13), 11), Answer(11, (14, 15), 21)]
+    found = figures(Cell(((40, 11), (40, 21), (41, 11)), 2), answers)
     assert found["seconds"] == 5
-    assert (found["requests_per_second"], found["tokens_per_second"]) == (3 / 5, 33 / 5)
+    assert (found["prompt_tokens"], found["output_tokens"]) == (40, 14)
+    assert (found["requests_per_second"], found["tokens_per_second"]) == (3 / 5, 43 / 5)
     assert found["ttft_seconds"] == {"p50": 1, "p99": pytest.approx(2.96)}
     assert found["tpot_seconds"] == {"p50": pytest.approx(0.1), "p99": pytest.approx(0.198)}
+    assert found["itl_seconds"] == {"p50": 1, "p99": 1}
 
 
-@pytest.mark.parametrize("answers", [[], [Answer(0, 1, 2, 4)], [Answer(0, 1, 2, 4), Answer(0, 1, 2, 3)]])
+@pytest.mark.parametrize("answers", [[], [Answer(0, (1, 2), 4)], [Answer(0, (1, 2), 4), Answer(0, (1, 2), 3)]])
 def test_answers_that_are_missing_or_short_give_no_figures(answers: list[Answer]) -> None:
-    with pytest.raises(LoadTestError, match=r"answers of .* tokens: must be 2 of 4"):
-        figures(Cell(1, 40, 2, 4), answers)
+    with pytest.raises(LoadTestError, match=r"answers of .* tokens: must be 2 of \[4\]"):
+        figures(Cell(((40, 4),) * 2), answers)
 
 
 def test_an_export_of_perf_analyzer() -> None:
@@ -72,7 +76,7 @@ def test_an_export_of_perf_analyzer() -> None:
 
 def test_records_of_aiperf() -> None:
     """As version 0.13 writes them: starts in nanoseconds, durations in milliseconds."""
-    values = {"time_to_first_token": 148.4, "request_latency": 303.0, "usage_completion_tokens": 16}
+    values = {"time_to_first_token": 148.4, "inter_chunk_latency": [100.0, 54.6], "usage_completion_tokens": 16}
     metrics = {name: {"value": value, "unit": "ms"} for name, value in values.items()}
     metadata = {"request_start_ns": 1_795_372_045_468_441_957}
     (found,) = aiperf.answers([{"metadata": metadata, "metrics": metrics}, {"metadata": metadata, "error": {}}])
@@ -82,7 +86,7 @@ def test_records_of_aiperf() -> None:
 
 
 def test_inputs_have_shapes() -> None:
-    (step,) = perf_analyzer.input_data(["the sea"], 16)["data"]
+    (step,) = perf_analyzer.input_data(["the sea"], Cell(((2, 16),)))["data"]
     assert all(set(field) == {"content", "shape"} and field["shape"] == [1] for field in step.values())
     assert {name: field["content"][0] for name, field in step.items()} == {
         "text_input": "the sea",
@@ -181,12 +185,38 @@ def test_the_picture_shows_every_result_where_it_belongs() -> None:
     assert (y1 - y4) / 20 == pytest.approx((y4 - y16) / 25, abs=0.02)
     for x, y in shown.values():
         assert any(left <= x <= left + chart.PANEL_WIDTH for left in chart.LEFTS)
-        assert any(top <= y <= top + chart.PANEL_HEIGHT for top in chart.TOPS)
+        assert any(0 <= y - chart.HEAD - chart.ROW * row <= chart.PANEL_HEIGHT for row in range(2))
+
+
+def test_the_picture_of_a_served_load() -> None:
+    """A row for each load, a line for each method; what was asked of the bare engine has none."""
+    common = {"requests": 8, "prompt_tokens": 100, "output_tokens": 16, "asked": "server"}
+    times = {"tokens_per_second": 5.0, "ttft_seconds": {"p50": 1, "p99": 2}, "tpot_seconds": {"p50": 0.1, "p99": 0.2}}
+    loads = [("mixture", 4, None), ("mixture", 8, None), ("arrivals", 1, 0.5)]
+    results = [
+        {"method": method, "load": load, "concurrency": number, "rate": rate, **common, **times}
+        for method in ("full", "nested")
+        for load, number, rate in loads
+    ]
+    own = {"shape": "tiny", "dtype": "bfloat16", "max_batch_size": 8, "sampling": {"top_k": 20}}
+    document = {**made_up(), **own, "benchmark": "served", "gpu": {"name": "a GPU"}}
+    document["results"] = [*results, results[0] | {"asked": "bare engine", "concurrency": 64}]
+    root = ElementTree.fromstring(chart.draw(document, "served.json"))
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert words.count("concurrency (mixture)") == words.count("requests a second (arrivals)") == 3
+    assert "tiny, random weights, bfloat16, max_batch_size 8, on a GPU, kvseek commit 0123456789." in words
+    assert len(list(root.iter(f"{SVG}circle"))) == len(results) * 5
+    document["results"] = []
+    with pytest.raises(ResultError, match="no result of a server by concurrency or rate"):
+        chart.draw(document, "served.json")
 
 
 def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing, other = tmp_path / "missing.json", tmp_path / "other.json"
     other.write_text('{"benchmark": "serving"}')
-    for path, message in ((missing, "no such file"), (other, "is of benchmark serving: must be of benchmark load")):
+    for path, message in (
+        (missing, "no such file"),
+        (other, "is of benchmark serving: must be of benchmark load or served"),
+    ):
         assert chart.main([str(path), "--output", str(tmp_path / "none.svg")]) == 1
         assert re.search(f"error: {path}: {message}", capsys.readouterr().err)

@@ -1,11 +1,13 @@
-"""Variants of methods: what their labels say, and the flags that build them."""
+"""Variants of methods: what their labels say, the flags that build them, and what methods offer to measurements."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+from tests.plugins.cases import CASES
 
+from kvseek.bench.methods import costs_of, stages_of
 from kvseek.bench.variants import parse_variants
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
@@ -99,3 +101,20 @@ def test_a_variant_may_begin_with_the_settings_of_its_paper() -> None:
 def test_fields_that_do_not_fit_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_variants(text)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_offers_are_those_of_the_methods_folder(method: str) -> None:
+    for offer, name in ((costs_of(method), "costs"), (stages_of(method), "stages")):
+        assert offer is None or offer.__module__ == f"kvseek.plugins.{method}.{name}"
+    assert (stages_of(method) is None) == (CASES[method].losses is None)
+
+
+def test_what_nobody_wrote_down_is_none() -> None:
+    assert costs_of("flat") is None
+    assert stages_of("full") is None
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ConfigError, match="method = 'nothing': unknown"):
+        costs_of("nothing")

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.support.gguf_files import write_gguf
+from tests.support.checkpoint_files import save_tensorrt_llm, write_gguf
 from tests.support.random_models import save_random_model
-from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 # Six layers of 49 MiB, a shard each; gate_up, the largest fused tensor, takes 22 MiB.
 SHAPE = {
@@ -89,15 +88,8 @@ def test_peaks_follow_the_largest_shard(tmp_path: Path) -> None:
     shards = [path.stat().st_size for path in large["hugging_face"].glob("*.safetensors")]
     assert len(shards) == LAYERS + 1
     assert sum(shards) > max(shards) + ALLOWANCE + 180 * MIB, "holding the model would show"
-    command = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        tmp_path / "engine",
-        large["hugging_face"],
-        *tiny.values(),
-        *large.values(),
-    ]
+    models = [large["hugging_face"], *tiny.values(), *large.values()]
+    command = [sys.executable, "-c", SCRIPT, tmp_path / "engine", *models]
     # What the C library's allocator keeps varies from run to run by dozens of MiB. One arena instead of one a thread; and
     # a fixed threshold, above which freed memory goes back to the system: by default it rises to the size of what was
     # freed, so that whole tensors stay, by chance of the order.

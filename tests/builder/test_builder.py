@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.conftest import BuildEngine
-from tests.support.edited_files import edit_tensors
+from tests.support.checkpoint_files import edit_tensors
 from tests.support.random_models import ARCHITECTURES, save_random_model
 
 from kvseek.builder import build
@@ -23,9 +23,11 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError
-from kvseek.core.manifest import CODEBOOKS_FILE, read_manifest, verify
+from kvseek.core.manifest import CODEBOOKS_FILE, MANIFEST_FILE, read_manifest, verify, write_manifest
+from kvseek.engine.engine import Engine
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.plugins.sources import SOURCES_FILE
 
 CPU = torch.device("cpu")
 SHARD = "rank0-00001-of-00001.safetensors"
@@ -176,6 +178,22 @@ def test_a_flipped_bit_is_found(engine: Path, name: str) -> None:
     (engine / name).write_bytes(content)
     with pytest.raises(EngineDirectoryError, match=rf"{name} is corrupt: expected SHA-256 \w{{64}}, found \w{{64}}"):
         verify(engine)
+
+
+def test_kernels_of_other_sources_are_refused(engine: Path) -> None:
+    def write() -> None:
+        (engine / MANIFEST_FILE).unlink()
+        write_manifest(engine, "llama", "")
+
+    (engine / SOURCES_FILE).write_text("0" * 64)
+    write()
+    refused = r"kernels/sources\.sha256: 0{64}: must be \w{64}.*build the engine again"
+    with pytest.raises(EngineDirectoryError, match=refused):
+        Engine.load(engine)
+    (engine / SOURCES_FILE).unlink()
+    write()
+    with pytest.raises(EngineDirectoryError, match=r"kernels/sources\.sha256: missing: must be"):
+        Engine.load(engine)
 
 
 def test_missing_and_cut_files_are_found(engine: Path) -> None:

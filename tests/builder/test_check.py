@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
-from tests.support.edited_files import edit_json, edit_tensors
-from tests.support.gguf_files import write_gguf
+from tests.support.checkpoint_files import edit_json, edit_tensors, save_tensorrt_llm, write_gguf
 from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_model
-from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build
 from kvseek.builder.checking import comparison as checking

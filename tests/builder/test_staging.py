@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import RandomModel
+from tests.support.checkpoint_files import run_build
 from tests.support.random_models import save_random_model
 from tests.support.waiting import SECONDS, wait_for
 
@@ -225,15 +227,19 @@ def test_an_interrupt_while_work_is_handed_out_does_not_begin_the_rest() -> None
 @pytest.mark.parametrize(
     ("kilobytes", "file"), [(2, "tokenizer/tokenizer.json"), (100, "rank0-00001-of-00001.safetensors")]
 )
-def test_a_file_that_cannot_grow_is_named(kilobytes: int, file: str, random_model: RandomModel, tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_is_named(
+    kilobytes: int, file: str, random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A limit of file sizes stands for a full disk: writes fail half-way, those of libraries in Rust too."""
-    output = tmp_path / "engine"
-    command = [*BUILD, "--model", str(random_model("llama")), "--output_dir", str(output), "--kernels", "reference"]
-    limited = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash", *command]
-    result = subprocess.run(limited, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert result.returncode == 1
-    assert f"error: output_dir = {str(output)!r}: File too large while {file} was written, after" in result.stderr
-    assert "raise the limit of file sizes (ulimit -f)" in result.stderr
+    output, model, limits = tmp_path / "engine", random_model("llama"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes << 10, limits[1]))
+    try:
+        assert run_build(model, output) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = capsys.readouterr().err
+    assert f"error: output_dir = {str(output)!r}: File too large while {file} was written, after" in message
+    assert "raise the limit of file sizes (ulimit -f)" in message
     assert list(tmp_path.iterdir()) == []
 
 

@@ -58,6 +58,7 @@ REFUSED = [
         "head_dim = 32: must be at least 64 for rerank_bits = 2 on the GPU; set rerank_bits to 0",
     ),
     ("ctkvr", {}, CUDA, "head_dim = 32: must be a multiple of 32 from 64 to 256 with execution = 'codes'"),
+    ("pariskv", {}, CUDA, "head_dim = 32: must be a multiple of 32 from 64 to 256 for ParisKV on the GPU"),
     ("full", {}, (*CUDA, "--max_batch_size", "65"), "max_batch_size = 65: must be <= 64 with device = 'cuda'"),
 ]
 

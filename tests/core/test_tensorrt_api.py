@@ -89,17 +89,21 @@ def test_sizes_may_be_equal() -> None:
 
 
 def test_engines_without_it_never_meet_it(model: Path, tmp_path: Path) -> None:
-    """Building, inspecting and asking what fits import nothing of builder/tensorrt/ for engines of runtime torch."""
+    """Building, inspecting and asking what fits import nothing of builder/tensorrt/ for engines of runtime torch.
+
+    And those for the CPU nothing of cuda, where core.cuda can be imported too.
+    """
     basis = ["--model", str(model), "--method", "full"]
     memory = ["--gpu_memory", "4GiB", "--host_memory", "4GiB"]
     engine = str(tmp_path / "engine")
     calls = [
-        [*basis, "--output_dir", engine, "--kernels", "reference"],
+        [*basis, "--output_dir", engine, "--kernels", "reference", "--no-check"],
         ["--inspect", engine],
         ["--plan", *basis, *memory],
     ]
     script = (
-        "import sys\nfrom kvseek.builder import build\n"
+        "import sys\nsys.modules['cuda'] = None  # an import of it fails\n"
+        "import kvseek.core.cuda\nfrom kvseek.builder import build\n"
         f"assert [build.main(call) for call in {calls!r}] == [0, 0, 0]\n"
         "met = [name for name in sys.modules if name.startswith('kvseek.builder.tensorrt')]\n"
         "assert not met, met"

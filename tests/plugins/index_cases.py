@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -146,14 +146,19 @@ def shared_with_exact(index: Callable[[Tensor], Index]) -> float:
     return sum(len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)) / len(found)
 
 
-def select(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection | None:
-    """What an index selects for queries [batch, H, D] of these slots, none of them dense."""
-    context = index.context
-    states = []
+def batch_of(index: Index, slots: Sequence[int], dense: Collection[int] = ()) -> Batch:
+    """Requests of slots, some of them dense, with the index's effort for their lengths."""
+    context, states = index.context, []
     for slot in slots:
         length = context.lengths[slot]
-        states.append(RequestState(slot=slot, length=length, numbers=index.effort(length).numbers if length else ()))
-    return index.select(queries, Batch.of(states, context.extents.device_table))
+        numbers = index.effort(length).numbers if length else ()
+        states.append(RequestState(slot=slot, length=length, numbers=numbers, dense=slot in dense))
+    return Batch.of(states, context.extents.device_table)
+
+
+def select(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection | None:
+    """What an index selects for queries [batch, H, D] of these slots, none of them dense."""
+    return index.select(queries, batch_of(index, slots))
 
 
 def select_rows(index: Index, queries: Tensor, slots: Sequence[int]) -> Selection:

@@ -32,7 +32,7 @@ needs_aiperf = pytest.mark.skipif(
 )
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-CELL = Cell(concurrency=2, prompt_tokens=40, requests=4, output_tokens=8)
+CELL = Cell(((40, 8),) * 4, concurrency=2)
 # What a user types; QUICK makes each end after a few requests, whatever the machine's noise.
 QUICK = ("--request-count", "4", "--stability-percentage", "999")
 WINDOWS = (  # of four requests, however long these take
@@ -142,7 +142,7 @@ def test_a_cell_with_perf_analyzer(server: RunningServer, texts: list[str]) -> N
         return perf_analyzer.measure(PERF_ANALYZER, server.grpc_url, cell, texts, folder)
 
     check(figures(CELL, main.measure_cell(measure, CELL, texts)))
-    assert metric(server.metrics_url, GENERATED) - tokens == CELL.requests * CELL.output_tokens
+    assert metric(server.metrics_url, GENERATED) - tokens == len(CELL.lengths) * CELL.output_tokens
 
 
 @needs_aiperf
@@ -154,7 +154,7 @@ def test_a_cell_with_aiperf(
     tokenizer = directory / TOKENIZER_FOLDER
     answers = aiperf.measure(AIPERF, url, "kvseek", tokenizer, CELL, texts, tmp_path, endpoint)
     check(figures(CELL, answers))
-    assert metric(server.metrics_url, GENERATED) - tokens == CELL.requests * CELL.output_tokens
+    assert metric(server.metrics_url, GENERATED) - tokens == len(CELL.lengths) * CELL.output_tokens
 
 
 @needs_aiperf
@@ -187,7 +187,7 @@ def test_usual_flags_of_aiperf(server: RunningServer, directory: Path, tmp_path:
 def check(found: dict[str, Any]) -> None:
     for times in (found["ttft_seconds"], found["tpot_seconds"]):
         assert 0 < times["p50"] <= times["p99"] < found["seconds"]
-    assert found["tokens_per_second"] == pytest.approx(CELL.requests * CELL.output_tokens / found["seconds"])
+    assert found["tokens_per_second"] == pytest.approx(len(CELL.lengths) * CELL.output_tokens / found["seconds"])
 
 
 @needs_perf_analyzer
@@ -195,7 +195,7 @@ def test_a_tool_that_fails_is_an_error(server: RunningServer, texts: list[str], 
     with pytest.raises(
         LoadTestError, match=r"ended with status 99; the end of what it printed:\n(.*\n)*.*max_seq_len = 1000"
     ):
-        perf_analyzer.measure(PERF_ANALYZER, server.grpc_url, Cell(1, 40, 4, 5000), texts, tmp_path)
+        perf_analyzer.measure(PERF_ANALYZER, server.grpc_url, Cell(((40, 5000),) * 4), texts, tmp_path)
 
 
 @needs_perf_analyzer

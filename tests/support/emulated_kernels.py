@@ -17,8 +17,8 @@ import torch
 from tests.support.structs import KERNEL, compiled_part
 
 from kvseek.builder.compile.cuda import Specialisation
-from kvseek.builder.compile.shared import package_roots
 from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
+from kvseek.plugins.sources import package_roots
 
 SOURCES = {
     "nested": ("scan.cu", "choose.cu", "encode.cu"),

@@ -7,8 +7,8 @@ import importlib
 import re
 from collections.abc import Set
 
-from kvseek.builder.compile.shared import package_roots
 from kvseek.kernels.structs import c_struct
+from kvseek.plugins.sources import package_roots
 
 (ROOT,) = package_roots()
 NVRTC_OFFSET = "__INTADDR__(&(({}*)0)->{})"

@@ -10,8 +10,7 @@ import numpy as np
 
 from kvseek.core.errors import ConfigError
 
-from .contexts import write_context
-from .facts import Fact, FactSource, ask
+from .facts import Fact, FactSource, ask, write_context
 from .vocabulary import BOS
 
 FIRST_SEED = 10**6  # of contexts that are evaluated

@@ -1,21 +1,34 @@
-"""What the GPU benchmark measures on: weights, row pools and caches over them, indexes, decoders, and what they need."""
+"""What the GPU benchmark measures on: random weights, row pools and caches over them, indexes, decoders, and what they need."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import gc
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvseek.bench.methods import load_kernels
+from kvseek.bench.speed.device.filling import Filler
+from kvseek.bench.speed.device.memory_plan import (
+    Cell,
+    IndexNeeds,
+    Limits,
+    Needs,
+    Phase,
+    cell_extents,
+    fill_bytes,
+    plan_phases,
+)
 from kvseek.bench.speed.shapes import get_shape
 from kvseek.bench.variants import Variant
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.core.weight_only import NONE
+from kvseek.core.weight_only import HEAD, NONE, stored_weight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
@@ -25,18 +38,52 @@ from kvseek.engine.loading.runtime import device_products
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.random_weights import fill_weight, weight_shapes
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import Index
-
-from .filling import Filler
-from .memory_plan import Cell, IndexNeeds, Limits, Needs, Phase, cell_extents, fill_bytes, plan_phases
-from .random_weights import RandomWeights, quantised
 
 if TYPE_CHECKING:
     from kvseek.core.cpu_library import CpuLibrary
     from kvseek.core.cuda import CudaKernels
 
 ROOM = 256  # tokens that a request may grow by: more than are timed
+
+ALIGNMENT = 128  # numbers: every matrix begins on a boundary that any kernel is content with
+
+
+class RandomWeights:
+    """Weights [as `weight_shapes`] in one allocation.
+
+    Attributes
+    ----------
+    flat : Tensor [numbers]
+        All of them, e.g. to measure how fast they can be read.
+    tensors : dict of Tensor
+        Views of it, by name.
+    """
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        shapes = weight_shapes(model)
+        starts, total = {}, 0
+        for name, shape in shapes.items():
+            starts[name] = total
+            total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+        self.flat = torch.zeros(total, dtype=dtype, device=device)
+        generator = torch.Generator(device).manual_seed(seed)
+        self.tensors: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            tensor = self.flat[starts[name] : starts[name] + math.prod(shape)].view(shape)
+            fill_weight(tensor, name, model.num_layers, generator)
+            self.tensors[name] = tensor
+
+
+def quantised(tensors: dict[str, Tensor], precision: str, *, quantize_lm_head: bool = False) -> dict[str, Tensor]:
+    """Weights as an engine of these fields of EngineConfig stores them; those that stay in their dtype are shared."""
+    stored: dict[str, Tensor] = {}
+    own_head = {HEAD: tensors["embed.weight"]} if quantize_lm_head else {}  # of a tied model
+    for name, tensor in (own_head | tensors).items():
+        stored |= stored_weight(name, tensor, precision, quantize_lm_head=quantize_lm_head)
+    return stored
 
 
 def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Sequence[Cell]) -> EngineConfig:

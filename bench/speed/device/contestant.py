@@ -5,34 +5,101 @@ wrote to the newest window rows in between changes values, not work. No step evi
 
 Indexes and hot rows have a state by position (rings of queries, buffers of rows), so positions over one index
 only ever ascend: those who share one run one after the other, each from where the one before stopped. The baseline may take
-turns with any of them, for it has no state.
+turns with any of them, for it has no state. Observers (engine/observer.py) time the parts of a step or a prompt.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvseek.bench.speed.device.filling import with_empty_buffer
+from kvseek.bench.speed.device.floors import elapsed_seconds, timing_event
+from kvseek.bench.speed.device.memory_plan import Cell
+from kvseek.bench.speed.device.options import WARMUP
 from kvseek.core.errors import KvseekError
+from kvseek.engine.observer import Observer
 from kvseek.kernels.cuda.attention.hot_rows import hit_rate
 
-from .filling import with_empty_buffer
-from .memory_plan import Cell
-from .memory_rates import elapsed_seconds, timing_event
-from .observers import PartClock, capture_stream, observing
-from .options import WARMUP
-
 if TYPE_CHECKING:
+    from kvseek.bench.speed.device.bench import BenchDecoder
     from kvseek.core.batch import Batch
     from kvseek.engine.cache.cache import Cache
     from kvseek.engine.model.cuda.graphs import StepResult
-
-    from .bench import BenchDecoder
+    from kvseek.engine.retrieval import Retrieval
 
 PART_REPEATS = 9  # replays of the graph that times the parts of a step; the median counts
+
+
+class PartClock(Observer):
+    """Events between the parts of a step; in a captured graph they are nodes of it, which every replay passes.
+
+    Parameters
+    ----------
+    in_graph : bool
+        Whether a captured step is observed.
+    """
+
+    def __init__(self, in_graph: bool = True) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._names: list[str] = []
+        self._in_graph = in_graph
+
+    def restart(self) -> None:
+        """Begin a step: events of an earlier one are dropped."""
+        self._events, self._names = [], []
+        self._record()
+
+    def part_ended(self, name: str) -> None:
+        """See Observer."""
+        self._names.append(name)
+        self._record()
+
+    def seconds(self) -> dict[str, float]:
+        """Device seconds of each part, summed over its occurrences; the device must have passed all events."""
+        totals: dict[str, float] = {}
+        for number, name in enumerate(self._names):
+            passed = elapsed_seconds(self._events[number], self._events[number + 1])
+            totals[name] = totals.get(name, 0.0) + passed
+        return totals
+
+    def _record(self) -> None:
+        event = timing_event(in_graph=self._in_graph)
+        event.record()
+        self._events.append(event)
+
+
+class PromptClock(PartClock):
+    """Events between the parts of a prompt's layers; what is done between two layers counts as the next one's norm."""
+
+    def __init__(self) -> None:
+        super().__init__(in_graph=False)
+
+    def prompt_part_ended(self, name: str) -> None:
+        """See Observer."""
+        self.part_ended(name)
+
+
+@contextmanager
+def observing(retrieval: Retrieval, observer: Observer) -> Iterator[None]:
+    """Show an observer what is launched or captured while the context lasts; an engine's own steps stay as they are."""
+    before, retrieval.observer = retrieval.observer, observer
+    try:
+        yield
+    finally:
+        retrieval.observer = before
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where observed steps are captured: one for all, as cuBLAS keeps a work space for every stream that it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class DeviceContestant:

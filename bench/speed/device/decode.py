@@ -1,41 +1,160 @@
-"""Time of a decode step on a GPU: methods × contexts × batches × where the rows lie, in one process.
+"""Time of decode steps on a GPU: methods × contexts × batches × where the rows lie; or tokens per second over the batch size.
 
-Phase by phase (memory_plan.py): a row pool is made once for all of its contexts and batches; methods come one after the
+Steps, phase by phase (memory_plan.py): a row pool is made once for all of its contexts and batches; methods come one after the
 other, each in turns with the baseline. Methods differ in their windows, and may choose the order of a pool's rows, so each
-gets a cache of its own over the pool, which is filled anew. bench/speed/README.md says what the figures mean.
+gets a cache of its own over the pool, which is filled anew. Throughput: each method with as many requests as memory holds, rows
+where offload auto puts them. bench/speed/README.md says what the figures mean.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvseek.bench.engines import free_memory
+from kvseek.bench.machine import peak_memory_bytes
 from kvseek.bench.output import progress
+from kvseek.bench.speed.device.bench import ROOM, Bench
+from kvseek.bench.speed.device.contestant import PART_REPEATS, DeviceContestant
+from kvseek.bench.speed.device.filling import Filler
+from kvseek.bench.speed.device.floors import Probe, Rates, Step, costs_of, work
+from kvseek.bench.speed.device.memory_plan import Cell, Phase
+from kvseek.bench.speed.device.options import MOST_STEPS, WARMUP
 from kvseek.bench.timing import Samples, interleave, turns
+from kvseek.bench.variants import Variant
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import CapacityError, ConfigError
 
-from .bench import ROOM, Bench
-from .contestant import PART_REPEATS, DeviceContestant
-from .floors import Rates, costs_of
-from .memory_plan import Cell, Phase
-from .memory_rates import Probe
-from .options import MOST_STEPS, WARMUP
-from .results import decode_result, pooled
-
 if TYPE_CHECKING:
-    from kvseek.bench.variants import Variant
+    from kvseek.bench.speed.device.filling import Target
     from kvseek.engine.cache.cache import Cache
     from kvseek.engine.cache.row_storage import RowStorage
     from kvseek.plugins.contract import Index
 
-    from .filling import Filler, Target
-
 Save = Callable[[], None]
 READ_BYTES = 8 << 30  # of weights that a plain read reads
+MOST_SECONDS = 15.0  # that a cell's steps may take, as long as there are at least LEAST_STEPS
+LEAST_STEPS = 5
+PAST_THE_PEAK = 0.5  # share of a method's best tokens per second below which larger batches are not tried
+
+
+def describe_variant(variant: Variant) -> dict[str, Any]:
+    """All settings of a variant, as they go into the result file."""
+    return {"settings": dataclasses.asdict(variant.settings), "cache": dataclasses.asdict(variant.cache)}
+
+
+def decode_result(
+    bench: Bench,
+    contestant: DeviceContestant,
+    cell: Cell,
+    samples: Samples,
+    walls: Sequence[float],
+    rates: Rates,
+    baseline_seconds: float | None,
+) -> dict[str, Any]:
+    """Figures of one contestant at one cell; seconds, bytes and tokens. Measures the parts of a step first.
+
+    A sample is the mean of a turn of steps, upkeep included. `baseline_seconds` is the baseline's median in the same turns; None
+    where it did not run.
+    """
+    cache = contestant.cache
+    tokens, retrieval = cache.tokens[0], cache.lengths[0]
+    config, itemsize = contestant.decoder.config, bench.dtype.itemsize
+    hits = contestant.hit_rate()  # of the timed steps
+    parts = contestant.part_seconds()
+    step = Step(retrieval, tokens - retrieval, cell.batch, cache.rows.layout.host_layers, hits)
+    moved = work(config, step, itemsize)
+    index = (
+        contestant.decoder.retrieval.indexes[-1].bytes_per_token / bench.model.num_kv_heads
+    )  # the first may be dense
+    return with_times(
+        {
+            "name": contestant.name,
+            "method": contestant.method,
+            "hot_rows": contestant.hot,
+            "host_layers": cache.rows.layout.host_layers,
+            "batch": cell.batch,
+            "attended_tokens": contestant.attended,
+            "cached_tokens": tokens,
+            "hit_rate": hits,
+            "stages": parts,
+            "bytes": moved.bytes_by_part(),
+            "floor": moved.floor(rates),
+            "dense_floor_seconds": dense_floor(bench.config(bench.variants[0], [cell]), step, itemsize, rates),
+            "index_bytes_per_token_and_kv_head": index,
+            "upkeep_seconds": statistics.mean(contestant.upkeep[contestant.warmup :]),
+            "index_bytes": index * bench.model.num_kv_heads * bench.model.num_layers * retrieval * cell.batch,
+            "memory": memory(bench, contestant),
+        },
+        samples.seconds,
+        walls,
+        baseline_seconds,
+    )
+
+
+def dense_floor(baseline: EngineConfig, step: Step, itemsize: int, rates: Rates) -> float:
+    """Compute the floor of the baseline's step, whose rows lie where the contestant's do and are never hot."""
+    return work(baseline, dataclasses.replace(step, hit_rate=0.0), itemsize).floor(rates)["total"]
+
+
+def with_times(
+    entry: dict[str, Any], seconds: Sequence[float], walls: Sequence[float], baseline_seconds: float | None
+) -> dict[str, Any]:
+    """The entry with what follows from its step times: medians, tokens per second, ratios."""
+    samples = Samples(list(seconds))
+    return {
+        **entry,
+        "step_seconds": samples.summary(),
+        "wall_seconds": Samples(list(walls)).summary(),
+        "tokens_per_second": entry["batch"] / samples.median,
+        "to_floor": samples.median / entry["floor"]["total"],
+        "baseline_seconds": baseline_seconds,
+        "to_baseline": None if baseline_seconds is None else samples.median / baseline_seconds,
+        "samples": samples.seconds,
+        "walls": list(walls),
+    }
+
+
+def pooled(entry: dict[str, Any], samples: Samples, walls: Sequence[float]) -> dict[str, Any]:
+    """The baseline's entry with the times of its turns with another method; its ratio is 1."""
+    seconds = [*entry["samples"], *samples.seconds]
+    return with_times(entry, seconds, [*entry["walls"], *walls], Samples(seconds).median)
+
+
+def memory(bench: Bench, contestant: DeviceContestant) -> dict[str, int]:
+    """Bytes now, of all contestants together; the row pools are the contestant's own."""
+    free, total = torch.cuda.mem_get_info(bench.device)
+    layout = contestant.cache.rows.layout
+    return {
+        "device_used": total - free,
+        "device_allocated_peak": torch.cuda.max_memory_allocated(bench.device),
+        "host_resident_peak": peak_memory_bytes(),
+        "rows_on_device": layout.device_bytes,
+        "rows_in_host_memory": layout.host_bytes,
+    }
+
+
+def borrow_baselines(document: dict[str, Any], baseline: str) -> None:
+    """Give results without a ratio the baseline of another phase at the same context and batch, and say so.
+
+    Phases do not run in turns: such a ratio holds for one machine and run, but not within one minute.
+    """
+    known: dict[tuple[int, int], float] = {}
+    cells = [cell for phase in document["phases"] for cell in phase["cells"]]
+    for cell in cells:
+        for entry in cell["results"]:
+            if entry["method"] == baseline:
+                known.setdefault((cell["context"], cell["batch"]), entry["step_seconds"]["median"])
+    for cell in cells:
+        median = known.get((cell["context"], cell["batch"]))
+        for entry in cell["results"]:
+            if entry["to_baseline"] is None and median is not None:
+                entry["to_baseline"] = entry["step_seconds"]["median"] / median
+                entry["baseline_of_another_phase"] = True
 
 
 class PhasePools:
@@ -256,3 +375,101 @@ def _fail(part: dict[str, Any], name: str, error: Exception) -> None:
 def skipped(phase: Phase) -> list[dict[str, Any]]:
     """What does not fit and why, as it goes into the result file."""
     return [{"context": cell.context, "batch": cell.batch, "reason": why} for cell, why in phase.skipped.items()]
+
+
+def run_throughput(bench: Bench, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Every method at every context and batch, one after the other: no two of them fit at a time."""
+    filler = bench.filler()
+    document: dict[str, Any] = {"results": [], "skipped": []}
+    variants = list(bench.variants)
+    for variant in variants:
+        bench.load_alone(variant)
+        free_memory()
+        for context in bench.arguments.contexts:
+            _run_method(bench, variant, context, filler, document, save)
+    document["peaks"] = peaks(document["results"], variants[0].label)
+    return document
+
+
+def _run_method(
+    bench: Bench,
+    variant: Variant,
+    context: int,
+    filler: Filler,
+    document: dict[str, Any],
+    save: Callable[[dict[str, Any]], None],
+) -> None:
+    best, method = 0.0, variant.label
+    for batch in bench.arguments.batches:
+        cell = Cell(context, batch)
+        (phase,) = bench.phases(["auto"], [cell])
+        reason = phase.skipped.get(cell)
+        if reason is None:
+            progress(f"{method}: {context:,} tokens × {batch}")
+            reason = _try(bench, variant, cell, filler, document)
+            free_memory()
+        if reason is not None:
+            document["skipped"].append({"method": method, "context": context, "batch": batch, "reason": reason})
+            return
+        rate = document["results"][-1]["tokens_per_second"]
+        best = max(best, rate)
+        save(document)
+        if rate < PAST_THE_PEAK * best:
+            reason = f"past the peak: less than {PAST_THE_PEAK:.0%} of the best batch's tokens per second before it"
+            document["skipped"].append({"method": method, "context": context, "batch": f"> {batch}", "reason": reason})
+            return
+
+
+def _try(bench: Bench, variant: Variant, cell: Cell, filler: Filler, document: dict[str, Any]) -> str | None:
+    """Measure a cell; the reason if it does not fit after all."""
+    try:
+        document["results"].append(_measure(bench, variant, cell, filler))
+    except (CapacityError, torch.OutOfMemoryError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def contestant_alone(bench: Bench, variant: Variant, cell: Cell, offload: str, filler: Filler) -> DeviceContestant:
+    """A variant that has begun to decode a cell, over rows and a cache of its own."""
+    cache = bench.new_cache(bench.row_storage(offload, [cell]), variant, [cell])
+    indexes, hot = bench.indexes(variant, cache, [cell]), bench.arguments.hot_rows != "off"
+    decoder = bench.decoder(variant, cache, indexes, [cell], hot)
+    contestant = DeviceContestant(variant.label, variant.label, decoder)
+    filler.fill(cell, [(cache, [indexes])])
+    contestant.start(cell)
+    return contestant
+
+
+def _measure(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> dict[str, Any]:
+    contestant, method = contestant_alone(bench, variant, cell, "auto", filler), variant.label
+    first = max(contestant.step() for _ in range(2))  # captures the graph, too
+    steps = max(LEAST_STEPS, min(bench.arguments.steps, int(MOST_SECONDS / first)))
+    warmup = WARMUP if steps > LEAST_STEPS else 1
+    timed = interleave({method: contestant.step}, steps, steps, warmup, timer=device_seconds)[method]
+    samples = turns(timed, bench.arguments.block)
+    return {
+        "method": method,
+        "context": cell.context,
+        "batch": cell.batch,
+        "hot_rows": contestant.hot,
+        "hit_rate": contestant.hit_rate(),
+        "host_layers": contestant.cache.rows.layout.host_layers,
+        "step_seconds": samples.summary(),
+        "tokens_per_second": cell.batch / samples.median,
+        "memory": memory(bench, contestant),
+        "samples": samples.seconds,
+    }
+
+
+def peaks(results: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
+    """Best tokens per second of each method at each context over its batches, and the ratio of the bests."""
+    best: dict[tuple[int, str], float] = {}
+    for entry in results:
+        key = entry["context"], entry["method"]
+        best[key] = max(best.get(key, 0.0), entry["tokens_per_second"])
+    found = []
+    for (context, method), rate in best.items():
+        base = best.get((context, baseline))
+        ratio = None if base is None else rate / base
+        found.append({"context": context, "method": method, "tokens_per_second": rate, "to_baseline": ratio})
+    return sorted(found, key=lambda peak: int(peak["context"]))

@@ -17,10 +17,10 @@ from kvseek.core.errors import ConfigError
 from kvseek.engine.model.cuda.attention import PromptAttention, described_attention
 
 from .bench import Bench
+from .contestant import PromptClock, observing
 from .decode import compared_variants
+from .floors import product_rate
 from .memory_plan import Cell
-from .memory_rates import product_rate
-from .observers import PromptClock, observing
 
 if TYPE_CHECKING:
     from kvseek.engine.cache.row_storage import RowStorage

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kvseek.bench.engines import bare_engine
-from kvseek.bench.output import Figure, numbers, run_command
+from kvseek.bench.output import Figure, command, numbers
 from kvseek.bench.speed.device.bench import Bench
 from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
 from kvseek.bench.variants import Variant
@@ -154,8 +154,8 @@ def print_report(document: dict[str, Any]) -> None:
     print_figures(document, {**figures, "kept\nin s": lambda entry: f"{entry['left']:.3f}"})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = study_parser(__doc__, methods="full,pariskv,nested", offload="always,never")
     add = parser.add_argument
     add("--context", type=int, default=131_000, help="tokens of a document (default: %(default)s)")
@@ -163,7 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--questions", default="100", help="comma list of tokens of a question (default: %(default)s)")
     add("--rounds", type=int, default=5, help="questions of each length (default: %(default)s)")
     add("--max_batch_size", type=int, default=32, help="default: %(default)s")
-    return run_command(argv, parser.parse_args, run, print_report)
+    return parser
+
+
+main = command(make_parser().parse_args, run, print_report)
 
 
 if __name__ == "__main__":

@@ -46,11 +46,6 @@ def result(name: str, bench: Bench, results: Sequence[dict[str, Any]], **setting
     return {**head, **settings, "results": list(results)}
 
 
-def milliseconds(name: str) -> Figure:
-    """A column of an entry's seconds."""
-    return lambda entry: f"{entry[name] * 1e3:.2f}"
-
-
 def print_figures(document: dict[str, Any], figures: Mapping[str, Figure]) -> None:
     """Print a row for each result."""
     title = f"{document['shape']}, one {document['machine']['gpu']['name']}"

@@ -12,18 +12,18 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvseek.bench.engines import free_memory
-from kvseek.bench.output import Figure, run_command
+from kvseek.bench.output import Figure, command, figure
 from kvseek.bench.speed.device.bench import Bench
+from kvseek.bench.speed.device.decode import contestant_alone
 from kvseek.bench.speed.device.filling import Filler
 from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.bench.speed.device.throughput import contestant_alone
-from kvseek.bench.speed.studies.common import make_bench, milliseconds, print_figures, result, study_parser
+from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
 from kvseek.bench.variants import Variant
 from kvseek.core.errors import CapacityError
 
@@ -31,7 +31,7 @@ WARM_STEPS = 20  # that are not counted: the first one captures the graph
 FIGURES: dict[str, Figure] = {
     "tokens": lambda entry: f"{entry['context']:,}",
     "rows": lambda entry: str(entry["offload"]),
-    **{f"{name}\nms": milliseconds(f"{name}_seconds") for name in ("step", "excess", "longest", "shown")},
+    **{f"{name}\nms": figure(f"{name}_seconds", ".2f", 1e3) for name in ("step", "excess", "longest", "shown")},
 }
 
 
@@ -79,11 +79,8 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
     return result("evictions", bench, results)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    defaults = {"methods": "nested,pariskv", "contexts": "131072", "offload": "always,never", "host_memory": "108GiB"}
-    parser = study_parser(__doc__, **defaults)
-    return run_command(argv, parser.parse_args, run, lambda document: print_figures(document, FIGURES))
+DEFAULTS = {"methods": "nested,pariskv", "contexts": "131072", "offload": "always,never", "host_memory": "108GiB"}
+main = command(study_parser(__doc__, **DEFAULTS).parse_args, run, partial(print_figures, figures=FIGURES))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvseek.bench.machine import describe
-from kvseek.bench.output import GIB, Figure, add_output_flags, figures_table, print_whole, run_command
+from kvseek.bench.output import GIB, Figure, add_output_flags, command, figures_table, print_whole
 from kvseek.builder.build import build_engine
 from kvseek.builder.capacity.report import fit_document
 from kvseek.builder.options import BuildOptions, FitOptions, parse
@@ -156,9 +156,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; returns 0, or 1 after printing why not."""
-    return run_command(argv, parse_arguments, run, print_report)
+main = command(parse_arguments, run, print_report)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvseek.bench.engines import free_memory
-from kvseek.bench.output import Figure, run_command
+from kvseek.bench.output import Figure, command, figure
 from kvseek.bench.speed.device.bench import Bench
-from kvseek.bench.speed.device.decode import skipped
-from kvseek.bench.speed.device.floors import costs_of
+from kvseek.bench.speed.device.contestant import capture_stream
+from kvseek.bench.speed.device.decode import describe_variant, skipped
+from kvseek.bench.speed.device.floors import costs_of, elapsed_seconds, timing_event
 from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.bench.speed.device.memory_rates import elapsed_seconds, timing_event
-from kvseek.bench.speed.device.observers import capture_stream
-from kvseek.bench.speed.device.results import describe_variant
 from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
 from kvseek.bench.timing import Samples
 from kvseek.bench.variants import Variant
@@ -117,14 +114,12 @@ def measure(bench: Bench, variant: Variant, rows: RowStorage, filler: Filler, ce
     }
 
 
-def _microseconds(name: str) -> Figure:
-    return lambda entry: f"{entry['layer_seconds'][name] * 1e6:.1f}"
-
-
 FIGURES: dict[str, Figure] = {
     "tokens": lambda entry: f"{entry['context']:,}",
     "batch": lambda entry: str(entry["batch"]),
-    **{heading: _microseconds(name) for heading, name in (("µs", "median"), ("fastest", "min"), ("slowest", "max"))},
+    "µs": figure("layer_seconds.median", ".1f", 1e6),
+    "fastest": figure("layer_seconds.min", ".1f", 1e6),
+    "slowest": figure("layer_seconds.max", ".1f", 1e6),
     "MB\nread": lambda entry: f"{entry['bytes'] / 1e6:.1f}",
     "TB/s": lambda entry: f"{entry['bytes'] / entry['layer_seconds']['median'] / 1e12:.2f}",
 }
@@ -159,15 +154,11 @@ def run(own: argparse.Namespace) -> dict[str, Any]:
     return result("device selection times", bench, results, **settings)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    usual = {"methods": "pariskv,nested", "contexts": "131072", "batches": "1", "offload": "never", "repeats": "31"}
-    parser = study_parser(__doc__, **usual, dtype="bfloat16", host_memory="64GiB")
-    parser.add_argument(
-        "--layers", type=int, default=4, help=f"indexes that are searched in turn; a divisor of {SELECTIONS}"
-    )
-    return run_command(argv, parser.parse_args, run, print_report)
-
+DEFAULTS = {"methods": "pariskv,nested", "contexts": "131072", "batches": "1", "offload": "never", "repeats": "31"}
+PARSER = study_parser(__doc__, **DEFAULTS, dtype="bfloat16", host_memory="64GiB")
+LAYERS = f"indexes that are searched in turn; a divisor of {SELECTIONS}"
+PARSER.add_argument("--layers", type=int, default=4, help=LAYERS)
+main = command(PARSER.parse_args, run, print_report)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 // Rank keys at given rows by estimates of q·k from nested key codes. The blocks of a task share its candidates: each
 // estimates its own, and the last one to finish ranks all of them by the softmax weights of each query over all
-// candidates, averaged over the queries (plugins/group.py).
+// candidates, averaged over the queries (plugins/ranking.py).
 #pragma once
 
 #include "estimate.cuh"

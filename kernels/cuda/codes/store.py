@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.arguments import pointers, require_fit
+from kvseek.kernels.arguments import pointers, require_keys
 from kvseek.kernels.reference.codes.key_codes import BITS
 from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.kernels.structs import c_struct
@@ -44,9 +44,7 @@ class CudaCodeStore(CodeStore):
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See CodeStore.append. Runs on the current stream."""
-        require_fit("keys", keys, self.context)
-        if keys.stride(-1) != 1:
-            raise KernelError(f"keys: strides {keys.stride()}: the numbers of a key must be neighbours in memory")
+        require_keys(keys, self.context)
         if not keys.shape[1]:
             return
         arguments = EncodeArguments(

@@ -9,7 +9,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 
 from .key_codes import BITS, FIELDS, KeyCodes, encode, mean_integers, round_means
-from .rotation import rotate
+from .rotation import padded_dim, rotate
 
 ENCODE_TOKENS = 8 * EXTENT_TOKENS  # keys encoded at a time, which bounds temporary memory
 MOST_BLOCK_TOKENS = 256  # keys that share a mean; half as many find 0.3 % more of the best rows, for twice the memory
@@ -21,6 +21,11 @@ def block_tokens(update: int) -> int:
     Keys enter a retrieval region by whole blocks then, so that a block's mean depends on its keys alone.
     """
     return min(MOST_BLOCK_TOKENS, update & -update)
+
+
+def code_bytes(head_dim: int, bits: int) -> float:
+    """Return the bytes of a key's code of so many bits a channel, and of its scale."""
+    return padded_dim(head_dim) * bits / 8 + torch.float16.itemsize
 
 
 def mean_bytes(dim: int, block: int = MOST_BLOCK_TOKENS) -> float:

@@ -14,7 +14,7 @@ from tests.plugins.cases import CASES
 
 from kvseek import LLM, SamplingParams
 from kvseek.bench.accuracy import needle
-from kvseek.bench.accuracy.needle_results import Cell, compared, print_table
+from kvseek.bench.accuracy.needle import Cell, compared, print_table
 from kvseek.bench.accuracy.needle_tasks import vocabulary
 from kvseek.bench.accuracy.needle_tasks.facts import Score
 from kvseek.bench.accuracy.needle_tasks.tasks import Dialogue

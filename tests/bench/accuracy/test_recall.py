@@ -12,8 +12,7 @@ from tests.plugins.cases import CASES, SELECTING
 from tests.support.random_models import ARCHITECTURES
 
 from kvseek.bench.accuracy import recall
-from kvseek.bench.accuracy.capture import CapturedLayer, cached_capture, capture, load_model, token_ids
-from kvseek.bench.accuracy.replay import Replay
+from kvseek.bench.accuracy.capture import CapturedLayer, Replay, cached_capture, capture, load_model, token_ids
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import ConfigError
 from kvseek.plugins.flat.method import exact_top_k
@@ -22,14 +21,17 @@ TOKENS = 700
 TEXT = "the harbour master wrote the log, and the light was lit at dusk. " * 40
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def random_model(request: pytest.FixtureRequest, random_model: RandomModel) -> Path:
-    return random_model(request.param)
+@pytest.fixture(scope="module")
+def model_folder(random_model: RandomModel) -> Path:
+    return random_model("llama")
 
 
-def test_captured_vectors_reproduce_the_attention_weights(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_captured_vectors_reproduce_the_attention_weights(
+    architecture: str, random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvseek.bench.accuracy.capture.CHUNK_TOKENS", 16)  # several chunks, the last one short
-    model, _ = load_model(random_model)
+    model, _ = load_model(random_model(architecture))
     ids = torch.arange(40).mul(7).remainder(300).tolist()
     layers = capture(model, ids, queries=20)  # from more than one chunk
     model.set_attn_implementation("eager")
@@ -43,8 +45,8 @@ def test_captured_vectors_reproduce_the_attention_weights(random_model: Path, mo
         assert torch.allclose(scores.softmax(dim=-1), weights[0, :, 20:], atol=1e-5)
 
 
-def test_capturing_leaves_the_model_as_it_was(random_model: Path) -> None:
-    model, _ = load_model(random_model)
+def test_capturing_leaves_the_model_as_it_was(model_folder: Path) -> None:
+    model, _ = load_model(model_folder)
     ids = list(range(30))
     before = model(torch.tensor([ids])).logits
     capture(model, ids, queries=4)
@@ -138,11 +140,11 @@ def test_means_count_dense_layers_whole() -> None:
 
 
 def test_command_line_prints_json_and_tables(
-    random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "results" / "recall.json"
     text.write_text(TEXT, encoding="utf-8")
-    arguments = ["--model", str(random_model), "--text", str(text), "--context", str(TOKENS), "--queries", "3"]
+    arguments = ["--model", str(model_folder), "--text", str(text), "--context", str(TOKENS), "--queries", "3"]
     arguments += ["--captures", str(tmp_path / "captures"), "--methods", "flat,pariskv,pariskv:top_k=20"]
     arguments += ["--budget", "400"]
     assert recall.main([*arguments, "--json", "--output", str(output)]) == 0
@@ -163,14 +165,14 @@ def test_command_line_prints_json_and_tables(
     assert printed.count("pariskv:top_k=20") == 2, "names are whole in both tables"
 
 
-def test_captures_are_kept(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_are_kept(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
-    first = cached_capture(random_model, text, 60, 20, tmp_path / "kept")
-    model, tokenizer = load_model(random_model)
+    first = cached_capture(model_folder, text, 60, 20, tmp_path / "kept")
+    model, tokenizer = load_model(model_folder)
     expected = capture(model, token_ids(tokenizer, TEXT, 60), 20)
     monkeypatch.setattr("kvseek.bench.accuracy.capture.load_model", None)  # not needed a second time
-    again = cached_capture(random_model, text, 60, 20, tmp_path / "kept")
+    again = cached_capture(model_folder, text, 60, 20, tmp_path / "kept")
     for one, two, three in zip(first, again, expected, strict=True):
         assert torch.equal(one.keys, two.keys)
         assert torch.equal(one.keys, three.keys)
@@ -178,17 +180,17 @@ def test_captures_are_kept(random_model: Path, tmp_path: Path, monkeypatch: pyte
         assert two.scaling == three.scaling
 
 
-def test_errors_say_what_to_do(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_say_what_to_do(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "short.txt"
     text.write_text("the light was lit at dusk", encoding="utf-8")
     absent = str(tmp_path / "absent")
     assert recall.main(["--model", absent, "--text", str(text)]) == 1
     assert "does not exist; pass a Hugging Face directory" in capsys.readouterr().err
-    assert recall.main(["--model", str(random_model), "--text", absent]) == 1
+    assert recall.main(["--model", str(model_folder), "--text", absent]) == 1
     assert absent in capsys.readouterr().err
-    assert recall.main(["--model", str(random_model), "--text", str(text), "--context", "600"]) == 1
+    assert recall.main(["--model", str(model_folder), "--text", str(text), "--context", "600"]) == 1
     assert "tokens = 600: must be <=" in capsys.readouterr().err
-    flags = ["--model", str(random_model), "--text", str(text), "--captures", str(tmp_path), "--methods", "flat"]
+    flags = ["--model", str(model_folder), "--text", str(text), "--captures", str(tmp_path), "--methods", "flat"]
     text.write_text(TEXT, encoding="utf-8")
     for bad, message in (
         (["--queries", "300", "--context", "700"], "--queries = 300: must be between 1 and cache.update = 256"),
@@ -199,8 +201,8 @@ def test_errors_say_what_to_do(random_model: Path, tmp_path: Path, capsys: pytes
         assert message in capsys.readouterr().err
 
 
-def test_text_must_be_long_enough(random_model: Path) -> None:
-    _, tokenizer = load_model(random_model)
+def test_text_must_be_long_enough(model_folder: Path) -> None:
+    _, tokenizer = load_model(model_folder)
     assert token_ids(tokenizer, TEXT, 50) == tokenizer.backend.encode(TEXT).ids[:50]
     with pytest.raises(ConfigError, match="pass a longer --text"):
         token_ids(tokenizer, "dusk", 50)

@@ -16,9 +16,8 @@ from tests.plugins.cases import CASES, Settings
 from torch import Tensor
 
 from kvseek.bench.accuracy import stage_losses
-from kvseek.bench.accuracy.capture import CapturedLayer, capture, capture_questions, load_model
+from kvseek.bench.accuracy.capture import CapturedLayer, Replay, capture, capture_questions, load_model
 from kvseek.bench.accuracy.needle_tasks.tasks import Dialogue
-from kvseek.bench.accuracy.replay import Replay
 from kvseek.bench.accuracy.stage_losses import Losses, measure_layer, total
 from kvseek.bench.methods import stages_of
 from kvseek.bench.variants import Variant, parse_variants
@@ -230,16 +229,7 @@ def test_command_line_prints_json_and_tables(
     needle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "results" / "lost.json"
-    arguments = [
-        "--needle",
-        str(needle_folder),
-        "--tasks",
-        "niah_multiquery,niah_single",
-        "--lengths",
-        "1024",
-        "--n",
-        "1",
-    ]
+    arguments = f"--needle {needle_folder} --tasks niah_multiquery,niah_single --lengths 1024 --n 1".split()
     arguments += ["--methods", "flat:top_k=8,prkv:top_k=64", "--threads", "1", "--output", str(output)]
     assert stage_losses.main([*arguments, "--layers", "1,3", "--json"]) == 0
     captured = capsys.readouterr()

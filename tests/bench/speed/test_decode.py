@@ -7,16 +7,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import ROOT, BuildEngine
 from tests.support.random_models import save_random_model
 
 from kvseek.bench.machine import describe, installed_version, peak_memory_bytes
 from kvseek.bench.speed import decode
 from kvseek.bench.speed.contestants import LlamaCppContestant, row_bytes
 from kvseek.bench.speed.decode import add_ratios, print_report
+from kvseek.bench.speed.device.main import print_report as print_device_report
 from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.bench.timing import Samples, interleave, measure, turns
 from kvseek.core.config import EngineConfig, ModelConfig
@@ -155,18 +157,10 @@ def test_the_whole_benchmark(tmp_path: Path, build_engine: BuildEngine, capsys: 
     text = tmp_path / "text.txt"
     text.write_text("the harbour master wrote the log at dusk. " * 60, encoding="utf-8")
     output = tmp_path / "results" / "run.json"
-    arguments = [
-        "--engine_dirs",
-        *map(str, directories),
-        "--model",
-        str(model),
-        "--text",
-        str(text),
-        "--output",
-        str(output),
-    ]
-    arguments += ["--contexts", f"100,{CONTEXT}", "--tokens", "6", "--block", "4", "--compare_transformers", "--json"]
-    assert decode.main(arguments) == 0
+    flags = (
+        f"--model {model} --text {text} --output {output} --contexts 100,{CONTEXT} --tokens 6 --block 4 --json".split()
+    )
+    assert decode.main([*flags, "--compare_transformers", "--engine_dirs", *map(str, directories)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(output.read_text(encoding="utf-8"))
     assert [part["context"] for part in document["contexts"]] == [100, CONTEXT]
@@ -232,18 +226,7 @@ def test_engines_of_several_ranks_take_part(tmp_path: Path, capsys: pytest.Captu
     model = save_random_model(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2)
     text, threads = tmp_path / "text.txt", torch.get_num_threads()
     text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
-    arguments = [
-        "--model",
-        str(model),
-        "--methods",
-        "full",
-        "--tp_size",
-        "1,2",
-        "--text",
-        str(text),
-        "--contexts",
-        "50",
-    ]
+    arguments = f"--model {model} --methods full --tp_size 1,2 --text {text} --contexts 50".split()
     assert decode.main([*arguments, "--tokens", "5", "--threads", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     one, two = document["contexts"][0]["results"]
@@ -294,3 +277,60 @@ def test_unfit_texts_and_engines_are_named(
     for directories, flags, message in cases:
         assert decode.main(["--engine_dirs", *map(str, directories), "--text", str(text), *flags]) == 1
         assert message in capsys.readouterr().err
+
+
+RESULTS = ROOT / "bench" / "results"
+FILES = (
+    "decode-cpu-8k-int8-two-cores.json",
+    "methods-h200.json",
+    "throughput-nested-int8-h200.json",
+    "prefill-sparse-h200.json",
+    "ranks-h200-1m-auto.json",
+)
+
+
+def read(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return document
+
+
+def times(document: dict[str, Any]) -> list[str]:
+    """The time of every step or prompt as the first table has it."""
+    if document["benchmark"] == "decode":
+        return [
+            f"{one['tpot_seconds']['median'] * 1e3:.1f}" for part in document["contexts"] for one in part["results"]
+        ]
+    if document.get("mode") == "decode" and document["benchmark"] == "device":
+        cells = [cell for phase in document["phases"] for cell in phase["cells"]]
+        return [f"{one['step_seconds']['median'] * 1e3:.2f}" for cell in cells for one in cell["results"]]
+    scale = 1.0 if document["mode"] == "prefill" else 1e3
+    key = "step_seconds" if document["mode"] == "throughput" else "seconds"
+    return [f"{one[key]['median'] * scale:.2f}" for one in document["results"]]
+
+
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("columns", [40, 80, 200])
+@pytest.mark.parametrize("name", FILES)
+def test_numbers_are_whole_on_every_terminal(
+    name: str, columns: int, details: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    document = read(name)
+    (print_report if document["benchmark"] == "decode" else print_device_report)(document, details)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    words, wanted = printed.split(), times(document)
+    assert wanted
+    assert [time for time in wanted if time not in words] == []
+
+
+@pytest.mark.parametrize(("name", "more"), [(FILES[0], "parts of a step"), (FILES[1], "floor of")])
+def test_details_are_printed_if_asked_for(name: str, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = read(name)
+    show = print_report if document["benchmark"] == "decode" else print_device_report
+    show(document)
+    short = capsys.readouterr().out
+    assert more not in short
+    assert "--details" in short
+    show(document, True)
+    assert more in capsys.readouterr().out

@@ -11,10 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.builds import run_build
-from tests.support.gguf_files import write_gguf
+from tests.support.checkpoint_files import run_build, save_tensorrt_llm, write_gguf
 from tests.support.random_models import save_random_model
-from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import preflight
 from kvseek.builder.checkpoints.open import open_checkpoint

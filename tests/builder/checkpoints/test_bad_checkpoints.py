@@ -15,11 +15,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.builds import run_build
-from tests.support.edited_files import Tensors, edit_json, edit_tensors
-from tests.support.gguf_files import edit_gguf, write_gguf
+from tests.support.checkpoint_files import (
+    Tensors,
+    edit_gguf,
+    edit_json,
+    edit_tensors,
+    run_build,
+    save_tensorrt_llm,
+    write_gguf,
+)
 from tests.support.random_models import save_random_model
-from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder import build
 from kvseek.core.manifest import verify

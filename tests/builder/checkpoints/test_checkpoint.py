@@ -14,10 +14,16 @@ import torch
 from safetensors.torch import load_file
 from tests.conftest import BuildEngine
 from tests.engine.model.test_logits import compare
-from tests.support.builds import run_build
-from tests.support.edited_files import edit_json, edit_tensors
-from tests.support.gguf_files import edit_gguf, finish, write_gguf
-from tests.support.llama_config import LLAMA
+from tests.support.checkpoint_files import (
+    LLAMA,
+    LLAMA3,
+    edit_gguf,
+    edit_json,
+    edit_tensors,
+    finish,
+    run_build,
+    write_gguf,
+)
 from tests.support.random_models import save_random_model
 
 from kvseek.builder import build
@@ -31,12 +37,6 @@ from kvseek.core.rope import frequencies
 
 PROMPT = torch.arange(150).mul(11).remainder(100).tolist()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def test_refused_paths(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from gguf import GGUFValueType
 from tests.conftest import RandomModel
-from tests.support.edited_files import edit_json
-from tests.support.gguf_files import edit_gguf, write_gguf
+from tests.support.checkpoint_files import edit_gguf, edit_json, write_gguf
 from tests.support.random_models import ARCHITECTURE_SHAPE, SHAPE
 
 from kvseek.builder.checkpoints.effective_config import (

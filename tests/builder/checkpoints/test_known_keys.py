@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.gguf_files import edit_gguf, finish, write_gguf
-from tests.support.llama_config import LLAMA
+from tests.support.checkpoint_files import LLAMA, edit_gguf, finish, write_gguf
 from tests.support.random_models import save_random_model
 
 from kvseek.builder.checkpoints.effective_config import check_effective_config
@@ -213,7 +212,6 @@ GGUF_REFUSED = [
         r"llama\.rope\.scaling\.attn_factor = 2\.0: must be a key that kvseek knows",
     ),
     ("qwen2.rope.freq_base", 1e6, r"qwen2\.rope\.freq_base = 1000000\.0: must be a key that kvseek knows"),
-    ("split.count", 3, r"split\.count = 3: must be 1, or the number in a name such as"),
     ("general.type", "adapter", r"general\.type = 'adapter': must be \"model\", or absent"),
     ("tokenizer.ggml.eos_token_id", 384, r"eos_token_id = 384: must be between 0 and vocab_size - 1 = 383"),
     ("llama.embedding_length", "wide", r"hidden_size = 'wide': must be an integer > 0"),

@@ -48,7 +48,6 @@ LLAMA_2 = SAVED | {
     "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
-CODE_LLAMA = LLAMA_2 | {"max_position_embeddings": 16384, "rope_theta": 1000000, "vocab_size": 32016}
 LLAMA_3 = LLAMA_2 | {
     "attention_bias": False,
     "bos_token_id": 128000,
@@ -73,12 +72,6 @@ LLAMA_31 = LLAMA_3 | {
     "mlp_bias": False,
     "rope_scaling": SCALING,
 }
-LLAMA_33_70B = LLAMA_31 | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-}
 LLAMA_32 = LLAMA_31 | {
     "head_dim": 64,
     "hidden_size": 2048,
@@ -87,7 +80,6 @@ LLAMA_32 = LLAMA_31 | {
     "rope_scaling": SCALING | {"factor": 32.0},
     "tie_word_embeddings": True,
 }
-LLAMA_32_3B = LLAMA_32 | {"head_dim": 128, "hidden_size": 3072, "num_attention_heads": 24, "num_hidden_layers": 28}
 # Biases in all projections, as the Granite Code models' paper (arXiv 2405.04324) and configurations have them.
 GRANITE_CODE_3B = LLAMA_3 | {
     "attention_bias": True,
@@ -151,13 +143,6 @@ QWEN_25_HALF = QWEN_25 | {
     "tie_word_embeddings": True,
     "vocab_size": 151936,
 }
-QWEN_25_32B = QWEN_25 | {
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-    "num_attention_heads": 40,
-    "num_hidden_layers": 64,
-    "num_key_value_heads": 8,
-}
 QWEN_25_1M = QWEN_25 | {
     "dual_chunk_attention_config": {
         "chunk_size": 262144,
@@ -193,14 +178,6 @@ QWEN_3 = QWEN_25 | {
     "vocab_size": 151936,
 }
 QWEN_3_4B = QWEN_3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-QWEN_3_4B_2507 = QWEN_3_4B | {"max_position_embeddings": 262144, "rope_theta": 5000000}
-QWEN_3_32B = QWEN_3 | {
-    "hidden_size": 5120,
-    "intermediate_size": 25600,
-    "max_window_layers": 64,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 64,
-}
 MISTRAL_1 = LLAMA_2 | {
     "architectures": ["MistralForCausalLM"],
     "intermediate_size": 14336,
@@ -211,7 +188,6 @@ MISTRAL_1 = LLAMA_2 | {
     "sliding_window": 4096,
 }
 MISTRAL_2 = MISTRAL_1 | {"rope_theta": 1000000.0, "sliding_window": None}
-MISTRAL_3 = MISTRAL_2 | {"vocab_size": 32768}
 MISTRAL_NEMO = MISTRAL_2 | {
     "head_dim": 128,
     "hidden_size": 5120,
@@ -225,13 +201,10 @@ ENDS_31 = (128001, 128008, 128009)
 # Configuration, parameters as the model's page states them, what the decoder makes of it. All of these are served.
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Llama-2-7B": (LLAMA_2, 6_738_415_616, {"num_kv_heads": 32, "rope_theta": 1e4, "rope_scaling": None}),
-    "CodeLlama-7B": (CODE_LLAMA, 6_738_546_688, {"rope_theta": 1e6}),
     "Llama-3-8B": (LLAMA_3, 8_030_261_248, {"architecture": "llama", "rope_theta": 5e5, "rope_scaling": None}),
     "Llama-3-8B-Instruct-262k": (LLAMA_3_262K, 8_030_261_248, {"rope_theta": 283461213.0, "rope_scaling": None}),
     "Llama-3.1-8B": (LLAMA_31, 8_030_261_248, {"rope_scaling": LLAMA3_8, "eos_token_ids": ENDS_31}),
-    "Llama-3.3-70B": (LLAMA_33_70B, 70_553_706_496, {"rope_scaling": LLAMA3_8, "head_dim": 128}),
     "Llama-3.2-1B": (LLAMA_32, 1_235_814_400, {"head_dim": 64, "rope_scaling": LLAMA3_32}),
-    "Llama-3.2-3B": (LLAMA_32_3B, 3_212_749_824, {"head_dim": 128, "rope_scaling": LLAMA3_32}),
     "Granite-3B-Code-128k": (GRANITE_CODE_3B, 3_482_503_680, {"mlp_bias": True, "output_bias": True, "head_dim": 80}),
     # As transformers 4 says to extend a Llama. It is served as far as the scaling changes nothing.
     "Llama-2-7B with dynamic NTK": (
@@ -253,15 +226,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "SmolLM2-135M": (SMOLLM_2, 134_515_008, {"tie_word_embeddings": True, "rope_theta": 1e5}),
     "Qwen2.5-0.5B": (QWEN_25_HALF, 494_032_768, {"tie_word_embeddings": True, "head_dim": 64}),
     "Qwen2.5-7B": (QWEN_25, 7_615_616_512, {"architecture": "qwen2", "qkv_bias": True, "sliding_window": None}),
-    "Qwen2.5-32B": (QWEN_25_32B, 32_763_876_352, {"num_kv_heads": 8, "head_dim": 128}),
     "DeepSeek-R1-Distill-Qwen-7B": (R1_QWEN, 7_615_616_512, {"rope_theta": 1e4, "sliding_window": None}),
     "Qwen3-8B": (QWEN_3, 8_190_735_360, {"architecture": "qwen3", "qk_norm": True, "qkv_bias": False}),
     "Qwen3-4B": (QWEN_3_4B, 4_022_468_096, {"tie_word_embeddings": True}),
-    "Qwen3-4B-Instruct-2507": (QWEN_3_4B_2507, 4_022_468_096, {"rope_theta": 5e6}),
-    "Qwen3-32B": (QWEN_3_32B, 32_762_123_264, {"num_heads": 64, "head_dim": 128}),
     "Mistral-7B-v0.1": (MISTRAL_1, 7_241_732_096, {"architecture": "llama", "sliding_window": 4096}),
     "Mistral-7B-Instruct-v0.2": (MISTRAL_2, 7_241_732_096, {"rope_theta": 1e6, "sliding_window": None}),
-    "Mistral-7B-v0.3": (MISTRAL_3, 7_248_023_552, {"architecture": "llama", "sliding_window": None}),
     "Mistral-Nemo-2407": (MISTRAL_NEMO, 12_247_782_400, {"head_dim": 128, "num_heads": 32}),
 }
 # Served too, with another largest context than max_position_embeddings says.

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.edited_files import edit_json, edit_tensors
+from tests.support.checkpoint_files import edit_json, edit_tensors, save_tensorrt_llm
 from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_model
-from tests.support.tensorrt_llm_files import save_tensorrt_llm
 
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.tensorrt_llm import TensorRtLlmCheckpoint

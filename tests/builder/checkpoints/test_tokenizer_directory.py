@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.builds import run_build
-from tests.support.edited_files import edit_json
-from tests.support.gguf_files import write_gguf
+from tests.support.checkpoint_files import edit_json, run_build, save_tensorrt_llm, write_gguf
 from tests.support.random_models import save_random_model, save_tokenizer
 from tests.support.sentencepiece import save_sentencepiece
-from tests.support.tensorrt_llm_files import save_tensorrt_llm
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvseek.builder import build

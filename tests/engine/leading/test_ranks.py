@@ -185,52 +185,21 @@ def test_a_rank_whose_cache_differs_ends_the_engine(directory: Path) -> None:
             decoder.decode([8], [0])
 
 
-def test_a_rank_that_cannot_load_its_part_says_why(directory: Path, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_its_part_says_why_and_leaves_nothing(directory: Path, tmp_path: Path) -> None:
+    """The engine that is loaded next ends neither by another one, as a process has one, nor by a terminal's signals to all."""
     damaged = shutil.copytree(directory, tmp_path / "engine")
     (damaged / "rank1.index.json").unlink()
     with pytest.raises(
         RankError, match=r"rank 1: EngineDirectoryError: .*rank1.index.json is missing; build the engine"
     ):
         lead(damaged, read_config(damaged))
-    with loaded(directory) as engine:  # nothing is left of it
-        assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
-
-
-def test_a_process_has_one_engine_of_several_ranks(directory: Path) -> None:
     with loaded(directory) as engine:
         with pytest.raises(ConfigError, match="tp_size: another engine of several ranks runs in this process"):
             load_decoder(directory, read_config(directory))
         pid = follower_of(engine.decoder)  # type: ignore[arg-type]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        time.sleep(0.2)
         assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_ranks_ignore_the_signals_that_a_terminal_sends_to_all(directory: Path) -> None:
-    with loaded(directory) as engine:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(follower_of(engine.decoder), number)  # type: ignore[arg-type]
-        time.sleep(0.2)
-        assert len(engine.generate([Request((5, 6), 3)])[0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--tp_size", "0"), "tp_size = 0: must be >= 1"),
-        (("--tp_size", "3"), "tp_size = 3: must be a divisor of num_heads = 4"),
-        (
-            ("--tp_size", "2", "--device", "cuda", "--runtime", "tensorrt"),
-            "tp_size = 2: must be 1 with runtime = 'tensorrt'",
-        ),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(
-    flags: tuple[str, ...], message: str, random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from kvseek.builder import build
-
-    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
-    arguments = ["--model", str(model), "--method", "full", "--output_dir", str(tmp_path / "engine"), "--quiet"]
-    assert build.main([*arguments, *flags]) == 1
-    assert message in capsys.readouterr().err

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.builder.capacity.test_capacity import planner
 from tests.conftest import BuildEngine
 from tests.engine.model.test_logits import load_transformers
+from tests.support.checkpoint_files import save_dequantised
 from tests.support.prefill import run_prefill
-from tests.support.quantised_models import save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 

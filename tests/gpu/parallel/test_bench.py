@@ -19,21 +19,8 @@ SHAPE = ModelConfig("llama", 1000, 512, 1024, 4, 8, 2, 64, 1e-5, 1e4, 512)
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[dict[str, object]]:
     monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
     output = tmp_path / "results" / "run.json"
-    base = [
-        "--shape",
-        "tiny",
-        "--contexts",
-        "4096",
-        "--tp_size",
-        "1,2",
-        "--host_memory",
-        "1GiB",
-        "--steps",
-        "6",
-        "--block",
-        "4",
-    ]
-    assert decode.main([*base, "--output", str(output), *flags]) == 0
+    base = "--shape tiny --contexts 4096 --tp_size 1,2 --host_memory 1GiB --steps 6 --block 4"
+    assert decode.main([*base.split(), "--output", str(output), *flags]) == 0
     document = json.loads(output.read_text(encoding="utf-8"))
     assert document["errors"] == []
     results: list[dict[str, object]] = document["results"]

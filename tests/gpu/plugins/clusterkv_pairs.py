@@ -32,20 +32,19 @@ def random_keys(n: int, dim: int, dtype: str) -> Tensor:
 def copy_clusters(found: CudaIndex, expected: ReferenceIndex) -> None:
     """Give the index on the GPU the reference's clusters; both have the same extents."""
     for name in ("centroids", "sizes", "starts", "places", "clusters", "spreads"):
-        getattr(found.reference, name).copy_(getattr(expected, name))
-    if expected.codes is not None and found.reference.codes is not None:
-        stores.copy(expected.codes, found.reference.codes)
-    found.reference.counts[:] = expected.counts
-    found.reference.prompt_tokens[:] = expected.prompt_tokens
+        getattr(found, name).copy_(getattr(expected, name))
+    if expected.codes is not None and found.codes is not None:
+        stores.copy(expected.codes, found.codes)
+    found.counts[:] = expected.counts
+    found.prompt_tokens[:] = expected.prompt_tokens
 
 
-def poison(index: CudaIndex | ReferenceIndex) -> None:
-    arrays = index.reference if isinstance(index, CudaIndex) else index
-    arrays.centroids.fill_(float("nan"))
-    arrays.spreads.fill_(float("nan"))
-    if arrays.codes is not None:
-        stores.poison(arrays.codes)
-    for array in (arrays.sizes, arrays.starts, arrays.places):
+def poison(index: ReferenceIndex) -> None:
+    index.centroids.fill_(float("nan"))
+    index.spreads.fill_(float("nan"))
+    if index.codes is not None:
+        stores.poison(index.codes)
+    for array in (index.sizes, index.starts, index.places):
         array.fill_(-7)
     if isinstance(index, CudaIndex):
         index.workspace.scores.fill_(float("nan"))

@@ -17,12 +17,12 @@ from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
 from kvseek.kernels.reference.codes.key_codes import KeyCodes, encode, leading_bits
 from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.plugins.group import softmax_mean
 from kvseek.plugins.prkv.config import Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.reference import ReferenceIndex
 from kvseek.plugins.prkv.static import static_first
 from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes, box_scores, read_pages
+from kvseek.plugins.ranking import softmax_mean
 
 # dtype, head_dim, group size, page
 SHAPES = [
@@ -68,7 +68,6 @@ class World:
         )
         self.hot = make_hot_rows(self.context)
         self.index = CudaIndex(self.context) if cuda else ReferenceIndex(self.context)
-        self.arrays = self.index.reference if isinstance(self.index, CudaIndex) else self.index
         poison(self.index)
         self.truth: list[Tensor] = [torch.empty(0)] * len(lengths)
 
@@ -99,21 +98,20 @@ class World:
     def static(self, slot: int) -> Tensor:
         """Static tokens of a slot, int64 [G, s], on the CPU."""
         torch.cuda.synchronize()
-        assert int(self.arrays.static_rows[slot]) == self.arrays.counts[slot]
-        return self.arrays.static_of(slot).cpu()
+        assert int(self.index.static_rows[slot]) == self.index.counts[slot]
+        return self.index.static_of(slot).cpu()
 
 
-def poison(index: CudaIndex | ReferenceIndex) -> None:
+def poison(index: ReferenceIndex) -> None:
     """What nobody may rely on: memory is handed on without being cleared."""
-    arrays = index.reference if isinstance(index, CudaIndex) else index
-    if isinstance(arrays.summaries, Boxes):
-        arrays.summaries.boxes.fill_(torch.nan)
-        arrays.summaries.pending.fill_(torch.nan)
-    elif isinstance(arrays.summaries, Codes):
-        arrays.summaries.store.high.fill_(255)
-        arrays.summaries.store.scales.fill_(torch.nan)
-    arrays.recent.fill_(torch.nan)
-    for integers in (arrays.picked, arrays.static_rows, arrays.static):
+    if isinstance(index.summaries, Boxes):
+        index.summaries.boxes.fill_(torch.nan)
+        index.summaries.pending.fill_(torch.nan)
+    elif isinstance(index.summaries, Codes):
+        index.summaries.store.high.fill_(255)
+        index.summaries.store.scales.fill_(torch.nan)
+    index.recent.fill_(torch.nan)
+    for integers in (index.picked, index.static_rows, index.static):
         integers.fill_(-77)
     if isinstance(index, CudaIndex):
         index.workspace.scores.fill_(torch.nan)
@@ -219,20 +217,20 @@ def check_attended(world: World, slot: int, n: int, chosen: Tensor, rows: Tensor
 
 def boxes_of(world: World, slot: int, tokens: int) -> Tensor:
     """Boxes of the pages that a slot's first tokens fill: [G, pages, 2, D], on the CPU."""
-    assert isinstance(world.arrays.summaries, Boxes)
-    return read_pages(world.context, world.arrays.summaries.boxes, slot, -(-tokens // world.config.page)).cpu()
+    assert isinstance(world.index.summaries, Boxes)
+    return read_pages(world.context, world.index.summaries.boxes, slot, -(-tokens // world.config.page)).cpu()
 
 
 def picked_of(world: World, slot: int, tokens: int) -> Tensor:
     """How often the pages of a slot's first tokens were selected: int32 [G, pages], on the CPU."""
-    return read_pages(world.context, world.arrays.picked, slot, -(-tokens // world.config.page)).cpu()
+    return read_pages(world.context, world.index.picked, slot, -(-tokens // world.config.page)).cpu()
 
 
 def check_summaries(world: World, slot: int, n: int) -> None:
     """Boxes enclose the keys of their pages exactly; codes are those of the rows, of which the static ones are marked."""
     keys, page, static = world.truth[slot][:, :n, 0].cpu(), world.config.page, world.static(slot)
-    if isinstance(world.arrays.summaries, Codes):
-        store = world.arrays.summaries.store
+    if isinstance(world.index.summaries, Codes):
+        store = world.index.summaries.store
         have = store.read(slot, n)
         centred = rotate(keys.to(world.device), store.signs) - store.mean_of(slot, torch.arange(n))
         want = KeyCodes(*encode(centred, CODE_BITS), have.means, have.mean_steps)
@@ -258,12 +256,12 @@ def check_request(world: World, queries: Tensor, slot: int, rows: Tensor) -> Non
     count = static.shape[1]
     assert torch.equal(rows[:, :count].long(), static)
     grouped = queries.view(KV_HEADS, -1, world.dim)
-    if isinstance(world.arrays.summaries, Codes):  # codes are the GPU's: their own test compares them
-        scores = world.arrays.summaries.scores(grouped.to(world.device), slot, static.to(world.device), n).cpu()
+    if isinstance(world.index.summaries, Codes):  # codes are the GPU's: their own test compares them
+        scores = world.index.summaries.scores(grouped.to(world.device), slot, static.to(world.device), n).cpu()
     else:
         scores = box_scores(grouped, boxes_of(world, slot, n)[:, count // config.page :], config.box_radius)
     values = softmax_mean(scores, world.context.scaling)
-    tokens = world.arrays.summaries.tokens(static, n)
+    tokens = world.index.summaries.tokens(static, n)
     free = (tokens >= 0).sum(dim=-1)
     for head in range(KV_HEADS):
         chosen = rows[head, count:]

@@ -9,10 +9,9 @@ import pytest
 import torch
 from tests.gpu.plugins import gpu_context
 from tests.plugins.cases import CASES, SELECTING
-from tests.plugins.index_cases import KV_HEADS
+from tests.plugins.index_cases import KV_HEADS, batch_of
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
 from kvseek.plugins.contract import Index
 from kvseek.plugins.registry import get_method
 
@@ -45,11 +44,7 @@ def make_index(method: str, settings: dict[str, object], lengths: Sequence[int])
 
 
 def select(index: Index, queries: Tensor, slots: list[int]) -> Tensor:
-    states, lengths = [], index.context.lengths
-    for slot in slots:
-        numbers = () if slot in DENSE else index.effort(lengths[slot]).numbers
-        states.append(RequestState(slot=slot, length=lengths[slot], dense=slot in DENSE, numbers=numbers))
-    selection = index.select(queries[slots], Batch.of(states, index.context.extents.device_table))
+    selection = index.select(queries[slots], batch_of(index, slots, DENSE))
     assert selection is not None
     return selection.rows
 

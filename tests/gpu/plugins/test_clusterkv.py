@@ -26,7 +26,7 @@ from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
-from kvseek.plugins.group import softmax_mean
+from kvseek.plugins.ranking import softmax_mean
 
 pytestmark = pytest.mark.gpu
 
@@ -166,8 +166,8 @@ def test_equal_keys_are_taken_in_order() -> None:
     """Every score and every estimate is the same: the first candidates, which are the first places of the first clusters."""
     config = Config(top_k=100, tokens_per_cluster=8, iterations=1, candidates=4, spread_weight=0.0)
     _, found = make_pair(config, "bfloat16", 64, 2, [9000])
-    found.reference.centroids.fill_(0.5)
-    codes = found.reference.codes
+    found.centroids.fill_(0.5)
+    codes = found.codes
     assert codes is not None
     codes.high.fill_(0x1B)
     codes.scales.fill_(1.0)
@@ -206,15 +206,15 @@ def test_prompts_are_encoded_beside_their_clustering() -> None:
     extend(index, 0, keys[:, old:].cuda())  # fewer than make a cluster: they join the last one
     expected = ReferenceIndex(make_context(config, "bfloat16", 128, 4, [old], "cpu", room=new))
     assert expected.codes is not None
-    assert index.reference.codes is not None
+    assert index.codes is not None
     expected.codes.append(0, 0, keys[:, :old])
     expected.context.lengths[0] = old + new
     expected.codes.append(0, old, keys[:, old:])
-    stores.check_same_codes(index.reference.codes, expected.codes, 0, old + new)
+    stores.check_same_codes(index.codes, expected.codes, 0, old + new)
     for name in ("centroids", "sizes", "starts", "places", "clusters", "spreads"):
-        getattr(expected, name).copy_(getattr(index.reference, name))
-    stores.copy(index.reference.codes, expected.codes)
-    expected.counts[:] = index.reference.counts
+        getattr(expected, name).copy_(getattr(index, name))
+    stores.copy(index.codes, expected.codes)
+    expected.counts[:] = index.counts
     queries = torch.randn(1, KV_HEADS * 4, 128).bfloat16()
     check_reranked(expected, index, queries[0], 0, select_rows(index, queries.cuda(), [0]).rows[0].cpu())
 
@@ -283,8 +283,8 @@ def test_evicted_keys_become_visible_when_they_are_committed() -> None:
         context.lengths[0] = expected.context.lengths[0] = start + update
         index.publish(0, start, update)
         for name in ("centroids", "sizes", "starts", "places", "clusters"):
-            getattr(expected, name).copy_(getattr(index.reference, name))
-        expected.counts[:] = index.reference.counts
+            getattr(expected, name).copy_(getattr(index, name))
+        expected.counts[:] = index.counts
         check_request(expected, index, queries[0], 0, select_rows(index, queries.cuda(), [0]).rows[0].cpu())
         sizes = expected.read_clusters(expected.sizes, 0)
         assert (sizes.sum(dim=1) == start + update).all()
@@ -309,7 +309,7 @@ def test_a_slot_may_be_closed_while_its_prompt_is_clustered() -> None:
     extents.release(0)
     assert work is not None
     work.wait()
-    places = index.reference.places.cpu()
+    places = index.places.cpu()
     listed = places[owned].transpose(0, 1).flatten(1)[:, :n]
     assert torch.equal(listed.sort(dim=1).values, torch.arange(n, dtype=torch.int32).expand(KV_HEADS, -1))
     assert (places[[extent for extent in range(extents.capacity) if extent not in owned]] == -7).all()
@@ -332,20 +332,9 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests(bits: int
     _, index = make_pair(Config(iterations=2, rerank_bits=bits), "bfloat16", 128, 4, lengths)
     queries = torch.randn(3, KV_HEADS * 4, 128, device="cuda").bfloat16()
     batch = batch_of(index, [50_000] * 3, [0, 1, 2])
-    want = index.select(queries, batch)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = index.select(queries, batch)
-    assert want is not None
-    assert found is not None
-    found.rows.fill_(-9)
-    graph.replay()
-    assert torch.equal(found.rows, want.rows)
-    batch.requests.copy_(batch_of(index, [50_001] * 3, [2, 0, 1], dense=[1]).requests)
-    found.rows.fill_(-9)
-    graph.replay()
-    assert (found.rows[2] == -9).all(), "nothing is selected for a dense request"
-    assert torch.equal(found.rows[:2], select_rows(index, queries[:2], [2, 0]).rows)
+    others = batch_of(index, [50_001] * 3, [2, 0, 1], dense=[1])
+    rows = gpu_context.check_captured(index, queries, batch, lambda: others)
+    assert torch.equal(rows, select_rows(index, queries[:2], [2, 0]).rows)
 
 
 def test_queries_of_another_dtype_are_refused() -> None:

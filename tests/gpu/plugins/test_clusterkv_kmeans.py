@@ -17,10 +17,16 @@ from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
 from kvseek.core.streams import SideStream
 from kvseek.plugins.clusterkv import kmeans
-from kvseek.plugins.clusterkv.clustering import Clustering, cluster_keys, cluster_means, cluster_sums, nearest
+from kvseek.plugins.clusterkv.clustering import (
+    Clustering,
+    cluster_keys,
+    cluster_means,
+    cluster_sums,
+    initial_keys,
+    nearest,
+)
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import DeviceKMeans
-from kvseek.plugins.clusterkv.seeding import initial_keys
 
 pytestmark = pytest.mark.gpu
 

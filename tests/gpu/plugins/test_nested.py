@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,16 +10,16 @@ import torch
 from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.shared_extents import check_shared_extents
 from tests.kernels.reference.codes import stores
-from tests.plugins.index_cases import KV_HEADS, select_rows
+from tests.plugins.index_cases import KV_HEADS, batch_of, select_rows
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState, pack
+from kvseek.core.batch import Batch
 from kvseek.kernels.reference.codes.key_codes import estimate_at
-from kvseek.plugins.group import softmax_mean
 from kvseek.plugins.nested import device
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import HELD_CANDIDATES, CudaIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
+from kvseek.plugins.ranking import softmax_mean
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +90,7 @@ def test_a_block_may_have_more_groups_of_scores_than_it_tells_apart(monkeypatch:
     torch.manual_seed(5)
     length = 36 * 768 * 16
     index = make_index(Config(), "bfloat16", 64, 2, gpu_context.keys_of_slots([length], 64, "bfloat16"))
-    assert index.workspace.blocks(1)[1] == 1
+    assert index.workspace.grids(1)[1] == 1
     queries = (3 * torch.randn(1, KV_HEADS * 2, 64)).bfloat16().cuda()
     check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
 
@@ -125,7 +124,7 @@ def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, ro
 def candidates(index: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> list[Tensor]:
     """The candidates of each KV head of a request, as its selection alone lists them; it gives the same rows."""
     assert torch.equal(select_rows(index, queries, [slot]).rows[0], rows)
-    _, blocks = index.workspace.blocks(1)
+    _, blocks = index.workspace.grids(1)
     counts = index.workspace.counts.flatten().tolist()
     places = index.workspace.places.flatten(0, 1).long()
     return [
@@ -153,22 +152,13 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     lengths = [3000, 40_000, 12_000]
     index = make_index(Config(), "bfloat16", 128, 4, gpu_context.keys_of_slots(lengths, 128, "bfloat16"))
     queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    states = [RequestState(slot=slot, length=n, numbers=index.effort(n).numbers) for slot, n in enumerate(lengths)]
-    batch = Batch.of(states, index.context.extents.device_table)
-    want = index.select(queries, batch).rows.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows = index.select(queries, batch).rows
-    rows.fill_(-9)
-    graph.replay()
-    assert torch.equal(rows, want)
-    short = replace(states[1], length=2000, numbers=index.effort(2000).numbers)
-    batch.requests.copy_(pack([short, states[2], replace(states[0], dense=True)]))
-    rows.fill_(-9)
-    graph.replay()
-    assert (rows[2] == -9).all(), "nothing is selected for a dense request"
-    index.context.lengths[1] = 2000
-    assert torch.equal(rows[:2], select_rows(index, queries[[0, 1]], [1, 2]).rows)
+
+    def shorten() -> Batch:
+        index.context.lengths[1] = 2000
+        return batch_of(index, [1, 2, 0], dense=[0])
+
+    rows = gpu_context.check_captured(index, queries, batch_of(index, [0, 1, 2]), shorten)
+    assert torch.equal(rows, select_rows(index, queries[[0, 1]], [1, 2]).rows)
 
 
 def test_more_candidates_than_shared_memory_holds() -> None:

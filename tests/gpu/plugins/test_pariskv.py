@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.shared_extents import check_shared_extents
-from tests.plugins.index_cases import KV_HEADS, select_rows
+from tests.plugins.index_cases import KV_HEADS, batch_of, select_rows
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState, pack
+from kvseek.core.batch import Batch
 from kvseek.core.extents import extents_for
-from kvseek.plugins.group import best_positions, softmax_mean
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
 from kvseek.plugins.pariskv.device import CudaIndex
 from kvseek.plugins.pariskv.reference import (
@@ -26,6 +24,7 @@ from kvseek.plugins.pariskv.reference import (
     take_rows,
     tier_table,
 )
+from kvseek.plugins.ranking import best_positions, softmax_mean
 
 pytestmark = pytest.mark.gpu
 
@@ -51,11 +50,11 @@ def make_pair(
 
 
 def poison(index: CudaIndex) -> None:
-    for array in (index.reference.ids, index.reference.codes, index.workspace.scores):
+    for array in (index.ids, index.codes, index.workspace.scores):
         array.fill_(255)
-    for array in (index.reference.counts, index.workspace.candidates, index.workspace.keys):
+    for array in (index.counts, index.workspace.candidates, index.workspace.keys):
         array.fill_(-7)
-    index.reference.weights.fill_(float("nan"))
+    index.weights.fill_(float("nan"))
     index.workspace.estimates.fill_(float("nan"))
 
 
@@ -77,12 +76,12 @@ def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, 
         for name in ("ids", "codes"):
             want, have = (
                 region(expected, getattr(expected, name), slot),
-                region(found, getattr(found.reference, name), slot),
+                region(found, getattr(found, name), slot),
             )
             assert torch.equal(want, have), f"{name} of slot {slot}: {(want != have).sum()} differ"
-        want, have = region(expected, expected.weights, slot), region(found, found.reference.weights, slot)
+        want, have = region(expected, expected.weights, slot), region(found, found.weights, slot)
         assert (want.view(torch.int16) - have.view(torch.int16)).abs().max() <= 1, "one unit in the last place"
-    assert torch.equal(expected.counts, found.reference.counts.cpu())
+    assert torch.equal(expected.counts, found.counts.cpu())
 
 
 def test_zero_and_huge_keys() -> None:
@@ -96,9 +95,7 @@ def test_zero_and_huge_keys() -> None:
     expected.build(0, keys, keys)
     found.build(0, keys.cuda(), keys.cuda())
     for name in ("ids", "codes", "weights"):
-        assert torch.equal(
-            region(expected, getattr(expected, name), 0), region(found, getattr(found.reference, name), 0)
-        )
+        assert torch.equal(region(expected, getattr(expected, name), 0), region(found, getattr(found, name), 0))
 
 
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [70_000, 3]], ids=str)
@@ -169,7 +166,7 @@ def test_evicted_keys_become_visible_when_they_are_published() -> None:
     whole = CudaIndex(make_context(config, "bfloat16", 128, 4, [old + new], "cuda"))
     whole.build(0, keys.cuda(), keys.cuda())
     assert torch.equal(select_rows(found, queries, [0]).rows, select_rows(whole, queries, [0]).rows)
-    assert torch.equal(found.reference.counts, whole.reference.counts)
+    assert torch.equal(found.counts, whole.counts)
 
 
 def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
@@ -178,26 +175,15 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
     lengths = [3000, 40_000, 12_000]
     _, found = make_pair(config, "bfloat16", 128, 4, lengths)
     queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    states = [RequestState(slot=slot, length=n, numbers=found.effort(n).numbers) for slot, n in enumerate(lengths)]
-    batch = Batch.of(states, found.context.extents.device_table)
-    want = found.select(queries, batch).rows.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows = found.select(queries, batch).rows
-    rows.fill_(-9)
-    graph.replay()
-    assert torch.equal(rows, want)
-    short = replace(states[1], length=2000, numbers=found.effort(2000).numbers)
-    shorter = [short, states[2], replace(states[0], dense=True)]
-    batch.requests.copy_(pack(shorter))
-    rows.fill_(-9)
-    graph.replay()
-    assert (rows[2] == -9).all(), "nothing is selected for a dense request"
+
+    def shorten() -> Batch:
+        found.context.lengths[1] = 2000
+        return batch_of(found, [1, 2, 0], dense=[0])
+
+    rows = gpu_context.check_captured(found, queries, batch_of(found, [0, 1, 2]), shorten)
     assert (rows[0] < 2000).all()
-    found.context.lengths[1] = 2000
-    queries = queries[[0, 1]]
     # The counts of slot 1 still hold all of its keys: a shorter length alone is not what a served request does.
-    assert torch.equal(rows[:2], select_rows(found, queries, [1, 2]).rows)
+    assert torch.equal(rows, select_rows(found, queries[[0, 1]], [1, 2]).rows)
 
 
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.gpu.plugins.gpu_context import check_captured
 from tests.gpu.plugins.prkv_world import (
     KV_HEADS,
     SHAPES,
@@ -22,6 +23,7 @@ from tests.gpu.plugins.prkv_world import (
 from tests.plugins.prkv.settings import BOXES
 
 from kvseek.bench.methods import method_kernels
+from kvseek.core.batch import Batch
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config
 from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.observe import observe
@@ -119,16 +121,16 @@ def test_a_step_records_its_queries_and_counts_its_pages() -> None:
     world = World(Config(top_k=256, static_share=0.25, page=16, **BOXES), "bfloat16", 64, 3, [3000])
     world.prompt(0, random_rows(3000, 64, world.dtype), torch.randn(KV_HEADS * 3, 64, 64).bfloat16())
     queries = torch.randn(1, KV_HEADS * 3, 64, dtype=world.dtype, device="cuda")
-    recent = world.arrays.recent.clone()
+    recent = world.index.recent.clone()
     assert not picked_of(world, 0, 3000).any(), "counted anew"
     for count, position in enumerate((7, 64 + 3), start=1):
         rows = world.select(queries, [0], position).rows[0].cpu()
         recent[0, position % 32] = queries[0]
-        torch.testing.assert_close(world.arrays.recent, recent, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(world.index.recent, recent, rtol=0.0, atol=0.0, equal_nan=True)
         picked = picked_of(world, 0, 3000)
         for head in range(KV_HEADS):
             chosen = torch.zeros(picked.shape[1], dtype=torch.int32)
-            tokens = world.arrays.summaries.tokens(world.static(0), 3000)[head]
+            tokens = world.index.summaries.tokens(world.static(0), 3000)[head]
             taken = torch.isin(tokens, rows[head, 64:][rows[head, 64:] >= 0]).any(dim=1)
             chosen[4:][taken] = count  # static tokens have the first pages
             assert torch.equal(picked[head], chosen)
@@ -166,20 +168,13 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests(page_scor
     queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     index = world.index
     assert isinstance(index, CudaIndex)
-    batch = world.batch([0, 1, 2], 0)
-    want = index.select(queries, batch).rows.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows = index.select(queries, batch).rows
-    rows.fill_(-9)
-    graph.replay()
-    assert torch.equal(rows, want)
-    world.context.lengths[1] = 2000
-    batch.requests.copy_(world.batch([1, 2, 0], 1, dense=[0]).requests)
-    rows.fill_(-9)
-    graph.replay()
-    assert (rows[2] == -9).all(), "nothing is selected for a dense request"
-    assert torch.equal(rows[:2], world.select(queries[:2], [1, 2]).rows)
+
+    def shorten() -> Batch:
+        world.context.lengths[1] = 2000
+        return world.batch([1, 2, 0], 1, dense=[0])
+
+    rows = check_captured(index, queries, world.batch([0, 1, 2], 0), shorten)
+    assert torch.equal(rows, world.select(queries[:2], [1, 2]).rows)
     assert rows[0, :, world.static(1).shape[1] :].max() < 2000
 
 

@@ -53,15 +53,15 @@ def check_updates(dtype: str, dim: int, group: int, page: int, on_host: bool, pa
     )
     n = 4001
     expected, found = make_pair(config, dtype, dim, group, [n], on_host)
-    old, new = found.arrays.static_of(0), expected.static(0).to(found.device)
+    old, new = found.index.static_of(0), expected.static(0).to(found.device)
     keys = found.truth[0][:, : n // page * page, 0]
-    found.arrays.summaries.renew(0, old, new, found.arrays.summaries.prepare(keys, new))  # near ties at the prompt
-    found.arrays.set_static(0, new)
+    found.index.summaries.renew(0, old, new, found.index.summaries.prepare(keys, new))  # near ties at the prompt
+    found.index.set_static(0, new)
     queries = torch.randn(8, 1, KV_HEADS * group, dim).to(found.dtype)
     for step in range(8):
         expected.select(queries[step], [0])
         found.select(queries[step].cuda(), [0], step + 5)
-        found.arrays.picked.copy_(expected.arrays.picked)  # near ties of pages
+        found.index.picked.copy_(expected.index.picked)  # near ties of pages
         for world in (expected, found):
             world.index.refresh([0])
     before = found.static(0)

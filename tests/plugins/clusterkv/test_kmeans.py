@@ -11,9 +11,9 @@ from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.clusterkv import kmeans
+from kvseek.plugins.clusterkv.clustering import initial_keys
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.kmeans import ClusterArrays, DeviceKMeans, check_keys
-from kvseek.plugins.clusterkv.seeding import initial_keys
 
 KV_HEADS = 2
 

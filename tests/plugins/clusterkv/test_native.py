@@ -22,7 +22,7 @@ from kvseek.plugins.clusterkv import method
 from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.native import NativeIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
-from kvseek.plugins.group import softmax_mean
+from kvseek.plugins.ranking import softmax_mean
 
 # The kernel's arrays, each with what fills the entries that nothing has written.
 POISON: dict[str, float] = {

@@ -33,7 +33,8 @@ from kvseek.plugins.clusterkv.costs import costs
 from kvseek.plugins.clusterkv.device import CudaIndex, cuda_macros
 from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
-from kvseek.plugins.group import softmax_mean
+from kvseek.plugins.clusterkv.rerank import MOST_BLOCKS
+from kvseek.plugins.ranking import softmax_mean
 
 DIM, GROUP = 16, 2
 NO_QUERIES = torch.empty(0)
@@ -205,7 +206,7 @@ def test_the_rerank_has_room_for_every_batch_that_loading_has_counted(slots: int
         assert index.reranker is not None
         before = count.used
         for size in range(1, index.reranker.most + 1):
-            tasks, blocks = size * KV_HEADS, index.reranker.blocks(size)
+            tasks, blocks = size * KV_HEADS, index.reranker.blocks(size, MOST_BLOCKS)
             assert size <= blocks <= min(16 * size, index.reranker.normalisers.shape[1])
             assert tasks <= index.reranker.candidates.shape[0] == len(index.reranker.finished)
             state = RequestState(slot=slots - 1, length=0, dense=True)
@@ -214,7 +215,7 @@ def test_the_rerank_has_room_for_every_batch_that_loading_has_counted(slots: int
         del batch
         assert count.used == before
     with pytest.raises(KernelError, match=rf"batch = {size + 1}: must be at most {size}, the requests that the slots"):
-        index.reranker.check(size + 1)
+        index.reranker.require(size + 1)
 
 
 def test_candidates_are_no_more_than_the_longest_region_and_shared_memory() -> None:

@@ -57,7 +57,7 @@ def test_keys_that_shared_memory_does_not_hold_get_memory_of_their_own() -> None
 
 def test_regions_that_shared_memory_has_no_bits_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(multiprocessors=132, shared_memory_per_block=99 << 10)
-    monkeypatch.setattr(device, "ReferenceIndex", lambda context, _: ReferenceIndex(replace(context, cuda=None)))
+    monkeypatch.setattr(device, "ReferenceIndex", lambda context: ReferenceIndex(replace(context, cuda=None)))
     most = ((99 - 9) << 10) // (4 + 128) * 1024
     context = make_context(replace(FEW, top_k=8, recent=8), 1, most + 1)
     limit = rf"regions of up to {most + 1024} tokens .* must be at most {most} tokens,.*; lower max_seq_len"

@@ -15,7 +15,7 @@ from tests.plugins.index_cases import (
 
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
-from kvseek.plugins.group import best_positions
+from kvseek.plugins.ranking import best_positions
 
 
 class TestFlat:

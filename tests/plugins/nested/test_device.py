@@ -36,10 +36,10 @@ def make_index(slots: int, config: Config) -> CudaIndex:
 def test_every_batch_has_room_for_its_lists(slots: int) -> None:
     space = make_index(slots, Config(top_k=50)).workspace
     for batch in range(1, space.most + 1):
-        scan, choice = space.blocks(batch)
+        scan, choice = space.grids(batch)
         assert batch <= scan
         assert batch <= choice <= min(16 * batch, space.counts.shape[1])
-    lists = (KV_HEADS, space.blocks(space.most)[1])
+    lists = (KV_HEADS, space.grids(space.most)[1])
     assert space.places.shape == space.keys.shape == (*lists, space.capacity)
     assert space.estimates.shape == (*lists, space.capacity, GROUP)
     assert space.normalisers.shape == (*lists, GROUP, POWER_SUM_BYTES)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.kernels.reference.codes.key_codes import estimate_at
-from kvseek.plugins.group import softmax_mean
 from kvseek.plugins.nested import method
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.native import NativeIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
+from kvseek.plugins.ranking import softmax_mean
 
 
 class Pair(NativePair):

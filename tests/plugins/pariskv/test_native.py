@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.group import best_positions, softmax_mean
 from kvseek.plugins.pariskv import codebook, method, reference
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
 from kvseek.plugins.pariskv.native import NativeIndex
 from kvseek.plugins.pariskv.reference import ReferenceIndex
+from kvseek.plugins.ranking import best_positions, softmax_mean
 
 
 class OwnEntries(NativePair):

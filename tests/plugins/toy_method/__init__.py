@@ -1,1 +1,1 @@
-"""The latest rows: attends to the last tokens that have left the window. docs/add_a_method.md shows it."""
+"""The best blocks: codes choose among the rows of blocks whose mean keys answer best. docs/add_a_method.md shows it."""

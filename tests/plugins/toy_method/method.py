@@ -1,44 +1,38 @@
-"""The latest rows: attends to the last tokens that have left the window."""
+"""The best blocks: codes choose among the rows of blocks whose mean keys answer best."""
 
-import torch
+from functools import partial
+
 from torch import Tensor
 
-from kvseek.core.batch import Batch
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
-from kvseek.plugins.contract import Effort, Index, Traits
+from kvseek.kernels.cpu.codes.store import LIMITS
+from kvseek.kernels.reference.codes.key_codes import QueryLanes, mean_products
+from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.ranking import CodedIndex, best_positions, rotation_codebook
 
 from .config import Config
 
 
-class LatestIndex(Index):
-    """Remembers nothing: the last rows of a region are known by their number alone."""
+class BlocksIndex(CodedIndex):
+    """Codes of 2 bits a channel, which keep the mean key of each block of rows as well."""
 
-    bytes_per_token = 0.0
+    config: Config
 
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """Nothing to index: rows stay in the order of their tokens, and no work runs on."""
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context, bits=2)
 
-    def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """Nothing to take in."""
-
-    def effort(self, length: int) -> Effort:
-        """All rows of a short region."""
-        return Effort(rows=min(self.context.config.top_k, length))
-
-    def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """The last top_k places of each request, whatever its queries are; -1 where there are fewer."""
-        back = torch.arange(1, self.context.config.top_k + 1)
-        places = (batch.column("length")[:, None] - back).clamp(min=-1).int()
-        rows = places[:, None].expand(-1, self.context.num_kv_heads, -1)
-        return Selection(rows.contiguous())
+    def candidates(self, lanes: QueryLanes, slot: int, length: int) -> Tensor:
+        """Take the blocks by the largest product of their means with a query of the group, the last one in part."""
+        means = mean_products(self.codes.read(slot, length), lanes) * lanes.steps
+        return best_positions(means.amax(dim=1), min(length, self.config.candidates * self.config.top_k))
 
 
 def traits(config: Config) -> Traits:
-    """Engines on a GPU refuse the method: it has no index for them."""
-    return Traits(devices=("cpu",))
+    """Engines on a GPU refuse the method: it has no kernels for them."""
+    signs = partial(rotation_codebook, 0)
+    return Traits(devices=("cpu",), cpu_limits=LIMITS, prefix_reuse="entries", codebooks=signs)
 
 
 def create(context: IndexContext) -> Index:
     """Make the index of one layer."""
-    return LatestIndex(context)
+    return BlocksIndex(context)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests.conftest import BuildEngine
 from tests.engine.model.test_weight_only import form_flags
 from tests.gpu.engine.test_engine import WINDOW, kernel_model, run_all
-from tests.support.quantised_models import save_dequantised
+from tests.support.checkpoint_files import save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 

@@ -28,7 +28,7 @@ from kvseek.kernels.reference.codes.key_codes import (
     round_means,
     unpack_plane,
 )
-from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs, walsh_hadamard
 
 
 def rotate_by_hand(vector: np.ndarray, signs: np.ndarray) -> np.ndarray:
@@ -155,3 +155,26 @@ def test_more_bits_estimate_better_and_a_keys_own_length_is_exact() -> None:
     values = STEPS[4] * (leading_bits(codes, 4).float() - 7.5) * codes.scales.float()[..., None]
     rotated = rotate(keys, signs) - means
     assert torch.allclose((values * rotated).sum(-1), rotated.square().sum(-1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [8, 64, 128])
+def test_walsh_hadamard_is_the_orthonormal_hadamard_matrix(size: int) -> None:
+    expected = torch.from_numpy(scipy.linalg.hadamard(size)).float() / math.sqrt(size)
+    assert torch.allclose(walsh_hadamard(torch.eye(size)), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(2, 8), (8, 8), (64, 64), (80, 128), (96, 128), (128, 128)])
+def test_rotation_pads_and_keeps_inner_products(head_dim: int, padded: int) -> None:
+    signs = rotation_signs(3, padded_dim(head_dim))
+    a, b = torch.randn(2, 50, head_dim, generator=torch.Generator().manual_seed(0)).unbind()
+    rotated = rotate(a, signs), rotate(b, signs)
+    assert rotated[0].shape == (50, padded)
+    assert torch.allclose((rotated[0] * rotated[1]).sum(-1), (a * b).sum(-1), atol=1e-4)
+
+
+def test_signs_follow_the_seed() -> None:
+    signs = rotation_signs(7, 128)
+    assert torch.equal(signs, rotation_signs(7, 128))
+    assert not torch.equal(signs, rotation_signs(8, 128))
+    assert signs.abs().eq(1).all()
+    assert 40 < int((signs > 0).sum()) < 88
