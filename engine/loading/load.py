@@ -53,12 +53,12 @@ def load_part(
     """Load the whole model of an engine directory, or the part of a rank, whose configuration this is (core/ranks.py)."""
     path = directory / CODEBOOKS_FILE
     codebooks = load_file(path) if path.exists() else {}
-    if needs_cpu_library(config) or config.device == "cuda":
-        check_sources(directory)
     library = CpuLibrary(directory / LIBRARY_FILE) if needs_cpu_library(config) else None
-    if config.device == "cpu":
-        return _load_cpu(directory, IndexMaker(config, codebooks, library), ranks, make_cache)
-    return _load_cuda(directory, IndexMaker(config, codebooks, library, CudaKernels.load(directory)), ranks, make_cache)
+    kernels = CudaKernels.load(directory) if config.device == "cuda" else None
+    if library is not None or kernels is not None:
+        check_sources(directory)
+    load = _load_cpu if config.device == "cpu" else _load_cuda
+    return load(directory, IndexMaker(config, codebooks, library, kernels), ranks, make_cache)
 
 
 def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib import import_module
 
 import pytest
 from tests.plugins.cases import CASES
@@ -11,6 +12,7 @@ from kvseek.bench.methods import costs_of, stages_of
 from kvseek.bench.variants import parse_variants
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
+from kvseek.plugins.sources import package_roots
 
 SPARSE = "full:prefill_attention=block_sparse"
 
@@ -105,8 +107,10 @@ def test_fields_that_do_not_fit_are_refused(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("method", CASES)
 def test_offers_are_those_of_the_methods_folder(method: str) -> None:
+    folder = package_roots()[0] / "plugins" / method
     for offer, name in ((costs_of(method), "costs"), (stages_of(method), "stages")):
-        assert offer is None or offer.__module__ == f"kvseek.plugins.{method}.{name}"
+        assert (offer is None) == (not (folder / f"{name}.py").exists())
+        assert offer is None or offer is getattr(import_module(f"kvseek.plugins.{method}.{name}"), name)
     assert (stages_of(method) is None) == (CASES[method].losses is None)
 
 

@@ -10,7 +10,6 @@ import pytest
 from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.builder import build
-from kvseek.builder.compile.shared import package_roots
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.index_context import ShapeLimits
@@ -20,6 +19,7 @@ from kvseek.kernels.cpu.attention import attend as attention
 from kvseek.kernels.cpu.codes import store as codes
 from kvseek.plugins.ctkvr import native as ctkvr
 from kvseek.plugins.pariskv import native as pariskv
+from kvseek.plugins.sources import package_roots
 
 (ROOT,) = package_roots()
 CUDA = ("--device", "cuda", "--cuda_archs", "90")

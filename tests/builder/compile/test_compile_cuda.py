@@ -306,7 +306,7 @@ def test_architectures_default_to_all(model: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(compile_cuda, "cached_cubin", lambda _, arch: f"cubin {arch}".encode())
     assert run(model, tmp_path / "engine") == 0
     names = {path.name for path in (tmp_path / "engine/kernels").iterdir()}
-    assert names == {f"sm_{arch}.cubin" for arch in ARCHITECTURES}
+    assert names == {f"sm_{arch}.cubin" for arch in ARCHITECTURES} | {Path(SOURCES_FILE).name}
     fingerprint = read_manifest(tmp_path / "engine").fingerprint
     assert run(model, tmp_path / "engine", "--cuda_archs", "90") == 0
     assert read_manifest(tmp_path / "engine").fingerprint != fingerprint
