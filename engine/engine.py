@@ -304,8 +304,11 @@ class Engine:
         Where the decoder runs ahead, the step is launched, and the outputs are those of the step before it.
         """
         started = time.perf_counter()
+        outputs = [*self.expire(), *self._time_out()]
+        if self._flight is not None and self._flight.leaving and self._queue.has_ready:
+            outputs += self.settle()  # whoever is admitted finds the slots and rows that ended requests leave
         # Running requests come before waiting ones, also where both want the last extents.
-        outputs = [*self.expire(), *self._time_out(), *self._grow(), *self._admit()]
+        outputs += [*self._grow(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
         outputs += self._read(beside=bool(decoding or self._flight))
         outputs += self._decode(decoding, begun)

@@ -101,7 +101,8 @@ class Admission:
 
     def end(self, sequence: RequestSequence) -> None:
         if self.queue.remove(sequence.request_id) is None:
-            self.scheduler.remove(sequence, keep=True)
+            self.scheduler.remove(sequence)
+            self.scheduler.close(sequence, keep=True)
         del self.alive[sequence.request_id]
 
     def make_way(self, number: int) -> None:

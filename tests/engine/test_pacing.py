@@ -99,7 +99,7 @@ class Server:
             cache=SimpleNamespace(prefixes={}),
             find_more=lambda *prompt: None,
             loads=lambda slot: False,
-            load=lambda *prompt, patience: True,
+            load=lambda *prompt, **wait: True,
             share=lambda *prompt: None,
         )
         self._machine, self._reader, self._seconds = machine, PromptReader(decoder, prefixes, 8192), 0.0
