@@ -394,6 +394,14 @@ def cpu_steps(name: str) -> Callable[[Results], Rows]:
     return table
 
 
+def cpu_contestants(results: Results) -> Rows:
+    (part,) = results("decode-cpu-llama-cpp")["contexts"]
+    yield ("", "a step, ms", "× `full`", "first token, s")
+    for entry in part["results"]:
+        time, first = entry["tpot_seconds"]["median"] * 1e3, entry["prefill_seconds"]
+        yield (f"`{entry['name']}`", f"{time:.1f}", f"{entry['to_baseline']:.2f}", f"{first:.1f}")
+
+
 def cpu_prompts(results: Results) -> Rows:
     found = results("prompts-cpu-smollm2")
     names = [f"`{one['text']}`" for one in found["results"][0]["texts"]]
@@ -603,6 +611,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "72B on two ranks": ranks_72b,
     "steps on two CPU cores": cpu_steps("decode-cpu-8k-int8-two-cores"),
     "steps of clusterkv on a CPU core": cpu_steps("decode-cpu-8k-int8-clusterkv"),
+    "beside llama.cpp on two CPU cores": cpu_contestants,
     "prompts on a CPU core": cpu_prompts,
     "sampled steps on a CPU core": cpu_sampling,
     "server": server,
