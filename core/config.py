@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import require as require  # methods and engine take it from here
+from .errors import require
 
 FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"

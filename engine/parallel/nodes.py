@@ -23,8 +23,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvseek.core.config import EngineConfig, require
-from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError, KvseekError, require
 from kvseek.core.private_files import LEAST_KEY_CHARACTERS, PrivateFileError, read_key_file
 
 from .channel import Channel, Seal, TamperedError

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EngineConfig, require
-from kvseek.core.errors import ConfigError, EngineDirectoryError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError, EngineDirectoryError, require
 from kvseek.core.fields import from_dict
 from kvseek.core.tensorrt_api import PACKAGES, Logging
 

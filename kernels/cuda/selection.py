@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch, most_requests
-from kvseek.core.config import require
-from kvseek.core.errors import KernelError
+from kvseek.core.errors import KernelError, require
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.arguments import require_fit
 

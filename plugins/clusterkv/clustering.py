@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS, require
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import require
 
 ASSIGN_TOKENS = 8 * EXTENT_TOKENS  # keys assigned at a time, which bounds temporary memory
 _STEP = 1_000_003  # a prime: neighbouring (seed, layer, tokens) give generators of different states

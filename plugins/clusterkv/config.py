@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvseek.core.config import EXTENT_TOKENS, require
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import require
 
 # Generated tokens that leave the window together and are clustered by themselves (paper, section III-B).
 GENERATED_TOKENS = 320

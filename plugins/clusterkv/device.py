@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch
-from kvseek.core.config import EXTENT_TOKENS, require
-from kvseek.core.errors import KernelError
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import KernelError, require
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.core.streams import SideStream, SideWork

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvseek.core.config import require
+from kvseek.core.errors import require
 from kvseek.kernels.reference.codes.key_codes import BITS
 
 MOST_CENTROIDS = 2048  # prompt queries that an index is given to build (LAST_QUERIES of plugins/contract.py)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvseek.core.config import require
+from kvseek.core.errors import require
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from kvseek.core.config import require
+from kvseek.core.errors import require
 
 
 @dataclass(frozen=True)

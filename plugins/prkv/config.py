@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvseek.core.config import EXTENT_TOKENS, require
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import require
 
 PAGE_SCORES = ("box", "codes")
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch
-from kvseek.core.config import EXTENT_TOKENS, require
+from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import require
 from kvseek.core.index_context import IndexContext
 from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvseek.core.config import require
-from kvseek.core.errors import ConfigError
+from kvseek.core.errors import ConfigError, require
 
 from .tensors import ELEMENTS
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvseek.core.config import require
+from kvseek.core.errors import require
 
 
 @dataclass(frozen=True)
