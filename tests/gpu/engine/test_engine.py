@@ -183,8 +183,15 @@ def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pyt
     assert [o.token_id for o in outputs if o.request_id == short and o.token_id is not None] == expected
 
 
-def test_requests_get_the_same_from_steps_that_run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy, sampled, with penalties and with log probabilities, ending by their lengths, end tokens and stop words."""
+def test_requests_get_the_same_from_steps_that_run_ahead(
+    models: dict[str, Path], on_gpu: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, sampled, with penalties and with log probabilities, ending by their lengths, end tokens and stop words.
+
+    With numbers of 16 bits, as who shares a step with whom differs: in float32 last bits of the logits would differ with it.
+    """
+    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--cache.offload", "always", "--cache.reuse", "false")
+    engine = Engine.load(on_gpu(models["llama"], "pariskv", *flags, "--dtype", "bfloat16"))
     sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
     values: list[dict[str, Any]] = [{}, sampled, sampled | {"repetition_penalty": 1.3, "frequency_penalty": 0.2}]
     values += [sampled | {"logprobs": 3, "min_tokens": 4}, {"logprobs": 2}, sampled | {"bad_words": ((5,), (7, 9))}]
@@ -204,8 +211,9 @@ def test_requests_get_the_same_from_steps_that_run_ahead(engine: Engine, monkeyp
         found.append(
             [[(one.token_id, one.finish_reason, one.logprobs, one.cached_tokens) for one in each] for each in own]
         )
-        assert engine._cache.extents.used == 0
-    assert found[0] == found[1]
+        assert engine._cache.extents.used == engine.preemptions == 0
+    for number, (ahead_of_host, usual) in enumerate(zip(*found, strict=True)):
+        assert ahead_of_host == usual, f"request {number}"
 
 
 def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
