@@ -161,6 +161,7 @@ class Request:
 
     `end_id` ends the request when drawn and is not part of the output; None: only max_tokens and stop words end it.
     `max_tokens` may be 0 if log probabilities or logits of the prompt are asked for: then nothing is generated.
+    `max_tokens_by_default`: the client has not said it, so an engine whose memory holds less lowers it (Engine.fitted).
     `stop_words` are token sequences; output that ends with one stops there (the stop word stays in the output's token ids).
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
     (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
@@ -180,6 +181,7 @@ class Request:
     waited_seconds: float = 0.0
     cache_salt: str | None = None
     session: Session | None = None
+    max_tokens_by_default: bool = False
 
     def validate(self, config: EngineConfig) -> None:
         """Raise RequestError unless an engine of this configuration can serve the request.

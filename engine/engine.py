@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -197,8 +198,16 @@ class Engine:
         """The present use of the row pool. Safe from any thread."""
         return self._meter.usage()
 
+    def fitted(self, request: Request) -> Request:
+        """Lower a default `max_tokens` to what the row pool has room for, so that no default is refused for want of memory."""
+        if not request.max_tokens_by_default:
+            return request
+        room = self._cache.most_tokens(self._cache.extents.capacity) - len(request.prompt_ids)
+        return replace(request, max_tokens=max(1, min(request.max_tokens, room)))
+
     def check(self, request: Request) -> None:
         """Raise RequestError or CapacityError if this engine can never serve the request. Safe from any thread."""
+        request = self.fitted(request)
         request.validate(self.config)
         tokens = len(request.prompt_ids) + request.max_tokens
         needed, capacity = self._cache.extents_needed(tokens), self._cache.extents.capacity
@@ -222,6 +231,7 @@ class Engine:
 
     def prepare(self, request: Request) -> RequestSequence:
         """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
+        request = self.fitted(request)
         self.check(request)
         sampler, request_id = Sampler(request, self.config.model.vocab_size), next(self._ids)
         statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())

@@ -176,13 +176,14 @@ class BaseLLM:
             ends = () if params.ignore_eos else self.config.model.eos_token_ids
             request = Request(
                 prompt_ids=tuple(ids),
-                max_tokens=params.max_tokens,
+                max_tokens=self.config.max_seq_len - len(ids) if params.max_tokens is None else params.max_tokens,
                 sampling=params.for_engine(bad_words, len(ids)),
                 end_ids=(*ends, *(params.stop_token_ids or ())),
                 priority=plain(priority),
                 timeout_seconds=plain(timeout),
                 cache_salt=cache_salt,
                 session=own_session,
+                max_tokens_by_default=params.max_tokens is None,
             )
             self.engine.check(request)
         except (RequestError, CapacityError) as error:

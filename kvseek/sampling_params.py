@@ -34,8 +34,8 @@ class SamplingParams:
     seed : int
         Seed of the request's own generator: the same seed, prompt and engine give the same tokens, on a GPU
         up to rounding (docs/conversations.md).
-    max_tokens : int
-        Most tokens to generate.
+    max_tokens : int or None
+        Most tokens to generate; None: as many as there is room for behind the prompt, in max_seq_len and in the row pool.
     stop : str or sequence of str
         Texts that end the output, and are not part of it; at most 64 of 1,024 bytes. Empty ones end nothing.
     stop_token_ids : sequence of int
@@ -72,7 +72,7 @@ class SamplingParams:
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
@@ -108,7 +108,7 @@ class SamplingParams:
         if isinstance(biases, Mapping):
             biases = {plain(token): plain(bias) for token, bias in biases.items()}
         values["logit_bias"] = typed("logit_bias", {} if biases is None else biases, dict[int, float])
-        values["max_tokens"] = typed("max_tokens", values["max_tokens"], int)
+        values["max_tokens"] = typed("max_tokens", values["max_tokens"], int | None)
         values["ignore_eos"] = typed("ignore_eos", values["ignore_eos"], bool)
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -242,6 +242,12 @@ def test_the_models_own_end_tokens(directory: Path, llm: LLM) -> None:
     assert ended.token_ids == went_on.token_ids[:at]
 
 
+def test_without_max_tokens_an_output_goes_on_as_long_as_there_is_room(llm: LLM) -> None:
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.token_ids) == llm.config.max_seq_len - len(PROMPTS[0])
+    assert output.finish_reason == "length"
+
+
 # Errors
 
 

@@ -110,16 +110,19 @@ class Cache:
         """Return the tokens of the retrieval region of a request that has `tokens` tokens."""
         return retrieval_tokens(self.config, tokens)
 
+    def most_tokens(self, extents: int) -> int:
+        """Return the most tokens that a request with so many extents can have."""
+        config = self.config
+        evictions = extents * EXTENT_TOKENS // config.update
+        return (evictions + 1) * config.update + config.sink + config.local
+
     def tokens_soon(self, slot: int) -> int:
         """Return the tokens for which a slot needs extents in its next step, or for an eviction that the step prepares."""
         return self.tokens[slot] + self.evict_ahead + 2
 
     def steps_with_room(self, slot: int) -> int:
         """Count the steps that a slot can take until its extents have no room for `tokens_soon`; below 1: they have none now."""
-        config = self.config
-        evictions = self.extents.room(slot) // config.update
-        most = (evictions + 1) * config.update + config.sink + config.local  # one token more needs more room
-        return most + 1 - self.tokens_soon(slot)
+        return self.most_tokens(len(self.extents.of_slot(slot))) + 1 - self.tokens_soon(slot)
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None = None) -> None:
         """Reserve the extents that a request needs to grow to `tokens` tokens; raises CapacityError.

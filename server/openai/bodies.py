@@ -167,9 +167,6 @@ def check_logprobs(name: str, count: int) -> int:
     return count
 
 
-MAX_DEFAULT_TOKENS = 4096  # of an answer without max_tokens: a model that finds no end stops there
-
-
 MAX_TEMPLATE_BYTES = 1 << 14  # of JSON, of the template's variables: a value takes up to 60 times as much memory
 _variables = msgspec.json.Decoder(dict[str, Any])
 
@@ -212,10 +209,10 @@ class ChatBody(Parameters, kw_only=True):
         return next((name for name in ("max_completion_tokens", "max_tokens") if getattr(self, name) is not None), None)
 
     def limit(self, prompt_tokens: int, config: EngineConfig) -> int:
-        """Return the most tokens to generate: what is left of max_seq_len, at most MAX_DEFAULT_TOKENS, unless the client says."""
+        """Return the most tokens to generate: what is left of max_seq_len, unless the client says."""
         name = self.limit_field
         if name is None:
-            return min(config.max_seq_len - prompt_tokens, MAX_DEFAULT_TOKENS)
+            return config.max_seq_len - prompt_tokens
         value, older = int(getattr(self, name)), self.max_tokens
         same = older in (None, value)
         require(same, name, value, f"max_tokens = {older}, its older name", "send one of them")

@@ -159,6 +159,7 @@ def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: Engin
             timeout_seconds=body.timeout,
             cache_salt=tenant.salt(body.cache_salt),
             session=session,
+            max_tokens_by_default=body.limit_field is None,
         )
         names = {"input_ids": body.prompt_field, "max_tokens": body.limit_field or "max_tokens, by default,"}
         try:

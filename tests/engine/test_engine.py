@@ -172,6 +172,10 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(tmp_path: Path, b
     with pytest.raises(CapacityError, match=refusal):
         engine.submit(Request((1,) * 1500, 40))
     assert len(engine.generate([Request((1,) * 15, 5)])[0]) == 5, "a request that stays in the window needs no extent"
+    (tokens,) = engine.generate([Request((1,) * 1000, 1048, max_tokens_by_default=True)])
+    assert len(tokens) == engine._cache.most_tokens(1) - 1000 < 100, "a default is what there is room for"
+    with pytest.raises(CapacityError, match="needs 2 extents"):
+        engine.submit(Request((1,) * 1000, len(tokens) + 1))
 
 
 def test_requests_wait_for_extents(tmp_path: Path, build_engine: BuildEngine) -> None:

@@ -71,6 +71,10 @@ def test_defaults_are_openais(reader: Reader) -> None:
     (chat,), (completion,) = reader.chat(), reader.complete()
     prompt = len(chat.request.prompt_ids)
     assert chat.request.max_tokens == 200 - prompt, "what is left of max_seq_len"
+    assert (chat.request.max_tokens_by_default, reader.chat(max_tokens=5)[0].request.max_tokens_by_default) == (
+        True,
+        False,
+    )
     assert completion.request.max_tokens == 16
     for request in (chat.request, completion.request):
         sampling = request.sampling
