@@ -16,6 +16,7 @@ BLOCKS_TOGETHER = 16  # most that a call reads
 FEWEST_QUERIES = 128  # they are filled up to powers of two from this one, and beyond 512 to multiples of QUERY_STEP
 QUERY_STEP = 256
 LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
+MOST_TOKENS_BESIDE = 8192  # of a prompt that is read between the units of a longer one, and need not wait for its end
 
 
 class Blocks(NamedTuple):
@@ -80,11 +81,18 @@ def floor_power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
+def most_tokens_beside(config: EngineConfig) -> int:
+    """Return the most tokens of a prompt that is read between the units of a longer one."""
+    return min(config.max_input_len, MOST_TOKENS_BESIDE)
+
+
 def row_tokens(config: EngineConfig, tokens: int) -> int:
     """Return the tokens from a KV head of a prompt's keys or values in a layer to the next.
 
-    The same for all prompts that are longer than a chunk or window: cuDNN compiles a plan for each .
+    Two numbers for all prompts that are longer than a chunk or window, as cuDNN compiles a plan for each: the smaller one is
+    that of prompts which are read beside a longer one, for whose rows there must be memory too.
     """
-    chunk = config.prefill_chunk_tokens
-    long = config.device == "cuda" and tokens > min(chunk, window_tokens(chunk))
-    return max(tokens, config.max_input_len) if long else tokens
+    chunk, beside = config.prefill_chunk_tokens, most_tokens_beside(config)
+    if config.device != "cuda" or tokens <= min(chunk, window_tokens(chunk)):
+        return tokens
+    return beside if tokens <= beside else max(tokens, config.max_input_len)

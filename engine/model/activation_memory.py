@@ -20,6 +20,7 @@ from kvseek.engine.prompt_windows import (
     LSE_NUMBERS,
     filled_up,
     most_blocks,
+    most_tokens_beside,
     row_tokens,
     window_tokens,
 )
@@ -115,15 +116,16 @@ def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return (logits + sizes[-1] * layer + eviction) * dtype.itemsize + draws
 
 
-def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that a pack of short prompts keeps between its units, while a unit of a long prompt runs."""
-    model, tokens = config.model, min(config.prefill_chunk_tokens, config.max_input_len)
+def waiting_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Return the bytes that a prompt, or a pack, of `tokens` tokens keeps between its units, while a unit of another one runs."""
+    model = config.model
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     if config.runtime == "tensorrt":
         if config.tensorrt.form == "engine":
             return 0  # a prompt is one unit, so nothing is kept between units
         return _plans_prefill(config, tokens, 0) * dtype.itemsize + TOKEN_BYTES * tokens
-    numbers = tokens * (model.hidden_size + _row_numbers(keys) + queries)  # a layer's queries, for its index
+    last = min(tokens, max(LAST_QUERIES, config.prefill_chunk_tokens))  # of a layer's queries, for its index
+    numbers = tokens * (model.hidden_size + _row_numbers(keys)) + last * queries
     numbers += 2 * keys * (row_tokens(config, tokens) - tokens)
     return numbers * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
 
@@ -131,7 +133,12 @@ def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the whole work space, for prompts of up to max_input_len tokens.
 
-    One long prompt is read at a time, and a pack of short prompts beside it.
+    One prompt is read at a time, while one of each other kind waits (engine/schedule/reading.py): the longest is longer than
+    those of the others.
     """
-    prefills = prefill_bytes(config, dtype, config.max_input_len) + pack_bytes(config, dtype)
+    pack, beside = min(config.prefill_chunk_tokens, config.max_input_len), most_tokens_beside(config)
+    prefills = prefill_bytes(config, dtype, config.max_input_len) + waiting_bytes(config, dtype, pack)
+    if beside < config.max_input_len:
+        prefills += waiting_bytes(config, dtype, beside)
+        prefills += _prefix_numbers(config, beside) * dtype.itemsize if reuses_prefixes(config) else 0
     return RESERVE_BYTES + prefills + decode_bytes(config, dtype)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvseek.engine.draws.sampling import Launched
 
-from .reading import Work
+from .pacing import Work
 from .sequence import RequestSequence
 
 

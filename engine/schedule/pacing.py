@@ -3,13 +3,14 @@
 A unit of reading is one layer over one chunk of tokens. Chunks have the same size whatever else runs: other sizes would round
 differently, and a method's selection can turn a difference in the last bit into another row. So the pace is kept by
 reading in some steps and not in others. Every decode step earns an allowance, a share of an undisturbed step's time.
-Reading spends the time by which it makes a step longer, and goes on while the account is above zero. On average, steps
+Reading spends the time by which it makes a step longer, and goes on while its account is above zero. On average, steps
 take SLOWDOWN times as long as undisturbed steps; a single step takes longer if its unit is larger than the allowance.
 
-Small packs of short prompts do not wait for the account: else a short prompt would wait because of a long prompt's debts. If
-there is a long prompt too, the time of a pack is charged to the account, so that the long prompt waits. A pack is read in
-every second step at most, so PACK_CHARGE leaves a part of two steps' allowance to the long prompt, however many short prompts
-arrive.
+Short and long prompts have an account each. That of short prompts is filled first, up to BURST steps: a short prompt that comes
+now and then is read at once and to its end, whatever a long prompt has spent. Long prompts have what is left over, and
+LONG_SHARE of the allowance in any case, so that they are read on however many short prompts arrive. Where there is no long
+prompt, a pack of short prompts that makes a step no longer than PACK_STEPS waits for no account and is not charged: the sooner
+the prompts that wait are read, the more requests share a step.
 
 The time of an undisturbed decode step is the shortest of the last few steps that read nothing: disturbances from outside,
 such as another program on the same cores, only make a step longer. How many small units fit into a step is predicted: a unit
@@ -17,16 +18,20 @@ reads a layer's weights once, as a decode step does, and computes in proportion 
 
     unit = decode step / layers + token_seconds * tokens
 
-where `token_seconds` is learned from the time by which reading made steps longer.
+where `token_seconds` is learned from the time by which reading made steps longer, for short and for long prompts: the tokens of a
+long prompt attend to many others, and take several times as long.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 SLOWDOWN = 1.8  # average time of a step that also reads, in undisturbed decode steps
+BURST = 4.0  # most that short prompts may spend at once, in undisturbed decode steps
+LONG_SHARE = 0.125  # of the allowance, which short prompts leave to long ones
 PACK_STEPS = 2.0  # time of a decode step that also reads a pack of short prompts, in undisturbed decode steps, at most
-PACK_CHARGE = 1.5  # most time charged for a pack, in undisturbed decode steps; less than two steps' allowance
 SMALLEST_PACK = 16  # tokens; packs are limited to multiples of it
 REST_INTERVAL = 32  # steps
 SAMPLES = 3  # undisturbed steps whose shortest counts
@@ -34,6 +39,31 @@ FIRST_RESTS = 4  # steps between two steps that read nothing, until SAMPLES such
 LEARNING_RATE = 0.5
 LARGEST_SAMPLE = 4.0  # times the expected time; a hiccup, or an index that is built, says little about the next unit
 LARGEST_CHARGE = 100.0  # undisturbed decode steps; reading need not make up for a long pause of the machine
+
+
+@dataclass
+class Work:
+    """Amount of reading that a step has done, of short prompts or of a long one."""
+
+    units: int = 0
+    token_layers: int = 0  # sum of the units' tokens
+    short: bool = False
+    free: bool = False  # a small pack, without a long prompt that would have to wait for it: it is not charged
+    waited: bool = False  # the host has waited for results, and so for the decode step before
+    charged: bool = False  # pacing has been told of it
+
+    def add(self, token_layers: int) -> None:
+        """Count a unit."""
+        self.units += 1
+        self.token_layers += token_layers
+
+
+@dataclass
+class Account:
+    """Of short or of long prompts: `credit`, the seconds that reading may take, is below zero if it has taken too much."""
+
+    credit: float = 0.0
+    token_seconds: float | None = None  # time per token and layer; None: not learned yet
 
 
 class Pacing:
@@ -51,86 +81,97 @@ class Pacing:
         self._layers, self._max_pack = num_layers, max_pack
         self._undisturbed: deque[float] = deque(maxlen=SAMPLES)
         self._since_rest = 0  # steps that read something
-        self._token_seconds: float | None = None
-        self._credit = 0.0  # seconds that reading may take; below zero, the seconds that it has taken too much
+        self._short, self._long = Account(), Account()
 
-    @property
-    def rests(self) -> bool:
-        """Whether the next step should read nothing, to measure an undisturbed decode step."""
-        interval = REST_INTERVAL if len(self._undisturbed) == SAMPLES else FIRST_RESTS
-        return not self._undisturbed or self._since_rest + 1 >= interval
+    def rests(self, short: bool) -> bool:
+        """Whether the next step should read nothing, to measure an undisturbed decode step; `short`: a short prompt waits.
 
-    @property
-    def in_debt(self) -> bool:
-        """Whether earlier steps read more than their allowance.
-
-        Until that is made up for, a step may read at most a small pack of short prompts.
+        A short prompt waits for a measurement only if the last one was long ago.
         """
-        return self._credit <= 0
+        interval = REST_INTERVAL if len(self._undisturbed) == SAMPLES else FIRST_RESTS
+        return not self._undisturbed or self._since_rest + 1 >= interval * (1 + short)
 
-    def affords(self, units: int, token_layers: int) -> bool:
+    def may_read(self, short: bool) -> bool:
+        """Whether there is anything left to spend for short or for long prompts."""
+        return self._account(short).credit > 0
+
+    def affords(self, short: bool, units: int, token_layers: int) -> bool:
         """Whether a step may read `units` units with `token_layers` tokens in all, by prediction; one unit always."""
-        return units == 1 or self._cost(units, token_layers) <= self._credit
+        return units == 1 or self._cost(short, units, token_layers) <= self._account(short).credit
 
     @property
     def pack(self) -> int:
         """Most tokens of a pack of short prompts, of which one step reads all layers."""
         room = (PACK_STEPS - 1) * self._decode_seconds  # reading all layers takes a decode step, even without tokens
-        tokens = int(room / (self._per_token * self._layers)) // SMALLEST_PACK * SMALLEST_PACK
+        tokens = int(room / (self._per_token(True) * self._layers)) // SMALLEST_PACK * SMALLEST_PACK
         return min(self._max_pack, max(SMALLEST_PACK, tokens))
 
-    def record(
-        self, seconds: float, units: int, token_layers: int, pack: bool = False, long_waits: bool = False
-    ) -> None:
+    def record(self, seconds: float, works: Sequence[Work] = ()) -> None:
         """Learn from a step with decoding requests.
 
         Parameters
         ----------
         seconds : float
             Duration of the whole step. The step has waited for its tokens, so device time is included.
-        units, token_layers : int
-            Units that the step read, and the sum of their tokens; 0 if it read nothing.
-        pack : bool
-            Whether the step read a small pack.
-        long_waits : bool
-            Whether there is a long prompt, which waits while packs are read.
+        works : sequence of Work
+            What was read in this time; none, or without units, if nothing was.
         """
-        decode = self._decode_seconds
-        if units and self._undisturbed:
-            self._learn(seconds, units, token_layers)
-            limit = LARGEST_CHARGE if not pack else PACK_CHARGE if long_waits else 0.0
-            self._credit -= min(max(0.0, seconds - decode), limit * decode)
-        elif not units:
+        works = [work for work in works if work.units]
+        if works and self._undisturbed:
+            self._since_rest += 1
+            longer = max(0.0, seconds - self._decode_seconds)
+            costs = [self._cost(work.short, work.units, work.token_layers) for work in works]
+            for work, cost in zip(works, costs, strict=True):
+                own = longer * cost / sum(costs) if len(works) > 1 else longer
+                self._learn(work, own)
+                if not work.free:
+                    self._account(work.short).credit -= min(own, LARGEST_CHARGE * self._decode_seconds)
+        elif not works:
             self._undisturbed.append(seconds)
             self._since_rest = 0
-        allowance = (SLOWDOWN - 1) * self._decode_seconds
-        self._credit = min(self._credit + allowance, allowance)
+        self._earn()
 
-    def _learn(self, seconds: float, units: int, token_layers: int) -> None:
-        """Learn the time per token and layer from a step that read something."""
-        self._since_rest += 1
-        if not token_layers:  # only logits of a prompt's tokens were computed, which says nothing about layers
+    def _earn(self) -> None:
+        """Divide a step's allowance."""
+        decode, short, long = self._decode_seconds, self._short, self._long
+        allowance = (SLOWDOWN - 1) * decode
+        to_long = min(LONG_SHARE * allowance, max(0.0, allowance - long.credit))
+        to_short = min(allowance - to_long, max(0.0, BURST * decode - short.credit))
+        short.credit = min(short.credit + to_short, BURST * decode)  # decode steps may have become shorter
+        long.credit = min(long.credit + allowance - to_short, allowance)
+
+    def _learn(self, work: Work, seconds: float) -> None:
+        """Learn the time per token and layer from the time by which reading made a step longer."""
+        if not work.token_layers:  # only logits of a prompt's tokens were computed, which says nothing about layers
             return
-        sample = max(0.0, seconds - self._decode_seconds - self._cost(units, 0)) / token_layers
-        if self._token_seconds is not None:
-            sample = min(sample, LARGEST_SAMPLE * self._per_token)
-        self._token_seconds = sample + (1 - LEARNING_RATE) * (self._per_token - sample)
+        account = self._account(work.short)
+        sample = max(0.0, seconds - self._cost(work.short, work.units, 0)) / work.token_layers
+        if account.token_seconds is None:
+            account.token_seconds = sample
+            return
+        sample = min(sample, LARGEST_SAMPLE * self._per_token(work.short))
+        account.token_seconds = sample + (1 - LEARNING_RATE) * (account.token_seconds - sample)
 
-    def _cost(self, units: int, token_layers: int) -> float:
+    def _cost(self, short: bool, units: int, token_layers: int) -> float:
         """Predict the seconds that `units` units with `token_layers` tokens in all take."""
-        return self._decode_seconds * units / self._layers + self._per_token * token_layers
+        return self._decode_seconds * units / self._layers + self._per_token(short) * token_layers
+
+    def _account(self, short: bool) -> Account:
+        return self._short if short else self._long
 
     @property
     def _decode_seconds(self) -> float:
         return min(self._undisturbed, default=0.0)
 
-    @property
-    def _per_token(self) -> float:
+    def _per_token(self, short: bool) -> float:
         """Seconds per token and layer.
 
-        Until it has been learned: a layer's share of a decode step divided by SMALLEST_PACK, as if computing the smallest pack
-        took as long as reading that layer's weights.
+        Until it has been learned: that of the other prompts, or a layer's share of a decode step divided by SMALLEST_PACK, as if
+        computing the smallest pack took as long as reading that layer's weights.
         """
-        if self._token_seconds is None:
-            return max(1e-12, self._decode_seconds / self._layers / SMALLEST_PACK)
-        return max(1e-12, self._token_seconds)
+        known = [
+            one.token_seconds
+            for one in (self._account(short), self._account(not short))
+            if one.token_seconds is not None
+        ]
+        return max(1e-12, known[0] if known else self._decode_seconds / self._layers / SMALLEST_PACK)

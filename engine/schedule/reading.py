@@ -1,13 +1,17 @@
 """Decides which prompts a step reads, and how much of them, and reads them.
 
-Prompts that stay inside the cache's window are *short*: nothing of them is indexed or leaves the device, so reading one
-between two units of a long prompt cannot disturb index work that is under way. Short prompts are read in packs, long prompts
-one at a time, both in the order of admission. A step reads either packs or long prompts. If there are both, the steps
-take turns, so that neither waits for the other to end.
+There are three kinds of prompts, so that nobody waits for one that takes many times as long to read:
+
+- Those that stay inside the cache's window are read in packs.
+- Those of up to `most_tokens_beside` tokens are read one at a time.
+- Longer ones, one at a time.
+
+Of each kind one job is under way, and the next one begins when that has ended, in the order of admission. A step reads one
+kind: the one that was not read for the longest time. So a prompt whose kind has none under way is read in the next step, and no
+kind waits for another to end.
 
 If no request decodes, a step reads until `max_num_tokens` tokens have passed all layers, or for IDLE_SECONDS. Beside decoding
-requests Pacing says in which steps to read and how much: units within its allowance, or one pack that is small enough to be
-read to its end in one step, while a long prompt waits.
+requests Pacing says in which steps to read, which kinds and how much.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from torch import Tensor
 
@@ -24,14 +29,23 @@ from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import check_finite
 from kvseek.engine.model.prefill import Prefill
+from kvseek.engine.prompt_windows import most_tokens_beside
 
-from .pacing import Pacing
+from .pacing import Pacing, Work
 from .sequence import RequestSequence
 
 IDLE_SECONDS = (
     0.25  # reading time of a step if no request decodes: between steps the engine looks for requests and cancellations
 )
 LOAD_PATIENCE = 0.01  # seconds that such a step waits for rows from disk, so that the engine's thread does not spin
+
+
+class Kind(IntEnum):
+    """Of a prompt, by how long it takes to read."""
+
+    PACKED = 0
+    MEDIUM = 1
+    LONG = 2
 
 
 @dataclass(frozen=True)
@@ -42,23 +56,6 @@ class Reading:
     progress: float = 1.0
     logits: Tensor | None = None
     error: Exception | None = None
-
-
-@dataclass
-class Work:
-    """Amount of reading that a step has done."""
-
-    units: int = 0
-    token_layers: int = 0
-    pack: bool = False  # a small pack, read to its end in this step
-    long_waits: bool = False  # there is a long prompt too, which waits for another step if this step reads a pack
-    waited: bool = False  # the host has waited for results, and so for the decode step before
-    charged: bool = False  # pacing has been told of it
-
-    def add(self, token_layers: int) -> None:
-        """Count a unit."""
-        self.units += 1
-        self.token_layers += token_layers
 
 
 @dataclass(frozen=True)
@@ -85,10 +82,12 @@ class PromptReader:
         self._decoder, self._layers = decoder, decoder.config.model.num_layers
         self._chunk = min(decoder.config.prefill_chunk_tokens, max_num_tokens)
         self._pack_tokens = min(self._chunk, decoder.config.max_input_len)
+        self._medium_tokens = most_tokens_beside(decoder.config)
         self._budget = max_num_tokens * self._layers
         self.pacing, self.work = Pacing(self._layers, self._pack_tokens), Work()
-        self._jobs: dict[bool, Job] = {}  # True: the job of short prompts; False: the job of a long prompt
-        self._short_went_last = False
+        self._jobs: dict[Kind, Job] = {}
+        self._reads = 0  # steps that have read something
+        self._last_read = dict.fromkeys(Kind, 0)  # the last of them that has read this kind
         self._alone: set[int] = set()  # requests whose pack failed; each of them is read alone
 
     def read(self, unread: Sequence[RequestSequence], beside: bool) -> list[Reading]:
@@ -96,23 +95,21 @@ class PromptReader:
 
         A request that ends or whose prompt is finished occurs once in the returned list, and need not be given again.
         """
-        self.work = Work(long_waits=not all(self._is_short(sequence) for sequence in unread))
-        if not unread or (beside and self.pacing.rests):
-            return []
+        self.work = Work()
         left, started, done = list(unread), time.perf_counter(), list[Reading]()
-        short = self._turn(left, beside)
-        if short is None:
-            self._short_went_last = False
+        kind = self._turn(left, beside)
+        if kind is None:
             return []
-        while self._has_room(short, beside, started) and (job := self._job(short, left, beside)) is not None:
+        self.work.short, self._reads = kind is not Kind.LONG, self._reads + 1
+        self._last_read[kind] = self._reads
+        while self._has_room(kind, beside, started) and (job := self._job(kind, left, beside)) is not None:
             found = self._advance(job)
             done += found
             left = [sequence for sequence in left if all(one.sequence is not sequence for one in found)]
             if (found and beside) or any(s.scores is not None and s.scores.holds_logits for s in job.sequences):
                 break
-        self._short_went_last = short
-        if self.work.units and short in self._jobs:
-            job = self._jobs[short]
+        if self.work.units and kind in self._jobs:
+            job = self._jobs[kind]
             done += [Reading(sequence, job.prefill.progress) for sequence in job.sequences]
         return done
 
@@ -131,64 +128,60 @@ class PromptReader:
         done = [one for one in done if not one.charged]
         for one in done:
             one.charged = True
-        self.pacing.record(
-            time.perf_counter() - begun,
-            sum(one.units for one in done),
-            sum(one.token_layers for one in done),
-            any(one.pack for one in done),
-            any(one.long_waits for one in done),
-        )
+        self.pacing.record(time.perf_counter() - begun, done)
 
     def drop(self, sequence: RequestSequence) -> None:
         """Leave a request, whose slot is about to be closed, out of all further reading."""
         self._alone.discard(sequence.request_id)
-        for short, job in list(self._jobs.items()):
+        for kind, job in list(self._jobs.items()):
             if sequence in job.sequences:
                 job.prefill.drop(sequence.slot)
                 job.sequences.remove(sequence)
                 if not job.sequences:
-                    del self._jobs[short]
+                    del self._jobs[kind]
 
-    def _is_short(self, sequence: RequestSequence) -> bool:
+    def _kind(self, sequence: RequestSequence) -> Kind:
         tokens = len(sequence.request.prompt_ids)
-        return tokens <= self._pack_tokens and self._decoder.cache.retrieval_tokens(tokens) == 0
+        if tokens <= self._pack_tokens and self._decoder.cache.retrieval_tokens(tokens) == 0:
+            return Kind.PACKED
+        return Kind.MEDIUM if tokens <= self._medium_tokens else Kind.LONG
 
-    def _turn(self, unread: Sequence[RequestSequence], beside: bool) -> bool | None:
-        """Decide what this step reads: True for short prompts, False for long prompts, None for nothing.
-
-        It reads nothing while Pacing is in debt, except a small pack if the last step read no short prompts.
-        """
-        kinds = {self._is_short(sequence) for sequence in unread}
-        if beside and self.pacing.in_debt:
-            return True if True in kinds and not self._short_went_last and self._small_pack(unread) else None
-        return not self._short_went_last if len(kinds) == 2 else kinds.pop()
+    def _turn(self, unread: Sequence[RequestSequence], beside: bool) -> Kind | None:
+        """Decide which kind this step reads; None: nothing."""
+        kinds = {self._kind(sequence) for sequence in unread}
+        if beside:
+            if self.pacing.rests(short=min(kinds, default=Kind.LONG) is not Kind.LONG):
+                return None
+            self.work.free = kinds == {Kind.PACKED} and self._small_pack(unread)
+            kinds = {kind for kind in kinds if self.work.free or self.pacing.may_read(kind is not Kind.LONG)}
+        return min(kinds, key=lambda kind: (self._last_read[kind], kind), default=None)
 
     def _small_pack(self, unread: Sequence[RequestSequence]) -> bool:
         """Whether the next pack is small enough to be read to its end in one step beside decoding requests."""
-        if True in self._jobs:
-            return self._whole(self._jobs[True])
-        first = next(sequence for sequence in unread if self._is_short(sequence))
+        if Kind.PACKED in self._jobs:
+            return self._whole(self._jobs[Kind.PACKED])
+        first = next(sequence for sequence in unread if self._kind(sequence) is Kind.PACKED)
         return len(first.request.prompt_ids) <= self.pacing.pack
 
-    def _job(self, short: bool, unread: Sequence[RequestSequence], beside: bool) -> Job | None:
-        """Return the job of short or of long prompts, beginning the next if none is under way.
+    def _job(self, kind: Kind, unread: Sequence[RequestSequence], beside: bool) -> Job | None:
+        """Return the job of a kind, beginning the next if none is under way.
 
         None: no prompt waits, or rows of the next one are on their way from disk.
         """
-        if short not in self._jobs:
-            waiting = [sequence for sequence in unread if self._is_short(sequence) == short]
-            chosen = self._pack(waiting, beside) if short else waiting[:1]
+        if kind not in self._jobs:
+            waiting = [sequence for sequence in unread if self._kind(sequence) is kind]
+            chosen = self._pack(waiting, beside) if kind is Kind.PACKED else waiting[:1]
             if not chosen:
                 return None
-            if not short and not self._look_up(chosen[0], beside):
+            if kind is not Kind.PACKED and not self._look_up(chosen[0], beside):
                 return None
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
             takers = {sequence.slot: sequence.unscored.take for sequence in chosen if sequence.unscored is not None}
-            self._jobs[short] = Job(self._decoder.prefill(prompts, takers), chosen)
-        return self._jobs[short]
+            self._jobs[kind] = Job(self._decoder.prefill(prompts, takers), chosen)
+        return self._jobs[kind]
 
     def _look_up(self, sequence: RequestSequence, beside: bool) -> bool:
-        """Find out how much of a long prompt need not be read. Those that were admitted before it have been read by now.
+        """Find out how much of a prompt need not be read. Those of its kind that were admitted before it have been read by now.
 
         Returns False while rows are loaded from disk.
         """
@@ -220,25 +213,24 @@ class PromptReader:
                 break
         return chosen
 
-    def _has_room(self, short: bool, beside: bool, started: float) -> bool:
+    def _has_room(self, kind: Kind, beside: bool, started: float) -> bool:
         """Whether the step may run another unit; the first unit of a step is always allowed."""
         if not self.work.units:
             return True
         if not beside:
             return self.work.token_layers < self._budget and time.perf_counter() - started < IDLE_SECONDS
-        job = self._jobs.get(short)
+        job = self._jobs.get(kind)
         if job is not None and self._whole(job):
             return True
         next_unit = self._chunk if job is None else min(self._chunk, job.prefill.tokens)
-        return self.pacing.affords(self.work.units + 1, self.work.token_layers + next_unit)
+        return self.pacing.affords(self.work.short, self.work.units + 1, self.work.token_layers + next_unit)
 
     def _whole(self, job: Job) -> bool:
         """Whether a step beside decoding requests reads the job to its end."""
-        return self._is_short(job.sequences[0]) and job.prefill.tokens <= self.pacing.pack
+        return self._kind(job.sequences[0]) is Kind.PACKED and job.prefill.tokens <= self.pacing.pack
 
     def _advance(self, job: Job) -> list[Reading]:
         """Run one unit of a job; returns the results of the requests that ended with it."""
-        self.work.pack = self._whole(job)
         try:
             self.work.waited |= any(sequence.unscored is not None for sequence in job.sequences)
             self.work.add(job.prefill.advance(self._chunk))
@@ -267,4 +259,4 @@ class PromptReader:
         return Reading(sequence, logits=logits)
 
     def _release(self, job: Job) -> None:
-        self._jobs = {short: one for short, one in self._jobs.items() if one is not job}
+        self._jobs = {kind: one for kind, one in self._jobs.items() if one is not job}

@@ -1,6 +1,7 @@
 """With numbers of 16 bits an answer's logits are the same, to the bit, however its prompt was read.
 
-Read whole, in chunks of other sizes, in a pack with others, or behind a beginning that an earlier request left.
+Read whole, in chunks of other sizes, in a pack with others, between the units of another prompt, or behind a beginning that an
+earlier request left.
 tests/gpu/engine/test_equal_bits.py asks the same of a GPU.
 """
 
@@ -15,8 +16,12 @@ from tests.plugins.cases import CASES, method_flags
 from tests.support.long_prompts import load_changed
 from tests.support.prefill import run_to_end
 
+from kvseek.core.config_file import read_config
 from kvseek.core.request import Request, SamplingConfig
+from kvseek.engine import prompt_windows
 from kvseek.engine.engine import Engine
+from kvseek.engine.leading.leader import load_decoder
+from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.registry import METHODS
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "64", "--cache.update", "64", "--cache.full_threshold", "32")
@@ -60,6 +65,24 @@ def check_equal_bits(directory: Path) -> None:
     short = [numbers(size, size) for size in (3, 40, 90)]
     alone = [ask(whole, prompt, steps=1)[0] for prompt in short]
     assert ask(engine, *short, steps=1) == alone, "in a pack"
+    check_prompts_that_pass_a_longer_one(directory, whole)
+
+
+def check_prompts_that_pass_a_longer_one(directory: Path, whole: Engine) -> None:
+    """They are read between its units, with its indexes under way."""
+    prompts, config = [numbers(size, size) for size in (2500, 40, 700)], read_config(directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_windows, "MOST_TOKENS_BESIDE", 1024)
+        engine = Engine(config, load_decoder(directory, config), Tokenizer(directory), max_num_tokens=256)
+    ids, outputs = [engine.submit(Request(prompts[0], STEPS, PARAMS))], engine.step()
+    ids += [engine.submit(Request(prompt, STEPS, PARAMS)) for prompt in prompts[1:]]
+    outputs += run_to_end(engine)
+    ends = [one.request_id for one in outputs if one.finish_reason is not None]
+    assert ends[-1] == ids[0]
+    found = [
+        [one.generation_logits for one in outputs if one.request_id == own and one.generation_logits] for own in ids
+    ]
+    assert found == [ask(whole, prompt)[0] for prompt in prompts], "between the units of a longer one"
 
 
 @pytest.mark.parametrize(("method", "precision"), [("full", "none"), *((method, "int8") for method in METHODS)])

@@ -23,7 +23,7 @@ from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutpu
 from kvseek.core.session import Session
 from kvseek.engine.draws.sampling import NO_TOKEN, Launched
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.reading import Work
+from kvseek.engine.schedule.pacing import Work
 from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
 
@@ -307,10 +307,10 @@ def test_who_asks_the_engine_finds_no_step_under_way(
 
 def test_reading_is_charged_to_the_step_that_waited_for_it(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units behind a step count for the next one, unless the host had to wait for them first."""
-    reader, told = ahead._reader, list[tuple[int, int]]()
-    monkeypatch.setattr(reader.pacing, "record", lambda seconds, units, tokens, *rest: told.append((units, tokens)))
+    reader, told = ahead._reader, list[list[Work]]()
+    monkeypatch.setattr(reader.pacing, "record", lambda seconds, works: told.append(works))
     first, second, third = Work(2, 20), Work(3, 30, waited=True), Work(4, 40)
     for now, of_step in ((second, first), (third, second), (third, third)):
         reader.work = now
         reader.note_step(of_step, 0.0)
-    assert told == [(5, 50), (0, 0), (4, 40)]
+    assert told == [[first, second], [], [third]]
