@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvseek.core.errors import LogitsError
 from kvseek.core.extents import extents_for
+from kvseek.core.streams import BoundedLaunches
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import check_finite
@@ -37,6 +38,7 @@ from .sequence import RequestSequence
 IDLE_SECONDS = (
     0.25  # reading time of a step if no request decodes: between steps the engine looks for requests and cancellations
 )
+UNITS_AHEAD = 4  # that such steps launch before the first of them has ended: who comes next waits for these
 LOAD_PATIENCE = 0.01  # seconds that such a step waits for rows from disk, so that the engine's thread does not spin
 
 
@@ -84,6 +86,7 @@ class PromptReader:
         self._pack_tokens = min(self._chunk, decoder.config.max_input_len)
         self._medium_tokens = most_tokens_beside(decoder.config)
         self._budget = max_num_tokens * self._layers
+        self._launches = BoundedLaunches(decoder.cache.window.device, UNITS_AHEAD)
         self.pacing, self.work = Pacing(self._layers, self._pack_tokens), Work()
         self._jobs: dict[Kind, Job] = {}
         self._reads = 0  # steps that have read something
@@ -103,7 +106,7 @@ class PromptReader:
         self.work.short, self._reads = kind is not Kind.LONG, self._reads + 1
         self._last_read[kind] = self._reads
         while self._has_room(kind, beside, started) and (job := self._job(kind, left, beside)) is not None:
-            found = self._advance(job)
+            found = self._advance(job, beside)
             done += found
             left = [sequence for sequence in left if all(one.sequence is not sequence for one in found)]
             if (found and beside) or any(s.scores is not None and s.scores.holds_logits for s in job.sequences):
@@ -229,11 +232,15 @@ class PromptReader:
         """Whether a step beside decoding requests reads the job to its end."""
         return self._kind(job.sequences[0]) is Kind.PACKED and job.prefill.tokens <= self.pacing.pack
 
-    def _advance(self, job: Job) -> list[Reading]:
+    def _advance(self, job: Job, beside: bool) -> list[Reading]:
         """Run one unit of a job; returns the results of the requests that ended with it."""
         try:
             self.work.waited |= any(sequence.unscored is not None for sequence in job.sequences)
+            if not beside:
+                self._launches.wait()
             self.work.add(job.prefill.advance(self._chunk))
+            if not beside:
+                self._launches.add()
             if job.prefill.progress < 1:
                 return []
             self.work.waited = True

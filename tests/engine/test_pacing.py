@@ -108,7 +108,8 @@ class Server:
     """
 
     def __init__(self, machine: Machine, chunk: int, window: int = 128, ahead: bool = False) -> None:
-        cache = SimpleNamespace(retrieval_tokens=lambda tokens: max(0, tokens - window), prefixes={})
+        device = SimpleNamespace(device=torch.device("cpu"))
+        cache = SimpleNamespace(retrieval_tokens=lambda tokens: max(0, tokens - window), prefixes={}, window=device)
         model = SimpleNamespace(num_layers=machine.layers)
         config = SimpleNamespace(model=model, prefill_chunk_tokens=chunk, max_input_len=1 << 20)
         decoder: Any = SimpleNamespace(
