@@ -21,7 +21,6 @@ from kvseek.engine.schedule.pacing import (
     REST_INTERVAL,
     SLOWDOWN,
     SMALLEST_PACK,
-    Pacing,
     Work,
 )
 from kvseek.engine.schedule.reading import PromptReader
@@ -52,24 +51,6 @@ H200 = Machine(decode=0.0055, token=22.6e-6, layers=32, growth=0.042)
 LONG = 131_072  # tokens
 
 
-def read(machine: Machine, pacing: Pacing, steps: int, chunk: int, prompt: int = 1 << 30) -> list[float]:
-    """Read a long prompt as PromptReader does: seconds of each step."""
-    seconds, row = [], 0
-    for _ in range(steps):
-        took, units = machine.decode, 0
-        while (
-            pacing.affords(False, units + 1, (units + 1) * chunk)
-            if units
-            else pacing.may_read(False) and not pacing.rests(False)
-        ):
-            took += machine.unit(chunk, row)
-            units, row = units + 1, (row + chunk) % prompt
-            took += 0.0 if row else machine.build
-        pacing.record(took, [Work(units, units * chunk)])
-        seconds.append(took)
-    return seconds
-
-
 def mean(seconds: list[float]) -> float:
     return sum(seconds) / len(seconds)
 
@@ -93,6 +74,7 @@ class SimulatedPrefill:
         self._row += tokens
         if self._row == self.tokens:
             self._layer, self._row = self._layer + 1, 0
+            self._server.launch(self._server.machine.build)
         return tokens
 
     def finish(self) -> torch.Tensor:
@@ -190,6 +172,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "time", SimpleNamespace(perf_counter=lambda: servers[-1].now))
 
 
+def read(server: Server, steps: int, prompt: int = 1 << 20) -> list[float]:
+    """Read prompts one after the other: seconds of each step."""
+    before = len(server.steps)
+    for _ in range(steps):
+        if not server.unread:
+            server.arrive(prompt)
+        server.step()
+    return server.steps[before:]
+
+
 def time_alone(machine: Machine, tokens: int) -> float:
     """Seconds until a prompt has been read on an idle machine."""
     server = Server(machine, 2048)
@@ -273,7 +265,7 @@ def test_a_long_prompt_is_read_on_however_many_short_ones_arrive(machine: Machin
 def test_indexes_that_are_built_are_paid_for(machine: Machine, build: int) -> None:
     """A build takes as long as so many steps."""
     machine = replace(machine, build=build * machine.decode)
-    settled = read(machine, Pacing(machine.layers, 2048), 8000, 512, 2048)[100:]
+    settled = read(Server(machine, 512), 8000, 10_240)[100:]
     assert 0.85 * SLOWDOWN * machine.decode <= mean(settled) <= 1.03 * SLOWDOWN * machine.decode
 
 
@@ -281,11 +273,10 @@ def test_indexes_that_are_built_are_paid_for(machine: Machine, build: int) -> No
 @pytest.mark.parametrize("machine", [CPU, GPU, Machine(0.010, 0.0001, 32, growth=0.05)])
 def test_steps_take_the_slowdown_on_average(machine: Machine, chunk: int) -> None:
     """Also over a prompt of 128K tokens a layer, whose attention makes the last tokens several times as dear."""
-    pacing = Pacing(machine.layers, 2048)
-    settled = read(machine, pacing, 4000, chunk, 131072)[100:]
+    settled = read(Server(machine, chunk), 4000, LONG)[100:]
     assert 0.85 * SLOWDOWN * machine.decode <= mean(settled) <= 1.03 * SLOWDOWN * machine.decode
-    dearest = machine.unit(chunk, 131072)
-    assert max(settled) <= machine.decode + max(dearest, SLOWDOWN * machine.decode), (
+    dearest = machine.unit(chunk, LONG)
+    assert max(settled) <= 1e-9 + machine.decode + max(dearest, SLOWDOWN * machine.decode), (
         "one unit, or what the allowance has"
     )
 
@@ -321,7 +312,7 @@ def test_a_burst_of_short_prompts_is_made_up_for() -> None:
 
 
 def test_no_stretch_of_steps_is_much_slower() -> None:
-    seconds = read(CPU, Pacing(CPU.layers, 2048), 1000, 2048)
+    seconds = read(Server(CPU, 2048), 1000)
     unit = CPU.unit(2048)
     for first in range(100, 900, 10):
         stretch = seconds[first : first + 64]
@@ -329,28 +320,27 @@ def test_no_stretch_of_steps_is_much_slower() -> None:
 
 
 def test_undisturbed_steps_are_measured_again_and_again() -> None:
-    pacing = Pacing(30, 2048)
-    assert pacing.rests(True), "the first step measures"
-    seconds = read(CPU, pacing, 1000, 16)
-    rests = [step for step, second in enumerate(seconds) if second == CPU.decode]
-    assert rests[0] == 0
+    seconds = read(Server(CPU, 16), 1000)
+    rests = [step for step, second in enumerate(seconds) if second == pytest.approx(CPU.decode)]
+    assert rests[0] == 0, "the first step measures"
     assert max(after - before for before, after in pairwise(rests)) <= REST_INTERVAL
 
 
 def test_it_follows_a_batch_that_becomes_slower_and_faster() -> None:
-    pacing = Pacing(30, 2048)
+    server = Server(CPU, 64)
     for machine in (CPU, Machine(0.090, 0.002), CPU):
-        read(machine, pacing, 4 * REST_INTERVAL, 64)
-        assert mean(read(machine, pacing, 400, 64)) <= 1.9 * machine.decode
+        server.machine = machine
+        read(server, 4 * REST_INTERVAL)
+        assert mean(read(server, 400)) <= 1.9 * machine.decode
 
 
 def test_a_hiccup_does_not_stop_reading_for_long() -> None:
-    pacing = Pacing(30, 2048)
-    read(CPU, pacing, 200, 64)
-    pacing.record(60.0, [Work(1, 64)])
+    server = Server(CPU, 64)
+    read(server, 200)
+    server._reader.pacing.record(60.0, [Work(1, 64)])
     made_up = int(LARGEST_CHARGE / (SLOWDOWN - 1)) + REST_INTERVAL
     assert made_up * CPU.decode <= 60.0 / 4, "less than what the hiccup took"
-    assert mean(read(CPU, pacing, made_up + 100, 64)[made_up:]) >= 1.5 * CPU.decode
+    assert mean(read(server, made_up + 100)[made_up:]) >= 1.5 * CPU.decode
 
 
 def test_a_pack_adds_two_steps_at_most() -> None:
