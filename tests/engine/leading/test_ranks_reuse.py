@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine import test_preemption as preemption
-from tests.engine.leading.test_ranks import loaded
+from tests.engine.leading.test_ranks import REUSING, loaded
 from tests.engine.number_faults import broken_activations
 from tests.plugins.cases import CASES, method_flags
 from tests.support.long_prompts import DOCUMENT, SHAPE, WINDOW
@@ -26,13 +26,6 @@ from kvseek.engine.loading.prefixes import DiskSettings
 EXTENT_BYTES = 2 * 2 * 1024 * 2 * 32 * 4  # of two layers and two KV heads of 32 channels
 LIMITS = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
 POOL = ("--cache.kv_cache_host_memory_bytes", str(6 * EXTENT_BYTES))
-METHODS = (
-    "full",
-    "nested",
-    "pariskv",
-    "clusterkv",
-    "prkv",
-)  # entries, entries with a state, entries, copies, moved rows
 Build = Callable[..., tuple[Path, Path]]
 
 
@@ -87,7 +80,7 @@ def conversation(engine: Engine) -> list[object]:
     return [*found, usage.reuse, usage.extents_kept, usage.extents_free, usage.host_extent_bytes, usage.host_rows]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", REUSING)
 def test_two_ranks_reuse_what_one_reuses(method: str, build: Build) -> None:
     found = []
     for directory in build(method, *POOL, *method_flags(method, CASES[method].sparse)):
@@ -110,7 +103,7 @@ def test_the_rest_of_a_prompt_is_read_sparsely_by_two_ranks_too(method: str, bui
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["nested", "clusterkv", "prkv"])
 def test_random_requests_in_company(method: str, build: Build) -> None:
     """Shared prompts, cancellations and sessions in a short pool; each step compares what the ranks hold where."""
     flags = method_flags(method, CASES[method].everything)
@@ -156,9 +149,11 @@ def test_random_requests_in_company(method: str, build: Build) -> None:
 @pytest.mark.parametrize("method", ["nested", "prkv"])
 def test_requests_of_two_ranks_make_room_for_each_other(method: str, build: Build) -> None:
     """Requests grow, are preempted and go on: with rows that are kept, and computed again."""
-    (_, large), (_, small) = (build(method, *pool, *method_flags(method, CASES[method].sparse)) for pool in ((), POOL))
+    (alone, large), (_, small) = (
+        build(method, *pool, *method_flags(method, CASES[method].sparse)) for pool in ((), POOL)
+    )
     found, counts = [], []
-    for directory, share in ((large, 0.0), (large, 0.1), (small, 0.0)):
+    for directory, share in ((alone, 0.0), (large, 0.1), (small, 0.0)):
         with loaded(directory) as engine:
             answers, preemptions = preemption.ask(engine, preemption.REQUESTS[:4], share)
             found.append(answers)
