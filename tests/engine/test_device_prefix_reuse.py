@@ -59,7 +59,7 @@ def plain(load_device: LoadDevice) -> checks.Plain:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, load: Load, plain: checks.Plain) -> None:
-    checks.test_a_prompt_that_begins_alike_has_the_same_answer(method, "native", load, plain)
+    checks.test_a_prompt_that_begins_alike_has_the_same_answer(method, load, plain)
 
 
 @pytest.mark.parametrize("method", METHODS)
