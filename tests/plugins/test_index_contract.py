@@ -212,7 +212,7 @@ def test_a_region_that_grew_finds_as_much_as_one_that_was_read_whole(
     method: str, settings: Settings, library: CpuLibrary
 ) -> None:
     """Of methods whose selection depends on earlier steps too: recall of the best rows within 1 point, over two updates."""
-    prompt, steps = 1600, 160
+    prompt, steps = 3200, 160
     keys, queries = topical(prompt + steps, 5, run=16, topics=40, strength=4.0)
     recalls = []
     for grown in (False, True):

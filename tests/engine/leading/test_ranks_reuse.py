@@ -148,11 +148,9 @@ def test_random_requests_in_company(method: str, build: Build) -> None:
 @pytest.mark.parametrize("method", ["nested", "prkv"])
 def test_requests_of_two_ranks_make_room_for_each_other(method: str, build: Build) -> None:
     """Requests grow, are preempted and go on: with rows that are kept, and computed again."""
-    (alone, large), (_, small) = (
-        build(method, *pool, *method_flags(method, CASES[method].sparse)) for pool in ((), POOL)
-    )
+    (_, large), (_, small) = (build(method, *pool, *method_flags(method, CASES[method].sparse)) for pool in ((), POOL))
     found, counts = [], []
-    for directory, share in ((alone, 0.0), (large, 0.1), (small, 0.0)):
+    for directory, share in ((large, 0.0), (large, 0.1), (small, 0.0)):
         with loaded(directory) as engine:
             answers, preemptions = preemption.ask(engine, preemption.REQUESTS[:4], share)
             found.append(answers)
