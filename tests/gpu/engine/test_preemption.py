@@ -18,7 +18,7 @@ from kvseek.engine.cache.memory_layout import lay_out_rows
 pytestmark = pytest.mark.gpu
 
 # Evictions are of 64 tokens here: all but the last request have one extent at first, and two when they end.
-LONGER = [replace(request, prompt_ids=(*request.prompt_ids, *DOCUMENT[:30])) for request in REQUESTS]
+LONGER = [replace(request, prompt_ids=(*request.prompt_ids, *DOCUMENT[:60])) for request in REQUESTS]
 
 
 def pool(directory: Path, offload: str, extents: int) -> dict[str, object]:
