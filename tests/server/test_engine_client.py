@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,14 +40,14 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
             await asyncio.sleep(0.2)
             assert client.connected_seconds >= 0.2
             first = asyncio.Event()
-            client.submit(Request((1, 2, 3), 400), lambda output: (first.set(), ends.append(output)))
+            client.submit(Request((1, 2, 3), 400), lambda outputs: (first.set(), ends.extend(outputs)))
             await first.wait()
             process.kill()
             await until(lambda: not client.connected)
             assert client.connected_seconds == 0
         assert (ends[-1].finish_reason, ends[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
         with pytest.raises(UnavailableError):
-            client.submit(Request((1, 2, 3), 4), ends.append)
+            client.submit(Request((1, 2, 3), 4), ends.extend)
         client.refused(ErrorCode.UNAVAILABLE)  # as the door does with what `submit` raises
         client.refused(ErrorCode.INVALID)
         await asyncio.sleep(0)
@@ -96,10 +97,11 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(
         for _ in range(30):
             tokens, ended = list[int](), asyncio.Event()
 
-            def take(output: StepOutput, tokens: list[int] = tokens, ended: asyncio.Event = ended) -> None:
-                if output.token_id is not None:
-                    tokens.append(output.token_id)
-                if output.finish_reason is not None:
+            def take(
+                outputs: Sequence[StepOutput], tokens: list[int] = tokens, ended: asyncio.Event = ended
+            ) -> None:
+                tokens += [output.token_id for output in outputs if output.token_id is not None]
+                if outputs[-1].finish_reason is not None:
                     ended.set()
 
             leaving = [await asyncio.open_unix_connection(str(path)) for _ in range(3)]
@@ -133,9 +135,9 @@ def test_guides_are_compiled_beside_other_requests(
         await until(lambda: leaving.connected)
         ends: dict[int, StepOutput] = {}
 
-        def take(name: int, output: StepOutput) -> None:
-            if output.finish_reason is not None:
-                ends[name] = output
+        def take(name: int, outputs: Sequence[StepOutput]) -> None:
+            if outputs[-1].finish_reason is not None:
+                ends[name] = outputs[-1]
 
         numbers = [client.submit(slow, partial(take, name)) for name in range(8)]
         leaving.submit(slow, partial(take, 100))
