@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typing import Any, cast
 
 import uvloop
 
+from kvseek.bench.output import Figure, markdown, rows
 from kvseek.server.settings import ServeSettings
 
 from .cells import LoadTestError
@@ -34,8 +36,18 @@ SECONDS = 120.0  # most of a load
 WARM_TOKENS = 16
 EVENT, LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
 PROMPT_CHARACTERS = 800  # some 200 tokens
-OPENAI, GENERATE = "openai", "http"  # ports
+PORTS = OPENAI, GENERATE = "openai", "http"
 MODEL = "stand-in"
+COLUMNS: dict[str, Figure] = {
+    "port": lambda one: one["port"],
+    "commit": lambda one: one["tree"],
+    "ms a step": lambda one: f"{one['step_seconds'] * 1e3:g}",
+    "tokens/s": lambda one: f"{one['tokens_per_second']:,.0f}",
+    "events/s": lambda one: f"{one['events_per_second']:,.0f}",
+    "TTFT p50, ms": lambda one: f"{one['ttft_p50_seconds'] * 1e3:.0f}",
+    "door, µs a token": lambda one: f"{one['door_seconds_per_token'] * 1e6:.1f}",
+    "engine process, µs a token": lambda one: f"{one['engine_seconds_per_token'] * 1e6:.1f}",
+}
 
 
 @dataclass(frozen=True)
@@ -45,14 +57,13 @@ class Load:
     port: str
     streams: int
     tokens: int
-    prompt_characters: int = PROMPT_CHARACTERS
 
 
 class Stream(asyncio.Protocol):
     """Sends one request and counts the events of its answer, which takes as little time as possible."""
 
     def __init__(self, request: bytes, ended: asyncio.Future[None]) -> None:
-        self._request, self._ended, self._rest = request, ended, b""
+        self._request, self._ended, self.rest = request, ended, b""
         self.events, self.first_at, self.ended_at = 0, 0.0, 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -61,13 +72,12 @@ class Stream(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count what has come; text is in events from the second on, as a chat's first has none."""
-        found = self._rest + data
+        """Count the events that have come."""
+        found = self.rest + data
         self.events += found.count(EVENT)
         if self.events and not self.first_at:
             self.first_at = time.perf_counter()
-        self._rest = found[-len(LAST_CHUNK) :].rpartition(EVENT)[2] if EVENT in found[-len(LAST_CHUNK) :] else found[-7:]
-        self.last = found[-4096:]
+        self.rest = found[found.rfind(EVENT) + len(EVENT) :] if EVENT in found else found
         if found.endswith(LAST_CHUNK):
             self.ended_at = time.perf_counter()
             self._transport.close()
@@ -79,13 +89,13 @@ class Stream(asyncio.Protocol):
         if self.ended_at and self.events > 1:
             self._ended.set_result(None)
         else:
-            self._ended.set_exception(LoadTestError(f"a stream broke off: {getattr(self, 'last', b'')[-500:]!r}"))
+            self._ended.set_exception(LoadTestError(f"a stream broke off: {self.rest[-500:]!r}"))
 
 
-def request_of(load: Load, number: int, text: str, host: str) -> bytes:
+def request_of(load: Load, number: int, text: str) -> bytes:
     """The bytes of a request; each has another prompt."""
-    start = number * 97 % max(1, len(text) - load.prompt_characters)
-    prompt = text[start : start + load.prompt_characters]
+    start = number * 97 % max(1, len(text) - PROMPT_CHARACTERS)
+    prompt = text[start : start + PROMPT_CHARACTERS]
     if load.port == OPENAI:
         path = "/v1/completions"
         body = {"model": MODEL, "prompt": prompt, "max_tokens": load.tokens, "ignore_eos": True, "stream": True}
@@ -94,14 +104,14 @@ def request_of(load: Load, number: int, text: str, host: str) -> bytes:
         path = "/v2/models/tensorrt_llm_bls/generate_stream"
         body = {"text_input": prompt, "max_tokens": load.tokens, "end_id": -1, "stream": True}
     data = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    return f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 async def send(load: Load, port: int, text: str) -> dict[str, float]:
     """Send all requests at once and read their answers; raises LoadTestError."""
     loop = asyncio.get_running_loop()
     ends = [loop.create_future() for _ in range(load.streams)]
-    streams = [Stream(request_of(load, n, text, "bench"), end) for n, end in enumerate(ends)]
+    streams = [Stream(request_of(load, n, text), end) for n, end in enumerate(ends)]
     began = time.perf_counter()
     await asyncio.gather(*(loop.create_connection(lambda s=s: s, "127.0.0.1", port) for s in streams))  # type: ignore[misc]
     async with asyncio.timeout(SECONDS):
@@ -129,14 +139,13 @@ class Processes:
     door: int
     ports: Mapping[str, int]
 
-    def measure(self, load: Load, text: str) -> dict[str, Any]:
+    def measure(self, load: Load, text: str) -> dict[str, float]:
         """Figures of one load."""
         before = {name: processor_seconds(pid) for name, pid in self.ids().items()}
         found = uvloop.run(send(load, self.ports[load.port], text))
         tokens = load.streams * load.tokens
         spent = {name: processor_seconds(pid) - before[name] for name, pid in self.ids().items()}
         return {
-            "port": load.port,
             "tokens_per_second": tokens / found["streaming_seconds"],
             "events_per_second": found["events"] / found["streaming_seconds"],
             "tokens_per_event": tokens / found["events"],
@@ -169,24 +178,30 @@ def processes(
             stack.callback(_end, process)
             return process.pid
 
-        engine = start(
-            str(STAND_IN), *own, "--text", str(text.resolve()), "--step_seconds", f"{step_seconds}"
-        )
+        engine = start(str(STAND_IN), *own, "--text", str(text.resolve()), "--step_seconds", f"{step_seconds}")
         settings = ServeSettings(served_model_name=MODEL)
         profiled = () if profile is None else ("-m", "cProfile", "-o", str(profile.resolve()))
         door = start(
             *(*profiled, "-m", "kvseek.server.frontend", *own, "--settings", settings.to_json(), "--host", "127.0.0.1"),
-            *("--http_port", "0", "--metrics_port", "0", "--triton_grpc", "127.0.0.1:1", "--triton_metrics", "127.0.0.1:1"),
+            *(
+                "--http_port",
+                "0",
+                "--metrics_port",
+                "0",
+                "--triton_grpc",
+                "127.0.0.1:1",
+                "--triton_metrics",
+                "127.0.0.1:1",
+            ),
         )
         limit = time.monotonic() + READY_SECONDS
         while not (socket.exists() and (found := re.search(r"^listening: .*", log.read_text(), re.MULTILINE))):
             if time.monotonic() > limit:
                 raise LoadTestError(f"the processes do not start; their log:\n{log.read_text()[-4000:]}")
             time.sleep(POLL_SECONDS)
-        http, openai = (re.search(rf"{kind} (?:http://)?[\d.]+:(\d+)", found[0]) for kind in ("HTTP", "OpenAI"))
-        assert http is not None and openai is not None
+        port = dict(re.findall(r"(HTTP|OpenAI) (?:http://)?[\d.]+:(\d+)", found[0]))
         time.sleep(1.0)  # the door tries to connect to the engine ten times a second
-        yield Processes(engine, door, {GENERATE: int(http[1]), OPENAI: int(openai[1])})
+        yield Processes(engine, door, {GENERATE: int(port["HTTP"]), OPENAI: int(port["OpenAI"])})
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -202,33 +217,35 @@ def measure_ports(
     engine_dir: Path,
     text: Path,
     trees: Mapping[str, Path],
-    loads: Sequence[Load],
+    load: tuple[int, int],
     steps: Sequence[float],
     rounds: int,
     profile: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Medians over rounds of every load and pace of steps, for each tree; the trees take turns."""
+    """Medians over rounds of each port and pace of steps, for each tree; the trees take turns.
+
+    Parameters
+    ----------
+    load : (int, int)
+        Streams, and tokens of each.
+    steps : sequence of float
+        Seconds between two steps of the engine.
+    """
     prompts = text.read_text(encoding="utf-8")
-    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
-    for _ in range(rounds):
-        for name, tree in trees.items():
-            for step in steps:
-                with processes(engine_dir, text, step, tree, profile) as running:
-                    for load in loads:
-                        uvloop.run(send(Load(load.port, load.streams, WARM_TOKENS), running.ports[load.port], prompts))
-                        found.setdefault((name, load.port, step), []).append(running.measure(load, prompts))
+    found: dict[tuple[str, str, float], list[dict[str, float]]] = {}
+    for _, (name, tree), step in itertools.product(range(rounds), trees.items(), steps):
+        with processes(engine_dir, text, step, tree, profile) as running:
+            for port in PORTS:
+                running.measure(Load(port, load[0], WARM_TOKENS), prompts)
+                found.setdefault((port, name, step), []).append(running.measure(Load(port, *load), prompts))
     return [
-        {"tree": name, "step_seconds": step, "port": port}
-        | {key: statistics.median(each[key] for each in results) for key in results[0] if key != "port"}
-        for (name, port, step), results in found.items()
+        {"port": port, "tree": name, "step_seconds": step}
+        | {key: statistics.median(each[key] for each in results) for key in results[0]}
+        for (port, name, step), results in sorted(found.items())
     ]
 
 
-if __name__ == "__main__":  # TODO
-    a = sys.argv
-    trees = dict(x.split("=") for x in a[2].split(","))
-    for row in measure_ports(
-        Path(a[1]), Path("examples/harbour_log.txt"), {n: Path(p) for n, p in trees.items()},
-        [Load(p, 64, int(a[3])) for p in a[4].split(",")], [float(x) for x in a[5].split(",")], int(a[6]), Path(a[7]) if len(a) > 7 else None,
-    ):
-        print({k: (round(v * (1e6 if "per_token" in k else 1), 3) if isinstance(v, float) else v) for k, v in row.items()})
+def print_ports(document: Mapping[str, Any]) -> None:
+    """Print a result of `measure_ports` as a table."""
+    print(f"{document['machine']['cpu']}; {document['streams']} streams of {document['tokens']} tokens\n")
+    print(markdown(rows(COLUMNS, document["results"])))

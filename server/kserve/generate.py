@@ -98,8 +98,8 @@ class GenerateRoutes:
                         await out.stream((await write(chunk) async for _, chunk in chunks), kserve_error)
                     else:
                         last = Chunk()
-                        async for _, last in chunks:
-                            pass
+                        async for _, chunk in chunks:
+                            last = chunk
                         await out.whole(await write(last))
 
     def _model(self, request: Request) -> str:

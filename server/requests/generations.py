@@ -266,9 +266,7 @@ async def wait_for_ends(open_requests: Callable[[], int], client: EngineClient, 
         await asyncio.sleep(0.02)
 
 
-async def _chunks(
-    served: Sequence[ServedRequest], arrivals: Arrivals
-) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def _chunks(served: Sequence[ServedRequest], arrivals: Arrivals) -> AsyncGenerator[tuple[int, Chunk], None]:
     left, answer = len(served), arrivals.answer
     kept = [0] * left  # bytes of outputs that are still in memory, of each request
     while left:

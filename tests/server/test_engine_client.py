@@ -97,9 +97,7 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(
         for _ in range(30):
             tokens, ended = list[int](), asyncio.Event()
 
-            def take(
-                outputs: Sequence[StepOutput], tokens: list[int] = tokens, ended: asyncio.Event = ended
-            ) -> None:
+            def take(outputs: Sequence[StepOutput], tokens: list[int] = tokens, ended: asyncio.Event = ended) -> None:
                 tokens += [output.token_id for output in outputs if output.token_id is not None]
                 if outputs[-1].finish_reason is not None:
                     ended.set()
