@@ -105,9 +105,10 @@ class Choice:
             return
         reason = None if broken else new.finish_reason
         self.ended = reason is not None
-        if (self.streaming and (new.text or self._tokens)) or reason is not None:
+        text = new.text
+        if (self.streaming and (text or self._tokens)) or reason is not None:
             yield {
-                "text": new.text,
+                "text": text,
                 "tokens": self._tokens,
                 "count": new.count,
                 "reused": 0 if new.statistics is None else new.statistics.reused_tokens,

@@ -123,8 +123,10 @@ class Arrivals:
     def put(self, place: int, outputs: Sequence[StepOutput]) -> None:
         """Add outputs of a request, behind those that wait."""
         size = sum(map(size_of, outputs))
-        before, held = self._waiting.get(place, ((), 0))
-        self._waiting[place] = [*before, *outputs], held + size
+        if (before := self._waiting.get(place)) is None:
+            self._waiting[place] = [*outputs], size
+        else:
+            self._waiting[place] = [*before[0], *outputs], before[1] + size
         self.answer.add(size)
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)

@@ -19,7 +19,7 @@ from kvseek.core.errors import ErrorCode, TimeoutExpiredError, UnavailableError
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.messages import Submit, frame
+from kvseek.server.requests.messages import FromFrontend, Outputs, Submit, frame, read_frame
 from kvseek.server.settings import ServeSettings
 
 SETTINGS = ServeSettings(threads=1)
@@ -79,6 +79,47 @@ def test_time_at_a_frontend_counts_towards_the_time_limit(tmp_path: Path) -> Non
         assert waited(1.0, -0.5).timeout_seconds == -0.5, "the engine says what is wrong with it"
         assert waited(1.0, None).waited_seconds >= 1.0
         client.close()
+
+    asyncio.run(run())
+
+
+def test_outputs_that_come_together_are_handed_over_together_and_the_last_alone(tmp_path: Path) -> None:
+    """Two steps that the door finds at once, and the end of the connection behind them."""
+    path = tmp_path / "engine.sock"
+    token, end = StepOutput(1, 5), StepOutput(1, 6, FinishReason.LENGTH)
+    steps = [
+        Outputs([(1, token), (2, token)]),
+        Outputs([(1, token), (2, token), (3, token)]),
+        Outputs([(1, end), (9, end)]),  # of a request that nobody knows
+    ]
+
+    async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder = msgspec.msgpack.Decoder(FromFrontend)
+        for _ in range(3):
+            await read_frame(reader, decoder)
+        writer.write(b"".join(map(frame, steps)))
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_unix_server(engine, str(path))
+        client, found = EngineClient(path, asyncio.get_running_loop()), dict[int, list[Sequence[StepOutput]]]()
+        await until(lambda: client.connected)
+
+        def take(name: int, outputs: Sequence[StepOutput]) -> None:
+            found.setdefault(name, []).append(list(outputs))
+            if name == 3:
+                raise MemoryError("no room")
+
+        for name in (1, 2, 3):
+            assert client.submit(Request((1,), 9), partial(take, name)) == name
+        await until(lambda: all(outputs[-1][-1].finish_reason is not None for outputs in found.values()) and found)
+        assert found[1] == [[token, token], [end]]
+        assert found[2][0] == [token, token]
+        assert [[output.code for output in outputs] for outputs in found[2][1:]] == [[ErrorCode.UNAVAILABLE]]
+        assert [[output.finish_reason for output in outputs] for outputs in found[3]] == [[None], [FinishReason.ERROR]]
+        assert found[3][1][0].code is ErrorCode.INTERNAL
+        client.close()
+        server.close()
 
     asyncio.run(run())
 
