@@ -229,7 +229,8 @@ class TritonModel:
             stream.fail(renamed(end.error, served.names), end.code)
             self._cancel(stream)  # the other sequences
             return
-        chunks = [chunk | sequence.index for chunk in served.push(outputs)]
+        # One by one, because perf_analyzer takes each response of a stream for a token.
+        chunks = [chunk | sequence.index for output in outputs for chunk in served.push([output])]
         if served.ended and not last and sequence.number is not None:
             self._client.cancel(sequence.number)
         sequence.ended = last or served.ended
