@@ -28,10 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvseek.bench.load.ports import measure_ports, print_ports
-from kvseek.bench.machine import describe
+from kvseek.bench.machine import ROOT, describe, tree_of
 from kvseek.bench.output import add_output_flags, at_least_one, command
-from kvseek.bench.perf_gate import ROOT, tree_of
+from kvseek.bench.speed.ports import measure_ports, print_ports
 from kvseek.client.chunk import Chunk
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient

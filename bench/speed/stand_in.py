@@ -1,6 +1,6 @@
 """An engine process whose engine computes nothing: a step gives every request a token of a text, at a steady pace.
 
-All that lies between an engine's outputs and the socket is real. `bench/load/ports.py` starts it, also with the code of another
+All that lies between an engine's outputs and the socket is real. `ports.py` starts it, also with the code of another
 commit.
 """
 

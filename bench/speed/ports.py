@@ -25,9 +25,8 @@ from typing import Any, cast
 import uvloop
 
 from kvseek.bench.output import Figure, markdown, rows
+from kvseek.server.errors import ServerError
 from kvseek.server.settings import ServeSettings
-
-from .cells import LoadTestError
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -89,7 +88,7 @@ class Stream(asyncio.Protocol):
         if self.ended_at and self.events > 1:
             self._ended.set_result(None)
         else:
-            self._ended.set_exception(LoadTestError(f"a stream broke off: {self.rest[-500:]!r}"))
+            self._ended.set_exception(ServerError(f"a stream broke off: {self.rest[-500:]!r}"))
 
 
 def request_of(load: Load, number: int, text: str) -> bytes:
@@ -108,7 +107,7 @@ def request_of(load: Load, number: int, text: str) -> bytes:
 
 
 async def send(load: Load, port: int, text: str) -> dict[str, float]:
-    """Send all requests at once and read their answers; raises LoadTestError."""
+    """Send all requests at once and read their answers; raises ServerError."""
     loop = asyncio.get_running_loop()
     ends = [loop.create_future() for _ in range(load.streams)]
     streams = [Stream(request_of(load, n, text), end) for n, end in enumerate(ends)]
@@ -162,7 +161,7 @@ class Processes:
 def processes(
     engine_dir: Path, text: Path, step_seconds: float, tree: Path, profile: Path | None = None
 ) -> Iterator[Processes]:
-    """Start both with the code of a tree, and end them; raises LoadTestError if they do not start.
+    """Start both with the code of a tree, and end them; raises ServerError if they do not start.
 
     `profile`: file that gets cProfile's figures of the door, which then takes about twice the time.
     """
@@ -197,7 +196,7 @@ def processes(
         limit = time.monotonic() + READY_SECONDS
         while not (socket.exists() and (found := re.search(r"^listening: .*", log.read_text(), re.MULTILINE))):
             if time.monotonic() > limit:
-                raise LoadTestError(f"the processes do not start; their log:\n{log.read_text()[-4000:]}")
+                raise ServerError(f"the processes do not start; their log:\n{log.read_text()[-4000:]}")
             time.sleep(POLL_SECONDS)
         port = dict(re.findall(r"(HTTP|OpenAI) (?:http://)?[\d.]+:(\d+)", found[0]))
         time.sleep(1.0)  # the door tries to connect to the engine ten times a second

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 
-from kvseek.bench.load.ports import GENERATE, OPENAI, measure_ports, print_ports
-from kvseek.bench.perf_gate import ROOT
+from kvseek.bench.machine import ROOT
+from kvseek.bench.speed.ports import GENERATE, OPENAI, measure_ports, print_ports
 
 
 def test_every_stream_of_both_ports_gets_its_tokens(
