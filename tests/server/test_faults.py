@@ -70,6 +70,17 @@ def check_serves(server: LiveServer) -> list[int]:
     return found[0]
 
 
+def test_prefixes_outlive_a_killed_engine(server: LiveServer) -> None:
+    """The first test that has the server: nothing else is on disk."""
+    expected = tokens(server, "grpc", DOCUMENT, SHORT).join().ids
+    wait_for(lambda: server.metric("kvseek:prefix_disk_files") == 2, "both extents on disk")
+    pid = server.kill("engine")
+    server.wait_replaced("engine", pid)
+    server.wait_ready()
+    assert tokens(server, "http_stream", DOCUMENT, SHORT).join().ids == expected
+    assert server.metric("kvseek:prefix_disk_loaded_tokens_total") == len(DOCUMENT) - 1
+
+
 @pytest.mark.parametrize(
     ("name", "breaks"),
     [
@@ -181,16 +192,6 @@ def test_an_engine_damaged_while_it_is_served_ends_the_server_after_its_restarts
     errors = log.with_suffix(".errors").read_text()
     assert "after 1 restarts in a row (--restarts)" in errors
     assert ".safetensors" in errors, "the end of the log says why"
-
-
-def test_prefixes_outlive_a_killed_engine(server: LiveServer) -> None:
-    expected = tokens(server, "grpc", DOCUMENT, SHORT).join().ids
-    wait_for(lambda: server.metric("kvseek:prefix_disk_files") == 2, "both extents on disk")
-    pid = server.kill("engine")
-    server.wait_replaced("engine", pid)
-    server.wait_ready()
-    assert tokens(server, "http_stream", DOCUMENT, SHORT).join().ids == expected
-    assert server.metric("kvseek:prefix_disk_loaded_tokens_total") == len(DOCUMENT) - 1
 
 
 def test_sigterm_lets_streams_finish_and_ends_the_others_as_shutdown(server: LiveServer) -> None:

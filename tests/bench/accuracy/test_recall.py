@@ -218,7 +218,7 @@ REAL_TOKENS = 3072
 @pytest.fixture(scope="module")
 def real_layers(smollm2_gguf: Path, document: str) -> list[CapturedLayer]:
     model, tokenizer = load_model(smollm2_gguf)
-    model.model.layers = model.model.layers[: max(LAYERS) + 1]
+    model.config.num_hidden_layers = max(LAYERS) + 1
     return capture(model, token_ids(tokenizer, document, REAL_TOKENS), queries=2048 + STEPS)
 
 

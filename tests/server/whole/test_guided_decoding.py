@@ -119,7 +119,7 @@ def test_guides_that_compile_slowly_are_refused(client: OpenAI, model: str) -> N
         for number, call in enumerate(slow):
             # One may have left, unless the machine is quicker than its client.
             kinds = (openai.APITimeoutError, openai.BadRequestError) if number == 0 else openai.BadRequestError
-            with pytest.raises(kinds, match="" if number == 0 else "fuel"):
+            with pytest.raises(kinds, match=None if number == 0 else "fuel"):
                 call.result()
     check(
         client.chat.completions.create(model=model, messages=TALK, response_format=form(SCHEMA))
