@@ -132,7 +132,8 @@ class FaultMachine(RuleBasedStateMachine):
 @contextmanager
 def machine(folder: Path) -> Iterator[type[FaultMachine]]:
     directory = build_soak_engine(folder, "full", extents=12)
-    answers = Engine.load(directory).generate([Request(prompt, max(COUNTS)) for prompt in PROMPTS])
+    engine = Engine.load(directory)
+    answers = [engine.generate([Request(prompt, max(COUNTS))])[0] for prompt in PROMPTS]
     flags = ("--restarts", "1000", "--disk_dir", str(folder / "prefixes"))
     with live_server(directory, folder / "server.log", *flags) as server:
         served = {"server": server, "answers": answers, "ended": Counter()}
