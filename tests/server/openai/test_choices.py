@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
@@ -18,11 +17,6 @@ from kvseek.server.errors import CodedError
 from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, usage
 
 TEXT = "the harbour ⚓ lit at dusk"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(random_model: RandomModel, build_engine: BuildEngine) -> Tokenizer:
-    return Tokenizer(build_engine(random_model("llama"), "full", "--max_batch_size", "1", "--max_seq_len", "400"))
 
 
 def choice(tokenizer: Tokenizer, *stop: str, streaming: bool = True, logprobs: int | None = None) -> Choice:
