@@ -14,7 +14,9 @@ from kvseek.bench.speed.ports import GENERATE, OPENAI, measure_ports, print_port
 def test_every_stream_of_both_ports_gets_its_tokens(
     random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = build_engine(random_model("llama"), "full", "--max_seq_len", "2000", "--max_input_len", "1500")
+    directory = build_engine(
+        random_model("llama", max_position_embeddings=2048), "full", "--max_seq_len", "2000", "--max_input_len", "1500"
+    )
     text, streams, tokens = ROOT / "examples/harbour_log.txt", 3, 20
     profile = tmp_path / "profile"
     results = measure_ports(directory, text, {"here": ROOT}, (streams, tokens), [0.001], 1, profile)
