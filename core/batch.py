@@ -1,4 +1,4 @@
-"""The requests of a decode step, as indexes and attention read them on any device (kernels/cuda/batch.cuh).
+"""The requests of a decode step and what is selected for them, as indexes and attention read them (kernels/cuda/batch.cuh).
 
 The kernels of a captured graph get the same arguments at every replay. All values that vary from step to step are in one
 int32 array of 16 numbers a request, which the engine writes before each step; on a GPU it is in device memory.
@@ -174,3 +174,18 @@ def buckets_for(max_batch_size: int) -> tuple[int, ...]:
 def bucket_of(batch: int) -> int:
     """Return the smallest bucket that holds a batch."""
     return next(size for size in BUCKETS if size >= batch)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Retrieval rows to attend to, on the engine's device. To attend to every row, a method returns None instead.
+
+    Attributes
+    ----------
+    rows : Tensor, int32 [batch, G, entries]
+        Places of the retrieval region, none of which occurs twice in one [batch, KV head]; -1 is no entry. Neighbouring places
+        should be neighbouring entries, because a GPU reads them together. Undefined for requests with `dense` set, and on a GPU
+        for those that only fill up a batch.
+    """
+
+    rows: Tensor

@@ -163,7 +163,7 @@ class Request:
     `max_tokens` may be 0 if log probabilities or logits of the prompt are asked for: then nothing is generated.
     `stop_words` are token sequences; output that ends with one stops there (the stop word stays in the output's token ids).
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
-    (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
+    (engine/schedule/scheduler.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
     request ends with an error, and a running request ends with the tokens it has and FinishReason.TIMEOUT. None: no limit.
     `waited_seconds` of it had passed before the submission, at a frontend.
     `cache_salt`: only requests of the same salt share what they have read (docs/conversations.md). `session`: the conversation

@@ -13,9 +13,9 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
+from kvseek.engine.retrieval import Observer
 from kvseek.plugins.registry import method_traits
 
-from .observer import Observer
 from .retrieval import Retrieval
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,25 +24,55 @@ from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
-from kvseek.engine.draws.sampling import Drawn, Sampler, greedy_token, overflow_remedy
+from kvseek.engine.decoder import Decoder
+from kvseek.engine.draws.sampling import Drawn, Launched, Sampler, greedy_token, overflow_remedy
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
-from kvseek.engine.schedule.flight import Flight
 from kvseek.engine.schedule.guides import Guides
-from kvseek.engine.schedule.prompt_scores import PromptScores
-from kvseek.engine.schedule.queue import RequestQueue
-from kvseek.engine.schedule.reading import PromptReader, Reading
-from kvseek.engine.schedule.scheduler import Scheduler
-from kvseek.engine.schedule.sequence import RequestSequence
+from kvseek.engine.schedule.reading import PromptReader, Reading, Work
+from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
+from kvseek.engine.schedule.sequence import PromptScores, RequestSequence
+from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.registry import method_traits
-
-from .decoder import Decoder
-from .tokenizer import Tokenizer
 
 MAX_NUM_TOKENS = 8192
 NO_DISK = DiskSettings()
 SOUND_ENDS = (FinishReason.END_ID, FinishReason.STOP_WORD, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A decode step that has been launched and not collected. Lists are by request, in the order of `sequences`.
+
+    Attributes
+    ----------
+    drawing : list of bool
+        Whether the token that is drawn is new; not where a request takes in again what it has generated.
+    cached : list of int
+        Tokens that each request has in the cache, that of the step included.
+    host_rows : list of float
+        See UsageMeter.rows.
+    refresh_seconds : float
+        The host's time for the upkeep that was due with the step.
+    begun : float
+        When the engine's step began in which it was launched, in seconds of time.perf_counter.
+    work : Work
+        What was read of prompts before it, since the step before it was launched.
+    leaving : list
+        Requests of the step that have ended since its launch, whose slots are closed when it has ended; and whether what they
+        have read is kept for others.
+    """
+
+    launched: Launched
+    sequences: list[RequestSequence]
+    drawing: list[bool]
+    cached: list[int]
+    host_rows: list[float]
+    refresh_seconds: float
+    begun: float
+    work: Work
+    leaving: list[tuple[RequestSequence, bool]] = field(default_factory=list)
 
 
 class Engine:

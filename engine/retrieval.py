@@ -11,19 +11,47 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import METHOD_NUMBERS, NUMBERS_COLUMN, REQUEST_FIELDS, Batch, give_scratch
+from kvseek.core.batch import METHOD_NUMBERS, NUMBERS_COLUMN, REQUEST_FIELDS, Batch, Selection, give_scratch
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.prompt_windows import row_tokens
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import Attention, Index
 from kvseek.plugins.registry import method_traits
 
-from .observer import Observer
+# Parts of a step, in order: "begin" and "head" once a step, the others once a layer.
+PARTS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "down", "head")
 
 Numbers = float | npt.NDArray[np.int32] | npt.NDArray[np.float64]
 BUILDS_IN_FLIGHT = 2  # layers of a prompt that are indexed on side streams at a time; each keeps its layer's keys
+
+
+class Observer:
+    """An object that is told what decode steps and prompts do.
+
+    Subclasses override the methods of interest; Decoder.observe installs one.
+
+    On a GPU `part_ended` and `selected` are called while a step is captured as a graph: work that they launch on the current
+    stream becomes part of the graph, and runs again at every replay.
+    """
+
+    def part_ended(self, name: str) -> None:
+        """Take note that the kernels of a part of the step have been launched; they are listed in PARTS.
+
+        On the CPU the part has run, and a layer in which all requests attend densely has no "select".
+        """
+
+    def prompt_part_ended(self, name: str) -> None:
+        """Take note that the kernels of a part of a layer have been launched for a chunk of a prompt, on a GPU.
+
+        The parts of a layer in PARTS, without "select".
+        """
+
+    def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
+        """Look at a layer's selection for queries [batch, H, D]. On the CPU requests that attend densely are left out."""
+
+    def step_ended(self, slots: Sequence[int]) -> None:
+        """Take note that a step of these slots has been launched; the indexes' upkeep, which may move rows, comes next."""
 
 
 class Retrieval:
@@ -67,15 +95,6 @@ class Retrieval:
         for hot in self.hot_rows:
             hot.forget(slot)
         self.cache.begin_prefill(slot, tokens)
-
-    def new_rows(self, tokens: int) -> Tensor:
-        """Allocate the keys or the values of a layer, [G, tokens, D].
-
-        The KV heads are `row_tokens` tokens apart.
-        """
-        model = self.config.model
-        distance = row_tokens(self.config, tokens)
-        return self.cache.window.new_empty(model.num_kv_heads, distance, model.head_dim)[:, :tokens]
 
     def reused(self, slot: int) -> int:
         """Return the number of the prompt's first tokens that are not read: an earlier request has left their rows."""

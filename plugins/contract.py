@@ -23,9 +23,8 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.index_context import IndexContext, ShapeLimits
-from kvseek.core.selection import Selection
 from kvseek.core.streams import SideWork
 
 LAST_QUERIES = 2048  # most queries of a prompt that Index.build is given

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.codes.store import NativeCodeStore
 from kvseek.kernels.cuda.codes.store import CudaCodeStore
 from kvseek.kernels.reference.codes.key_codes import BITS, QueryLanes, estimate_at, round_lanes

@@ -1,11 +1,11 @@
-"""Parts of a decode step (engine/observer.py): how the tables of all benchmarks group them, and their times on the CPU."""
+"""Parts of a decode step (engine/retrieval.py): how the tables of all benchmarks group them, and their times on the CPU."""
 
 from __future__ import annotations
 
 import time
 
 from kvseek.bench.timing import Clock
-from kvseek.engine.observer import Observer
+from kvseek.engine.retrieval import Observer
 
 GROUPS = {
     "GEMMs": ("qkv", "o", "gate_up", "down", "head"),

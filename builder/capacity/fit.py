@@ -26,7 +26,6 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError, require
 from kvseek.core.extents import extents_for
 from kvseek.core.ranks import divided
-from kvseek.engine.cache.host_pool import can_pin
 from kvseek.engine.cache.memory_layout import (
     MemoryLayout,
     host_rows,
@@ -36,6 +35,7 @@ from kvseek.engine.cache.memory_layout import (
     slot_count,
     window_bytes,
 )
+from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.loading.dry_run import DryRun
 from kvseek.engine.loading.memory import IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported

@@ -24,11 +24,11 @@ from kvseek.engine.loading.load import load_part
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
-from kvseek.engine.observer import Observer
 from kvseek.engine.parallel.cuda.gpus import check_gpus
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.parallel.ranks import Ranks
 from kvseek.engine.parallel.reports import STALL_SECONDS
+from kvseek.engine.retrieval import Observer
 
 from .commands import (
     Advance,

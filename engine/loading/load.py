@@ -23,9 +23,8 @@ from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import Draws
 from kvseek.engine.loading.supported import needs_cpu_library
-from kvseek.engine.model import bfloat16
 from kvseek.engine.model.cpu.model import TorchModel
-from kvseek.engine.model.cpu.products import HostProducts
+from kvseek.engine.model.cpu.products import HostProducts, bfloat16_works
 from kvseek.engine.model.cpu.steps import HostSteps
 from kvseek.engine.model.reference.attention import causal_attention
 from kvseek.engine.model.reference.operations import TorchOperations
@@ -64,7 +63,7 @@ def load_part(
 def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:
     config, library = maker.config, maker.library
     device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
-    if not bfloat16.usable() and dtype is torch.bfloat16:
+    if not bfloat16_works() and dtype is torch.bfloat16:
         raise KvseekError(
             "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
         )

@@ -20,13 +20,12 @@ from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_at
 from kvseek.engine.model.cuda.products import KernelProducts
 from kvseek.engine.model.cuda.steps import GraphSteps
 from kvseek.engine.model.prefill import logits_at_once
-from kvseek.engine.model.random_weights import make_weights, random_seed
+from kvseek.engine.model.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.model.reference.products import Products
-from kvseek.engine.model.weights import load_weights
+from kvseek.engine.model.weights import load_weights, make_weights, random_seed
 from kvseek.engine.parallel.cuda.layer import RankLayerKernels
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
-from kvseek.engine.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
 from kvseek.kernels.cuda.layer.layer import LayerKernels

@@ -15,7 +15,7 @@ from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
 from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import STAGED_EXTENTS
 from kvseek.engine.model.block_sparse import sparse_bytes
-from kvseek.engine.prompt_windows import (
+from kvseek.engine.model.prompt_windows import (
     BLOCKS_TOGETHER,
     LSE_NUMBERS,
     filled_up,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvseek.core.config import KEY_BLOCK
 from kvseek.engine.model.library_attention import OCCUPYING_QUERIES, cudnn_attention, flash_attention
+from kvseek.engine.model.prompt_windows import LSE_NUMBERS, power_of_two
 from kvseek.engine.model.reference.attention import BlockAttention, CausalAttention
-from kvseek.engine.prompt_windows import LSE_NUMBERS, power_of_two
 
 from .repeated_tokens import MOST_PLACES, RepeatedTokens
 

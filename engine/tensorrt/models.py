@@ -17,9 +17,9 @@ from torch import Tensor
 from kvseek.core.batch import LATEST, Batch, buckets_for
 from kvseek.core.errors import KernelError
 from kvseek.core.streams import to_device
-from kvseek.engine.model.cuda.graphs import StepResult
+from kvseek.engine.model.cuda.steps import StepResult
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers, new_rows
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
@@ -254,8 +254,8 @@ class WholeModel:
         call, and TensorRT's memory does not.
         """
         n, scaling = keys.shape[0], self._model.head_dim**-0.5
-        own_keys = self._retrieval.new_rows(n).copy_(keys.transpose(0, 1))
-        own_values = self._retrieval.new_rows(n).copy_(values.transpose(0, 1))
+        own_keys = new_rows(self._retrieval, n).copy_(keys.transpose(0, 1))
+        own_values = new_rows(self._retrieval, n).copy_(values.transpose(0, 1))
         out.copy_(causal_attention_device(queries.transpose(0, 1), own_keys, own_values, scaling))
         last = queries[-LAST_QUERIES:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
         self._retrieval.store_layer(layer, slot, own_keys, own_values, last)

@@ -13,11 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError, require
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.core.streams import SideStream, SideWork
 from kvseek.kernels.arguments import pointers
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore

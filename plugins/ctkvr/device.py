@@ -8,11 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers, require_numbered_rows
 from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.splits import address

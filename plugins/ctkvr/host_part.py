@@ -14,10 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import LayerRows
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers
 from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.splits import address

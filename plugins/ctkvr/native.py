@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext, LayerRows, ShapeLimits
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers, require_fit
 from kvseek.kernels.reference.codes.key_codes import STEPS
 from kvseek.kernels.reference.codes.store import CodeStore

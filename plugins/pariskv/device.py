@@ -7,10 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_keys, require_numbered_rows
 from kvseek.kernels.cuda.selection import SelectionWorkspace, require_head_dim
 from kvseek.kernels.structs import c_struct

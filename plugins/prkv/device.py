@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import require
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
 from kvseek.kernels.cuda.selection import SelectionWorkspace

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import extents_for
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.plugins.contract import Effort, Index
 from kvseek.plugins.ranking import softmax_mean
 

@@ -12,11 +12,10 @@ from tests.support.device_stand_ins import make_decoder
 from tests.support.prefill import run_prefill
 from torch import Tensor
 
-from kvseek.core.batch import Batch
-from kvseek.core.selection import Selection
+from kvseek.core.batch import Batch, Selection
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
-from kvseek.engine.observer import PARTS, Observer
+from kvseek.engine.retrieval import PARTS, Observer
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
 LIMITS = ("--max_batch_size", "3", "--max_seq_len", "400", "--prefill_chunk_tokens", "50", "--kernels", "reference")

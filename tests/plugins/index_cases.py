@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.plugins.contract import Index
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex

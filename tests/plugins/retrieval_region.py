@@ -12,12 +12,11 @@ import torch
 from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import LayerRows
-from kvseek.core.selection import Selection
 from kvseek.kernels.reference.attention.attend import selected_places
 from kvseek.plugins.contract import Index
 from kvseek.plugins.registry import get_method

@@ -11,13 +11,12 @@ import torch
 from tests.support.draws import make_draws
 from torch import Tensor
 
-from kvseek.core.batch import Batch, buckets_for
+from kvseek.core.batch import Batch, Selection, buckets_for
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.index_context import IndexContext
 from kvseek.core.ranks import rank_config
 from kvseek.core.rope import Rotation
-from kvseek.core.selection import Selection
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.prefix import reuses_prefixes

@@ -5,7 +5,7 @@ wrote to the newest window rows in between changes values, not work. No step evi
 
 Indexes and hot rows have a state by position (rings of queries, buffers of rows), so positions over one index
 only ever ascend: those who share one run one after the other, each from where the one before stopped. The baseline may take
-turns with any of them, for it has no state. Observers (engine/observer.py) time the parts of a step or a prompt.
+turns with any of them, for it has no state. Observers (engine/retrieval.py) time the parts of a step or a prompt.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvseek.bench.speed.device.floors import elapsed_seconds, timing_event
 from kvseek.bench.speed.device.memory_plan import Cell
 from kvseek.bench.speed.device.options import WARMUP
 from kvseek.core.errors import KvseekError
-from kvseek.engine.observer import Observer
+from kvseek.engine.retrieval import Observer
 from kvseek.kernels.cuda.attention.hot_rows import hit_rate
 
 if TYPE_CHECKING:
     from kvseek.bench.speed.device.bench import BenchDecoder
     from kvseek.core.batch import Batch
     from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.cuda.graphs import StepResult
+    from kvseek.engine.model.cuda.steps import StepResult
     from kvseek.engine.retrieval import Retrieval
 
 PART_REPEATS = 9  # replays of the graph that times the parts of a step; the median counts
@@ -170,7 +170,7 @@ class DeviceContestant:
         The events stand between kernels that otherwise overlap a little, so the sum exceeds the time of a step.
         """
         from kvseek.core.batch import bucket_of
-        from kvseek.engine.model.cuda.graphs import DecodeStep
+        from kvseek.engine.model.cuda.steps import DecodeStep
 
         clock = PartClock()
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.engine.cache.cache import Cache
     from kvseek.engine.cache.row_storage import RowStorage
-    from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
+    from kvseek.engine.model.cuda.steps import DecodeStep, StepResult
     from kvseek.engine.retrieval import Retrieval
 
 SELECTIONS = 32  # of a graph
@@ -62,7 +62,7 @@ class SelectionGraph:
         return elapsed_seconds(first, last) / SELECTIONS
 
     def _capture(self) -> DecodeStep:
-        from kvseek.engine.model.cuda.graphs import DecodeStep
+        from kvseek.engine.model.cuda.steps import DecodeStep
 
         cache: Cache = self.retrieval.cache
         step = DecodeStep(self.queries.shape[1], cache.padding_state(), cache.extents.device_table, self._launch)
@@ -71,7 +71,7 @@ class SelectionGraph:
         return step
 
     def _launch(self, batch: Batch) -> StepResult:
-        from kvseek.engine.model.cuda.graphs import StepResult
+        from kvseek.engine.model.cuda.steps import StepResult
 
         indexes, last, made = self.retrieval.indexes, self.queries[0], 0
         dense: set[int] = set()  # layers that attend to every row

@@ -1,9 +1,13 @@
-"""The model on the CPU: Llama, Qwen2 and Qwen3. layer.py has a layer's products, operations.py what stands between them."""
+"""The model on the CPU: Llama, Qwen2 and Qwen3. layer.py has a layer's products, operations.py what stands between them.
+
+In a decode step, requests that attend to every row and requests that retrieve attend apart.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,23 +15,75 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch
 from kvseek.core.rope import RotaryEmbedding
-from kvseek.engine.model.continuation import Continuation
 from kvseek.engine.model.layer import Head, Layer
-from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import (
+    NO_TAKERS,
+    AttendChunk,
+    Continuation,
+    LayerwiseModel,
+    Prefill,
+    Prompts,
+    Stream,
+    Takers,
+)
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.reference.operations import LayerOperations
 from kvseek.engine.model.reference.products import Products
-from kvseek.engine.model.stream import Stream
 from kvseek.engine.retrieval import Retrieval
-
-from .batch import HostBatch
 
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of a decode step: layer, queries [batch, H, D] to outputs [batch, H, D]."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """Requests of a batch that attend the same way: to every row (`dense`), or to selected rows."""
+
+    requests: list[int]
+    batch: Batch
+    dense: bool
+
+
+class HostBatch:
+    """The requests of one step over a retrieval, as Retrieval.begin_step returns them.
+
+    Attributes
+    ----------
+    batch : Batch
+        All requests.
+    """
+
+    def __init__(self, retrieval: Retrieval, states: Tensor) -> None:
+        self.batch = Batch(states, retrieval.cache.extents.table)
+        self._retrieval, self._groups = retrieval, _groups(self.batch)
+
+    def attend(self, layer: int, queries: Tensor) -> Tensor:
+        """Attend group by group: queries and outputs [batch, H, D]."""
+        if len(self._groups) == 1:
+            return self._attend_alike(layer, queries.contiguous(), self._groups[0])
+        out = torch.empty_like(queries)
+        for group in self._groups:
+            out[group.requests] = self._attend_alike(layer, queries[group.requests], group)
+        return out
+
+    def _attend_alike(self, layer: int, queries: Tensor, group: Group) -> Tensor:
+        """Attend for the requests of a group, whose queries these are."""
+        attend = self._retrieval.attend_densely if group.dense else self._retrieval.attend
+        return attend(layer, queries, group.batch)
+
+
+def _groups(batch: Batch) -> list[Group]:
+    dense = [bool(number) for number in batch.column("dense").tolist()]
+    groups = []
+    for wanted in (True, False):
+        requests = [request for request, is_dense in enumerate(dense) if is_dense == wanted]
+        if requests:
+            groups.append(Group(requests, batch if len(requests) == batch.size else batch.subset(requests), wanted))
+    return groups
+
+
 class TorchModel(LayerwiseModel[Stream]):
-    """Runs prompts and decode steps on the CPU; a BlockReader of engine/model/continuation.py.
+    """Runs prompts and decode steps on the CPU; a BlockReader of engine/model/prefill.py.
 
     Parameters
     ----------

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvseek.core.batch import LATEST
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, greedy_token, sampled
+from kvseek.engine.model.cpu.model import HostBatch
 from kvseek.engine.retrieval import Retrieval
 
-from .batch import HostBatch
 from .model import TorchModel
 
 

@@ -12,7 +12,7 @@ GPU, too.
 
 cuDNN compiles a plan for each combination of sizes and strides, in some 60 ms, and PyTorch keeps it for good. So the sizes of
 blocks, the number of them in a call and the number of queries, which are filled up, are few, and the KV heads of a prompt's keys
-are equally spaced in all long prompts (Retrieval.new_rows).
+are equally spaced in all long prompts (`new_rows` of prefill.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvseek.engine.model.library_attention import (
     cudnn_attention,
     flash_attention,
 )
-from kvseek.engine.prompt_windows import (
+from kvseek.engine.model.prompt_windows import (
     FEWEST_QUERIES,
     SHORTEST_BLOCK,
     Blocks,

@@ -12,13 +12,21 @@ from torch import Tensor
 from kvseek.core.batch import Batch, buckets_for
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.streams import to_device
-from kvseek.engine.model.continuation import BlockReader, Continuation
-from kvseek.engine.model.cuda.graphs import StepResult
+from kvseek.engine.model.cuda.steps import StepResult
 from kvseek.engine.model.layer import Head, Layer
-from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import (
+    NO_TAKERS,
+    AttendChunk,
+    BlockReader,
+    Continuation,
+    LayerwiseModel,
+    Prefill,
+    Prompts,
+    Stream,
+    Takers,
+)
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.reference.products import Products
-from kvseek.engine.model.stream import Stream
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import REQUEST_FIELDS, Batch
+from kvseek.core.batch import REQUEST_FIELDS, Batch, Selection
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import LayerRows, ShapeLimits
-from kvseek.core.selection import Selection
 from kvseek.kernels.structs import c_struct
 
 from .hot_rows import HotRows

@@ -23,7 +23,7 @@ from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.bench.timing import Samples, interleave, measure, turns
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import KvseekError
-from kvseek.engine.observer import PARTS
+from kvseek.engine.retrieval import PARTS
 
 CONTEXT = 300
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")

@@ -15,17 +15,16 @@ from tests.support.prefill import run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
-from kvseek.core.batch import LATEST, Batch
+from kvseek.core.batch import LATEST, Batch, Selection
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
-from kvseek.core.selection import Selection
 from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import device_retrieval
 from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.model.cuda.steps import GraphSteps
-from kvseek.engine.observer import PARTS, Observer
+from kvseek.engine.retrieval import PARTS, Observer
 from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu

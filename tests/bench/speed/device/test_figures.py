@@ -36,7 +36,7 @@ from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.layer import Layer
-from kvseek.engine.model.random_weights import weight_shapes
+from kvseek.engine.model.weights import weight_shapes
 from kvseek.plugins.measurements.costs import SelectionCosts
 
 KIB = 1024

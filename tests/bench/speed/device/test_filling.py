@@ -11,10 +11,9 @@ from torch import Tensor
 from kvseek.bench.speed.device import filling
 from kvseek.bench.speed.device.filling import Filler, Spectrum, SyntheticKeys
 from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
-from kvseek.core.selection import Selection
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage

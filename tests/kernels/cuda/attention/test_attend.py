@@ -9,12 +9,11 @@ import pytest
 import torch
 from tests.plugins.index_cases import context_of
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import LayerRows
-from kvseek.core.selection import Selection
 from kvseek.kernels.cuda.attention.attend import AttendArguments, DeviceAttention, LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames, fitting_steps, hit_rate
 from kvseek.kernels.cuda.attention.splits import MAX_SPLITS, HeadTiles, Splits
