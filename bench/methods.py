@@ -84,6 +84,6 @@ def batch_of(index: Index, slot: int = 0, position: int | None = None) -> Batch:
         slot=slot,
         position=length if position is None else position,
         length=length,
-        numbers=index.effort(length).numbers,
+        method_fields=index.budget(length).method_fields,
     )
     return Batch.of([state], context.extents.device_table)

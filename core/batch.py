@@ -22,7 +22,7 @@ from kvseek.core.extents import extents_for
 REQUEST_FIELDS = 16
 # Batch sizes for which a GPU has captured steps; units.cuh counts up to the largest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-METHOD_NUMBERS = 6  # fields of a request that are the method's own
+METHOD_FIELDS = 6  # fields of a request that are the method's own
 LATEST = -1  # in place of a token: the one that the step before drew, which the host need not know yet
 
 
@@ -48,8 +48,8 @@ class RequestState:
         Tokens in the retrieval region.
     dense : bool
         Whether the request attends to every row, so that nothing is selected for it.
-    numbers : tuple of int
-        Effort.numbers of the method for this length, at most 6.
+    method_fields : tuple of int
+        Budget.method_fields of the method for this length, at most 6.
     """
 
     token: int = 0
@@ -61,12 +61,12 @@ class RequestState:
     ring_rows: int = 0
     length: int
     dense: bool = False
-    numbers: tuple[int, ...] = ()
+    method_fields: tuple[int, ...] = ()
 
     def packed(self, scratch: int = 0) -> tuple[int, ...]:
         """Return the 16 numbers that kernels read; `scratch` is the request's first scratch extent in its batch."""
-        own = self.numbers
-        assert len(own) <= METHOD_NUMBERS, f"a method has at most {METHOD_NUMBERS} numbers, not {len(own)}"
+        own = self.method_fields
+        assert len(own) <= METHOD_FIELDS, f"a method has at most {METHOD_FIELDS} fields, not {len(own)}"
         return (  # field by field: dataclasses.astuple copies deeply, in every step for every request
             self.token,
             self.slot,
@@ -78,13 +78,13 @@ class RequestState:
             self.length,
             int(self.dense),
             *own,
-            *(0,) * (METHOD_NUMBERS - len(own)),
+            *(0,) * (METHOD_FIELDS - len(own)),
             scratch,
         )
 
 
 _COLUMNS = {field.name: number for number, field in enumerate(fields(RequestState))}
-NUMBERS_COLUMN = _COLUMNS["numbers"]
+METHOD_COLUMN = _COLUMNS["method_fields"]
 
 
 def pack(states: Sequence[RequestState]) -> Tensor:

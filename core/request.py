@@ -139,7 +139,7 @@ class SamplingConfig:
         return self.temperature == 0 or self.top_p == 0
 
     @property
-    def tells(self) -> bool:
+    def scores_tokens(self) -> bool:
         """Whether something is returned with each token."""
         return self.logprobs is not None or self.return_generation_logits
 
@@ -147,7 +147,7 @@ class SamplingConfig:
     def needs_logits(self) -> bool:
         """Whether something changes the logits, or they are asked for: then the largest is not enough."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
-        return self.repetition_penalty != 1 or any(changed) or self.tells or self.guide is not None
+        return self.repetition_penalty != 1 or any(changed) or self.scores_tokens or self.guide is not None
 
     @property
     def scores_prompt(self) -> bool:

@@ -13,7 +13,7 @@ struct Request {
     int ring_rows;   // valid ring rows from there; they wrap. Counts the row of `token`
     int length;      // tokens in the retrieval region
     int dense;       // attend to the whole retrieval region: no selection was made
-    int numbers[6];  // the method's own (Effort.numbers)
+    int method_fields[6];  // Budget.method_fields of the method
     int scratch;     // the request's first extent in arrays of a selection's intermediate results
                      // (IndexContext.scratch_extents)
 };

@@ -24,7 +24,7 @@ from kvseek.kernels.reference.codes.key_codes import BITS, QueryLanes, estimate_
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.kernels.reference.codes.store import CodeStore
 
-from .contract import Effort, Index
+from .contract import Budget, Index
 
 
 class RankedIndex(Index):
@@ -34,9 +34,9 @@ class RankedIndex(Index):
         super().__init__(context)
         self.config: Any = context.config
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are the top k."""
-        return Effort(min(self.config.top_k, length))
+    def budget(self, length: int) -> Budget:
+        """See Index.budget. The rows are the top k."""
+        return Budget(min(self.config.top_k, length))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
         """See Index.select. Rows int32 [batch, G, top_k] ascend; -1 fills up."""

@@ -46,7 +46,7 @@ class HostClock(Observer):
         self.seconds: dict[str, float] = {}
         self._last = self._clock()
 
-    def part_ended(self, name: str) -> None:
+    def op_launched(self, name: str) -> None:
         """See Observer."""
         now = self._clock()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last

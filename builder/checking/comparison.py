@@ -18,9 +18,9 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.cpu.products import bfloat16_works
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.cuda.gpus import ranks_share_gpus
 
 from .reference import reference_logits

@@ -284,13 +284,13 @@ class Cache:
         rows[:, 6] = np.maximum(0, tokens - sink) - lengths
         rows[:, 7] = lengths
 
-    def state(self, slot: int, token: int, numbers: tuple[int, ...], dense: bool) -> RequestState:
+    def state(self, slot: int, token: int, method_fields: tuple[int, ...], dense: bool) -> RequestState:
         """Return what indexes and attention read about one request; see `describe`."""
         rows = np.zeros((1, REQUEST_FIELDS), dtype=np.int32)
         self.describe([slot], rows)
         names = ("slot", "position", "write_row", "sink_rows", "ring_first", "ring_rows", "length")
         fields = dict(zip(names, rows[0, 1 : 1 + len(names)].tolist(), strict=True))
-        return RequestState(token=token, dense=dense, numbers=numbers, **fields)
+        return RequestState(token=token, dense=dense, method_fields=method_fields, **fields)
 
     def padding_state(self) -> RequestState:
         """Return the state of a request that fills up a graph's bucket: it has one token and attends to that alone."""

@@ -60,13 +60,13 @@ class DrawRows:
         ----------
         tokens : Tensor, int32 [drawn for, DRAWN_WORDS], on the CPU
         logits : sequence of Tensor [vocabulary], on the CPU
-            Those of the requests `told`.
+            Those of `logit_rows`.
         """
         found = tokens.numpy()
         drawn: list[Drawn | int] = found[:, 0].tolist()
         rest = iter(logits)
         for number, (sampler, status) in enumerate(zip(self._samplers, found[:, 1].tolist(), strict=True)):
-            if status != DRAWN or sampler.params.tells:
+            if status != DRAWN or sampler.params.scores_tokens:
                 drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), sampler, rest)
         if len(drawn) == len(self._refused):
             return drawn
@@ -74,7 +74,7 @@ class DrawRows:
         return [next(others) if one is None else one for one in self._refused]
 
     @property
-    def told(self) -> list[int]:
+    def logit_rows(self) -> list[int]:
         """Rows of the logits that requests ask for."""
         return [row for row, one in zip(self.rows, self._samplers, strict=True) if one.params.return_generation_logits]
 
@@ -207,13 +207,13 @@ class CompiledDraws:
         try:
             packed = pack_rows(rows, samplers, logits.device, self._kernel.work_bytes, places)
             tokens = self._kernel(logits, packed.buffer, len(packed.rows))
-            copies = HostCopy([tokens, *(logits[row] for row in packed.told)])
+            copies = HostCopy([tokens, *(logits[row] for row in packed.logit_rows)])
         except Exception as error:  # too little memory, say: requests that draw nothing go on
             failed: list[Drawn | int] = [Drawn(error=error) for _ in rows]
             return lambda: failed
 
         def finish() -> list[Drawn | int]:
-            found, *told = copies.wait()
-            return packed.results(found, told)
+            found, *logits_copied = copies.wait()
+            return packed.results(found, logits_copied)
 
         return finish

@@ -14,11 +14,11 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.cache.memory_layout import Footprint
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.cuda.products import KernelProducts
-from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.prefill import logits_at_once
 from kvseek.engine.model.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.model.reference.products import Products
@@ -74,12 +74,12 @@ class TorchRuntime:
             prompt_attention(retrieval, kernels),
             device_products(self.config, kernels, self.ranks),
         )
+        reader: GraphDecoder | None = None
         if self.config.cache.cached_prefill == "sparse":
             cold = without_hot_rows(retrieval)
-            reader = GraphSteps(model.with_retrieval(cold), cold)
+            model.reader = reader = GraphDecoder(model.with_retrieval(cold), cold)
             reader.prepare()
-            model.reader = reader
-        return Decoder(model, retrieval, GraphSteps(model, retrieval, CompiledDraws(DeviceDraw(kernels))))
+        return GraphDecoder(model, retrieval, CompiledDraws(DeviceDraw(kernels)), reader=reader)
 
 
 def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> Products:

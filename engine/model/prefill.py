@@ -35,14 +35,14 @@ RotatePrompt = Callable[[int, int, int], Rotation]
 
 Prompt = TypeVar("Prompt")
 Prompts = Sequence[tuple[int, Sequence[int]]]  # slot and token ids of each prompt
-TakeLogits = Callable[[int, Tensor], None]
+LogitsCallback = Callable[[int, Tensor], None]
 """Takes logits of consecutive tokens of a prompt, float32 [tokens, vocabulary] on the engine's device; the number is the first
 token's position."""
-Takers = Mapping[int, TakeLogits]  # by slot
+LogitsCallbacks = Mapping[int, LogitsCallback]  # by slot
 AttendChunk = Callable[[Tensor], Tensor]
 """Causal attention of a chunk's queries [H, chunk, D], each prompt to itself; returns [chunk, H, D]."""
 Rows = tuple[Tensor, Tensor]  # keys and values of a layer, [G, n, D]
-NO_TAKERS: Takers = {}
+NO_CALLBACKS: LogitsCallbacks = {}
 # Most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room.
 PIECE_LOGITS = 1 << 22
 BLOCK_TOKENS = 32  # least tokens of a block: fewer would hardly take less time, as the weights are read for each block
@@ -152,17 +152,17 @@ class Prefill(ABC):
     slots : tuple of int
     borders : tuple of int
         The tokens of prompt i are rows borders[i] .. borders[i + 1] - 1 of the pack.
-    takers : mapping
+    on_logits : mapping
         Functions that are given the logits of all tokens of a prompt, piece by piece and in order; prompts without one cost
         nothing more.
     """
 
-    def __init__(self, retrieval: Retrieval, prompts: Prompts, takers: Takers = NO_TAKERS) -> None:
+    def __init__(self, retrieval: Retrieval, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> None:
         self.slots = tuple(slot for slot, _ in prompts)
         self.ids = [token for _, ids in prompts for token in ids]
         self.borders = tuple(accumulate((len(ids) for _, ids in prompts), initial=0))
         self.retrieval, self._begun = retrieval, False
-        self.takers = takers
+        self.on_logits = on_logits
         self.dropped: set[int] = set()
 
     @property
@@ -183,7 +183,7 @@ class Prefill(ABC):
     def advance(self, max_tokens: int) -> int:
         """Run one unit of work over at most `max_tokens` tokens, unless the model has units of a fixed size.
 
-        Returns the work done: tokens, times the layers that they passed; 0 for a unit that computed logits for `takers`. An
+        Returns the work done: tokens, times the layers that they passed; 0 for a unit that computed logits for `on_logits`. An
         exception ends this prefill and affects no other: CapacityError if the device's memory does not suffice.
         """
         with self._guard():
@@ -264,9 +264,9 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         sparse = self.config.prefill_attention == "block_sparse"
         self.sparse = BlockSparseAttention(self.config, attention, mass_of(self.config, attention)) if sparse else None
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
         """See PromptModel.prefill."""
-        return LayerwisePrefill(self, self.retrieval, prompts, takers)
+        return LayerwisePrefill(self, self.retrieval, prompts, on_logits)
 
     @abstractmethod
     def begin_prompt(self, prefill: Prefill) -> Prompt:
@@ -292,13 +292,17 @@ class LayerwiseModel(ABC, Generic[Prompt]):
 class LayerwisePrefill(Prefill):
     """Reads layer by layer, in units of one layer and one chunk of tokens; a pack of several prompts in one chunk.
 
-    Units that compute the logits for `takers`, at most PIECE_LOGITS each, follow the last layer.
+    Units that compute the logits for `on_logits`, at most PIECE_LOGITS each, follow the last layer.
     """
 
     def __init__(
-        self, model: LayerwiseModel[Any], retrieval: Retrieval, prompts: Prompts, takers: Takers = NO_TAKERS
+        self,
+        model: LayerwiseModel[Any],
+        retrieval: Retrieval,
+        prompts: Prompts,
+        on_logits: LogitsCallbacks = NO_CALLBACKS,
     ) -> None:
-        super().__init__(retrieval, prompts, takers)
+        super().__init__(retrieval, prompts, on_logits)
         self._model, self._layers = model, model.model.num_layers
         self._prompt: Any = None  # what the model keeps from layer to layer
         # Of a prompt whose first tokens have rows already, no layer reads these. Prompts of a pack have no such tokens.
@@ -307,7 +311,7 @@ class LayerwisePrefill(Prefill):
         self._rows: Rows | None = None  # keys and values of the layer
         self._next: tuple[Rows, SideWork] | None = None  # those of the next one, whose first tokens are on their way
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
-        asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in takers]
+        asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in on_logits]
         self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
         self._scored = 0  # of these rows
         self._units = score_units(asked, logits_at_once(model.model))
@@ -399,16 +403,16 @@ class LayerwisePrefill(Prefill):
         return self._queries[0][:, first:stop][:, -LAST_QUERIES:].contiguous()
 
     def _score(self) -> None:
-        """Compute the logits of the next unit of rows, and hand them to their takers."""
+        """Compute the logits of the next unit of rows, and pass them to their callbacks."""
         unit = next(self._units)
         self._scored += sum(piece.stop - piece.start for _, piece in unit)
         wanted = [(slot, piece) for slot, piece in unit if slot not in self.dropped]
         if wanted:
             logits = self._model.logits_of(self._prompt, [(piece.start, piece.stop) for _, piece in wanted])
-            wait_for_stream(logits.device)  # takers copy to the host
+            wait_for_stream(logits.device)  # callbacks copy to the host
             parts = torch.split(logits, [piece.stop - piece.start for _, piece in wanted])
             for (slot, piece), part in zip(wanted, parts, strict=True):
-                self.takers[slot](piece.start - piece.first, part)
+                self.on_logits[slot](piece.start - piece.first, part)
 
     def _logits(self) -> Tensor:
         return self._model.logits_of(self._prompt, [(stop - 1, stop) for stop in self.borders[1:]])

@@ -43,8 +43,8 @@ from torch import Tensor
 from kvseek.core.errors import LogitsError
 from kvseek.core.extents import extents_for
 from kvseek.engine.cache.prefixes.cache import PrefixCache
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import check_finite
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.prefill import Prefill
 from kvseek.engine.schedule.sequence import RequestSequence
 
@@ -314,8 +314,8 @@ class PromptReader:
             if not short and not self._look_up(chosen[0], beside):
                 return None
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
-            takers = {sequence.slot: sequence.unscored.take for sequence in chosen if sequence.unscored is not None}
-            self._jobs[short] = Job(self._decoder.prefill(prompts, takers), chosen)
+            on_logits = {sequence.slot: sequence.unscored.take for sequence in chosen if sequence.unscored is not None}
+            self._jobs[short] = Job(self._decoder.prefill(prompts, on_logits), chosen)
         return self._jobs[short]
 
     def _look_up(self, sequence: RequestSequence, beside: bool) -> bool:

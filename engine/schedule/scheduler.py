@@ -361,7 +361,7 @@ class Scheduler:
     def remove(self, sequence: RequestSequence) -> None:
         """Take a running sequence out; `close` follows."""
         self.running.remove(sequence)
-        sequence.over = True
+        sequence.finished = True
 
     def close(self, sequence: RequestSequence, keep: bool) -> None:
         """Free the slot and extents of a sequence that was taken out; `keep`: as far as its rows are not kept for others."""

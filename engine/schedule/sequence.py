@@ -84,9 +84,9 @@ class RequestSequence:
         What it has left when it was preempted last.
     progress : float
         The largest share of its prompt's reading that the client has been told.
-    flights : int
+    steps_in_flight : int
         Steps that have been launched with it and not collected.
-    over : bool
+    finished : bool
         Whether it has ended. A step that was launched before may still compute a row for it.
     """
 
@@ -106,8 +106,8 @@ class RequestSequence:
     stalled: bool = False
     left: LeftRows | None = None
     progress: float = 0.0
-    flights: int = 0
-    over: bool = False
+    steps_in_flight: int = 0
+    finished: bool = False
 
     def ended(self, reason: FinishReason) -> StepOutput:
         """Make the last output, without a token, of a request that ends without an error."""

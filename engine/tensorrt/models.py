@@ -19,7 +19,15 @@ from kvseek.core.errors import KernelError
 from kvseek.core.streams import to_device
 from kvseek.engine.model.cuda.steps import StepResult
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers, new_rows
+from kvseek.engine.model.prefill import (
+    NO_CALLBACKS,
+    AttendChunk,
+    LayerwiseModel,
+    LogitsCallbacks,
+    Prefill,
+    Prompts,
+    new_rows,
+)
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
@@ -234,7 +242,7 @@ class WholeModel:
         self._plan, self._serving, self._retrieval = plan, serving, retrieval
         self._tensors, self._model = PlanTensors(retrieval, ops), retrieval.config.model
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
         """See PromptModel.prefill."""
         return WholePrefill(self, self._retrieval, prompts)
 

@@ -17,7 +17,7 @@ from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.splits import address
 from kvseek.kernels.cuda.codes.store import CudaCodeStore
 from kvseek.kernels.cuda.selection import require_head_dim
-from kvseek.plugins.contract import Attention, Effort, Index
+from kvseek.plugins.contract import Attention, Budget, Index
 
 from .config import Config
 from .device_build import DeviceBuilder
@@ -102,9 +102,9 @@ class CudaIndex(Index):
         """See ReferenceIndex.append. Runs on the current stream."""
         self.reference.append(slot, start, keys)
 
-    def effort(self, length: int) -> Effort:
-        """See ReferenceIndex.effort."""
-        return self.reference.effort(length)
+    def budget(self, length: int) -> Budget:
+        """See ReferenceIndex.budget."""
+        return self.reference.budget(length)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See Index.select. Launches three kernels, or two with host cores. Rows ascend."""

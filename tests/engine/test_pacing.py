@@ -92,7 +92,7 @@ class Server:
                 model=SimpleNamespace(num_layers=machine.layers), prefill_chunk_tokens=chunk, max_input_len=1 << 20
             ),
             cache=cache,
-            prefill=lambda prompts, takers: SimulatedPrefill(machine, prompts, self._spend),
+            prefill=lambda prompts, on_logits: SimulatedPrefill(machine, prompts, self._spend),
         )
         prefixes: Any = SimpleNamespace(
             cache=SimpleNamespace(prefixes={}),

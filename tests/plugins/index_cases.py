@@ -146,12 +146,12 @@ def shared_with_exact(index: Callable[[Tensor], Index]) -> float:
 
 
 def batch_of(index: Index, slots: Sequence[int], dense: Collection[int] = ()) -> Batch:
-    """Requests of slots, some of them dense, with the index's effort for their lengths."""
+    """Requests of slots, some of them dense, with the index's budgets for their lengths."""
     context, states = index.context, []
     for slot in slots:
         length = context.lengths[slot]
-        numbers = index.effort(length).numbers if length else ()
-        states.append(RequestState(slot=slot, length=length, numbers=numbers, dense=slot in dense))
+        fields = index.budget(length).method_fields if length else ()
+        states.append(RequestState(slot=slot, length=length, method_fields=fields, dense=slot in dense))
     return Batch.of(states, context.extents.device_table)
 
 

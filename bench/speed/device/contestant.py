@@ -56,7 +56,7 @@ class PartClock(Observer):
         self._events, self._names = [], []
         self._record()
 
-    def part_ended(self, name: str) -> None:
+    def op_launched(self, name: str) -> None:
         """See Observer."""
         self._names.append(name)
         self._record()
@@ -81,9 +81,9 @@ class PromptClock(PartClock):
     def __init__(self) -> None:
         super().__init__(in_graph=False)
 
-    def prompt_part_ended(self, name: str) -> None:
+    def prompt_op_launched(self, name: str) -> None:
         """See Observer."""
-        self.part_ended(name)
+        self.op_launched(name)
 
 
 @contextmanager
@@ -210,7 +210,7 @@ class DeviceContestant:
         for slot in self._slots:
             self.cache.tokens[slot] = self._context + self._done
         self._done += 1
-        self._step = self.decoder.steps.step(bucket_of(len(self._slots)))
+        self._step = self.decoder.step(bucket_of(len(self._slots)))
         self._states, attended = self.decoder.retrieval.begin_step(self._tokens, self._slots)
         self.attended = sum(attended) / len(attended)
         self._step.load(self._states)

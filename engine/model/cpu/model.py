@@ -17,14 +17,14 @@ from kvseek.core.batch import Batch
 from kvseek.core.rope import RotaryEmbedding
 from kvseek.engine.model.layer import Head, Layer
 from kvseek.engine.model.prefill import (
-    NO_TAKERS,
+    NO_CALLBACKS,
     AttendChunk,
     Continuation,
     LayerwiseModel,
+    LogitsCallbacks,
     Prefill,
     Prompts,
     Stream,
-    Takers,
 )
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.reference.operations import LayerOperations
@@ -115,11 +115,11 @@ class TorchModel(LayerwiseModel[Stream]):
         self.head = Head.of(self.model, weights, products)
         self.rope = RotaryEmbedding(self.model, embed.device)
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
         """See PromptModel.prefill."""
         if self.retrieval.resumes([slot for slot, _ in prompts]):
             return Continuation(self, self.retrieval, prompts)
-        return super().prefill(prompts, takers)
+        return super().prefill(prompts, on_logits)
 
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
         """See BlockReader."""
@@ -152,7 +152,7 @@ class TorchModel(LayerwiseModel[Stream]):
 
         Returns float32 [requests, vocabulary].
         """
-        mark = self.retrieval.observer.part_ended
+        mark = self.retrieval.observer.op_launched
         x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
         mark("begin")
         delta: Tensor | None = None

@@ -15,15 +15,15 @@ from kvseek.core.streams import to_device
 from kvseek.engine.model.cuda.steps import StepResult
 from kvseek.engine.model.layer import Head, Layer
 from kvseek.engine.model.prefill import (
-    NO_TAKERS,
+    NO_CALLBACKS,
     AttendChunk,
     BlockReader,
     Continuation,
     LayerwiseModel,
+    LogitsCallbacks,
     Prefill,
     Prompts,
     Stream,
-    Takers,
 )
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.reference.products import Products
@@ -31,7 +31,6 @@ from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 from .attention import PromptAttention
-from .steps import GraphSteps
 
 
 class KernelModel(LayerwiseModel[Stream]):
@@ -67,16 +66,11 @@ class KernelModel(LayerwiseModel[Stream]):
         self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
         """See PromptModel.prefill."""
         if self.reader is not None and self.retrieval.resumes([slot for slot, _ in prompts]):
             return Continuation(self.reader, self.retrieval, prompts)
-        return super().prefill(prompts, takers)
-
-    def close(self) -> None:
-        """Forget what has been captured: no prompts are read any more."""
-        if isinstance(self.reader, GraphSteps):
-            self.reader.close()
+        return super().prefill(prompts, on_logits)
 
     def with_retrieval(self, retrieval: Retrieval) -> KernelModel:
         """Return a model of the same weights whose layers attend by another retrieval over the same cache."""
@@ -94,7 +88,7 @@ class KernelModel(LayerwiseModel[Stream]):
         self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
         """See LayerwiseModel."""
-        weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_part_ended
+        weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_op_launched
         rotation = prompt.rotation_of(start, stop, self.ops.rotation)
         qkv = weights.project(self.ops, x, None, mark, prompt=True)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
@@ -111,7 +105,7 @@ class KernelModel(LayerwiseModel[Stream]):
     @torch.inference_mode()
     def run_layers(self, batch: Batch) -> StepResult:
         """See StepModel.run_layers."""
-        mark = self.retrieval.observer.part_ended
+        mark = self.retrieval.observer.op_launched
         x, rotation = self.ops.step_begin(batch, self.embed.weight, self.embed.first)
         x = self.embed.complete(x)
         mark("begin")

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, sampled
+from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.retrieval import Retrieval
 
 
@@ -102,15 +103,15 @@ class DecodeStep:
         return self._result
 
 
-class StepModel(Protocol):
-    """A model whose decode steps run on a GPU: engine/model/cuda/model.py, engine/tensorrt/models.py."""
+class StepModel(PromptModel, Protocol):
+    """A model that reads prompts, and whose decode steps run on a GPU: engine/model/cuda/model.py, engine/tensorrt/models.py."""
 
     def run_layers(self, batch: Batch) -> StepResult:
         """Launch a decode step on the current stream, kernel by kernel, and read nothing back."""
 
 
-class GraphSteps:
-    """Runs the decode steps of a model as CUDA graphs; Steps of engine/decoder.py.
+class GraphDecoder(Decoder):
+    """The decoder of an engine on a GPU, whose steps are CUDA graphs.
 
     Also a BlockReader of engine/model/prefill.py, if the model's retrieval keeps no hot rows: the requests of a slot would
     write to the same frames.
@@ -121,6 +122,8 @@ class GraphSteps:
         What draws tokens; steps that only compute logits need none.
     graphs : bool
         Capture decode steps as CUDA graphs, each when its bucket is first used; False launches kernel by kernel.
+    reader : GraphDecoder, optional
+        What reads the model's prompts in blocks, and is closed with this decoder.
 
     Raises
     ------
@@ -128,10 +131,19 @@ class GraphSteps:
         If max_batch_size exceeds the largest bucket.
     """
 
+    model: StepModel
+
     def __init__(
-        self, model: StepModel, retrieval: Retrieval, draws: Draws | None = None, *, graphs: bool = True
+        self,
+        model: StepModel,
+        retrieval: Retrieval,
+        draws: Draws | None = None,
+        *,
+        graphs: bool = True,
+        reader: GraphDecoder | None = None,
     ) -> None:
-        self._model, self._retrieval, self._draws, self._graphs = model, retrieval, draws, graphs
+        super().__init__(model, retrieval)
+        self._draws, self._graphs, self._reader = draws, graphs, reader
         self._device = retrieval.cache.window.device
         self.buckets = buckets_for(retrieval.config.max_batch_size)
         self._steps: dict[int, DecodeStep] = {}
@@ -142,25 +154,25 @@ class GraphSteps:
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """See Steps.decode."""
+        """See Decoder."""
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
-            self._retrieval.end_step(slots)
+            self.retrieval.end_step(slots)
             wait_for_stream(self._device)
             logits = result.logits[: len(slots)].float().cpu()
-            self._retrieval.check()
+            self.retrieval.check()
         return logits, attended
 
     @property
     def runs_ahead(self) -> bool:
-        """See Steps."""
+        """See Decoder."""
         return True
 
     @torch.inference_mode()
     def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
-        """See Steps.launch. Draws are launched behind the step's graph: the host prepares them while the step runs."""
+        """See Decoder. Draws are launched behind the step's graph: the host prepares them while the step runs."""
         rows, drawing = sampled(samplers)
-        latest = self._retrieval.cache.latest
+        latest = self.retrieval.cache.latest
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
             finish: Callable[[], list[Drawn | int]] = list
@@ -168,7 +180,7 @@ class GraphSteps:
                 places = [latest.data_ptr() + latest.element_size() * slots[row] for row in rows]
                 finish = self._sampling.begin(result.logits, rows, drawing, places)
             copies = HostCopy([result.tokens])
-            self._retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
+            self.retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
 
         def collect() -> list[Drawn | int]:
             with wait_on_error(self._device):
@@ -176,16 +188,16 @@ class GraphSteps:
                 drawn: list[Drawn | int] = list(greedy.tolist()[: len(slots)])
                 for row, one in zip(rows, finish(), strict=True):
                     drawn[row] = one
-                self._retrieval.check()
+                self.retrieval.check()
             return drawn
 
         return Launched(attended, collect)
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
-        """See Steps.draw. The logits are numbers of the engine's dtype, as all that its head computes."""
+        """See Decoder. The logits are numbers of the engine's dtype, as all that its head computes."""
         with wait_on_error(self._device):
-            own = to_device(logits, self._retrieval.cache.window.dtype, self._device)
+            own = to_device(logits, self.retrieval.cache.window.dtype, self._device)
             (drawn,) = self._sampling.begin(own[None], [0], [sampler])()
         return drawn
 
@@ -197,7 +209,7 @@ class GraphSteps:
     @property
     def most_tokens(self) -> int:
         """See BlockReader."""
-        return self._retrieval.config.max_batch_size
+        return self.retrieval.config.max_batch_size
 
     @torch.inference_mode()
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
@@ -209,8 +221,8 @@ class GraphSteps:
     def step(self, size: int) -> DecodeStep:
         """Return the decode step for a bucket; the first call captures it."""
         if size not in self._steps:
-            cache = self._retrieval.cache
-            table, run = cache.extents.device_table, self._model.run_layers
+            cache = self.retrieval.cache
+            table, run = cache.extents.device_table, self.model.run_layers
             step = DecodeStep(size, cache.padding_state(), table, run, cache.latest)
             if self._graphs:
                 self._capture(step)
@@ -218,20 +230,22 @@ class GraphSteps:
         return self._steps[size]
 
     def prepare(self) -> None:
-        """See Steps.prepare."""
+        """See Decoder."""
         self._replaced += self._steps.values()
         self._steps.clear()
         for size in self.buckets:
             self.step(size)
 
     def close(self) -> None:
-        """See Steps.close."""
+        """See Decoder."""
         self._steps.clear()
         self._replaced.clear()
+        if self._reader is not None:
+            self._reader.close()
 
     def _launch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[StepResult, list[float]]:
         step = self.step(bucket_of(len(slots)))
-        states, attended = self._retrieval.begin_step(tokens, slots)
+        states, attended = self.retrieval.begin_step(tokens, slots)
         step.load(states)
         return step.launch(), attended
 

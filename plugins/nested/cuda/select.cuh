@@ -51,7 +51,7 @@ using Queries = codes::Queries<LANES>;
 struct Task : TaskOf<SelectArguments> {
     using TaskOf::TaskOf;
 
-    __device__ __forceinline__ int wanted() const { return request.numbers[0]; }
+    __device__ __forceinline__ int wanted() const { return request.method_fields[0]; }
     __device__ __forceinline__ const Number* queries(const SelectArguments& a) const {
         return a.queries + static_cast<long long>(number) * GROUP * HEAD_DIM;
     }

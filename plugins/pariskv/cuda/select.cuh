@@ -44,8 +44,8 @@ struct SelectArguments {
 struct Task : TaskOf<SelectArguments> {
     using TaskOf::TaskOf;
 
-    __device__ __forceinline__ int budget() const { return request.numbers[0]; }
-    __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
+    __device__ __forceinline__ int budget() const { return request.method_fields[0]; }
+    __device__ __forceinline__ int candidates() const { return request.method_fields[1]; }
 };
 
 // Share out keys among the blocks of the scan, and return the unit of the one with this number. All threads call it.
