@@ -58,7 +58,6 @@ class ScanIndex(RankedIndex):
     """Chooses in two passes: over all rows for candidates, then over these for the rows."""
 
     def best(self, queries: Tensor, slot: int, length: int) -> Tensor:
-        """See RankedIndex.best."""
         lanes = self.lanes(queries)
         candidates = self.candidates(lanes, slot, length)
         values = self.values(self.estimates(lanes, candidates, slot, length))
@@ -110,7 +109,6 @@ class CodedIndex(ScanIndex):
         return round_lanes(rotate(queries.float(), self.codes.signs))
 
     def estimates(self, lanes: QueryLanes, candidates: Tensor, slot: int, length: int) -> Tensor:
-        """See ScanIndex.estimates."""
         return estimate_at(self.codes.read(slot, length), candidates, lanes)
 
 

@@ -203,7 +203,6 @@ class CompiledDraws:
     def begin(
         self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = ()
     ) -> Callable[[], list[Drawn | int]]:
-        """See Draws."""
         try:
             packed = pack_rows(rows, samplers, logits.device, self._kernel.work_bytes, places)
             tokens = self._kernel(logits, packed.buffer, len(packed.rows))

@@ -60,13 +60,11 @@ class LeadCache(Cache):
         self._followers = followers
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None = None) -> None:
-        """See Cache."""
         reuse = None if prefix is None else Reuse(prefix.tokens, prefix.extents, prefix.shared, prefix.sparse)
         with self._followers.doing(Open(slot, tokens, reuse)):
             super().open(slot, tokens, prefix)
 
     def close(self, slot: int) -> None:
-        """See Cache."""
         with self._followers.doing(Close(slot)):
             super().close(slot)
 
@@ -79,22 +77,18 @@ class LeadPrefixRows(PrefixRows):
         self._followers = followers
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """See PrefixRows."""
         with self._followers.doing(Reserve(slot, tokens)):
             super().reserve(slot, tokens)
 
     def complete(self, slot: int, kept: int, places: int) -> None:
-        """See PrefixRows."""
         with self._followers.doing(Complete(slot, kept, places)):
             super().complete(slot, kept, places)
 
     def keep(self, slot: int, extents: Sequence[int], begins: bool) -> None:
-        """See PrefixRows."""
         with self._followers.doing(Keep(slot, tuple(extents), begins)):
             super().keep(slot, extents, begins)
 
     def forget(self, extents: Sequence[int]) -> None:
-        """See PrefixRows."""
         with self._followers.doing(Forget(tuple(extents))):
             super().forget(extents)
 
@@ -117,11 +111,9 @@ class LeadPrefill(Prefill):
 
     @property
     def progress(self) -> float:
-        """See Prefill."""
         return self._prefill.progress
 
     def drop(self, slot: int) -> None:
-        """See Prefill."""
         self._followers.tell(Drop(self._number, slot))
         self._prefill.drop(slot)
 
@@ -156,11 +148,9 @@ class LeadDecoder(Decoder):
 
     @property
     def sums(self) -> str:
-        """See Decoder."""
         return self._ranks.way
 
     def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
-        """See Decoder."""
         number = next(self._numbers)
         packed = tuple((slot, tuple(tokens)) for slot, tokens in prompts)
         with self._followers.doing(Begin(number, packed, tuple(on_logits))):
@@ -168,12 +158,10 @@ class LeadDecoder(Decoder):
             return LeadPrefill(prefill, self._followers, self._launches, number, prompts, on_logits)
 
     def resume(self, slot: int) -> None:
-        """See Decoder."""
         with self._followers.doing(Resume(slot)):
             super().resume(slot)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """See Decoder."""
         with self._followers.doing(self._decode(tokens, slots)):
             return self._decoder.decode(tokens, slots)
 
@@ -195,16 +183,13 @@ class LeadDecoder(Decoder):
             return self._decoder.draw(logits, sampler)
 
     def prepare(self) -> None:
-        """See Decoder."""
         with self._followers.doing(Prepare()):
             self._decoder.prepare()
 
     def prefix_rows(self) -> PrefixRows:
-        """See Decoder."""
         return LeadPrefixRows(super().prefix_rows(), self._followers)
 
     def close(self) -> None:
-        """See Decoder."""
         if not self._closed:
             self._closed = True
             self._followers.close()

@@ -61,11 +61,9 @@ class TorchRuntime:
 
     @property
     def footprint(self) -> Footprint:
-        """See Runtime."""
         return Footprint(sum(tensor.nbytes for tensor in self.weights.values()))
 
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
-        """See Runtime."""
         make = LayerKernels if self.ranks is None else partial(RankLayerKernels, ranks=self.ranks)
         model = KernelModel(
             self.weights,

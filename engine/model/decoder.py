@@ -67,7 +67,6 @@ class Decoder(ABC):
         return ""
 
     def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
-        """See PromptModel.prefill."""
         return self.model.prefill(prompts, on_logits)
 
     @torch.inference_mode()

@@ -265,7 +265,6 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         self.sparse = BlockSparseAttention(self.config, attention, mass_of(self.config, attention)) if sparse else None
 
     def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
-        """See PromptModel.prefill."""
         return LayerwisePrefill(self, self.retrieval, prompts, on_logits)
 
     @abstractmethod
@@ -444,7 +443,6 @@ class Continuation(Prefill):
 
     @property
     def progress(self) -> float:
-        """See Prefill.progress."""
         return (self._row - self._first) / (self.tokens - self._first)
 
     def _begin(self) -> None:

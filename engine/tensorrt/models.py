@@ -127,7 +127,6 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         self._plans, self._tensors = plans, PlanTensors(retrieval, ops)
 
     def begin_prompt(self, prefill: Prefill) -> list[Chunk]:
-        """See LayerwiseModel."""
         ids, size = prefill.ids, self.config.prefill_chunk_tokens
         starts = range(0, len(ids), size)
         return [Chunk(self._tensors.tokens_from(ids[start : start + size], start), {}) for start in starts]
@@ -135,7 +134,6 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
     def read_chunk(
         self, layer: int, prompt: list[Chunk], start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
-        """See LayerwiseModel."""
         chunk = prompt[start // self.config.prefill_chunk_tokens]
         made = self._to_attention(layer, chunk.tokens, chunk.state, stop - start, OUTSIDE_OF_GRAPHS)
         for whole, name in ((keys, "keys"), (values, "values")):
@@ -204,7 +202,6 @@ class WholePrefill(Prefill):
 
     @property
     def progress(self) -> float:
-        """See Prefill.progress."""
         return 0.0 if self._last is None else 1.0
 
     def _advance(self, max_tokens: int) -> int:
@@ -243,7 +240,6 @@ class WholeModel:
         self._tensors, self._model = PlanTensors(retrieval, ops), retrieval.config.model
 
     def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
-        """See PromptModel.prefill."""
         return WholePrefill(self, self._retrieval, prompts)
 
     def read_prompt(self, slot: int, prompt_ids: Sequence[int]) -> Tensor:

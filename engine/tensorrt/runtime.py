@@ -36,11 +36,9 @@ class TensorRtRuntime:
 
     @property
     def footprint(self) -> Footprint:
-        """See Runtime."""
         return Footprint(self.file_bytes, outside=self.file_bytes, plan_work=self.session.memory.nbytes)
 
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
-        """See Runtime."""
         plans, ops, draws = self.session.plans, layer_kernels(retrieval, kernels), CompiledDraws(DeviceDraw(kernels))
         if self.config.tensorrt.form == "segments":
             segments = SegmentsModel(plans, retrieval, ops, prompt_attention(retrieval, kernels))

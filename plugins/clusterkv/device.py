@@ -102,7 +102,6 @@ class CudaIndex(ReferenceIndex):
         return self._side.run(work, read=(keys, table))
 
     def cluster(self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int) -> None:
-        """See ReferenceIndex.cluster."""
         self._kmeans.cluster(slot, keys, first_place, first_cluster, clusters, self._arrays)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:

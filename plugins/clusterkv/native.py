@@ -51,5 +51,4 @@ class NativeIndex(ReferenceIndex):
         self._selection = NativeSelection("kvseek_clusterkv_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
-        """See ReferenceIndex.select."""
         return None if self.dense else self._selection(queries, batch)

@@ -147,7 +147,6 @@ class ReferenceIndex(Index):
             )
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See Index.publish."""
         if self.dense:
             return
         appended = self._appended.pop(slot)

@@ -84,7 +84,6 @@ class CudaIndex(Index):
 
     @property
     def bytes_per_token(self) -> float:
-        """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
@@ -103,7 +102,6 @@ class CudaIndex(Index):
         self.reference.append(slot, start, keys)
 
     def budget(self, length: int) -> Budget:
-        """See ReferenceIndex.budget."""
         return self.reference.budget(length)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
@@ -116,7 +114,6 @@ class CudaIndex(Index):
         return Selection(self._host.buffers.no_rows[: batch.size])
 
     def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: Attention) -> Tensor:
-        """See Index.attend."""
         if self._host is None:
             return attention(queries, batch, selection)
         assert isinstance(attention, LayerAttention), "the engine on a GPU gives the GPU's attention"

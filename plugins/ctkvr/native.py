@@ -131,13 +131,11 @@ class NativeIndex(ReferenceIndex):
         self._library = context.library
 
     def make_lists(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:
-        """See ReferenceIndex.make_lists."""
         for name, tensor in (("queries", queries), ("keys", keys)):
             require_fit(name, tensor, self.context)
         write_lists(self._library, queries, keys, lists, self.context.scaling)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See ReferenceIndex.select."""
         require_fit("queries", queries, self.context)
         slots, lengths, top_k = batch.slots, batch.lengths, self.config.top_k
         chosen = [slot if n > top_k else -1 for slot, n in zip(slots, lengths, strict=True)]

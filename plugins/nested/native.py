@@ -36,5 +36,4 @@ class NativeIndex(ReferenceIndex):
         self._selection = NativeSelection("kvseek_nested_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See ReferenceIndex.select."""
         return self._selection(queries, batch)

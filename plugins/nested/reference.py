@@ -27,7 +27,6 @@ class ReferenceIndex(CodedIndex):
         return Budget(min(self.config.top_k, length), (self.config.candidate_count(length),))
 
     def candidates(self, lanes: QueryLanes, slot: int, length: int) -> Tensor:
-        """See ScanIndex.candidates."""
         return best_positions(self.scores(lanes, slot, length), self.config.candidate_count(length))
 
     def scores(self, lanes: QueryLanes, slot: int, n: int) -> Tensor:

@@ -76,7 +76,6 @@ class CudaIndex(ReferenceIndex):
         self._table_bytes = LARGE_TABLE if major in (9, 10) else SMALL_TABLE  # as scan.cu chooses it
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See ReferenceIndex.append."""
         require_keys(keys, self.context)
         if not keys.shape[1]:
             return
@@ -89,7 +88,6 @@ class CudaIndex(ReferenceIndex):
         )
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See ReferenceIndex.publish."""
         if not count:
             return
         blocks = min(-(-count // COUNT_KEYS), 2 * self._kernels.multiprocessors)

@@ -55,7 +55,6 @@ class NativeIndex(ReferenceIndex):
         self._selection = NativeSelection("kvseek_pariskv_select", arguments, context)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See ReferenceIndex.append."""
         require_fit("keys", keys, self.context)
         keys, table = keys.contiguous(), self.context.extents.table
         arguments = EncodeArguments(
@@ -70,5 +69,4 @@ class NativeIndex(ReferenceIndex):
         self._encode(arguments)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See ReferenceIndex.select."""
         return self._selection(queries, batch)

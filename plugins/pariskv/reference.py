@@ -123,7 +123,6 @@ class ReferenceIndex(ScanIndex):
         return best_positions(votes, count)
 
     def estimates(self, lanes: Tensor, candidates: Tensor, slot: int, length: int) -> Tensor:
-        """See ScanIndex.estimates."""
         extents = self.context.extents
         codes = take_rows(extents.read(self.codes, slot, length), candidates)
         weights = take_rows(extents.read(self.weights, slot, length), candidates)

@@ -53,7 +53,6 @@ class NativeIndex(ReferenceIndex):
         self._selection = NativeSelection("kvseek_prkv_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See ReferenceIndex.select."""
         return self._selection(queries, batch)
 
 

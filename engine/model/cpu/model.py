@@ -116,26 +116,22 @@ class TorchModel(LayerwiseModel[Stream]):
         self.rope = RotaryEmbedding(self.model, embed.device)
 
     def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
-        """See PromptModel.prefill."""
         if self.retrieval.resumes([slot for slot, _ in prompts]):
             return Continuation(self, self.retrieval, prompts)
         return super().prefill(prompts, on_logits)
 
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
-        """See BlockReader."""
         states, _ = self.retrieval.begin_step(tokens, [slot] * len(tokens))
         requests = HostBatch(self.retrieval, states)
         return self.run_layers(requests.batch, requests.attend, slice(len(tokens) - 1, None))
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
-        """See LayerwiseModel."""
         residual = self.embed(torch.tensor(prefill.ids))
         return Stream.begin(residual, prefill.borders, self.rope, self.model.short_reach)
 
     def read_chunk(
         self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
-        """See LayerwiseModel."""
         weights, x = self.layers[layer], prompt.residual[start:stop]
         qkv, rotation = weights.project(self.ops, x, None, prompt=True), prompt.rotation_of(start, stop, self.rope)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
@@ -144,7 +140,6 @@ class TorchModel(LayerwiseModel[Stream]):
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """See LayerwiseModel."""
         return self.head(prompt.rows(spans), prompt=True)
 
     def run_layers(self, batch: Batch, attend: Attend, asked: slice = slice(None)) -> Tensor:

@@ -104,7 +104,6 @@ class PackedLinear(Linear):
         super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS), bias)
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear."""
         return _onednn(x, self.weight, self.bias)
 
 
@@ -112,7 +111,6 @@ class WidenedLinear(Linear):
     """A linear map in bfloat16 on a processor that has no instructions for it: prompts and many rows take float32."""
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear."""
         if not prompt and x.shape[0] <= FEW_ROWS_OF_BFLOAT16:
             return super().__call__(x)
         return _widened(x, self.weight.float(), self.bias)
@@ -155,7 +153,6 @@ class ByteLinear(Linear):
         self._product = None if library is None else ByteProduct(library, self.weight, scale, bias)
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear."""
         if self._product is not None and (self._head or not prompt):
             return self._product(x)
         if self._product is not None and self._integers:
@@ -207,7 +204,6 @@ class HostProducts(Products):
         return self._make(weight, bias, scale, head=False)
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
-        """See Products.head."""
         return self._make(weight, None, scale, head=True)
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, head: bool) -> Linear:

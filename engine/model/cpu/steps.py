@@ -32,7 +32,6 @@ class HostDecoder(Decoder):
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """See Decoder."""
         states, attended = self.retrieval.begin_step(tokens, slots)
         requests = HostBatch(self.retrieval, states)
         logits = self.model.run_layers(requests.batch, requests.attend)
@@ -53,7 +52,6 @@ class HostDecoder(Decoder):
         return Launched(attended, lambda: drawn)
 
     def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
-        """See Decoder."""
         (drawn,) = self._draws.begin(logits[None], [0], [sampler])()
         return drawn
 

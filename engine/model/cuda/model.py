@@ -67,7 +67,6 @@ class KernelModel(LayerwiseModel[Stream]):
         self.reader: BlockReader | None = None
 
     def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
-        """See PromptModel.prefill."""
         if self.reader is not None and self.retrieval.resumes([slot for slot, _ in prompts]):
             return Continuation(self.reader, self.retrieval, prompts)
         return super().prefill(prompts, on_logits)
@@ -79,7 +78,6 @@ class KernelModel(LayerwiseModel[Stream]):
         return other
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
-        """See LayerwiseModel."""
         ids = to_device(prefill.ids, torch.int64, self.norm.device)
         residual = self.embed(ids)
         return Stream.begin(residual, prefill.borders, self.ops.rotation, self.model.short_reach)
@@ -87,7 +85,6 @@ class KernelModel(LayerwiseModel[Stream]):
     def read_chunk(
         self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
-        """See LayerwiseModel."""
         weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_op_launched
         rotation = prompt.rotation_of(start, stop, self.ops.rotation)
         qkv = weights.project(self.ops, x, None, mark, prompt=True)
@@ -99,12 +96,10 @@ class KernelModel(LayerwiseModel[Stream]):
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """See LayerwiseModel."""
         return self.head(prompt.rows(spans), prompt=True)
 
     @torch.inference_mode()
     def run_layers(self, batch: Batch) -> StepResult:
-        """See StepModel.run_layers."""
         mark = self.retrieval.observer.op_launched
         x, rotation = self.ops.step_begin(batch, self.embed.weight, self.embed.first)
         x = self.embed.complete(x)

@@ -154,7 +154,6 @@ class GraphDecoder(Decoder):
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """See Decoder."""
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
             self.retrieval.end_step(slots)
@@ -165,7 +164,6 @@ class GraphDecoder(Decoder):
 
     @property
     def runs_ahead(self) -> bool:
-        """See Decoder."""
         return True
 
     @torch.inference_mode()
@@ -208,12 +206,10 @@ class GraphDecoder(Decoder):
 
     @property
     def most_tokens(self) -> int:
-        """See BlockReader."""
         return self.retrieval.config.max_batch_size
 
     @torch.inference_mode()
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
-        """See BlockReader."""
         with wait_on_error(self._device):
             result, _ = self._launch(tokens, [slot] * len(tokens))
             return result.logits[len(tokens) - 1 : len(tokens)].to(torch.float32, copy=True)
@@ -230,14 +226,12 @@ class GraphDecoder(Decoder):
         return self._steps[size]
 
     def prepare(self) -> None:
-        """See Decoder."""
         self._replaced += self._steps.values()
         self._steps.clear()
         for size in self.buckets:
             self.step(size)
 
     def close(self) -> None:
-        """See Decoder."""
         self._steps.clear()
         self._replaced.clear()
         if self._reader is not None:

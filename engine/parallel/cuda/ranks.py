@@ -123,7 +123,6 @@ class DeviceRanks(Ranks):
 
     @property
     def way(self) -> str:
-        """See Ranks."""
         return self.small.name
 
     @property
