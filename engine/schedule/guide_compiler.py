@@ -48,7 +48,6 @@ JSON_OPTIONS: dict[str, Any] = {
 }
 MAX_REASON = 300  # characters of the library's message, in which parts of the guide may stand
 
-
 TRIAL_SECONDS = 5.0  # of processor time: ten times what LIMITS allow on a fast core
 TRIAL_BYTES = 2 << 30  # of address space, beside what the process has with the vocabulary
 NICE = 10  # the engine's threads go first

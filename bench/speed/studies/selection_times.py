@@ -4,7 +4,7 @@
 
 A graph holds the selections of several layers, one after another as in a step but for what lies between them there. Each layer
 has an index of its own, so that no cache holds what is read; layers that a method leaves dense are passed over. What a selection
-has to read is what the method says (costs.py); TB/s is that over the time.
+has to read is what the method says (measurements.py); TB/s is that over the time.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.plugins.clusterkv.clustering import cluster_keys
 from kvseek.plugins.clusterkv.config import Config
-from kvseek.plugins.clusterkv.costs import costs
+from kvseek.plugins.clusterkv.measurements import costs
 from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
 

@@ -14,9 +14,15 @@ from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import LayerRows
-from kvseek.kernels.cuda.attention.attend import AttendArguments, DeviceAttention, LayerAttention
+from kvseek.kernels.cuda.attention.attend import (
+    MAX_SPLITS,
+    AttendArguments,
+    DeviceAttention,
+    HeadTiles,
+    LayerAttention,
+    Splits,
+)
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames, fitting_steps, hit_rate
-from kvseek.kernels.cuda.attention.splits import MAX_SPLITS, HeadTiles, Splits
 from kvseek.plugins.contract import Budget
 from kvseek.plugins.registry import get_method
 
