@@ -7,8 +7,8 @@ attend densely cost as much as with dense attention.
 
 `stages(index, query, slot) -> Stages` are those of a selection, at each of which rows are lost or kept; a method may do without.
 It looks at one query [H, D] of one slot before `select` does. It changes nothing in the index, which must be the reference, and
-may be slow; it raises KernelError for an index of another kind. bench/accuracy/stage_losses.py counts with it at which stages rows
-are lost.
+may be slow; it raises KernelError for an index of another kind. bench/accuracy/stage_losses.py counts with it at which stages
+rows are lost.
 """
 
 from __future__ import annotations
