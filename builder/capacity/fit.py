@@ -26,12 +26,12 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError, require
 from kvseek.core.extents import extents_for
 from kvseek.core.ranks import divided
+from kvseek.engine.cache.cache import retrieval_tokens
 from kvseek.engine.cache.memory_layout import (
     MemoryLayout,
     host_rows,
     lay_out_rows,
     layer_extent_bytes,
-    retrieval_tokens,
     slot_count,
     window_bytes,
 )

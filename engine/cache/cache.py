@@ -28,7 +28,7 @@ from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.streams import InFlight, SideStream, SideWork
 from kvseek.plugins.contract import Index
 
-from .memory_layout import retrieval_tokens, slot_count
+from .memory_layout import slot_count
 from .prefix import Prefix
 from .row_storage import RowStorage
 
@@ -37,6 +37,15 @@ COPIES_IN_FLIGHT = 2  # layers of a prompt whose rows wait on the device for the
 LOADS_IN_FLIGHT = 2  # layers of a prefix that are read at a time: the layer that is computed next, and the one after it
 
 logger = logging.getLogger(__name__)
+
+
+def retrieval_tokens(cache: CacheConfig, tokens: int) -> int:
+    """Return the tokens of the retrieval region of a request that has `tokens` tokens.
+
+    They follow from the number of tokens alone, whether a prompt brought them or steps did: whole evictions of `update` tokens,
+    the last of which was due when the step of the latest token began.
+    """
+    return max(0, tokens - 1 - cache.sink - cache.local) // cache.update * cache.update
 
 
 @dataclass(frozen=True)
