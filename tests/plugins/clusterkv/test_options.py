@@ -25,7 +25,7 @@ from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
+from kvseek.engine.loading.memory import HOPPER, META, MetaBytes, UnloadedKernels
 from kvseek.kernels.reference.codes.key_codes import estimate_all, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.clusterkv.config import Config
