@@ -10,7 +10,7 @@ namespace kvseek {
 struct NestedSelectArguments {
     const void* queries;      // [batch, kv_heads * group, dim], contiguous
     int32_t* rows;            // [batch, kv_heads, top_k] out
-    const Request* requests;  // [batch]; numbers[0]: candidates, top_k to length
+    const Request* requests;  // [batch]; method_fields[0]: candidates, top_k to length
     const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4]
     const uint8_t* low;       // the same
     const uint16_t* scales;   // [extents, kv_heads, 1024]

@@ -11,7 +11,7 @@ namespace kvseek {
 struct SelectArguments {
     const void* queries;      // [batch, kv_heads * group, dim], contiguous
     int32_t* rows;            // [batch, kv_heads, top_k] out
-    const Request* requests;  // [batch]; numbers[0]: keys that earn tiers, numbers[1]: keys to rerank, top_k to length
+    const Request* requests;  // [batch]; method_fields: keys that earn tiers, keys to rerank, top_k to length
     const uint8_t* ids;       // [extents, kv_heads, 1024, blocks]
     const uint8_t* codes;     // [extents, kv_heads, 1024, padded_dim / 2]
     const uint16_t* weights;  // [extents, kv_heads, 1024, blocks]

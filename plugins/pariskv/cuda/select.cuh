@@ -15,7 +15,7 @@ namespace pariskv {
 // Results that grow with the region lie in scratch extents: entry i of a task is in the scratch row of place i.
 struct SelectArguments {
     const Number* queries;       // [batch, kv_heads * GROUP, HEAD_DIM]
-    const Request* requests;     // [batch]; numbers[0]: keys that earn tiers, ceil(rho n); numbers[1]: candidates
+    const Request* requests;     // [batch]; method_fields: keys that earn tiers, ceil(rho n); candidates
     const int* table;            // [slots, max_extents]
     const unsigned char* ids;    // [extents, kv_heads, 1024, BLOCKS]
     const unsigned char* codes;  // [extents, kv_heads, 1024, CODE_BYTES]
