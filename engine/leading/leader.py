@@ -177,10 +177,10 @@ class LeadDecoder(Decoder):
             drawn = launched.collect()
         return Launched(launched.attended, lambda: drawn)
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Decoder. The draw may come behind units of a prompt, whose sums wait for the other ranks."""
         with self._followers.waiting():
-            return self._decoder.draw(logits, sampler)
+            return self._decoder.draw(logits, samplers)
 
     def prepare(self) -> None:
         with self._followers.doing(Prepare()):

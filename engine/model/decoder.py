@@ -100,8 +100,8 @@ class Decoder(ABC):
         """
 
     @abstractmethod
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
-        """Draw a token from logits that a prompt gave, float32 [vocabulary] on the CPU."""
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
+        """Draw a token for each sampler from logits that prompts gave, float32 [samplers, vocabulary] on the CPU."""
 
     @abstractmethod
     def prepare(self) -> None:

@@ -51,9 +51,8 @@ class HostDecoder(Decoder):
         self._latest.update(zip(slots, (max(0, token) for token in tokens_drawn), strict=True))
         return Launched(attended, lambda: drawn)
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
-        (drawn,) = self._draws.begin(logits[None], [0], [sampler])()
-        return drawn
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
+        return self._draws.begin(logits, range(len(samplers)), samplers)()
 
     def prepare(self) -> None:
         """See Decoder."""
