@@ -23,7 +23,7 @@ from tests.support.random_models import save_random_model
 from kvseek.builder import build
 from kvseek.builder.compile.cpu import cached_cpu_library, instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.engine.model import bfloat16
+from kvseek.engine.model.cpu.products import bfloat16_works
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,7 +37,7 @@ RandomModel = Callable[..., Path]
 if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
     pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
 install_quick_gguf(SMOLLM2)
-bfloat16.usable()  # before any test multiplies matrices
+bfloat16_works()  # before any test multiplies matrices
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples in every run, so that a change is what turns a test red. `--hypothesis-profile=default` looks for new ones.
