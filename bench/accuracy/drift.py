@@ -38,16 +38,15 @@ from kvseek.bench.output import (
     figures_table,
     print_whole,
 )
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.index_context import LayerRows
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
-from kvseek.core.selection import Selection
 from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
-from kvseek.engine.observer import Observer
+from kvseek.engine.retrieval import Observer
 from kvseek.plugins.contract import Index
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import get_method, method_traits

@@ -27,13 +27,12 @@ from kvseek.core.errors import LogitsError
 from kvseek.core.extents import extents_for
 from kvseek.core.streams import BoundedLaunches
 from kvseek.engine.cache.prefixes.cache import PrefixCache
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import check_finite
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.prefill import Prefill
-from kvseek.engine.prompt_windows import most_tokens_beside
-
-from .pacing import Pacing, Work
-from .sequence import RequestSequence
+from kvseek.engine.model.prompt_windows import most_tokens_beside
+from kvseek.engine.schedule.pacing import Pacing, Work
+from kvseek.engine.schedule.sequence import RequestSequence
 
 IDLE_SECONDS = (
     0.25  # reading time of a step if no request decodes: between steps the engine looks for requests and cancellations
@@ -179,8 +178,8 @@ class PromptReader:
             if kind is not Kind.PACKED and not self._look_up(chosen[0], beside):
                 return None
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
-            takers = {sequence.slot: sequence.unscored.take for sequence in chosen if sequence.unscored is not None}
-            self._jobs[kind] = Job(self._decoder.prefill(prompts, takers), chosen)
+            on_logits = {sequence.slot: sequence.unscored.take for sequence in chosen if sequence.unscored is not None}
+            self._jobs[kind] = Job(self._decoder.prefill(prompts, on_logits), chosen)
         return self._jobs[kind]
 
     def _look_up(self, sequence: RequestSequence, beside: bool) -> bool:

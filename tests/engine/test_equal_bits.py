@@ -18,9 +18,9 @@ from tests.support.prefill import run_to_end
 
 from kvseek.core.config_file import read_config
 from kvseek.core.request import Request, SamplingConfig
-from kvseek.engine import prompt_windows
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
+from kvseek.engine.model import prompt_windows
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.registry import METHODS
 

@@ -98,7 +98,7 @@ class Server:
             model=SimpleNamespace(reads_packs=True),
             config=config,
             cache=cache,
-            prefill=lambda prompts, takers: SimulatedPrefill(self, prompts),
+            prefill=lambda prompts, on_logits: SimulatedPrefill(self, prompts),
         )
         prefixes: Any = SimpleNamespace(
             cache=cache,

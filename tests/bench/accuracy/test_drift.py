@@ -12,12 +12,11 @@ from tests.plugins.cases import CASES, SELECTING, method_flags
 
 from kvseek.bench.accuracy import drift
 from kvseek.bench.accuracy.drift import SelectionTap, Tapped
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.errors import ConfigError, LogitsError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
 from kvseek.core.request import Request, SamplingConfig
-from kvseek.core.selection import Selection
 from kvseek.engine.draws.sampling import NO_TOKEN
 from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import get_method
