@@ -147,10 +147,12 @@ class BaseLLM:
         session: str | Session | None = None,
         cache_salt: str | None = None,
         prefix: Prefix | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> Generation:
         """Make a request that the engine can serve, without submitting it.
 
-        `template`: the prompt is a conversation, which the chat template writes with these arguments.
+        `template`: the prompt is a conversation, which the chat template writes with these arguments. `names` are the caller's for
+        what the engine's errors name, if not `generate`'s or `chat`'s.
 
         Raises RequestError or CapacityError if the engine can never serve the request, UnavailableError if the LLM is closed.
         """
@@ -161,7 +163,7 @@ class BaseLLM:
             raise RequestError(f"session = {session!r:.80}: must be a session's id or a kvseek.Session; make one")
         if not (prefix is None or isinstance(prefix, Prefix)):
             raise RequestError(f"prefix = {prefix!r:.80}: must be what LLM.prefix returns; make one")
-        names = NAMES if template is None else CHAT_NAMES
+        names = names or (NAMES if template is None else CHAT_NAMES)
         try:
             own_session = Session(session) if isinstance(session, str) else session
             if prefix is not None:

@@ -9,11 +9,12 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
+from kvseek.core.errors import RequestError, require
 from kvseek.core.fields import typed
 from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
 from kvseek.core.session import EndedSession, Session
 
-from .arguments import Message, Prompt, conversation_list, prompt_list
+from .arguments import SCORE_NAMES, Message, Prompt, conversation_list, prompt_list, token_ids
 from .base_llm import BaseLLM, template_arguments
 from .generation import Generation, GenerationError
 from .outputs import OutputPiece, RequestOutput
@@ -229,6 +230,56 @@ class LLM(BaseLLM):
         options = {"template": template, "priority": priority, "timeout": timeout} | kept
         return self._answer(self._generations(conversations, sampling_params, **options), stream)
 
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        logprobs: int = 0,
+        priority: int = DEFAULT_PRIORITY,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Compute the log probabilities of given continuations, a decode step for each token: what the method's selection costs.
+
+        The first token's comes from reading its prompt, which is dense.
+
+        Parameters
+        ----------
+        prompts : str, sequence of int, or a sequence of these
+            As of `generate`, one for each continuation or for all.
+        continuations : str, sequence of int, or a sequence of these
+            A text is tokenised by itself, as it stands behind other text.
+        logprobs : int
+            Also return so many likeliest tokens of each step, at most 20.
+        priority, cache_salt
+            As of `generate`.
+
+        Returns
+        -------
+        list of RequestOutput, in the order of the continuations
+            `token_ids` are the continuation's, `logprobs` theirs, with the sum `cumulative_logprob`; `perplexity`.
+
+        Raises
+        ------
+        RequestError, CapacityError, GenerationError, UnavailableError
+            As `generate`.
+        """
+        listed, given = prompt_list(prompts), prompt_list(continuations, "continuations")
+        params = []
+        for number, one in enumerate(given):
+            name = f"continuations[{number}]"
+            ids = self.tokenizer.encode_inside(one) if isinstance(one, str) else token_ids(name, one)
+            require(bool(ids), name, one, "at least one token", "leave it out", RequestError)
+            params.append(SamplingParams(max_tokens=len(ids), forced_tokens=ids, logprobs=logprobs, ignore_eos=True))
+        if len(listed) == 1:
+            listed *= len(given)
+        elif len(listed) != len(given):
+            raise RequestError(
+                f"continuations has {len(given)} entries: must be {len(listed)}, one for each prompt; or give one prompt for all"
+            )
+        options = {"priority": priority, "cache_salt": cache_salt, "names": SCORE_NAMES}
+        return self._outputs(self._generations(listed, params, **options))
+
     def prefix(self, beginning: Prompt | Sequence[Message], *, cache_salt: str | None = None) -> Prefix:
         """Read the beginning of many prompts once, such as a document that questions are asked about.
 
@@ -277,8 +328,9 @@ class LLM(BaseLLM):
         self.close()
 
     def _answer(self, generations: Sequence[Generation], stream: bool) -> list[RequestOutput] | Iterator[OutputPiece]:
-        if typed("stream", stream, bool):
-            return self._pieces(generations)
+        return self._pieces(generations) if typed("stream", stream, bool) else self._outputs(generations)
+
+    def _outputs(self, generations: Sequence[Generation]) -> list[RequestOutput]:
         for _ in self._run(generations, Generation.take):
             pass
         return [one.output for one in generations if one.output is not None]
