@@ -151,8 +151,8 @@ class BaseLLM:
     ) -> Generation:
         """Make a request that the engine can serve, without submitting it.
 
-        `template`: the prompt is a conversation, which the chat template writes with these arguments. `names` are the caller's for
-        what the engine's errors name, if not `generate`'s or `chat`'s.
+        `template`: the prompt is a conversation, which the chat template writes with these arguments. `names` are the caller's
+        for what the engine's errors name, if not those of `generate` or `chat`.
 
         Raises RequestError or CapacityError if the engine can never serve the request, UnavailableError if the LLM is closed.
         """
