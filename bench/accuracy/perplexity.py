@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +86,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_text(name: str) -> str:
-    """The text of a file, or of one in a package; raises ConfigError if there is no such package."""
+    """The text of a file, or of one in a package, which is not imported; raises ConfigError if there is no such package."""
     package, colon, inner = name.partition(":")
-    try:
-        found = files(package).joinpath(inner) if colon else Path(name)
-    except ModuleNotFoundError:
-        raise ConfigError(f"--text = {name!r}: there is no package {package!r}; install it, or name a file") from None
-    return found.read_text(encoding="utf-8")
+    if not colon:
+        return Path(name).read_text(encoding="utf-8")
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"--text = {name!r}: there is no package {package!r}; install it, or name a file")
+    return Path(spec.submodule_search_locations[0], inner).read_text(encoding="utf-8")
 
 
 def budgets(variant: Variant, top_k: Sequence[int]) -> list[Variant]:
