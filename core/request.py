@@ -206,7 +206,7 @@ class Request:
         left, forced = config.max_seq_len - n, len(self.sampling.forced_tokens)
         _require(forced <= left, "forced_tokens", f"{forced} tokens", limit, "send fewer")
         _require(self.max_tokens <= left, "max_tokens", self.max_tokens, limit, "ask for fewer tokens")
-        limit = f"<= max_tokens = {self.max_tokens}"
+        limit = f"<= {self.max_tokens}, the most tokens to generate"
         _require(forced <= self.max_tokens, "forced_tokens", f"{forced} tokens", limit, "ask for more tokens")
         limit = f"in [0, {vocabulary})"
         for name, ids in (

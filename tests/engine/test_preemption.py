@@ -55,6 +55,7 @@ REQUESTS = [
     Request(prompt(2), 80, GUIDED, end_ids=(1,)),
     Request(prompt(3), 60, SamplingConfig(temperature=1.2, top_k=50, seed=3, return_generation_logits=True)),
     Request(prompt(4), 75, SamplingConfig(logprobs=0, bad_words=((7, 8),), min_tokens=70), end_ids=(9, 10, 11)),
+    Request(prompt(6), 60, SamplingConfig(temperature=1.0, seed=2, forced_tokens=prompt(9, 50), logprobs=1)),
     Request(prompt(5, 300), 40, SamplingConfig(prompt_logprobs=1, temperature=0.5, seed=9)),
 ]
 
