@@ -43,12 +43,17 @@ def write_random_engine(directory: Path, config: EngineConfig, seed: int) -> Non
     directory.mkdir()
     write_config(config, directory)
     write_codebooks(directory, config)
+    write_own_kernels(directory, config)
+    write_random(directory, seed)
+
+
+def write_own_kernels(directory: Path, config: EngineConfig) -> None:
+    """Write an engine's kernels for this machine, on a GPU for the current one."""
     archs = []
     if config.device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         archs = [10 * major + minor]
     write_kernels(directory, config, archs, lambda _: None)
-    write_random(directory, seed)
 
 
 def write_served_engine(directory: Path, config: EngineConfig, seed: int, name: str, text: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import shutil
 import statistics
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kvseek.bench.engines import build_variant, free_memory
+from kvseek.bench.engines import build_variant, free_memory, write_own_kernels
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import (
     add_output_flags,
@@ -38,6 +39,7 @@ from kvseek.bench.variants import FORM, Variant, parse_variants
 from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, EngineConfig
 from kvseek.core.config_file import read_config
+from kvseek.core.cuda import KERNELS_FOLDER
 from kvseek.core.errors import ConfigError, KvseekError, require
 from kvseek.core.request import FinishReason, Request, SamplingConfig
 from kvseek.engine.engine import Engine
@@ -98,25 +100,25 @@ def read_text(name: str) -> str:
 
 def budgets(variant: Variant, top_k: Sequence[int]) -> list[Variant]:
     """The variant with each budget, of a method that has budgets and where none is named; else the variant alone."""
-    if "top_k" in variant.fields or not hasattr(variant.settings, "top_k"):
+    if not top_k or "top_k" in variant.fields or not hasattr(variant.settings, "top_k"):
         return [variant]
-    mark = "," if ":" in variant.label else ":"
-    named = (dataclasses.replace(variant, label=f"{variant.label}{mark}top_k={count}") for count in top_k)
-    return [one.with_fields(top_k=count) for one, count in zip(named, top_k, strict=True)] or [variant]
+    label = variant.label + ("," if ":" in variant.label else ":")
+    return [dataclasses.replace(variant.with_fields(top_k=k), label=f"{label}top_k={k}") for k in top_k]
 
 
-def engines(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path, EngineConfig]]:
-    """Name each engine, with its directory and what to load it with. One is built of each variant, for all budgets of it."""
+def engines(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[str, EngineConfig]]:
+    """Name each engine, with what to load `directory` with, where one is built of each variant for all of its budgets."""
     top_k = [] if arguments.top_k is None else numbers("top_k", arguments.top_k)
     longest, batch = arguments.prompt_tokens + 1 + arguments.tokens, len(arguments.text)
     for variant in arguments.methods:
-        build_variant(arguments, variant, folder, longest, batch)
+        build_variant(arguments, variant, directory, longest, batch)
+        built = read_config(directory)
         for one in budgets(variant, top_k):
-            yield (
-                one.label,
-                folder,
-                dataclasses.replace(read_config(folder), method_config=dataclasses.asdict(one.settings)),
-            )
+            config = dataclasses.replace(built, method_config=dataclasses.asdict(one.settings))
+            if config.device == "cuda":  # whose kernels some methods compile for a budget
+                shutil.rmtree(directory / KERNELS_FOLDER)
+                write_own_kernels(directory, config)
+            yield one.label, config
 
 
 def texts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -189,7 +191,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(arguments.threads)
     results, first = list[dict[str, Any]](), Losses()
     with tempfile.TemporaryDirectory(prefix="kvseek-evaluate-") as folder:
-        for name, directory, config in engines(arguments, Path(folder) / "engine"):
+        directory = Path(folder) / "engine"
+        for name, config in engines(arguments, directory):
             losses, counts = score(arguments, directory, config)
             free_memory()
             first = first or losses
