@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from kvseek.core.batch import Batch
@@ -36,6 +34,3 @@ class Observer:
 
     def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
         """Look at a layer's selection for queries [batch, H, D]. On the CPU requests that attend densely are left out."""
-
-    def step_ended(self, slots: Sequence[int]) -> None:
-        """Take note that a step of these slots has been launched; the indexes' upkeep, which may move rows, comes next."""

@@ -186,7 +186,6 @@ class Retrieval:
 
     def refresh(self, slots: Sequence[int]) -> None:
         """Do the upkeep that is due for these slots; there is none for a slot that attended to everything in its last step."""
-        self.observer.step_ended(slots)
         begun = time.perf_counter()
         selecting = [slot for slot in slots if slot in self._selecting]
         for index in self.indexes:

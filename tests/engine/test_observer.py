@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,16 +30,12 @@ class Notes(Observer):
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.selections: Seen = []
-        self.steps: list[list[int]] = []
 
     def part_ended(self, name: str) -> None:
         self.parts.append(name)
 
     def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
         self.selections.append((layer, batch.column("slot").tolist(), queries, selection))
-
-    def step_ended(self, slots: Sequence[int]) -> None:
-        self.steps.append(list(slots))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +72,6 @@ def test_selections_are_what_attention_attends_to(
     monkeypatch.setattr(retrieval, "attentions", [recording(layer) for layer in LAYERS])
     decoder.decode([5, 6], [0, 2])
     assert notes.parts == ["begin", *PARTS[1:-1] * 3, "head"]
-    assert notes.steps == [[0, 2]]
     assert [layer for layer, *_ in notes.selections] == list(LAYERS)
     for told, used in zip(notes.selections, attended, strict=True):
         assert told[:2] == used[:2] == (told[0], [0, 2])
