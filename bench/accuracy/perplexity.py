@@ -206,7 +206,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "evaluation": "perplexity",
         "machine": {**describe(), **gpu},
         "model": arguments.model.name,
-        "texts": arguments.text,
+        "texts": [name if ":" in name else Path(name).name for name in arguments.text],
         **{name: getattr(arguments, name) for name in settings},
         "results": results,
     }

@@ -45,6 +45,7 @@ def test_figures_are_those_of_scores(
     assert output.read_text(encoding="utf-8") == as_text(report)
     names = ["full", f"nested:{WINDOW},top_k=8", f"nested:{WINDOW},top_k=400", f"flat:{WINDOW},top_k=9"]
     assert [entry["name"] for entry in report["results"]] == names
+    assert report["texts"] == ["log.txt", "a_package_of_texts:log.txt"]
     full, few, every, exact = report["results"]
     assert (full["percent"], full["error"], full["by_part"]) == (0, 0, [0] * 4)
     assert every["percent"] == pytest.approx(0, abs=1e-3), "every row is selected"
@@ -53,7 +54,7 @@ def test_figures_are_those_of_scores(
     assert few["percent"] != 0 != exact["percent"]
     options = {"method": "nested", "method_config": {"top_k": 8}, "cache": CACHE, "max_seq_len": 400}
     with LLM(random_model("llama"), cache_dir=tmp_path / "cache", quiet=True, **options) as llm:
-        ids = [llm.tokenizer.encode(perplexity.read_text(text)) for text in report["texts"]]
+        ids = [llm.tokenizer.encode(perplexity.read_text(text)) for text in flags[5:7]]
         scores = llm.score([own[:100] for own in ids], [own[100:141] for own in ids])
     for score, own in zip(scores, few["log_probabilities"], strict=True):
         assert score.logprobs is not None
