@@ -80,11 +80,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     fits = arguments.tokens % arguments.block == 0 and arguments.tokens > arguments.block
     limit = f"a multiple of --block = {arguments.block}, twice that or more"
     require(fits, "--tokens", arguments.tokens, limit, "change one of them")
+    names = named(arguments.text)
+    require(len(set(names)) == len(names), "--text", names, "of different names", "rename one, or leave it out")
     arguments.methods = parse_variants(arguments.methods)
     if arguments.weight_only_precision:
         precision = {"weight_only_precision": arguments.weight_only_precision}
         arguments.methods = [variant.with_engine(**precision) for variant in arguments.methods]
     return arguments
+
+
+def named(texts: Sequence[str]) -> list[str]:
+    """What to call texts: files without their folders."""
+    return [text if ":" in text else Path(text).name for text in texts]
 
 
 def read_text(name: str) -> str:
@@ -206,7 +213,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "evaluation": "perplexity",
         "machine": {**describe(), **gpu},
         "model": arguments.model.name,
-        "texts": [name if ":" in name else Path(name).name for name in arguments.text],
+        "texts": named(arguments.text),
         **{name: getattr(arguments, name) for name in settings},
         "results": results,
     }
@@ -222,7 +229,7 @@ def print_report(report: dict[str, Any]) -> None:
     figures = {
         "perplexity": figure("perplexity", ".3f"),
         "rise, %": rise,
-        **{Path(name).name: lambda entry, n=n: rise(entry["by_text"][n]) for n, name in enumerate(report["texts"])},
+        **{name: lambda entry, n=n: rise(entry["by_text"][n]) for n, name in enumerate(report["texts"])},
         "by step": lambda entry: " ".join(f"{percent:+.1f}" for percent in entry["by_part"]),
         **{name: figure(name, "+.1f") for name in ("likely", "unlikely")},
         "attended": figure("attended_tokens", ",.0f"),

@@ -92,6 +92,7 @@ def test_figures_by_hand() -> None:
             ["--text", "no_such_package:a.txt"],
             "--text = 'no_such_package:a.txt': there is no package 'no_such_package'",
         ),
+        (["--text", "a/log.txt", "b/log.txt"], "--text = ['log.txt', 'log.txt']: must be of different names"),
         (["--methods", "full,full"], "--methods = 'full,full': must name each once"),
     ],
 )
