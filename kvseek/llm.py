@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from kvseek.core.errors import RequestError, require
 from kvseek.core.fields import typed
-from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
-from kvseek.core.session import EndedSession, Session
+from kvseek.core.request import StepOutput
+from kvseek.core.session import EndedSession
 
-from .arguments import SCORE_NAMES, Message, Prompt, conversation_list, prompt_list, token_ids
-from .base_llm import BaseLLM, template_arguments
+from .arguments import CHAT_NAMES, SCORE_NAMES, Message, Prompt, conversation_list, prompt_list, token_ids
+from .base_llm import BaseLLM, RequestOptions, template_arguments
 from .generation import Generation, GenerationError
 from .outputs import OutputPiece, RequestOutput
 from .prefix import Prefix
@@ -82,11 +82,7 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: Literal[False] = False,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -96,11 +92,7 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: Literal[True],
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[OutputPiece]: ...
 
     def generate(
@@ -109,11 +101,7 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: bool = False,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput] | Iterator[OutputPiece]:
         """Continue prompts.
 
@@ -153,10 +141,7 @@ class LLM(BaseLLM):
             The LLM is closed, or its engine has failed.
         """
         listed = prompt_list(prompts)
-        kept = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-        return self._answer(
-            self._generations(listed, sampling_params, priority=priority, timeout=timeout, **kept), stream
-        )
+        return self._answer(self._generations(listed, sampling_params, options), stream)
 
     @overload
     def chat(
@@ -165,14 +150,10 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: Literal[False] = False,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -182,14 +163,10 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: Literal[True],
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[OutputPiece]: ...
 
     def chat(
@@ -198,14 +175,10 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: bool = False,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput] | Iterator[OutputPiece]:
         """Answer conversations, written down by the model's own chat template.
 
@@ -226,9 +199,7 @@ class LLM(BaseLLM):
         """
         conversations = conversation_list(messages)
         template = template_arguments(add_generation_prompt, continue_final_message, chat_template_kwargs)
-        kept = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-        options = {"template": template, "priority": priority, "timeout": timeout} | kept
-        return self._answer(self._generations(conversations, sampling_params, **options), stream)
+        return self._answer(self._generations(conversations, sampling_params, options, CHAT_NAMES, template), stream)
 
     def score(
         self,
@@ -236,8 +207,7 @@ class LLM(BaseLLM):
         continuations: Prompt | Sequence[Prompt],
         *,
         logprobs: int = 0,
-        priority: int = DEFAULT_PRIORITY,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Compute the log probabilities of given continuations, a decode step for each token: what the method's selection costs.
 
@@ -251,7 +221,7 @@ class LLM(BaseLLM):
             A text is tokenised by itself, as it stands behind other text.
         logprobs : int
             Also return so many likeliest tokens of each step, at most 20.
-        priority, cache_salt
+        priority, timeout, session, cache_salt, prefix
             As of `generate`.
 
         Returns
@@ -277,8 +247,7 @@ class LLM(BaseLLM):
             raise RequestError(
                 f"continuations has {len(given)} entries: must be {len(listed)}, one for each prompt; or give one prompt for all"
             )
-        options = {"priority": priority, "cache_salt": cache_salt, "names": SCORE_NAMES}
-        return self._outputs(self._generations(listed, params, **options))
+        return self._outputs(self._generations(listed, params, options, SCORE_NAMES))
 
     def prefix(self, beginning: Prompt | Sequence[Message], *, cache_salt: str | None = None) -> Prefix:
         """Read the beginning of many prompts once, such as a document that questions are asked about.
@@ -302,7 +271,7 @@ class LLM(BaseLLM):
             As `generate`. RequestError also of an engine that keeps nothing of prompts.
         """
         prefix, reading = self._prefix(beginning, cache_salt)
-        self._answer([reading], False)
+        self._outputs([reading])
         return prefix
 
     def end_session(self, session_id: str, *, cache_salt: str | None = None) -> EndedSession | None:

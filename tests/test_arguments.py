@@ -101,6 +101,7 @@ NO_OPTIONS: dict[str, list[Any]] = {
         ),
         *(("session_id", lambda llm, value=value: llm.end_session(value)) for value in (5, "", b"x")),
         ("cache_salt", lambda llm: llm.prefix("log", cache_salt=5)),
+        ("template: there is no such option", lambda llm: llm.generate("log", template={})),
         ("messages", lambda llm: llm.chat([{"role": "user", "content": "a\ud83d"}])),
     ],
 )
