@@ -80,18 +80,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     fits = arguments.tokens % arguments.block == 0 and arguments.tokens > arguments.block
     limit = f"a multiple of --block = {arguments.block}, twice that or more"
     require(fits, "--tokens", arguments.tokens, limit, "change one of them")
-    names = named(arguments.text)
+    names = [text if ":" in text else Path(text).name for text in arguments.text]  # without folders of the machine
     require(len(set(names)) == len(names), "--text", names, "of different names", "rename one, or leave it out")
-    arguments.methods = parse_variants(arguments.methods)
+    arguments.text = dict(zip(names, map(read_text, arguments.text), strict=True))
+    top_k = [] if arguments.top_k is None else numbers("top_k", arguments.top_k)
+    variants = parse_variants(arguments.methods)
     if arguments.weight_only_precision:
         precision = {"weight_only_precision": arguments.weight_only_precision}
-        arguments.methods = [variant.with_engine(**precision) for variant in arguments.methods]
+        variants = [variant.with_engine(**precision) for variant in variants]
+    arguments.methods = [budgets(variant, top_k) for variant in variants]
     return arguments
-
-
-def named(texts: Sequence[str]) -> list[str]:
-    """What to call texts: files without their folders."""
-    return [text if ":" in text else Path(text).name for text in texts]
 
 
 def read_text(name: str) -> str:
@@ -106,21 +104,24 @@ def read_text(name: str) -> str:
 
 
 def budgets(variant: Variant, top_k: Sequence[int]) -> list[Variant]:
-    """The variant with each budget, of a method that has budgets and where none is named; else the variant alone."""
+    """The variant with each budget, of a method that has budgets and where none is named; else the variant alone.
+
+    Raises ConfigError on a budget that the method cannot have.
+    """
     if not top_k or "top_k" in variant.fields or not hasattr(variant.settings, "top_k"):
         return [variant]
     label = variant.label + ("," if ":" in variant.label else ":")
-    return [dataclasses.replace(variant.with_fields(top_k=k), label=f"{label}top_k={k}") for k in top_k]
+    found = [dataclasses.replace(variant.with_fields(top_k=k), label=f"{label}top_k={k}") for k in top_k]
+    return [one for one in found if one.settings]
 
 
 def engines(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[str, EngineConfig]]:
     """Name each engine, with what to load `directory` with, where one is built of each variant for all of its budgets."""
-    top_k = [] if arguments.top_k is None else numbers("top_k", arguments.top_k)
     longest, batch = arguments.prompt_tokens + 1 + arguments.tokens, len(arguments.text)
-    for variant in arguments.methods:
-        build_variant(arguments, variant, directory, longest, batch)
+    for listed in arguments.methods:
+        build_variant(arguments, listed[0], directory, longest, batch)
         built = read_config(directory)
-        for one in budgets(variant, top_k):
+        for one in listed:
             config = dataclasses.replace(built, method_config=dataclasses.asdict(one.settings))
             if config.device == "cuda":  # whose kernels some methods compile for a budget
                 shutil.rmtree(directory / KERNELS_FOLDER)
@@ -134,8 +135,8 @@ def texts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[tuple
     The first that is forced does not count: its loss comes from reading the prompt.
     """
     read, forced = arguments.prompt_tokens, 1 + arguments.tokens
-    for name in arguments.text:
-        ids = tokenizer.encode(read_text(name))
+    for name, text in arguments.text.items():
+        ids = tokenizer.encode(text)
         limit = f"<= {len(ids) - forced}, as {name} has {len(ids)} tokens"
         require(len(ids) >= read + forced, "--prompt_tokens", read, limit, "or give a longer text")
         yield tuple(ids[:read]), tuple(ids[read : read + forced])
@@ -213,7 +214,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "evaluation": "perplexity",
         "machine": {**describe(), **gpu},
         "model": arguments.model.name,
-        "texts": named(arguments.text),
+        "texts": list(arguments.text),
         **{name: getattr(arguments, name) for name in settings},
         "results": results,
     }
