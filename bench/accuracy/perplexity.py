@@ -34,6 +34,7 @@ from kvseek.bench.output import (
     numbers,
     print_whole,
     progress,
+    write_result,
 )
 from kvseek.bench.variants import FORM, Variant, parse_variants
 from kvseek.core.command_line import Parser
@@ -69,7 +70,7 @@ def make_parser() -> Parser:
     add("--dtype", default="float32")
     add("--weight_only_precision", choices=CHOICES["weight_only_precision"], help="of all engines")
     add("--threads", type=int, help="CPU threads; torch's choice if left out")
-    add_output_flags(parser, ", e.g. bench/results/NAME.json")
+    add_output_flags(parser, ", after every engine, e.g. bench/results/NAME.json")
     return whole
 
 
@@ -194,10 +195,20 @@ def figures_of(losses: Losses, first: Losses, block: int) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Score the texts with every engine; the document."""
+    """Score the texts with every engine; the document, which is written after each of them."""
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    settings = ("prompt_tokens", "tokens", "block", "dtype", "weight_only_precision")
+    gpu = {"gpu": describe_gpu(torch.device("cuda"))} if arguments.device == "cuda" else {}
     results, first = list[dict[str, Any]](), Losses()
+    document = {
+        "evaluation": "perplexity",
+        "machine": {**describe(), **gpu},
+        "model": arguments.model.name,
+        "texts": list(arguments.text),
+        **{name: getattr(arguments, name) for name in settings},
+        "results": results,
+    }
     with tempfile.TemporaryDirectory(prefix="kvseek-evaluate-") as folder:
         directory = Path(folder) / "engine"
         for name, config in engines(arguments, directory):
@@ -208,16 +219,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             own = [[round(-loss, 4) for loss in of_text] for of_text in losses]
             results.append({"name": name, **figures, **counts, "log_probabilities": own})
             progress(f"{name}: perplexity {figures['perplexity']:.3f}, {rise(figures)} %")
-    settings = ("prompt_tokens", "tokens", "block", "dtype", "weight_only_precision")
-    gpu = {"gpu": describe_gpu(torch.device("cuda"))} if arguments.device == "cuda" else {}
-    return {
-        "evaluation": "perplexity",
-        "machine": {**describe(), **gpu},
-        "model": arguments.model.name,
-        "texts": list(arguments.text),
-        **{name: getattr(arguments, name) for name in settings},
-        "results": results,
-    }
+            if arguments.output:
+                write_result(arguments.output, document)
+    return document
 
 
 def rise(entry: dict[str, Any]) -> str:
