@@ -70,8 +70,8 @@ class Steps(Protocol):
         logit is not finite.
         """
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
-        """Draw a token from logits that a prompt gave, float32 [vocabulary] on the CPU."""
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
+        """Draw a token for each sampler from logits that prompts gave, float32 [samplers, vocabulary] on the CPU."""
 
     def prepare(self) -> None:
         """Capture the steps of all batch sizes, also those captured before, so that no request waits for a capture.
@@ -134,9 +134,9 @@ class Decoder:
         """See Steps.launch."""
         return self.steps.launch(tokens, slots, samplers)
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Steps.draw."""
-        return self.steps.draw(logits, sampler)
+        return self.steps.draw(logits, samplers)
 
     def close(self) -> None:
         """End what other processes do for this decoder, which must not be used any more. May be called twice."""

@@ -372,12 +372,33 @@ class Engine:
         return ends
 
     def _read(self, beside: bool) -> list[StepOutput]:
-        outputs: list[StepOutput] = []
-        for reading in self._reader.read(self._scheduler.unread(), beside):
-            outputs += self._outputs_of(reading)
+        readings, outputs = self._reader.read(self._scheduler.unread(), beside), list[StepOutput]()
+        firsts = self._draw_first(readings)
+        for reading in readings:
+            outputs += self._outputs_of(reading, firsts.get(reading.sequence.request_id))
         return outputs
 
-    def _outputs_of(self, reading: Reading) -> list[StepOutput]:
+    def _draw_first(self, readings: Sequence[Reading]) -> dict[int, Drawn | int]:
+        """Draw the first tokens of the requests whose prompts have been read, by their ids."""
+        rows, samplers, drawn = list[Tensor](), dict[int, Sampler](), dict[int, Drawn | int]()
+        for one in readings:
+            sequence = one.sequence
+            if one.logits is None or sequence.generated or sequence.request.max_tokens == 0:
+                continue
+            if sequence.sampler.greedy:
+                drawn[sequence.request_id] = greedy_token(one.logits)
+            else:
+                rows.append(one.logits)
+                samplers[sequence.request_id] = sequence.sampler
+        if rows:
+            try:
+                found = self.decoder.draw(torch.stack(rows), list(samplers.values()))
+            except Exception as error:  # such as no memory for what the sampling keeps
+                found = [Drawn(error=error) for _ in rows]
+            drawn.update(zip(samplers, found, strict=True))
+        return drawn
+
+    def _outputs_of(self, reading: Reading, first: Drawn | int | None) -> list[StepOutput]:
         sequence = reading.sequence
         if reading.error is not None:
             return [self._fail(sequence, reading.error)]
@@ -390,8 +411,8 @@ class Engine:
         outputs = scores or [StepOutput(sequence.request_id, prefill_progress=sequence.progress)]
         if reading.logits is not None and sequence.request.max_tokens == 0:
             outputs.append(self._end(sequence, sequence.ended(FinishReason.LENGTH)))
-        elif reading.logits is not None:
-            outputs.append(self._take_first(sequence, reading.logits))
+        elif first is not None:
+            outputs.append(self._take_token(sequence, first, 0, 0.0, time.perf_counter()))
         return outputs
 
     def _decode(self, decoding: list[RequestSequence], begun: float) -> list[StepOutput]:
@@ -461,15 +482,6 @@ class Engine:
         self._reader.note_step(flight.work, max(flight.begun, self._collected_at))
         self._collected_at = time.perf_counter()
         return outputs
-
-    def _take_first(self, sequence: RequestSequence, logits: Tensor) -> StepOutput:
-        """Draw a request's first token from the logits of its prompt."""
-        sampler = sequence.sampler
-        try:
-            drawn = greedy_token(logits) if sampler.greedy else self.decoder.draw(logits, sampler)
-        except Exception as error:  # such as no memory for what the sampling keeps
-            return self._fail(sequence, error)
-        return self._take_token(sequence, drawn, 0, 0.0, time.perf_counter())
 
     def _take_token(
         self, sequence: RequestSequence, drawn: Drawn | int, cached: int, attended: float, now: float

@@ -49,6 +49,8 @@ class Generation:
         The request for the engine.
     output : RequestOutput or None
         The complete output; None before the end.
+    stops : bool
+        Whether a stop text may end it, of which the engine does not know.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Generation:
     ) -> None:
         self.index, self.request, self._names = index, request, names
         self.output: RequestOutput | None = None
+        self.stops = bool(stop)
         self._prompt = prompt
         self._new = Accumulator(request, tokenizer, stop)
         self._text: list[str] = []  # of the pieces that have been given

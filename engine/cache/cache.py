@@ -306,14 +306,18 @@ class Cache:
 
     def _write_prompt_window(self, layer: int, slot: int, rows: Tensor, first: int) -> None:
         """Store the sink and the latest tokens of a prompt in the window; its rows from token `first` on are [G, n, 2, D]."""
-        sink, n = self.config.sink, self.lengths[slot]
+        sink, n, stop = self.config.sink, self.lengths[slot], first + rows.shape[1]
         window = self.window[layer, slot]
         if first == 0:
-            window[:, :sink][:, : rows.shape[1]] = rows[:, :sink]
-        recent = torch.arange(
-            n, max(n, first + rows.shape[1] - sink), device=window.device
-        )  # counted from the ring's first token
-        window[:, sink + recent % self.ring] = rows[:, sink + recent - first]
+            head = stop if n == 0 else min(sink, stop)  # what no token has left lies in its order
+            window[:, :head] = rows[:, :head]
+            if n == 0:
+                return
+        while sink + n < stop:  # in at most two parts, as the ring's end may be passed
+            at = sink + n % self.ring
+            count = min(stop - sink - n, sink + self.ring - at)
+            window[:, at : at + count] = rows[:, sink + n - first :][:, :count]
+            n += count
 
     def _evict(self, slot: int, indexes: Sequence[Index]) -> Eviction:
         """Move the oldest `update` tokens of a full ring to the retrieval region."""

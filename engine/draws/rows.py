@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ class DrawRows:
     buffer: Tensor
     rows: list[int]
     _samplers: list[Sampler]
+    _telling: npt.NDArray[np.bool_]  # whether something is returned with the token
     _refused: list[Drawn | None]  # for all requests: those whose guide failed before the draw
 
     def results(self, tokens: Tensor, logits: Sequence[Tensor]) -> list[Drawn | int]:
@@ -62,9 +64,9 @@ class DrawRows:
         found = tokens.numpy()
         drawn: list[Drawn | int] = found[:, 0].tolist()
         rest = iter(logits)
-        for number, (sampler, status) in enumerate(zip(self._samplers, found[:, 1].tolist(), strict=True)):
-            if status != DRAWN or sampler.params.tells:
-                drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), sampler, rest)
+        for number in np.flatnonzero(self._telling | (found[:, 1] != DRAWN)).tolist():
+            one = DrawnToken.from_buffer_copy(found[number].tobytes())
+            drawn[number] = _result(one, self._samplers[number], rest)
         if len(drawn) == len(self._refused):
             return drawn
         others = iter(drawn)
@@ -87,8 +89,8 @@ def pack_rows(
 
     `work` and `places` are DrawKernel.work_bytes and those of Draws.begin.
     """
-    refused, drawn, numbers = list[Drawn | None](), list[Sampler](), list[tuple[int, int, int]]()
-    packed, lists = list[bytes](), list[tuple[int, int, Words]]()
+    refused, drawn, packed = list[Drawn | None](), list[Sampler](), list[bytes]()
+    numbers, lists = list[tuple[int, int, int]](), list[tuple[int, int, Words]]()
     for row, sampler, place in zip(rows, samplers, places or [0] * len(samplers), strict=True):
         try:
             prepared = _prepared(sampler, device).row
@@ -101,23 +103,27 @@ def pack_rows(
         drawn.append(sampler)
         packed.append(prepared)
         numbers.append((place, row, sampler.number))
-    at = len(drawn) * (ROW_BYTES + work)
-    size = at + sum(words.nbytes for *_, words in lists)
-    on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_device = torch.empty_like(on_host, device=device) if device.type == "cuda" else on_host
-    data, base = memoryview(on_host.numpy()), on_device.data_ptr()  # type: ignore[arg-type]
-    data[: len(drawn) * ROW_BYTES] = b"".join(packed)
+    head, zeros = len(drawn) * ROW_BYTES, len(drawn) * work
+    size = head + sum(words.nbytes for *_, words in lists)
+    on_host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")  # all but the zeros
+    buffer = torch.empty(size + zeros, dtype=torch.uint8, device=device)
+    buffer[head : head + zeros].zero_()
+    data = memoryview(on_host.numpy())  # type: ignore[arg-type]
+    data[:head] = b"".join(packed)
     for begin, changing in zip(range(DrawRow.latest.offset, size, ROW_BYTES), numbers, strict=False):
         NUMBERS.pack_into(data, begin, *changing)
+    at = head
     for begin, field, words in lists:
-        POINTER.pack_into(data, begin + field, base + at)
+        POINTER.pack_into(data, begin + field, buffer.data_ptr() + zeros + at)
         if field == BANNED:
             COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
         data[at : at + words.nbytes] = words.tobytes()
         at += words.nbytes
-    if on_device is not on_host:
-        on_device.copy_(on_host, non_blocking=True)
-    return DrawRows(on_device, [row for _, row, _ in numbers], drawn, refused)
+    buffer[:head].copy_(on_host[:head], non_blocking=True)
+    if lists:
+        buffer[head + zeros :].copy_(on_host[head:], non_blocking=True)
+    telling = np.array([sampler.params.tells for sampler in drawn], dtype=np.bool_)
+    return DrawRows(buffer, [row for _, row, _ in numbers], drawn, telling, refused)
 
 
 def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
@@ -133,9 +139,9 @@ def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
 
 def _prepared(sampler: Sampler, device: torch.device) -> Prepared:
     """Return what the sampler keeps on the device; made at its first draw."""
-    if not isinstance(sampler.prepared, Prepared):
+    if sampler.prepared is None:
         sampler.prepared = _prepare(sampler, device)
-    return sampler.prepared
+    return cast(Prepared, sampler.prepared)
 
 
 def _prepare(sampler: Sampler, device: torch.device) -> Prepared:

@@ -190,10 +190,10 @@ class LeadDecoder(Decoder):
             drawn = launched.collect()
         return Launched(launched.attended, lambda: drawn)
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Decoder. The draw may come behind units of a prompt, whose sums wait for the other ranks."""
         with self._followers.waiting():
-            return super().draw(logits, sampler)
+            return super().draw(logits, samplers)
 
     def observe(self, observer: Observer) -> None:
         """See Decoder."""

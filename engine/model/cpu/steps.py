@@ -49,10 +49,9 @@ class HostSteps:
         self._latest.update(zip(slots, (max(0, token) for token in tokens_drawn), strict=True))
         return Launched(attended, lambda: drawn)
 
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Steps.draw."""
-        (drawn,) = self._draws.begin(logits[None], [0], [sampler])()
-        return drawn
+        return self._draws.begin(logits, range(len(samplers)), samplers)()
 
     def prepare(self) -> None:
         """See Steps.prepare. It does nothing: no steps are captured on the CPU."""

@@ -95,12 +95,11 @@ class GraphSteps:
         return Launched(attended, collect)
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, sampler: Sampler) -> Drawn | int:
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Steps.draw. The logits are numbers of the engine's dtype, as all that its head computes."""
         with wait_on_error(self._device):
             own = to_device(logits, self._retrieval.cache.window.dtype, self._device)
-            (drawn,) = self._sampling.begin(own[None], [0], [sampler])()
-        return drawn
+            return self._sampling.begin(own, range(len(samplers)), samplers)()
 
     @property
     def _sampling(self) -> Draws:

@@ -68,7 +68,7 @@ class GapWatcher:
         for row, sampler in zip(logits, samplers, strict=True):
             values, ids = torch.topk(row, 2)
             self.least = min(self.least, float(values[0] - values[1])) if sampler is None else self.least
-            drawn.append(int(ids[0]) if sampler is None else self._decoder.draw(row, sampler))
+            drawn.append(int(ids[0]) if sampler is None else self._decoder.draw(row[None], [sampler])[0])
         return Launched(attended, lambda: drawn)
 
 
