@@ -26,6 +26,7 @@ import torch
 from kvseek.bench.engines import build_variant, free_memory, write_own_kernels
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import (
+    Figure,
     add_output_flags,
     at_least_one,
     command,
@@ -229,12 +230,17 @@ def rise(entry: dict[str, Any]) -> str:
     return f"{entry['percent']:+.1f} ± {entry['error']:.1f}"
 
 
+def rise_of(text: int) -> Figure:
+    """The same of one text."""
+    return lambda entry: rise(entry["by_text"][text])
+
+
 def print_report(report: dict[str, Any]) -> None:
     """Print a row for each engine."""
     figures = {
         "perplexity": figure("perplexity", ".3f"),
         "rise, %": rise,
-        **{name: lambda entry, n=n: rise(entry["by_text"][n]) for n, name in enumerate(report["texts"])},
+        **{name: rise_of(number) for number, name in enumerate(report["texts"])},
         "by step": lambda entry: " ".join(f"{percent:+.1f}" for percent in entry["by_part"]),
         **{name: figure(name, "+.1f") for name in ("likely", "unlikely")},
         "attended": figure("attended_tokens", ",.0f"),
