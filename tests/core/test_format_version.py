@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.conftest import ROOT, BuildEngine
-from tests.support.random_models import save_random_model
+from tests.conftest import ROOT, BuildEngine, RandomModel
 
 from kvseek.builder import build
 from kvseek.builder.fingerprint import fingerprint
@@ -31,10 +30,9 @@ from kvseek.server.settings import ServeSettings
 
 
 @pytest.fixture
-def engine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) -> Path:
+def engine(tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine) -> Path:
     """An engine directory that a test may change."""
-    model = save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
-    return Path(shutil.copytree(build_engine(model, "full"), tmp_path / "my engine"))
+    return Path(shutil.copytree(build_engine(random_model("llama"), "full"), tmp_path / "my engine"))
 
 
 @pytest.fixture

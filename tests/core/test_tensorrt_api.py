@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.random_models import save_random_model
+from tests.conftest import RandomModel
 
 from kvseek.builder import build
 from kvseek.builder.tensorrt.plans import write_plans
@@ -24,8 +24,8 @@ from kvseek.engine.tensorrt.plan_files import Sizes
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+def model(random_model: RandomModel) -> Path:
+    return random_model("llama")
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -57,19 +57,19 @@ def plain(load_device: LoadDevice) -> checks.Plain:
     return known_answers(load_device("always", reuse=False))
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.test_a_prompt_that_begins_alike_has_the_same_answer,
+        checks.test_a_conversation_goes_on,
+        checks.test_a_cancelled_request_keeps_what_all_layers_have_read,
+    ],
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, load: Load, plain: checks.Plain) -> None:
-    checks.test_a_prompt_that_begins_alike_has_the_same_answer(method, "native", load, plain)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_conversation_goes_on(method: str, load: Load, plain: checks.Plain) -> None:
-    checks.test_a_conversation_goes_on(method, load, plain)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_cancelled_request_keeps_what_all_layers_have_read(method: str, load: Load, plain: checks.Plain) -> None:
-    checks.test_a_cancelled_request_keeps_what_all_layers_have_read(method, load, plain)
+def test_what_holds_on_the_cpu(
+    method: str, check: Callable[[str, Load, checks.Plain], None], load: Load, plain: checks.Plain
+) -> None:
+    check(method, load, plain)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -41,7 +41,7 @@ SAMPLED = SamplingConfig(
     logprobs=2,
     seed=11,
 )
-GUIDED = SamplingConfig(temperature=0.8, seed=5, guide=Guide(GuideType.REGEX, "[a-z ]{30,200}"))
+GUIDED = SamplingConfig(temperature=0.8, seed=5, guide=Guide(GuideType.REGEX, "[a-z ]{60,200}"))
 
 
 def prompt(number: int, tokens: int = 1010) -> tuple[int, ...]:
@@ -50,13 +50,13 @@ def prompt(number: int, tokens: int = 1010) -> tuple[int, ...]:
 
 # All but the last have one extent at first, and two when they end.
 REQUESTS = [
-    Request(prompt(0), 90),
-    Request(prompt(1), 70, SAMPLED),
-    Request(prompt(2), 80, GUIDED, end_ids=(1,)),
-    Request(prompt(3), 60, SamplingConfig(temperature=1.2, top_k=50, seed=3, return_generation_logits=True)),
-    Request(prompt(4), 75, SamplingConfig(logprobs=0, bad_words=((7, 8),), min_tokens=70), end_ids=(9, 10, 11)),
-    Request(prompt(6), 60, SamplingConfig(temperature=1.0, seed=2, forced_tokens=prompt(9, 50), logprobs=1)),
-    Request(prompt(5, 300), 40, SamplingConfig(prompt_logprobs=1, temperature=0.5, seed=9)),
+    Request(prompt(0), 64),
+    Request(prompt(1), 56, SAMPLED),
+    Request(prompt(2), 60, GUIDED, end_ids=(1,)),
+    Request(prompt(3), 52, SamplingConfig(temperature=1.2, top_k=50, seed=3, return_generation_logits=True)),
+    Request(prompt(4), 58, SamplingConfig(logprobs=0, bad_words=((7, 8),), min_tokens=50), end_ids=(9, 10, 11)),
+    Request(prompt(6), 54, SamplingConfig(temperature=1.0, seed=2, forced_tokens=prompt(9, 45), logprobs=1)),
+    Request(prompt(5, 300), 24, SamplingConfig(prompt_logprobs=1, temperature=0.5, seed=9)),
 ]
 
 
@@ -116,18 +116,17 @@ def counted(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
 def test_answers_do_not_tell_of_preemptions(name: str, make: Make) -> None:
     expected, none = ask(make(name, 30, reuse=False), REQUESTS)
     assert sum(none) == 0
-    for reuse in (True, False):
-        for extents, share, ahead in ((6, 0.0, False), (9, 0.1, False), (6, 0.0, True)):
-            engine = make(name, extents, reuse=reuse)
-            if ahead:
-                run_ahead(engine)
-            with pytest.MonkeyPatch.context() as patch:
-                resumed = counted(patch, engine)
-                found, counts = ask(engine, REQUESTS, share)
-            assert sum(counts) > 0
-            assert found == expected
-            if share and reuse and method_traits(engine.config).prefix_reuse == "entries":
-                assert resumed, "nothing is computed again where all rows are kept"
+    for reuse, extents, share, ahead in ((True, 6, 0.0, True), (True, 9, 0.1, False), (False, 6, 0.1, False)):
+        engine = make(name, extents, reuse=reuse)
+        if ahead:
+            run_ahead(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            resumed = counted(patch, engine)
+            found, counts = ask(engine, REQUESTS, share)
+        assert sum(counts) > 0
+        assert found == expected
+        if share and reuse and method_traits(engine.config).prefix_reuse == "entries":
+            assert resumed, "nothing is computed again where all rows are kept"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -165,7 +165,7 @@ def make_requests(drawn: list[tuple[int, int, int, int, int]], vocabulary: int) 
 def test_requests_get_the_same(method: str, pair_of: Callable[[str], Pair]) -> None:
     pair = pair_of(method)
 
-    @settings(max_examples=12)
+    @settings(max_examples=12 if method == "full" else 5)
     @given(requests_drawn)
     def check(drawn: list[tuple[int, int, int, int, int]]) -> None:
         requests, cancels = make_requests(drawn, pair.usual.config.model.vocab_size)

@@ -260,7 +260,6 @@ def test_every_combination_draws_the_same_token(draws, seed, size, kind, tempera
     assert token[0] in candidates(logits, temperature, top_k, top_p, min_p)[0].tolist()
 
 
-@pytest.mark.parametrize("kind", ["reference", "native"])
 @pytest.mark.parametrize(
     "params",
     [
@@ -274,9 +273,9 @@ def test_every_combination_draws_the_same_token(draws, seed, size, kind, tempera
         *({"logit_bias": ((0, 1.0),), "temperature": 2.0}, {"repetition_penalty": 1.5, "presence_penalty": 0.3}),
     ],
 )
-def test_draws_follow_the_distribution(kind, params):
-    """Chi-square against a plain computation in float64."""
-    draws, count, size = make_draws(kind), 4000, 30
+def test_draws_follow_the_distribution(params):
+    """Chi-square against a plain computation in float64. Tests above compare the reference's and the emulated kernel's draws."""
+    draws, count, size = make_draws("native"), 4000, 30
     logits, prompt = random_logits(9, size) / 2, (1, 2, 5)
     params = SamplingConfig(**({"temperature": 1.0} | params))
     scores = logits.double()

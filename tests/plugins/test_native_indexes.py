@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from tests.conftest import LEVELS
 from tests.plugins.clusterkv.test_native import Pair as ClusterKV
 from tests.plugins.index_cases import KV_HEADS, SHAPES, NativePair, keys_of_slots, select_rows
 from tests.plugins.nested.test_native import Pair as Nested
 from tests.plugins.pariskv.test_native import Pair as ParisKV
 from tests.plugins.prkv.test_native import Pair as PRKV
+from tests.support.instruction_levels import limited
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
@@ -19,39 +22,32 @@ from kvseek.core.errors import KernelError
 PAIRS: tuple[type[NativePair], ...] = (Nested, ParisKV, PRKV, ClusterKV)
 
 
-def variants(pair: type[NativePair], few: bool) -> list[Any]:
-    name = pair.method.__name__.split(".")[-2]
-    chosen = pair.configs[: pair.few] if few else pair.configs
-    return [pytest.param(pair, config, id=f"{name}-{number}") for number, config in enumerate(chosen)]
+def variants(few: bool) -> pytest.MarkDecorator:
+    """A method's pair with each of its configurations, or with the few that are run at every instruction level."""
+    found = []
+    for pair in PAIRS:
+        name = pair.method.__name__.split(".")[-2]
+        chosen = pair.configs[: pair.few] if few else pair.configs
+        found += [pytest.param(pair, config, id=f"{name}-{number}") for number, config in enumerate(chosen)]
+    return pytest.mark.parametrize(("pair", "config"), found)
 
 
-ALL, FEW = (
-    pytest.mark.parametrize(("pair", "config"), [one for pair in PAIRS for one in variants(pair, few)])
-    for few in (False, True)
-)
 OF_EVERY_METHOD = pytest.mark.parametrize("pair", PAIRS)
 
 
-@ALL
+@variants(few=False)
 @pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES)
 def test_selection_equals_the_reference(
     library: CpuLibrary, pair: type[NativePair], config: Any, dim: int, group: int, dtype: torch.dtype
 ) -> None:
+    """At the processor's best instruction level, which is LEVELS' last or lower, and with few configurations at all others."""
     torch.manual_seed(group)
-    keys = keys_of_slots([1500, 1, 3000 if dim < 256 else 700, 100], dim, dtype)
-    made = pair(library, config, group, dim, keys)
+    made = pair(library, config, group, dim, keys_of_slots([1500, 1, 3100 if dim < 256 else 900, 100], dim, dtype))
     for _ in range(pair.steps):
         made.check(torch.randn(4, KV_HEADS * group, dim).to(dtype), [2, 0, 3, 1])
-
-
-@FEW
-@pytest.mark.parametrize(("dim", "group", "dtype"), SHAPES)
-def test_every_level_selects_as_the_reference(
-    library: CpuLibrary, level: int, pair: type[NativePair], config: Any, dim: int, group: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(dim)
-    made = pair(library, config, group, dim, keys_of_slots([3100 if dim < 256 else 900], dim, dtype))
-    made.check(torch.randn(1, KV_HEADS * group, dim).to(dtype), [0])
+    for level in LEVELS[:-1] if config in pair.configs[: pair.few] else ():
+        with limited(library, level):
+            made.check(torch.randn(1, KV_HEADS * group, dim).to(dtype), [2])
 
 
 @OF_EVERY_METHOD
@@ -85,18 +81,17 @@ def check_valid(pair: type[NativePair], rows: Tensor, n: int, config: Any) -> No
         assert not pair.ascending or bool((taken.diff() > 0).all())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-@FEW
-def test_strange_queries_still_give_valid_rows(
-    library: CpuLibrary, level: int, pair: type[NativePair], config: Any, value: float
-) -> None:
+@variants(few=True)
+def test_strange_queries_still_give_valid_rows(library: CpuLibrary, pair: type[NativePair], config: Any) -> None:
     index = pair(library, config, 3, 64, keys_of_slots([3000], 64)).found
-    rows = select_rows(index, torch.full((1, 3 * KV_HEADS, 64), value), [0]).rows
-    check_valid(pair, rows, 3000, config)
+    for level, value in itertools.product(LEVELS, (float("nan"), float("inf"), 0.0)):
+        with limited(library, level):
+            rows = select_rows(index, torch.full((1, 3 * KV_HEADS, 64), value), [0]).rows
+        check_valid(pair, rows, 3000, config)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@FEW
+@variants(few=True)
 def test_strange_keys_still_give_valid_rows(
     library: CpuLibrary, level: int, pair: type[NativePair], config: Any, value: float
 ) -> None:

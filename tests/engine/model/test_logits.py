@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import BuildEngine
+from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_prefill
-from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.random_models import ARCHITECTURES
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
@@ -75,8 +75,8 @@ def test_needle_model(needle_folder: Path, build_engine: BuildEngine) -> None:
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_random_models(architecture: str, kernels: str, tmp_path: Path, build_engine: BuildEngine) -> None:
-    model = save_random_model(tmp_path / "model", architecture)
+def test_random_models(architecture: str, kernels: str, random_model: RandomModel, build_engine: BuildEngine) -> None:
+    model = random_model(architecture)
     # A short window and small chunks: the prompt crosses chunk borders and the ring wraps while decoding.
     window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--prefill_chunk_tokens", "50")
     directory = build_engine(model, "full", "--kernels", kernels, *window)
@@ -84,8 +84,10 @@ def test_random_models(architecture: str, kernels: str, tmp_path: Path, build_en
 
 
 @pytest.mark.parametrize("head_dim", [12, 80, 100])
-def test_head_sizes_without_kernels_of_their_own(head_dim: int, tmp_path: Path, build_engine: BuildEngine) -> None:
-    model = save_random_model(tmp_path / "model", "llama", head_dim=head_dim)
+def test_head_sizes_without_kernels_of_their_own(
+    head_dim: int, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    model = random_model("llama", head_dim=head_dim)
     compare(model, build_engine(model, "full"), torch.arange(150).mul(7).remainder(100).tolist())
 
 
@@ -111,6 +113,6 @@ ROPE = {
 
 
 @pytest.mark.parametrize("kind", ROPE)
-def test_rope_scaling(kind: str, tmp_path: Path, build_engine: BuildEngine) -> None:
-    model = save_random_model(tmp_path / "model", "llama", rope_parameters={"rope_theta": 10000.0, **ROPE[kind]})
+def test_rope_scaling(kind: str, random_model: RandomModel, build_engine: BuildEngine) -> None:
+    model = random_model("llama", rope_parameters={"rope_theta": 10000.0, **ROPE[kind]})
     compare(model, build_engine(model, "full"), torch.arange(150).mul(11).remainder(100).tolist())

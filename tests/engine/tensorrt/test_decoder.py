@@ -43,8 +43,10 @@ def made(random_model: RandomModel, build_engine: BuildEngine) -> dict[tuple[str
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("method", "offload"), [("full", "never"), ("flat", "always")])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "method", "offload"),
+    [("llama", "full", "never"), ("qwen2", "flat", "always"), ("qwen3", "flat", "always")],
+)
 def test_logits_are_those_of_the_torch_runtime(
     architecture: str,
     method: str,

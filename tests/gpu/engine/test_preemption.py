@@ -13,7 +13,7 @@ from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, load_changed
 pytestmark = pytest.mark.gpu
 
 # Evictions are of 64 tokens here: all but the last request have one extent at first, and two when they end.
-LONGER = [replace(request, prompt_ids=(*request.prompt_ids, *DOCUMENT[:30])) for request in REQUESTS]
+LONGER = [replace(request, prompt_ids=(*request.prompt_ids, *DOCUMENT[:60])) for request in REQUESTS]
 
 
 @pytest.mark.parametrize("offload", ["always", "never"])

@@ -27,20 +27,14 @@ def pool(library: CpuLibrary) -> Iterator[HostPool]:
         yield pool
 
 
-@pytest.mark.parametrize(("dim", "group"), [(64, 3), (96, 8), (128, 4), (256, 1), (32, 16), (160, 7), (128, 6)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Channels, query heads a KV head, number in DTYPES, and bits of codes (0: none).
+STEPS = [(64, 3, 0, 0), (96, 8, 1, 0), (128, 4, 2, 0), (256, 1, 0, 0), (32, 16, 1, 0), (160, 7, 2, 0), (128, 6, 1, 0)]
+STEPS += [(*shape, bits) for shape in ((64, 3, 0), (96, 8, 1), (256, 1, 1), (32, 16, 2)) for bits in (2, 4)]
+
+
+@pytest.mark.parametrize(("dim", "group", "dtype", "bits"), STEPS)
 def test_every_level_does_what_float64_says(
-    library: CpuLibrary, level: int, dtype: torch.dtype, dim: int, group: int
-) -> None:
-    case = Case([[300, 1111], [0, 0], [1, 17], [40, 39]], group, dim, dtype, top_k=40, rho=100, seed=dim + group)
-    assert case.run(library) == 0
-    check_results(case, TOLERANCE)
-
-
-@pytest.mark.parametrize(("dim", "group", "dtype"), [(64, 3, 0), (96, 8, 1), (256, 1, 1), (32, 16, 2)])
-@pytest.mark.parametrize("bits", [2, 4])
-def test_every_level_ranks_by_codes(
-    library: CpuLibrary, level: int, bits: int, dim: int, group: int, dtype: int
+    library: CpuLibrary, level: int, dim: int, group: int, dtype: int, bits: int
 ) -> None:
     counts = [[300, 1111], [0, 0], [1, 17], [40, 39]]
     case = Case(counts, group, dim, DTYPES[dtype], top_k=40, rho=100, seed=dim + group, bits=bits)

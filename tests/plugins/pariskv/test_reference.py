@@ -36,10 +36,10 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
     lanes = rotate(lanes, index.signs)
     votes = torch.zeros(len(lanes), n, dtype=torch.int64)
     for lane, block in ((lane, block) for lane in range(len(lanes)) for block in range(index.blocks)):
-        part = lanes[lane, 8 * block : 8 * block + 8].double()
-        scores = [sum(float(-q if c >> j & 1 else q) for j, q in enumerate(part)) for c in range(256)]
+        part = lanes[lane, 8 * block : 8 * block + 8].tolist()
+        scores = [sum(-q if c >> j & 1 else q for j, q in enumerate(part)) for c in range(256)]
         preceding = 0
-        for centroid in sorted(range(256), key=lambda c: (-scores[c], c)):
+        for centroid in sorted(set(ids[:, block].tolist()), key=lambda c: (-scores[c], c)):
             members = ids[:, block] == centroid
             shares = ((6, 0.05), (5, 0.15), (4, 0.30), (3, 0.50), (2, 0.75), (1, 1.0))
             votes[lane, members] += next((tier for tier, share in shares if preceding < share * budget), 0)

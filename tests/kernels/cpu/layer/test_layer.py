@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,16 @@ def test_silu_mul_of_what_no_exponential_holds(library: CpuLibrary, level: int) 
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-36, equal_nan=True)
 
 
+@functools.cache
+def rotary_embedding(model: ModelConfig) -> RotaryEmbedding:
+    """Its table of so many positions takes longer than what is tested."""
+    return RotaryEmbedding(model, CPU)
+
+
 def rope_case(model: ModelConfig, rows: int, norm: bool, dtype: torch.dtype) -> tuple[Tensor, Rotation, list[Any]]:
     """Random qkv, the rotation of far positions, and the weights of QK-norm or None."""
     qkv = random(dtype, rows, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-    rotation = RotaryEmbedding(model, CPU).at(torch.arange(rows).mul(2999).tolist())
+    rotation = rotary_embedding(model).at(torch.arange(rows).mul(2999).tolist())
     return qkv, rotation, [random(dtype, model.head_dim) if norm else None for _ in range(2)]
 
 
