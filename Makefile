@@ -25,6 +25,8 @@ LOAD_RESULT ?= build/load.json
 PERF_ARGS ?=
 
 COMMIT ?= main
+# Hundreds of processes of the tests import kvseek, and would compile it each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools check check-install lint sizes types links format install model engine clean
 

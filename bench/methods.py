@@ -15,8 +15,7 @@ from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import ModelConfig
 from kvseek.plugins.contract import Index
-from kvseek.plugins.measurements.costs import SelectionCosts
-from kvseek.plugins.measurements.stages import Stages
+from kvseek.plugins.measurements import SelectionCosts, Stages
 from kvseek.plugins.registry import get_method
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ StagesOf = Callable[[Index, Tensor, int], Stages]
 
 
 def costs_of(method: str) -> Costs | None:
-    """Return the function for a decode step's costs (plugins/measurements/costs.py); None if the method has none.
+    """Return the function for a decode step's costs (plugins/measurements.py); None if the method has none.
 
     Raises ConfigError for an unknown method.
     """
@@ -35,7 +34,7 @@ def costs_of(method: str) -> Costs | None:
 
 
 def stages_of(method: str) -> StagesOf | None:
-    """Return the function for a selection's stages (plugins/measurements/stages.py); None if the method has none.
+    """Return the function for a selection's stages (plugins/measurements.py); None if the method has none.
 
     Raises ConfigError for an unknown method.
     """
@@ -43,9 +42,9 @@ def stages_of(method: str) -> StagesOf | None:
 
 
 def _offer(method: str, name: str) -> Any:
-    """Import the function `name` of the module `name` in a method's folder, if there is one."""
-    module = f"{get_method(method).package}.{name}"
-    return getattr(importlib.import_module(module), name) if find_spec(module) else None
+    """Import the function `name` of measurements.py in a method's folder, if there is one."""
+    module = f"{get_method(method).package}.measurements"
+    return getattr(importlib.import_module(module), name, None) if find_spec(module) else None
 
 
 def load_kernels(
@@ -84,6 +83,6 @@ def batch_of(index: Index, slot: int = 0, position: int | None = None) -> Batch:
         slot=slot,
         position=length if position is None else position,
         length=length,
-        numbers=index.effort(length).numbers,
+        method_fields=index.budget(length).method_fields,
     )
     return Batch.of([state], context.extents.device_table)

@@ -30,6 +30,8 @@ TASKS = {  # of bench/accuracy/needle.py, and their headings
     "variable_tracking": "variables",
 }
 
+NEEDLE = ("needle-gpu-32k-layers-together", "needle-h100-128k-layers-together")
+
 Row = tuple[str, ...]
 Rows = Iterable[Row]  # headings first
 Columns = Mapping[str, Figure]  # by their headings
@@ -237,28 +239,29 @@ def prompt_parts(results: Results) -> Rows:
     yield "", "a product of two matrices of 8,192 × 8,192", "", best, ""
 
 
-def needle(name: str) -> Callable[[Results], Rows]:
-    """The table of a needle result with one question a context: exact answers in %."""
+def answers(results: Results) -> Rows:
+    """Needle questions, one a context, in two lengths."""
+    documents = [results(name) for name in NEEDLE]
+    yield ("", *(f"{document['cells'][0]['length']:,} tokens" for document in documents))
+    for engine in documents[0]["engines"]:
+        cells = ([cell for cell in document["cells"] if cell["engine"] == engine] for document in documents)
+        yield (f"`{engine}`", *map(_answers, cells))
 
-    def table(results: Results) -> Rows:
-        document = results(name)
-        yield ("", *TASKS.values(), "right answers")
-        for engine in document["engines"]:
-            cells = {cell["task"]: cell for cell in document["cells"] if cell["engine"] == engine}
-            right = sum(_right(cell) for cell in cells.values())
-            asked = sum(cell["questions"] for cell in cells.values())
-            shown = (_percent(cells[task]) if task in cells else "" for task in TASKS)
-            yield (f"`{engine}`", *shown, f"{right} of {asked}")
 
-    return table
+def _answers(cells: Sequence[dict[str, Any]]) -> str:
+    """Right answers of all tasks, and of the tasks in which some were wrong; of a single task with its name."""
+    if len(cells) == 1:
+        return f"{TASKS[cells[0]['task']]} {_counted(cells[0])}"
+    wrong = [f"{TASKS[cell['task']]} {_counted(cell)}" for cell in cells if _right(cell) < cell["questions"]]
+    return _total(cells) + (f" ({', '.join(wrong)})" if wrong else "")
+
+
+def _total(cells: Sequence[dict[str, Any]]) -> str:
+    return f"{sum(map(_right, cells))} of {sum(cell['questions'] for cell in cells)}"
 
 
 def _right(cell: dict[str, Any]) -> int:
     return sum(answers.count("1") for answers in cell["right"])
-
-
-def _percent(cell: dict[str, Any]) -> str:
-    return f"{cell['exact']:.1f}".removesuffix(".0")
 
 
 def _counted(cell: dict[str, Any]) -> str:
@@ -275,13 +278,11 @@ def ctkvr_lists(results: Results) -> Rows:
 
 def sparse_answers(results: Results) -> Rows:
     cells = results("needle-sparse-h100")["cells"]
-    yield ("tokens", "", *TASKS.values())
-    for length in (32 * K, 130_048):
-        for engine in ("full", *(f"{m}{SPARSE}{chunks}" for chunks in ("", CHUNKS) for m in ("full", "pariskv"))):
-            found = {c["task"]: c for c in cells if (c["engine"], c["length"]) == (engine, length)}
-            if found:
-                shown = (_counted(found[task]) if task in found else "" for task in TASKS)
-                yield (f"{length:,}", f"`{engine}`", *shown)
+    lengths = (32 * K, 130_048)
+    yield ("", *(f"{length:,} tokens" for length in lengths))
+    for engine in ("full", *(f"{m}{SPARSE}{chunks}" for chunks in ("", CHUNKS) for m in ("full", "pariskv"))):
+        found = [[c for c in cells if (c["engine"], c["length"]) == (engine, length)] for length in lengths]
+        yield (f"`{engine}`", *(_answers(some) if some else "" for some in found))
 
 
 def sparse_settings(results: Results) -> Rows:
@@ -416,6 +417,14 @@ def cpu_prompts(results: Results) -> Rows:
         yield entry["engine"], f"{entry['seconds']['min']:.1f} s", f"{entry['to_first']:.2f}", *texts
 
 
+SAMPLED = (  # of those that were measured
+    "T 0.6, top_p 0.95, top_k 20",
+    "T 0.7, three penalties",
+    "log probabilities 20",
+    "T 0.6, top_p 0.95, top_k 20, log probabilities 20",
+)
+
+
 def cpu_sampling(results: Results) -> Rows:
     found = results("sampled-steps-cpu-smollm2")["results"]
     counts = sorted({entry["requests"] for entry in found})
@@ -424,7 +433,7 @@ def cpu_sampling(results: Results) -> Rows:
         f"{count} request{'s' * (count > 1)}: {ms:.1f} ms greedy" for count, ms in zip(counts, greedy, strict=True)
     )
     yield "", *heads
-    for kind in dict.fromkeys(entry["kind"] for entry in found):
+    for kind in SAMPLED:
         entries = (one(found, kind=kind, requests=count) for count in counts)
         yield kind, *(f"{entry['added_seconds'] * 1e3:+.2f} ms ({entry['added_share']:+.1%})" for entry in entries)
 
@@ -460,7 +469,15 @@ def server(results: Results) -> Rows:
 
 
 def load(results: Results) -> Rows:
-    return rows(report.TOOLS, results("load-cpu-smollm2")["results"])
+    """A line a cell, with the medians of both tools; the picture of the document has the other percentiles."""
+    found = results("load-cpu-smollm2")["results"]
+    shown = {name: figure for name, figure in report.TIMES.items() if "p99" not in name}
+    yield ("concurrency", "prompt tokens", *shown)
+    for cell in [entry for entry in found if entry["tool"] == "perf_analyzer"]:
+        same = {name: cell[name] for name in ("concurrency", "prompt_tokens")}
+        both = [cell, one(found, tool="aiperf", **same)]
+        figures = (", ".join(figure(entry) for entry in both) for figure in shown.values())
+        yield (str(cell["concurrency"]), f"{cell['prompt_tokens']:,}", *figures)
 
 
 CODES = {  # what is said of it, and the changes from the defaults under which the result file has it
@@ -469,22 +486,14 @@ CODES = {  # what is said of it, and the changes from the defaults under which t
     "16 candidates a row": "candidates 16",
     "1 bit finds candidates": "first_bits 1",
     "candidates by the largest estimate, not over the query's length": "first_reduce largest",
-    "candidates by the softmax over all keys": "first_reduce softmax_mean",
     "the mean of blocks of 64 keys": "block 64",
-    "of 1,024": "block 1024",
-    "of the whole region": "block 1073741824",
-    "not centred": "block 0",
-    "a scale for each 32 channels": "scale block",
-    "cells of Δ 0.335, least squared error of a normal channel": "step 0.335",
-    "queries of 16 bits": "query_bits 16",
-    "queries of 4 bits": "query_bits 4",
+    "the mean of the whole region": "block 1073741824",
+    "no mean subtracted": "block 0",
     "one pass of 4 bits over all keys": "first_bits 0",
-    "the same, not rotated": "first_bits 0, rotated False",
-    "the same, scale without correction, ‖y‖/√P": "first_bits 0, scale none",
+    "one pass of 4 bits, not rotated": "first_bits 0, rotated False",
     "one pass of 3 bits": "bits 3, first_bits 0",
     "one pass of 2 bits": "bits 2, first_bits 0",
-    "the same with a scale of its own": "bits 2, first_bits 0, scale own",
-    "and cells of its own, Δ 1.0: codes of 2 bits alone": "bits 2, first_bits 0, step 0.25, scale own",
+    "codes of 2 bits alone, with a scale and cells of their own": "bits 2, first_bits 0, step 0.25, scale own",
     "one pass of 1 bit": "bits 1, first_bits 0",
 }
 
@@ -556,11 +565,9 @@ def _summary(results: Results) -> Iterator[Row]:
         again["never", "dense"],
         f"rows in host memory: {again['always', 'dense']}; read sparsely {again['always', 'sparse']}",
     )
-    for name, words in (
-        ("needle-gpu-32k-layers-together", "needle questions at 32K tokens, right answers"),
-        ("needle-h100-128k-layers-together", "at 127K tokens"),
-    ):
-        right = {row[0].strip("`"): row[-1] for row in needle(name)(results)}
+    for name, words in zip(NEEDLE, ("needle questions at 32K tokens, right answers", "at 127K tokens"), strict=True):
+        cells = results(name)["cells"]
+        right = {method: _total([cell for cell in cells if cell["engine"] == method]) for method in METHODS}
         others = "; ".join(f"`{method}` {right[method]}" for method in METHODS[2:])
         yield words, right["full"], right["nested"], others
     ranks = results("ranks-h200-128k-device")["results"]
@@ -598,8 +605,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "selections": selections,
     "prompts": prompts,
     "parts of a prompt": prompt_parts,
-    "needle at 32K": needle("needle-gpu-32k-layers-together"),
-    "needle at 127K": needle("needle-h100-128k-layers-together"),
+    "answers": answers,
     "lists of ctkvr": ctkvr_lists,
     "answers with sparse prompts": sparse_answers,
     "settings of sparse prompts": sparse_settings,

@@ -1,4 +1,4 @@
-"""The requests of a decode step, as indexes and attention read them on any device (kernels/cuda/batch.cuh).
+"""The requests of a decode step and what is selected for them, as indexes and attention read them (kernels/cuda/batch.cuh).
 
 The kernels of a captured graph get the same arguments at every replay. All values that vary from step to step are in one
 int32 array of 16 numbers a request, which the engine writes before each step; on a GPU it is in device memory.
@@ -22,7 +22,7 @@ from kvseek.core.extents import extents_for
 REQUEST_FIELDS = 16
 # Batch sizes for which a GPU has captured steps; units.cuh counts up to the largest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-METHOD_NUMBERS = 6  # fields of a request that are the method's own
+METHOD_FIELDS = 6  # fields of a request that are the method's own
 LATEST = -1  # in place of a token: the one that the step before drew, which the host need not know yet
 
 
@@ -48,8 +48,8 @@ class RequestState:
         Tokens in the retrieval region.
     dense : bool
         Whether the request attends to every row, so that nothing is selected for it.
-    numbers : tuple of int
-        Effort.numbers of the method for this length, at most 6.
+    method_fields : tuple of int
+        Budget.method_fields of the method for this length, at most 6.
     """
 
     token: int = 0
@@ -61,12 +61,12 @@ class RequestState:
     ring_rows: int = 0
     length: int
     dense: bool = False
-    numbers: tuple[int, ...] = ()
+    method_fields: tuple[int, ...] = ()
 
     def packed(self, scratch: int = 0) -> tuple[int, ...]:
         """Return the 16 numbers that kernels read; `scratch` is the request's first scratch extent in its batch."""
-        own = self.numbers
-        assert len(own) <= METHOD_NUMBERS, f"a method has at most {METHOD_NUMBERS} numbers, not {len(own)}"
+        own = self.method_fields
+        assert len(own) <= METHOD_FIELDS, f"a method has at most {METHOD_FIELDS} fields, not {len(own)}"
         return (  # field by field: dataclasses.astuple copies deeply, in every step for every request
             self.token,
             self.slot,
@@ -78,13 +78,13 @@ class RequestState:
             self.length,
             int(self.dense),
             *own,
-            *(0,) * (METHOD_NUMBERS - len(own)),
+            *(0,) * (METHOD_FIELDS - len(own)),
             scratch,
         )
 
 
 _COLUMNS = {field.name: number for number, field in enumerate(fields(RequestState))}
-NUMBERS_COLUMN = _COLUMNS["numbers"]
+METHOD_COLUMN = _COLUMNS["method_fields"]
 
 
 def pack(states: Sequence[RequestState]) -> Tensor:
@@ -174,3 +174,18 @@ def buckets_for(max_batch_size: int) -> tuple[int, ...]:
 def bucket_of(batch: int) -> int:
     """Return the smallest bucket that holds a batch."""
     return next(size for size in BUCKETS if size >= batch)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Retrieval rows to attend to, on the engine's device. To attend to every row, a method returns None instead.
+
+    Attributes
+    ----------
+    rows : Tensor, int32 [batch, G, entries]
+        Places of the retrieval region, none of which occurs twice in one [batch, KV head]; -1 is no entry. Neighbouring places
+        should be neighbouring entries, because a GPU reads them together. Undefined for requests with `dense` set, and on a GPU
+        for those that only fill up a batch.
+    """
+
+    rows: Tensor

@@ -145,7 +145,7 @@ class SamplingConfig:
         return self.temperature == 0 or self.top_p == 0
 
     @property
-    def tells(self) -> bool:
+    def scores_tokens(self) -> bool:
         """Whether something is returned with each token."""
         return self.logprobs is not None or self.return_generation_logits
 
@@ -154,7 +154,7 @@ class SamplingConfig:
         """Whether something changes the logits, or they are asked for: then the largest is not enough."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
         drawn_from = self.guide is not None or bool(self.forced_tokens)
-        return self.repetition_penalty != 1 or any(changed) or self.tells or drawn_from
+        return self.repetition_penalty != 1 or any(changed) or self.scores_tokens or drawn_from
 
     @property
     def scores_prompt(self) -> bool:
@@ -170,7 +170,7 @@ class Request:
     `max_tokens` may be 0 if log probabilities or logits of the prompt are asked for: then nothing is generated.
     `stop_words` are token sequences; output that ends with one stops there (the stop word stays in the output's token ids).
     `priority`, 0 to 255: of the requests that wait, those with the larger number start first, as in TensorRT-LLM
-    (engine/schedule/queue.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
+    (engine/schedule/scheduler.py). `timeout_seconds` counts from submission and is at most a week: when it has passed, a waiting
     request ends with an error, and a running request ends with the tokens it has and FinishReason.TIMEOUT. None: no limit.
     `waited_seconds` of it had passed before the submission, at a frontend.
     `cache_salt`: only requests of the same salt share what they have read (docs/conversations.md). `session`: the conversation

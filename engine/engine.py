@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,25 +24,55 @@ from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
-from kvseek.engine.draws.sampling import Drawn, Sampler, greedy_token, overflow_remedy
+from kvseek.engine.draws.sampling import Drawn, Launched, Sampler, greedy_token, overflow_remedy
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
-from kvseek.engine.schedule.flight import Flight
 from kvseek.engine.schedule.guides import Guides
-from kvseek.engine.schedule.prompt_scores import PromptScores
-from kvseek.engine.schedule.queue import RequestQueue
-from kvseek.engine.schedule.reading import PromptReader, Reading
-from kvseek.engine.schedule.scheduler import Scheduler
-from kvseek.engine.schedule.sequence import RequestSequence
+from kvseek.engine.schedule.reading import PromptReader, Reading, Work
+from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
+from kvseek.engine.schedule.sequence import PromptScores, RequestSequence
+from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.registry import method_traits
-
-from .decoder import Decoder
-from .tokenizer import Tokenizer
 
 MAX_NUM_TOKENS = 8192
 NO_DISK = DiskSettings()
 SOUND_ENDS = (FinishReason.END_ID, FinishReason.STOP_WORD, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A decode step that has been launched and not collected. Lists are by request, in the order of `sequences`.
+
+    Attributes
+    ----------
+    drawing : list of bool
+        Whether the token that is drawn is new; not where a request takes in again what it has generated.
+    cached : list of int
+        Tokens that each request has in the cache, that of the step included.
+    host_rows : list of float
+        See UsageMeter.rows.
+    refresh_seconds : float
+        The host's time for the upkeep that was due with the step.
+    begun : float
+        When the engine's step began in which it was launched, in seconds of time.perf_counter.
+    work : Work
+        What was read of prompts before it, since the step before it was launched.
+    leaving : list
+        Requests of the step that have ended since its launch, whose slots are closed when it has ended; and whether what they
+        have read is kept for others.
+    """
+
+    launched: Launched
+    sequences: list[RequestSequence]
+    drawing: list[bool]
+    cached: list[int]
+    host_rows: list[float]
+    refresh_seconds: float
+    begun: float
+    work: Work
+    leaving: list[tuple[RequestSequence, bool]] = field(default_factory=list)
 
 
 class Engine:
@@ -102,7 +133,7 @@ class Engine:
         self._report = StepReport()
         self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows, config.tp_size)
         self.unsound, self.unsound_in_a_row = 0, 0
-        self._flight: Flight | None = None  # the decode step that has been launched and not collected
+        self._in_flight: InFlightStep | None = None  # the decode step that has been launched and not collected
         self._decoded = 0  # requests of the decode steps that have been collected since the last report
         self._collected_at = 0.0  # when a decode step was last collected
         self._refresh_seconds = 0.0  # upkeep in the last decode step that was collected; 0 if it failed
@@ -170,7 +201,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do. Safe from any thread, like `waiting`, `running` and `step_report`."""
-        return bool(self._queue.has_ready or self.running or self._flight)
+        return bool(self._queue.has_ready or self.running or self._in_flight)
 
     @property
     def waiting(self) -> int:
@@ -282,7 +313,7 @@ class Engine:
         Its requests that have not ended go on, and what only they use is freed when they end.
         """
         ended = self._prefixes.end_session(cache_salt, session_id)
-        leaving = () if self._flight is None else (sequence for sequence, _ in self._flight.leaving)
+        leaving = () if self._in_flight is None else (sequence for sequence, _ in self._in_flight.leaving)
         for sequence in (*self._queue.sequences(), *self._scheduler.running, *leaving):
             request = sequence.request
             if request.session is not None and (request.cache_salt, request.session.id) == (cache_salt, session_id):
@@ -305,12 +336,12 @@ class Engine:
         """
         started = time.perf_counter()
         outputs = [*self.expire(), *self._time_out()]
-        if self._flight is not None and self._flight.leaving and self._queue.has_ready:
+        if self._in_flight is not None and self._in_flight.leaving and self._queue.has_ready:
             outputs += self.settle()  # whoever is admitted finds the slots and rows that ended requests leave
         # Running requests come before waiting ones, also where both want the last extents.
         outputs += [*self._grow(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
-        outputs += self._read(beside=bool(decoding or self._flight))
+        outputs += self._read(beside=bool(decoding or self._in_flight))
         outputs += self._decode(decoding, begun)
         self._report_step(started)
         if self._prefixes.store is not None:
@@ -322,8 +353,8 @@ class Engine:
 
         The slots of all requests that have ended are free then, and no request has a token that the host does not know.
         """
-        flight, self._flight = self._flight, None
-        return [] if flight is None else self._collect(flight)
+        step, self._in_flight = self._in_flight, None
+        return [] if step is None else self._collect(step)
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Run requests to their ends and return the token ids of each; raises RuntimeError if one fails."""
@@ -351,7 +382,7 @@ class Engine:
         for sequence in self._scheduler.short():
             if not sequence.reading and not self._scheduler.has_room(sequence):  # who makes room must know its tokens
                 ends += self.settle()
-            if not sequence.over and self._scheduler.make_room(sequence):
+            if not sequence.finished and self._scheduler.make_room(sequence):
                 try:
                     self._scheduler.grow(sequence)
                 except Exception as error:  # one request's growth must not take the others down
@@ -424,62 +455,64 @@ class Engine:
         outputs, failure = list[StepOutput](), None
         if any(s.sampler.pending and s.sampler.reads_tokens for s in decoding):
             outputs += self.settle()
-        decoding = [s for s in decoding if not s.over and s.sampler.number < s.request.max_tokens]
-        before, self._flight = self._flight, None
+        decoding = [s for s in decoding if not s.finished and s.sampler.number < s.request.max_tokens]
+        before, self._in_flight = self._in_flight, None
         if decoding:
             try:
-                self._flight = self._launch(decoding, begun)
+                self._in_flight = self._launch(decoding, begun)
             except Exception as error:  # rows and indexes of its requests are in doubt, so these end; others go on
                 failure = error
         if before is not None:
             outputs += self._collect(before)
         if failure is not None:
             self._decoded, self._refresh_seconds = self._decoded + len(decoding), 0.0
-            outputs += [self._fail(sequence, failure) for sequence in decoding if not sequence.over]
+            outputs += [self._fail(sequence, failure) for sequence in decoding if not sequence.finished]
         elif not self.decoder.runs_ahead:
             outputs += self.settle()
         return outputs
 
-    def _launch(self, sequences: list[RequestSequence], begun: float) -> Flight:
+    def _launch(self, sequences: list[RequestSequence], begun: float) -> InFlightStep:
         drawing = [not s.replay for s in sequences]
         tokens = [LATEST if s.sampler.pending else s.next_input for s in sequences]
         slots = [s.slot for s in sequences]
         samplers = [None if s.replay or s.sampler.greedy else s.sampler for s in sequences]
         launched = self.decoder.launch(tokens, slots, samplers)
         for sequence in sequences:
-            sequence.flights += 1
+            sequence.steps_in_flight += 1
             if sequence.replay:
                 sequence.replay -= 1
             else:
                 sequence.sampler.pending += 1
         rows = self._meter.rows(slots, launched.attended)
         cached, work = [self._cache.tokens[slot] for slot in slots], self._reader.work
-        return Flight(launched, sequences, drawing, cached, rows, self.decoder.retrieval.refresh_seconds, begun, work)
+        return InFlightStep(
+            launched, sequences, drawing, cached, rows, self.decoder.retrieval.refresh_seconds, begun, work
+        )
 
-    def _collect(self, flight: Flight) -> list[StepOutput]:
+    def _collect(self, step: InFlightStep) -> list[StepOutput]:
         """Wait for a step's tokens, take them, and close the slots that had to stay until the step had ended."""
-        for sequence, draws in zip(flight.sequences, flight.drawing, strict=True):
-            sequence.flights -= 1
+        for sequence, draws in zip(step.sequences, step.drawing, strict=True):
+            sequence.steps_in_flight -= 1
             sequence.sampler.pending -= draws
-        live = [number for number, sequence in enumerate(flight.sequences) if not sequence.over]
+        live = [number for number, sequence in enumerate(step.sequences) if not sequence.finished]
         self._decoded += len(live)
         self._refresh_seconds = 0.0
         try:
-            drawn = flight.launched.collect()
+            drawn = step.launched.collect()
         except Exception as error:
-            outputs = [self._fail(flight.sequences[number], error) for number in live]
+            outputs = [self._fail(step.sequences[number], error) for number in live]
         else:
-            self._refresh_seconds, now = flight.refresh_seconds, time.perf_counter()
-            self._meter.count(flight.host_rows[number] for number in live)
-            cached, attended = flight.cached, flight.launched.attended
+            self._refresh_seconds, now = step.refresh_seconds, time.perf_counter()
+            self._meter.count(step.host_rows[number] for number in live)
+            cached, attended = step.cached, step.launched.attended
             outputs = [
-                self._take_token(flight.sequences[number], drawn[number], cached[number], attended[number], now)
+                self._take_token(step.sequences[number], drawn[number], cached[number], attended[number], now)
                 for number in live
-                if flight.drawing[number]
+                if step.drawing[number]
             ]
-        for sequence, keep in flight.leaving:
+        for sequence, keep in step.leaving:
             self._scheduler.close(sequence, keep)
-        self._reader.note_step(flight.work, max(flight.begun, self._collected_at))
+        self._reader.note_step(step.work, max(step.begun, self._collected_at))
         self._collected_at = time.perf_counter()
         return outputs
 
@@ -566,8 +599,8 @@ class Engine:
         self._reader.drop(sequence)
         self._scheduler.remove(sequence)
         keep = output.finish_reason is not FinishReason.ERROR
-        if sequence.flights and self._flight is not None:
-            self._flight.leaving.append((sequence, keep))
+        if sequence.steps_in_flight and self._in_flight is not None:
+            self._in_flight.leaving.append((sequence, keep))
         else:
             self._scheduler.close(sequence, keep)
         return output

@@ -11,19 +11,47 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import METHOD_NUMBERS, NUMBERS_COLUMN, REQUEST_FIELDS, Batch, give_scratch
+from kvseek.core.batch import METHOD_COLUMN, METHOD_FIELDS, REQUEST_FIELDS, Batch, Selection, give_scratch
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.prompt_windows import row_tokens
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import Attention, Index
 from kvseek.plugins.registry import method_traits
 
-from .observer import Observer
+# Operations of a step, in order: "begin" and "head" once a step, the others once a layer.
+OPS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "down", "head")
 
-Numbers = float | npt.NDArray[np.int32] | npt.NDArray[np.float64]
+Counts = float | npt.NDArray[np.int32] | npt.NDArray[np.float64]
 BUILDS_IN_FLIGHT = 2  # layers of a prompt that are indexed on side streams at a time; each keeps its layer's keys
+
+
+class Observer:
+    """An object that is told what decode steps and prompts do.
+
+    Subclasses override the methods of interest; Decoder.observe installs one.
+
+    On a GPU `op_launched` and `selected` are called while a step is captured as a graph: work that they launch on the current
+    stream becomes part of the graph, and runs again at every replay.
+    """
+
+    def op_launched(self, name: str) -> None:
+        """Take note that the kernels of an operation of the step, one of OPS, have been launched.
+
+        On the CPU it has run, and a layer in which all requests attend densely has no "select".
+        """
+
+    def prompt_op_launched(self, name: str) -> None:
+        """Take note that the kernels of an operation of a layer have been launched for a chunk of a prompt, on a GPU.
+
+        Those of a layer in OPS, without "select".
+        """
+
+    def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
+        """Look at a layer's selection for queries [batch, H, D]. On the CPU requests that attend densely are left out."""
+
+    def step_ended(self, slots: Sequence[int]) -> None:
+        """Take note that a step of these slots has been launched; the indexes' upkeep, which may move rows, comes next."""
 
 
 class Retrieval:
@@ -57,7 +85,7 @@ class Retrieval:
         self._builds = InFlight(BUILDS_IN_FLIGHT)
         self._selecting: set[int] = set()  # slots that did not attend to everything in their last step
         self.refresh_seconds = 0.0
-        self._effort = lru_cache(maxsize=1024)(self._effort_of)  # a slot's length changes only at evictions
+        self._budget = lru_cache(maxsize=1024)(self._budget_of)  # a slot's length changes only at evictions
 
     # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
 
@@ -68,15 +96,6 @@ class Retrieval:
             hot.forget(slot)
         self.cache.begin_prefill(slot, tokens)
 
-    def new_rows(self, tokens: int) -> Tensor:
-        """Allocate the keys or the values of a layer, [G, tokens, D].
-
-        The KV heads are `row_tokens` tokens apart.
-        """
-        model = self.config.model
-        distance = row_tokens(self.config, tokens)
-        return self.cache.window.new_empty(model.num_kv_heads, distance, model.head_dim)[:, :tokens]
-
     def reused(self, slot: int) -> int:
         """Return the number of the prompt's first tokens that are not read: an earlier request has left their rows."""
         prefix = self.cache.prefixes.get(slot)
@@ -85,7 +104,7 @@ class Retrieval:
     def selects(self, tokens: int) -> bool:
         """Whether a decode step after `tokens` tokens attends to selected rows, rather than to all."""
         length = self.cache.retrieval_tokens(tokens)
-        return not self._are_dense(tokens, length, self._effort(length)[0])
+        return not self._are_dense(tokens, length, self._budget(length)[0])
 
     def resumes(self, slots: Sequence[int]) -> bool:
         """Whether these are one slot, whose prompt goes on behind its prefix as decode steps do."""
@@ -153,11 +172,11 @@ class Retrieval:
         states = np.zeros((len(slots), REQUEST_FIELDS), dtype=np.int32)
         states[:, 0] = tokens
         self.cache.describe(slots, states)
-        efforts = [self._effort(self.cache.lengths[slot]) for slot in slots]
-        rows, lengths, near = np.array([rows for rows, _ in efforts]), states[:, 7], states[:, 4] + states[:, 6]
+        budgets = [self._budget(self.cache.lengths[slot]) for slot in slots]
+        rows, lengths, near = np.array([rows for rows, _ in budgets]), states[:, 7], states[:, 4] + states[:, 6]
         dense = self._are_dense(states[:, 2] + 1, lengths, rows)
         states[:, 8] = dense
-        states[:, NUMBERS_COLUMN : NUMBERS_COLUMN + METHOD_NUMBERS] = [numbers for _, numbers in efforts]
+        states[:, METHOD_COLUMN : METHOD_COLUMN + METHOD_FIELDS] = [fields for _, fields in budgets]
         give_scratch(states)
         for slot, is_dense in zip(slots, dense.tolist(), strict=True):
             (self._selecting.discard if is_dense else self._selecting.add)(slot)
@@ -168,15 +187,15 @@ class Retrieval:
         index = self.indexes[layer]
         selection = index.select(queries, batch)
         self.observer.selected(layer, queries, batch, selection)
-        self.observer.part_ended("select")
+        self.observer.op_launched("select")
         out = index.attend(queries, batch, selection, self.attentions[layer])
-        self.observer.part_ended("attend")
+        self.observer.op_launched("attend")
         return out
 
     def attend_densely(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
         """Attend without an index, for requests that all attend to every row; only used on the CPU."""
         out = self.attentions[layer](queries, batch, None)
-        self.observer.part_ended("attend")
+        self.observer.op_launched("attend")
         return out
 
     def end_step(self, slots: Sequence[int]) -> None:
@@ -186,6 +205,7 @@ class Retrieval:
 
     def refresh(self, slots: Sequence[int]) -> None:
         """Do the upkeep that is due for these slots; there is none for a slot that attended to everything in its last step."""
+        self.observer.step_ended(slots)
         begun = time.perf_counter()
         selecting = [slot for slot in slots if slot in self._selecting]
         for index in self.indexes:
@@ -197,16 +217,16 @@ class Retrieval:
         for index in self.indexes:
             index.check()
 
-    def _are_dense(self, tokens: Numbers, lengths: Numbers, rows: Numbers) -> npt.NDArray[np.bool_]:
+    def _are_dense(self, tokens: Counts, lengths: Counts, rows: Counts) -> npt.NDArray[np.bool_]:
         """Whether requests of so many tokens attend to everything, if steps select so many of `lengths` retrieval tokens."""
         return np.logical_or(np.less(tokens, self.cache.config.full_threshold), np.greater_equal(rows, lengths))
 
-    def _effort_of(self, length: int) -> tuple[float, tuple[int, ...]]:
-        """Compute the rows of a step over a retrieval region of `length` tokens, averaged over the layers, and METHOD_NUMBERS."""
+    def _budget_of(self, length: int) -> tuple[float, tuple[int, ...]]:
+        """Compute the rows of a step over a retrieval region of `length` tokens, averaged over the layers, and METHOD_FIELDS."""
         if length == 0:
-            return 0.0, (0,) * METHOD_NUMBERS
-        efforts = [index.effort(length) for index in self.indexes]
-        numbers = efforts[0].numbers
-        assert len(numbers) <= METHOD_NUMBERS, f"a method has at most {METHOD_NUMBERS} numbers, not {len(numbers)}"
-        mean = sum(effort.rows for effort in efforts) / len(efforts)
-        return mean, (*numbers, *(0,) * (METHOD_NUMBERS - len(numbers)))
+            return 0.0, (0,) * METHOD_FIELDS
+        budgets = [index.budget(length) for index in self.indexes]
+        fields = budgets[0].method_fields
+        assert len(fields) <= METHOD_FIELDS, f"a method has at most {METHOD_FIELDS} fields, not {len(fields)}"
+        mean = sum(budget.rows for budget in budgets) / len(budgets)
+        return mean, (*fields, *(0,) * (METHOD_FIELDS - len(fields)))

@@ -63,9 +63,9 @@ class EngineService:
             queue.SimpleQueue()
         )  # with guides; None: the service is closed
         # By request id; each is taken out by the request's last output.
-        self._takers: dict[int, tuple[Callback, Flush]] = {}
+        self._callbacks: dict[int, tuple[Callback, Flush]] = {}
         self._ending = 0  # callbacks that are being given a last output
-        # Guards _takers, _ending, _refusal and _failure; never held while a callback runs.
+        # Guards _callbacks, _ending, _refusal and _failure; never held while a callback runs.
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)  # notified when no request is left and its callback has returned
         self._asked: set[Future[Any]] = set()  # that have no answer yet
@@ -154,7 +154,7 @@ class EngineService:
                 raise UnavailableError(self._refusal)
             self._engine.enqueue(sequence)
             # `_deliver` takes the same lock to look for the callback, so no output can come before the callback is known.
-            self._takers[sequence.request_id] = on_output, flush
+            self._callbacks[sequence.request_id] = on_output, flush
         if request.timeout_seconds is not None:
             self._deadlines.set()
         if request.sampling.guide is None:
@@ -212,7 +212,7 @@ class EngineService:
         self._refuse(SHUTTING_DOWN)
         with self._empty:
             self._empty.wait_for(self._is_empty, min(seconds, threading.TIMEOUT_MAX))
-            left = list(self._takers)
+            left = list(self._callbacks)
         for handle in left:
             self._end(handle, FinishReason.SHUTDOWN)
         with self._empty:
@@ -331,7 +331,7 @@ class EngineService:
 
     def _handles(self) -> list[int]:
         with self._lock:
-            return list(self._takers)
+            return list(self._callbacks)
 
     def _run_commands(self, block: bool) -> None:
         with contextlib.suppress(queue.Empty):
@@ -344,17 +344,17 @@ class EngineService:
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:
         """Hand a step's outputs to the callbacks of their requests, in the engine's thread."""
         with self._lock:
-            takers = [self._takers.get(output.request_id) for output in outputs]
+            callbacks = [self._callbacks.get(output.request_id) for output in outputs]
         flushes, failed = dict[Flush, None](), set[int]()
-        for output, taker in zip(outputs, takers, strict=True):
+        for output, callback in zip(outputs, callbacks, strict=True):
             if self._failure:  # another thread has ended all requests
                 break
             if output.finish_reason is not None:
                 flush = self._deliver_last(output)
-            elif taker is None or output.request_id in failed:
+            elif callback is None or output.request_id in failed:
                 continue
-            elif _try(taker[0], output):
-                flush = taker[1]
+            elif _try(callback[0], output):
+                flush = callback[1]
             else:
                 failed.add(output.request_id)
                 self._engine.cancel(output.request_id)
@@ -370,22 +370,22 @@ class EngineService:
     def _deliver_last(self, output: StepOutput) -> Flush:
         """Hand over the output that ends a request, and return what has to be called next."""
         with self._lock:
-            taker = self._takers.pop(output.request_id, None)
-            if taker is None:
+            callback = self._callbacks.pop(output.request_id, None)
+            if callback is None:
                 return _nothing
             self._ending += 1
         if output.finish_reason is FinishReason.ERROR and output.code in (ErrorCode.INTERNAL, ErrorCode.UNAVAILABLE):
             # Errors that clients cause, such as a time limit that passes, must not fill the log.
             logger.error("request %d failed: %s", output.request_id, output.error)
-        _try(taker[0], output)
+        _try(callback[0], output)
         with self._empty:
             self._ending -= 1
             if self._is_empty():
                 self._empty.notify_all()
-        return taker[1]
+        return callback[1]
 
     def _is_empty(self) -> bool:
-        return not self._takers and not self._ending
+        return not self._callbacks and not self._ending
 
 
 def _failure(handle: int, error: str, code: ErrorCode) -> StepOutput:

@@ -1,5 +1,5 @@
 // What the CPU's and the GPU's kernels for drawing tokens have in common (cpu/draw/draw.cpp, cuda/draw/draw.cu): the
-// same bits from both. engine/draws/reference.py says what is computed; engine/draws/rows.py fills a DrawRow.
+// same bits from both. engine/draws/reference.py says what is computed; engine/draws/compiled.py fills a DrawRow.
 //
 // Whoever includes this defines KVSEEK_DRAW, how a function is declared. Sums of weights are sums of whole numbers, so
 // their order does not matter. Other arithmetic is of single operations and fused ones, which every compiler and every

@@ -34,7 +34,6 @@ class CompiledOperations(ABC):
         """Run one of the kernels add_rms_norm, rope_append, rope_prompt and silu_mul on so many rows."""
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See LayerOperations."""
         out = torch.empty_like(x)
         self._run(
             "add_rms_norm",
@@ -57,7 +56,6 @@ class CompiledOperations(ABC):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Tensor:
-        """See LayerOperations."""
         return self._rotate(
             "rope_append",
             qkv,
@@ -127,7 +125,6 @@ class CompiledOperations(ABC):
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See LayerOperations."""
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
         self._run("silu_mul", rows, gate_up=self._address("gate_up", gate_up), out=out.data_ptr(), intermediate=size)

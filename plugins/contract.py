@@ -23,29 +23,28 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.index_context import IndexContext, ShapeLimits
-from kvseek.core.selection import Selection
 from kvseek.core.streams import SideWork
 
 LAST_QUERIES = 2048  # most queries of a prompt that Index.build is given
 
 
 @dataclass(frozen=True)
-class Effort:
-    """Work of a decode step over a retrieval region of a given length.
+class Budget:
+    """What a decode step reads of a retrieval region of a given length.
 
     Attributes
     ----------
     rows : float
         Rows that a KV head attends to, averaged over the KV heads; all rows of the region if the layer attends densely.
-    numbers : tuple of int
-        At most 6 numbers that the engine puts into the batch for the method's kernels (RequestState.numbers), the same in all
-        layers.
+    method_fields : tuple of int
+        At most 6 numbers that the engine puts into the batch for the method's kernels (RequestState.method_fields), the same in
+        all layers.
     """
 
     rows: float
-    numbers: tuple[int, ...] = ()
+    method_fields: tuple[int, ...] = ()
 
 
 class Attention(Protocol):
@@ -114,7 +113,7 @@ class Index(ABC):
         """
 
     @abstractmethod
-    def effort(self, length: int) -> Effort:
+    def budget(self, length: int) -> Budget:
         """Return the work of a step over a retrieval region of `length` >= 1 tokens."""
 
     @abstractmethod

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.codes.store import NativeCodeStore
 from kvseek.kernels.cuda.codes.store import CudaCodeStore
 from kvseek.kernels.reference.codes.key_codes import BITS, QueryLanes, estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.kernels.reference.codes.store import CodeStore
 
-from .contract import Effort, Index
+from .contract import Budget, Index
 
 
 class RankedIndex(Index):
@@ -35,9 +34,9 @@ class RankedIndex(Index):
         super().__init__(context)
         self.config: Any = context.config
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are the top k."""
-        return Effort(min(self.config.top_k, length))
+    def budget(self, length: int) -> Budget:
+        """See Index.budget. The rows are the top k."""
+        return Budget(min(self.config.top_k, length))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
         """See Index.select. Rows int32 [batch, G, top_k] ascend; -1 fills up."""
@@ -59,7 +58,6 @@ class ScanIndex(RankedIndex):
     """Chooses in two passes: over all rows for candidates, then over these for the rows."""
 
     def best(self, queries: Tensor, slot: int, length: int) -> Tensor:
-        """See RankedIndex.best."""
         lanes = self.lanes(queries)
         candidates = self.candidates(lanes, slot, length)
         values = self.values(self.estimates(lanes, candidates, slot, length))
@@ -111,7 +109,6 @@ class CodedIndex(ScanIndex):
         return round_lanes(rotate(queries.float(), self.codes.signs))
 
     def estimates(self, lanes: QueryLanes, candidates: Tensor, slot: int, length: int) -> Tensor:
-        """See ScanIndex.estimates."""
         return estimate_at(self.codes.read(slot, length), candidates, lanes)
 
 

@@ -2,7 +2,7 @@
 
 A method has three members: `Config` in config.py, a frozen dataclass of its fields, and in method.py
 `traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). A method of a paper has `PAPER` in config.py,
-too: what the paper sets, by field; fields of the cache are `cache.NAME`. costs.py and stages.py of its folder are for
+too: what the paper sets, by field; fields of the cache are `cache.NAME`. measurements.py of its folder is for
 measurements alone (bench/methods.py); the engine does not look at them.
 """
 

@@ -23,20 +23,21 @@ from tests.support.random_models import save_random_model
 from kvseek.builder import build
 from kvseek.builder.compile.cpu import cached_cpu_library, instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.engine.model import bfloat16
+from kvseek.engine.model.cpu.products import bfloat16_works
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDLE = ROOT.parent / "shared/needle"
 LEVELS = (*instruction_levels(), 5) if 4 in instruction_levels() else instruction_levels()  # 5: kernels/cpu/level.cpp
 THREADS = torch.get_num_threads()
+WHOLE = ROOT / "tests/server/whole"
 BuildEngine = Callable[..., Path]
 RandomModel = Callable[..., Path]
 
 if not Path(str(build.__file__)).resolve().is_relative_to(ROOT):
     pytest.exit(f"kvseek.builder.build is {build.__file__}, not this checkout's: run make install, or make links", 3)
 install_quick_gguf(SMOLLM2)
-bfloat16.usable()  # before any test multiplies matrices
+bfloat16_works()  # before any test multiplies matrices
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples in every run, so that a change is what turns a test red. `--hypothesis-profile=default` looks for new ones.
@@ -73,7 +74,7 @@ def in_turns(items: list[pytest.Item]) -> list[pytest.Item]:
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        files.setdefault(item.path, []).append(item)
+        files.setdefault(WHOLE if WHOLE in item.path.parents else item.path, []).append(item)
 
     def has(mark: str, own: list[pytest.Item]) -> bool:
         return any(item.get_closest_marker(mark) for item in own)
@@ -84,6 +85,19 @@ def in_turns(items: list[pytest.Item]) -> list[pytest.Item]:
         kind.sort(key=lambda own: (not has("slow", own), -len(own)))
         order += [((place + 0.5) / len(kind), own) for place, own in enumerate(kind)]
     return [item for _, own in sorted(order, key=lambda one: one[0]) for item in own]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, one process runs all of the files that share servers."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return str(WHOLE) if WHOLE in (ROOT / file).parents else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What documents say of the tree holds: links, and the examples of docs/python.md."""
+"""What documents say of the tree holds: links, and the examples of docs/python.md; and they stay short enough to be read."""
 
 from __future__ import annotations
 
@@ -42,6 +42,24 @@ def test_links_lead_somewhere(document: Path) -> None:
             if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
                 broken.append(link)
     assert broken == []
+
+
+MOST_WORDS = {  # of all documents of a pattern together, as `wc -w` counts them
+    "README.md": 1_300,
+    "docs/*.md": 40_000,
+    "plugins/*/README.md": 7_500,
+    "kernels/**/README.md": 2_800,
+    "bench/**/README.md": 3_800,
+}
+
+
+@pytest.mark.parametrize("pattern", MOST_WORDS)
+def test_documents_are_short_enough_to_be_read(pattern: str) -> None:
+    words = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").split()) for path in ROOT.glob(pattern)
+    }
+    most = MOST_WORDS[pattern]
+    assert 0 < sum(words.values()) <= most, f"{pattern}: {sum(words.values())} words, must be at most {most}: {words}"
 
 
 BLOCKS = re.compile(r"^```python\n(.*?)^```\n(?:```\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -37,10 +38,11 @@ FILES = [
 @cache
 def imports_in_functions(path: Path) -> set[str]:
     """Modules that functions of a file import; a relative name begins with its dots."""
+    text = path.read_text(encoding="utf-8")
+    if not re.search(r"^\s+(import|from)\s", text, re.MULTILINE):
+        return set()
     functions = [
-        node
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
     nodes = [node for function in functions for node in ast.walk(function)]
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -5,7 +5,7 @@
 A model with full attention is fed the right answer; each decode step's query of each layer is given to each method's index,
 as an engine would build it. A row is needed by a step and KV head if it lies in the retrieval region and one of the query
 heads gives it at least --least of its attention, all tokens counted. It is lost if it was not selected, at the first of
-the method's stages that does not keep it (plugins/measurements/stages.py). Per task, length, method and layer:
+the method's stages that does not keep it (plugins/measurements.py). Per task, length, method and layer:
 
 needed      needed rows of all steps and KV heads
 lost        share of them that was not selected

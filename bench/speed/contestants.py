@@ -22,7 +22,7 @@ from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.weight_only import NONE
 from kvseek.engine.engine import Engine
-from kvseek.engine.observer import Observer
+from kvseek.engine.retrieval import Observer
 
 OUTSIDE = "outside"  # what a step takes beside its parts
 PART_STEPS = 9  # steps after the timed ones, whose parts are timed

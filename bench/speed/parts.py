@@ -1,11 +1,11 @@
-"""Parts of a decode step (engine/observer.py): how the tables of all benchmarks group them, and their times on the CPU."""
+"""Parts of a decode step (engine/retrieval.py): how the tables of all benchmarks group them, and their times on the CPU."""
 
 from __future__ import annotations
 
 import time
 
 from kvseek.bench.timing import Clock
-from kvseek.engine.observer import Observer
+from kvseek.engine.retrieval import Observer
 
 GROUPS = {
     "GEMMs": ("qkv", "o", "gate_up", "down", "head"),
@@ -46,7 +46,7 @@ class HostClock(Observer):
         self.seconds: dict[str, float] = {}
         self._last = self._clock()
 
-    def part_ended(self, name: str) -> None:
+    def op_launched(self, name: str) -> None:
         """See Observer."""
         now = self._clock()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last

@@ -24,8 +24,7 @@ from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError,
 from kvseek.core.fields import from_dict
 from kvseek.core.weight_only import HEAD, NONE
 from kvseek.engine.draws.sampling import overflow_remedy
-from kvseek.engine.model import bfloat16
-from kvseek.engine.model.cpu.products import HostProducts
+from kvseek.engine.model.cpu.products import HostProducts, bfloat16_works
 from kvseek.engine.model.layer import Head
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
@@ -179,7 +178,7 @@ class Calibrator:
         require(2 <= window <= config.max_seq_len, "calibrate_window", window, limit, remedy)
         self.text, self.config = text, config
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device == CPU and config.dtype == "bfloat16" and not bfloat16.usable():
+        if self.device == CPU and config.dtype == "bfloat16" and not bfloat16_works():
             remedy = "build where PyTorch sees a GPU, with --dtype float32, or without --calibrate"
             raise ConfigError(f"calibrate: this processor cannot multiply dtype = 'bfloat16'; {remedy}")
         ids = self._encode(tokenizer)

@@ -1,7 +1,7 @@
 """Finds which engines fit into a machine's memory, without the machine, for `kvseek build --plan`.
 
 There are no separate formulas for a GPU. Each answer is the division of the memory that loading would make
-(engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/loading/dry_run.py), and the
+(engine/cache/memory_layout.py), with the bytes of the indexes counted on the meta device (engine/loading/memory.py), and the
 extents that requests of full length have. On the CPU nothing is divided: host_layout adds up. Ranks are equal: what is planned is
 one of them, and host memory holds all.
 """
@@ -26,18 +26,17 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError, require
 from kvseek.core.extents import extents_for
 from kvseek.core.ranks import divided
-from kvseek.engine.cache.host_pool import can_pin
+from kvseek.engine.cache.cache import retrieval_tokens
 from kvseek.engine.cache.memory_layout import (
     MemoryLayout,
     host_rows,
     lay_out_rows,
     layer_extent_bytes,
-    retrieval_tokens,
     slot_count,
     window_bytes,
 )
-from kvseek.engine.loading.dry_run import DryRun
-from kvseek.engine.loading.memory import IndexNeeds, divide_measured
+from kvseek.engine.cache.row_storage import can_pin
+from kvseek.engine.loading.memory import DryRun, IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.activation_memory import work_bytes
 from kvseek.engine.model.cpu.products import stays_quantised

@@ -14,7 +14,7 @@ from kvseek.builder.printing import Column, print_json, table
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.sizes import readable
 from kvseek.engine.cache.memory_layout import MemoryLayout
-from kvseek.engine.loading.dry_run import HOPPER
+from kvseek.engine.loading.memory import HOPPER
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 
 from .fit import Attempt, FitSearch, Most

@@ -18,9 +18,9 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.leading.leader import load_decoder
-from kvseek.engine.model import bfloat16
+from kvseek.engine.model.cpu.products import bfloat16_works
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.cuda.gpus import ranks_share_gpus
 
 from .reference import reference_logits
@@ -203,7 +203,7 @@ def _cannot_run(config: EngineConfig) -> str:
         return f"PyTorch sees fewer GPUs here than tp_size = {config.tp_size}; run kvseek build --check where there are as many"
     if config.max_seq_len <= GREEDY_TOKENS:
         return f"max_seq_len = {config.max_seq_len} has no room for a prompt and {GREEDY_TOKENS} tokens"
-    if config.device == "cpu" and config.dtype == "bfloat16" and not bfloat16.usable():
+    if config.device == "cpu" and config.dtype == "bfloat16" and not bfloat16_works():
         return "this processor cannot multiply dtype = 'bfloat16'; run kvseek build --check on another machine"
     return ""
 

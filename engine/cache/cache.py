@@ -28,7 +28,7 @@ from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.streams import InFlight, SideStream, SideWork
 from kvseek.plugins.contract import Index
 
-from .memory_layout import retrieval_tokens, slot_count
+from .memory_layout import slot_count
 from .prefix import Prefix
 from .row_storage import RowStorage
 
@@ -37,6 +37,15 @@ COPIES_IN_FLIGHT = 2  # layers of a prompt whose rows wait on the device for the
 LOADS_IN_FLIGHT = 2  # layers of a prefix that are read at a time: the layer that is computed next, and the one after it
 
 logger = logging.getLogger(__name__)
+
+
+def retrieval_tokens(cache: CacheConfig, tokens: int) -> int:
+    """Return the tokens of the retrieval region of a request that has `tokens` tokens.
+
+    They follow from the number of tokens alone, whether a prompt brought them or steps did: whole evictions of `update` tokens,
+    the last of which was due when the step of the latest token began.
+    """
+    return max(0, tokens - 1 - cache.sink - cache.local) // cache.update * cache.update
 
 
 @dataclass(frozen=True)
@@ -284,13 +293,13 @@ class Cache:
         rows[:, 6] = np.maximum(0, tokens - sink) - lengths
         rows[:, 7] = lengths
 
-    def state(self, slot: int, token: int, numbers: tuple[int, ...], dense: bool) -> RequestState:
+    def state(self, slot: int, token: int, method_fields: tuple[int, ...], dense: bool) -> RequestState:
         """Return what indexes and attention read about one request; see `describe`."""
         rows = np.zeros((1, REQUEST_FIELDS), dtype=np.int32)
         self.describe([slot], rows)
         names = ("slot", "position", "write_row", "sink_rows", "ring_first", "ring_rows", "length")
         fields = dict(zip(names, rows[0, 1 : 1 + len(names)].tolist(), strict=True))
-        return RequestState(token=token, dense=dense, numbers=numbers, **fields)
+        return RequestState(token=token, dense=dense, method_fields=method_fields, **fields)
 
     def padding_state(self) -> RequestState:
         """Return the state of a request that fills up a graph's bucket: it has one token and attends to that alone."""

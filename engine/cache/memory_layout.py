@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
 from kvseek.plugins.registry import method_traits
@@ -90,15 +90,6 @@ class MemoryLayout:
 def extents_wanted(config: EngineConfig) -> int:
     """Return the number of extents that max_batch_size requests of max_seq_len tokens occupy."""
     return config.max_batch_size * extents_for(max(0, config.max_seq_len - config.cache.sink))
-
-
-def retrieval_tokens(cache: CacheConfig, tokens: int) -> int:
-    """Return the tokens of the retrieval region of a request that has `tokens` tokens.
-
-    They follow from the number of tokens alone, whether a prompt brought them or steps did: whole evictions of `update` tokens,
-    the last of which was due when the step of the latest token began.
-    """
-    return max(0, tokens - 1 - cache.sink - cache.local) // cache.update * cache.update
 
 
 def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

@@ -90,7 +90,7 @@ class Sampler:
     varies : bool
         Whether other tokens may be drawn from one draw to the next: `allowed` and `banned`.
     prepared : object or None
-        What engine/draws/rows.py keeps of this request on the device that draws.
+        What engine/draws/compiled.py keeps of this request on the device that draws.
     greedy : bool
         Whether the next token is the one with the largest logit, and nothing else is asked for (`greedy_token`).
     """

@@ -47,7 +47,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Decoder.prefill, with takers for the slots `asked`; `number` is what the following commands call the prefill."""
+    """Decoder.prefill, with a callback for the slots `asked`; `number` is what the following commands call the prefill."""
 
     number: int
     prompts: tuple[tuple[int, tuple[int, ...]], ...]
@@ -118,7 +118,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Steps.prepare: on GPUs it runs steps, whose sums all ranks compute."""
+    """Decoder.prepare: on GPUs it runs steps, whose sums all ranks compute."""
 
 
 Command = (

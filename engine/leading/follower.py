@@ -28,8 +28,8 @@ from kvseek.core.liveness import answer_from_thread
 from kvseek.core.manifest import read_manifest
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.prefix import Prefix, Reuse
-from kvseek.engine.decoder import Decoder
-from kvseek.engine.loading.load import load_part
+from kvseek.engine.loading.load import load_rank
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.prefill import Prefill
 from kvseek.engine.parallel.channel import Channel
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
@@ -93,7 +93,7 @@ class Follower:
                 # Rank 0 draws from the logits. This rank only waits for its part of the step, of which a token is less to copy.
                 self._decoder.launch(tokens, slots, [None] * len(slots)).collect()
             case Prepare():
-                self._decoder.steps.prepare()
+                self._decoder.prepare()
             case Reserve(slot, tokens):
                 self._rows.reserve(slot, tokens)
             case Complete(slot, kept, places):
@@ -136,7 +136,7 @@ def serve(channel: Channel, load: Load, up: Path | None = None) -> NoReturn:
         ranks = Ranks.join(store, load.rank, load.config.tp_size, limit, reporter)
         if load.config.device == "cuda":
             ranks = DeviceRanks.over(ranks, load.config, [])
-        follower = Follower(load_part(Path(load.directory), rank_config(load.config), ranks))
+        follower = Follower(load_rank(Path(load.directory), rank_config(load.config), ranks))
         reporter.waiting("waits for rank 0")
         channel.send(READY)
         if up is not None:

@@ -18,13 +18,11 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix, Reuse
 from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
-from kvseek.engine.loading.load import load_part
+from kvseek.engine.loading.load import load_rank
 from kvseek.engine.loading.supported import check_supported
-from kvseek.engine.model.cuda.model import KernelModel
-from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Prompts, Takers
-from kvseek.engine.observer import Observer
+from kvseek.engine.model.decoder import Decoder
+from kvseek.engine.model.prefill import NO_CALLBACKS, LogitsCallbacks, Prefill, Prompts
 from kvseek.engine.parallel.cuda.gpus import check_gpus
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.parallel.ranks import Ranks
@@ -62,13 +60,11 @@ class LeadCache(Cache):
         self._followers = followers
 
     def open(self, slot: int, tokens: int, prefix: Prefix | None = None) -> None:
-        """See Cache."""
         reuse = None if prefix is None else Reuse(prefix.tokens, prefix.extents, prefix.shared, prefix.sparse)
         with self._followers.doing(Open(slot, tokens, reuse)):
             super().open(slot, tokens, prefix)
 
     def close(self, slot: int) -> None:
-        """See Cache."""
         with self._followers.doing(Close(slot)):
             super().close(slot)
 
@@ -81,22 +77,18 @@ class LeadPrefixRows(PrefixRows):
         self._followers = followers
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """See PrefixRows."""
         with self._followers.doing(Reserve(slot, tokens)):
             super().reserve(slot, tokens)
 
     def complete(self, slot: int, kept: int, places: int) -> None:
-        """See PrefixRows."""
         with self._followers.doing(Complete(slot, kept, places)):
             super().complete(slot, kept, places)
 
     def keep(self, slot: int, extents: Sequence[int], begins: bool) -> None:
-        """See PrefixRows."""
         with self._followers.doing(Keep(slot, tuple(extents), begins)):
             super().keep(slot, extents, begins)
 
     def forget(self, extents: Sequence[int]) -> None:
-        """See PrefixRows."""
         with self._followers.doing(Forget(tuple(extents))):
             super().forget(extents)
 
@@ -111,19 +103,17 @@ class LeadPrefill(Prefill):
         launches: BoundedLaunches,
         number: int,
         prompts: Prompts,
-        takers: Takers,
+        on_logits: LogitsCallbacks,
     ) -> None:
-        super().__init__(prefill.retrieval, prompts, takers)
+        super().__init__(prefill.retrieval, prompts, on_logits)
         self._prefill, self._followers, self._launches, self._number = prefill, followers, launches, number
         self.dropped = prefill.dropped
 
     @property
     def progress(self) -> float:
-        """See Prefill."""
         return self._prefill.progress
 
     def drop(self, slot: int) -> None:
-        """See Prefill."""
         self._followers.tell(Drop(self._number, slot))
         self._prefill.drop(slot)
 
@@ -151,32 +141,29 @@ class LeadDecoder(Decoder):
     """The decoder of rank 0, with which all ranks decode; errors of its methods are RankErrors."""
 
     def __init__(self, decoder: Decoder, followers: Followers, ranks: Ranks) -> None:
-        super().__init__(decoder.model, decoder.retrieval, decoder.steps)
-        self._followers, self._ranks, self._numbers, self._closed = followers, ranks, itertools.count(), False
+        super().__init__(decoder.model, decoder.retrieval)
+        self._decoder, self._followers, self._ranks, self._closed = decoder, followers, ranks, False
+        self._numbers = itertools.count()
         self._launches = BoundedLaunches(self.retrieval.cache.window.device, UNITS_AHEAD)
 
     @property
     def sums(self) -> str:
-        """See Decoder."""
         return self._ranks.way
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
-        """See Decoder."""
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
         number = next(self._numbers)
-        told = tuple((slot, tuple(tokens)) for slot, tokens in prompts)
-        with self._followers.doing(Begin(number, told, tuple(takers))):
-            prefill = super().prefill(prompts, takers)
-            return LeadPrefill(prefill, self._followers, self._launches, number, prompts, takers)
+        packed = tuple((slot, tuple(tokens)) for slot, tokens in prompts)
+        with self._followers.doing(Begin(number, packed, tuple(on_logits))):
+            prefill = self._decoder.prefill(prompts, on_logits)
+            return LeadPrefill(prefill, self._followers, self._launches, number, prompts, on_logits)
 
     def resume(self, slot: int) -> None:
-        """See Decoder."""
         with self._followers.doing(Resume(slot)):
             super().resume(slot)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """See Decoder."""
         with self._followers.doing(self._decode(tokens, slots)):
-            return super().decode(tokens, slots)
+            return self._decoder.decode(tokens, slots)
 
     @property
     def runs_ahead(self) -> bool:
@@ -186,30 +173,27 @@ class LeadDecoder(Decoder):
     def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
         """See Decoder. The step has ended when this returns."""
         with self._followers.doing(self._decode(tokens, slots)):
-            launched = super().launch(tokens, slots, samplers)
+            launched = self._decoder.launch(tokens, slots, samplers)
             drawn = launched.collect()
         return Launched(launched.attended, lambda: drawn)
 
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Decoder. The draw may come behind units of a prompt, whose sums wait for the other ranks."""
         with self._followers.waiting():
-            return super().draw(logits, samplers)
+            return self._decoder.draw(logits, samplers)
 
-    def observe(self, observer: Observer) -> None:
-        """See Decoder."""
+    def prepare(self) -> None:
         with self._followers.doing(Prepare()):
-            super().observe(observer)
+            self._decoder.prepare()
 
     def prefix_rows(self) -> PrefixRows:
-        """See Decoder."""
         return LeadPrefixRows(super().prefix_rows(), self._followers)
 
     def close(self) -> None:
-        """See Decoder."""
         if not self._closed:
             self._closed = True
             self._followers.close()
-            _forget_graphs(self)
+            self._decoder.close()  # first: NCCL's communicator ends only when no graph uses it
             self._ranks.leave()
             self._followers.stop_watching()
 
@@ -225,7 +209,7 @@ def load_decoder(directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE)
     check_supported(rank_config(config))
     nodes.ranks(config.tp_size, 0)
     if config.tp_size == 1:
-        return load_part(directory, config)
+        return load_rank(directory, config)
     return lead(directory, config, nodes)
 
 
@@ -257,19 +241,12 @@ def _load(directory: Path, config: EngineConfig, followers: Followers, ranks: Ra
     """Load the part of rank 0, and wait until the others have loaded theirs."""
     decoder: Decoder | None = None
     try:
-        decoder = load_part(directory, rank_config(config), ranks, partial(LeadCache, followers))
+        decoder = load_rank(directory, rank_config(config), ranks, partial(LeadCache, followers))
         followers.wait_until_loaded()
     except BaseException:
         followers.close()  # first, as this rank may have left a thread in a group that waits for them
         if decoder is not None:
-            _forget_graphs(decoder)
+            decoder.close()
         ranks.leave()
         raise
     return decoder
-
-
-def _forget_graphs(decoder: Decoder) -> None:
-    """Drop what has been captured: NCCL's communicator ends only when no graph uses it."""
-    decoder.steps.close()
-    if isinstance(decoder.model, KernelModel):
-        decoder.model.close()

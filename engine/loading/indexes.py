@@ -20,9 +20,8 @@ from kvseek.engine.cache.prefix import reuses_prefixes, shares_extents
 from kvseek.engine.loading.supported import check_device
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cpu.attention.attend import HostAttention
-from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
+from kvseek.kernels.cuda.attention.attend import AttentionScratch, DeviceAttention, LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames, fitting_steps
-from kvseek.kernels.cuda.attention.splits import AttentionScratch
 from kvseek.plugins.contract import Attention, Index
 from kvseek.plugins.registry import get_method, method_traits
 

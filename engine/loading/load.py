@@ -18,15 +18,14 @@ from kvseek.core.manifest import CODEBOOKS_FILE
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import Draws
 from kvseek.engine.loading.supported import needs_cpu_library
-from kvseek.engine.model import bfloat16
 from kvseek.engine.model.cpu.model import TorchModel
-from kvseek.engine.model.cpu.products import HostProducts
-from kvseek.engine.model.cpu.steps import HostSteps
+from kvseek.engine.model.cpu.products import HostProducts, bfloat16_works
+from kvseek.engine.model.cpu.steps import HostDecoder
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.reference.attention import causal_attention
 from kvseek.engine.model.reference.operations import TorchOperations
 from kvseek.engine.model.reference.products import Products
@@ -47,7 +46,7 @@ PINNED_BYTES_PER_SECOND = GIB  # at least, however memory is pinned
 MakeCache = Callable[[EngineConfig, torch.dtype, torch.device, RowStorage], Cache]
 
 
-def load_part(
+def load_rank(
     directory: Path, config: EngineConfig, ranks: Ranks | None = None, make_cache: MakeCache = Cache
 ) -> Decoder:
     """Load the whole model of an engine directory, or the part of a rank, whose configuration this is (core/ranks.py)."""
@@ -64,7 +63,7 @@ def load_part(
 def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:
     config, library = maker.config, maker.library
     device, dtype = torch.device("cpu"), getattr(torch, config.dtype)
-    if not bfloat16.usable() and dtype is torch.bfloat16:
+    if not bfloat16_works() and dtype is torch.bfloat16:
         raise KvseekError(
             "dtype = 'bfloat16': this processor cannot multiply it; build the engine with --dtype float32"
         )
@@ -84,7 +83,7 @@ def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cach
         attention = partial(native_attention, library=library)
         model = TorchModel(weights, retrieval, ops, products, attention)
     draws: Draws = TorchDraws() if library is None else CompiledDraws(NativeDraw(library))
-    return Decoder(model, retrieval, HostSteps(model, retrieval, draws))
+    return HostDecoder(model, retrieval, draws)
 
 
 def _load_cuda(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cache: MakeCache) -> Decoder:
@@ -116,7 +115,7 @@ def _load_cuda(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cac
 def _prepare(decoder: Decoder) -> None:
     """Capture the steps. If one fails, drop the others: the error keeps the decoder, and NCCL ends only when no graph uses it."""
     try:
-        decoder.steps.prepare()
+        decoder.prepare()
     except BaseException:
-        decoder.steps.close()
+        decoder.close()
         raise

@@ -14,19 +14,18 @@ from torch import Tensor
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.cache.memory_layout import Footprint
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.cuda.products import KernelProducts
-from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.prefill import logits_at_once
-from kvseek.engine.model.random_weights import make_weights, random_seed
+from kvseek.engine.model.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.model.reference.products import Products
-from kvseek.engine.model.weights import load_weights
+from kvseek.engine.model.weights import load_weights, make_weights, random_seed
 from kvseek.engine.parallel.cuda.layer import RankLayerKernels
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
-from kvseek.engine.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
 from kvseek.kernels.cuda.layer.layer import LayerKernels
@@ -62,11 +61,9 @@ class TorchRuntime:
 
     @property
     def footprint(self) -> Footprint:
-        """See Runtime."""
         return Footprint(sum(tensor.nbytes for tensor in self.weights.values()))
 
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
-        """See Runtime."""
         make = LayerKernels if self.ranks is None else partial(RankLayerKernels, ranks=self.ranks)
         model = KernelModel(
             self.weights,
@@ -75,12 +72,12 @@ class TorchRuntime:
             prompt_attention(retrieval, kernels),
             device_products(self.config, kernels, self.ranks),
         )
+        reader: GraphDecoder | None = None
         if self.config.cache.cached_prefill == "sparse":
             cold = without_hot_rows(retrieval)
-            reader = GraphSteps(model.with_retrieval(cold), cold)
+            model.reader = reader = GraphDecoder(model.with_retrieval(cold), cold)
             reader.prepare()
-            model.reader = reader
-        return Decoder(model, retrieval, GraphSteps(model, retrieval, CompiledDraws(DeviceDraw(kernels))))
+        return GraphDecoder(model, retrieval, CompiledDraws(DeviceDraw(kernels)), reader=reader)
 
 
 def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> Products:

@@ -15,9 +15,9 @@ from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
 from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import STAGED_EXTENTS
 from kvseek.engine.model.block_sparse import sparse_bytes
-from kvseek.engine.prompt_windows import (
+from kvseek.engine.model.prompt_windows import (
     BLOCKS_TOGETHER,
-    LSE_NUMBERS,
+    LSE_ELEMENTS,
     filled_up,
     most_blocks,
     row_tokens,
@@ -36,63 +36,63 @@ SCORE_BYTES = 4  # of a token, in a draw
 def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     """Return the most bytes that the prefill of a prompt of `tokens` tokens allocates, without the work space of plans."""
     chunk, plans = min(config.prefill_chunk_tokens, tokens), config.runtime == "tensorrt"
-    numbers = (_plans_prefill if plans else _torch_prefill)(config, tokens, chunk)
+    elements = (_plans_prefill if plans else _torch_prefill)(config, tokens, chunk)
     queries = config.model.num_heads * config.model.head_dim
-    numbers += 2 * min(LAST_QUERIES, tokens) * queries
+    elements += 2 * min(LAST_QUERIES, tokens) * queries
     if reuses_prefixes(config):
-        numbers += _prefix_numbers(config, tokens)
+        elements += _prefix_elements(config, tokens)
     # Behind the last of a layer's tokens (row_tokens).
-    numbers += 2 * config.model.num_kv_heads * config.model.head_dim * (row_tokens(config, tokens) - tokens)
+    elements += 2 * config.model.num_kv_heads * config.model.head_dim * (row_tokens(config, tokens) - tokens)
     if dtype is torch.float32:
-        numbers += 2 * tokens * queries  # keys and values of every query head (library_attention.py)
+        elements += 2 * tokens * queries  # keys and values of every query head (library_attention.py)
     sparse = sparse_bytes(config, dtype, tokens, chunk) if config.prefill_attention == "block_sparse" else 0
-    return numbers * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse
+    return elements * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse
 
 
 def _torch_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
-    """Count the numbers that a prefill by PyTorch holds: residual stream, a layer's rows, and the activations of a chunk."""
+    """Count the elements that a prefill by PyTorch holds: residual stream, a layer's rows, and the activations of a chunk."""
     model = config.model
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = 3 * queries + 2 * keys + 2 * model.hidden_size  # qkv, rotated queries, output; norm and projection
     mlp = 3 * model.intermediate_size + 2 * model.hidden_size
-    numbers = tokens * (model.hidden_size + _row_numbers(keys)) + max(
-        chunk * attention + _part_numbers(config, tokens, chunk), chunk * mlp
+    elements = tokens * (model.hidden_size + _row_elements(keys)) + max(
+        chunk * attention + _attention_elements(config, tokens, chunk), chunk * mlp
     )
     if config.weight_only_precision != NONE:  # the largest matrix, dequantised
-        numbers += model.hidden_size * max(2 * model.intermediate_size, queries + 2 * keys)
-    return numbers
+        elements += model.hidden_size * max(2 * model.intermediate_size, queries + 2 * keys)
+    return elements
 
 
 def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
-    """Count the numbers that a prefill by plans holds outside of them: tensors between plans, rows, attention's output."""
+    """Count the elements that a prefill by plans holds outside of them: tensors between plans, rows, attention's output."""
     model = config.model
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     if config.tensorrt.form == "engine":  # in one call: only attention is outside of the plan
-        return tokens * (_row_numbers(keys) + queries)
+        return tokens * (_row_elements(keys) + queries)
     kept = model.hidden_size + queries + model.head_dim  # residual stream, attended, cosines and sines
     made = 3 * queries + 2 * keys + model.hidden_size  # a plan's outputs; attention's output and its contiguous copy
-    return tokens * (_row_numbers(keys) + kept) + chunk * made + _part_numbers(config, tokens, chunk)
+    return tokens * (_row_elements(keys) + kept) + chunk * made + _attention_elements(config, tokens, chunk)
 
 
-def _part_numbers(config: EngineConfig, tokens: int, chunk: int) -> int:
-    """Count the numbers that a window's attention holds: queries, keys and values that are filled up, outputs, log-sum-exps."""
+def _attention_elements(config: EngineConfig, tokens: int, chunk: int) -> int:
+    """Count the elements that a window's attention holds: queries, keys and values that are filled up, outputs, log-sum-exps."""
     if config.device != "cuda":
         return 0
     blocks, model = most_blocks(tokens, config.max_input_len), config.model
     heads = (blocks + 2 + min(blocks, BLOCKS_TOGETHER)) * model.num_heads + 2 * model.num_kv_heads
     queries = filled_up(min(chunk, window_tokens(config.prefill_chunk_tokens)))
-    return queries * (heads * model.head_dim + blocks * model.num_heads * LSE_NUMBERS)
+    return queries * (heads * model.head_dim + blocks * model.num_heads * LSE_ELEMENTS)
 
 
-def _prefix_numbers(config: EngineConfig, tokens: int) -> int:
-    """Count the numbers that reading a prefix adds: keys and values of the next layer, and extents on their way there."""
+def _prefix_elements(config: EngineConfig, tokens: int) -> int:
+    """Count the elements that reading a prefix adds: keys and values of the next layer, and extents on their way there."""
     keys = config.model.num_kv_heads * config.model.head_dim
     staged = min(tokens, 2 * STAGED_EXTENTS * EXTENT_TOKENS)  # one lot is filled while the kernels of the last one run
     return (tokens + staged) * 2 * keys
 
 
-def _row_numbers(keys: int) -> int:
-    """Count the numbers per token of a layer's keys and values, and of the copies that wait for the host."""
+def _row_elements(keys: int) -> int:
+    """Count the elements per token of a layer's keys and values, and of the copies that wait for the host."""
     return (1 + COPIES_IN_FLIGHT) * 2 * keys
 
 
@@ -123,9 +123,9 @@ def pack_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
         if config.tensorrt.form == "engine":
             return 0  # a prompt is one unit, so nothing is kept between units
         return _plans_prefill(config, tokens, 0) * dtype.itemsize + TOKEN_BYTES * tokens
-    numbers = tokens * (model.hidden_size + _row_numbers(keys) + queries)  # a layer's queries, for its index
-    numbers += 2 * keys * (row_tokens(config, tokens) - tokens)
-    return numbers * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
+    elements = tokens * (model.hidden_size + _row_elements(keys) + queries)  # a layer's queries, for its index
+    elements += 2 * keys * (row_tokens(config, tokens) - tokens)
+    return elements * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
 
 
 def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

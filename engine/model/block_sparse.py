@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvseek.core.config import KEY_BLOCK
 from kvseek.engine.model.library_attention import OCCUPYING_QUERIES, cudnn_attention, flash_attention
+from kvseek.engine.model.prompt_windows import LSE_ELEMENTS, power_of_two
 from kvseek.engine.model.reference.attention import BlockAttention, CausalAttention
-from kvseek.engine.prompt_windows import LSE_NUMBERS, power_of_two
 
 from .repeated_tokens import MOST_PLACES, RepeatedTokens
 
@@ -255,7 +255,7 @@ def sparse_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: i
     ):  # all query blocks at once; queries and outputs are filled up
         rows = query_blocks * power_of_two(min(config.block_sparse.query_block, chunk))
         gathered += 2 * kv_heads * (query_blocks - 1) * budget * dim + heads * (3 * rows + chunk) * dim
-        gathered += 3 * LSE_NUMBERS * heads * rows
+        gathered += 3 * LSE_ELEMENTS * heads * rows
     # Ranks of blocks: their mass, and its order (topk and sort). By attention: shares of all samples, also in float32.
     ranks = query_blocks * kv_heads * blocks * (torch.float32.itemsize + 2 * torch.int64.itemsize)
     if config.device == "cuda" and dtype is not torch.float32:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 ROW_PARALLEL = ("o", "down")  # products that several ranks divide by inputs (core/ranks.py)
 Mark = Callable[[str], None]
-"""Takes the name of a part of a decode step."""
+"""Takes the name of an operation of a decode step: one of OPS of engine/retrieval.py."""
 
 
-def _ignore(part: str) -> None:
-    """Take no note of a part."""
+def _ignore(name: str) -> None:
+    """Take no note of an operation."""
 
 
 class Layer:
@@ -67,7 +67,7 @@ class Layer:
     ) -> Tensor:
         """Add `delta`, unless it is None, to x [tokens, hidden] in place; normalise and project: [tokens, (H + 2G) * D].
 
-        `mark` is called with the name of each part when that has been launched. `prompt` is that of Product.
+        `mark` is called with the name of each operation when that has been launched. `prompt` is that of Product.
         """
         normed = ops.add_rms_norm(x, delta, self.attention_norm)
         mark("norm")
@@ -116,7 +116,7 @@ class Layer:
         attend : callable
             Takes queries [batch, H, D], and returns outputs of that shape.
         mark : callable
-            Called with the name of each part of the layer when that has been launched; `attend` marks its own parts.
+            Called with the name of each operation of the layer when that has been launched; `attend` marks its own.
 
         Returns
         -------

@@ -1,4 +1,9 @@
-"""Prompts that are being read: one prompt in chunks, or a pack of several short prompts at once."""
+"""Prompts that are being read: one prompt in chunks, or a pack of several short prompts at once.
+
+What follows a reused beginning may be read as decode steps would read it, to selected rows (cache.cached_prefill): its tokens
+pass the layers in blocks, each token as a request of a decode step, so that the products are those of a prompt. Nothing is
+copied for the beginning but what lies in the window: what a token costs does not grow with it, but for the selection.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +13,88 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import CapacityError
+from kvseek.core.rope import Rotation
 from kvseek.core.streams import SideWork, wait_for_stream
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
+from kvseek.engine.model.prompt_windows import row_tokens
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.repeated_tokens import RepeatedTokens
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
 
+RotatePrompt = Callable[[int, int, int], Rotation]
+"""Rotation of positions start .. stop - 1 of a prompt of so many tokens: takes start, stop and the length."""
+
 Prompt = TypeVar("Prompt")
 Prompts = Sequence[tuple[int, Sequence[int]]]  # slot and token ids of each prompt
-TakeLogits = Callable[[int, Tensor], None]
+LogitsCallback = Callable[[int, Tensor], None]
 """Takes logits of consecutive tokens of a prompt, float32 [tokens, vocabulary] on the engine's device; the number is the first
 token's position."""
-Takers = Mapping[int, TakeLogits]  # by slot
+LogitsCallbacks = Mapping[int, LogitsCallback]  # by slot
 AttendChunk = Callable[[Tensor], Tensor]
 """Causal attention of a chunk's queries [H, chunk, D], each prompt to itself; returns [chunk, H, D]."""
 Rows = tuple[Tensor, Tensor]  # keys and values of a layer, [G, n, D]
-NO_TAKERS: Takers = {}
+NO_CALLBACKS: LogitsCallbacks = {}
 # Most logits that are computed at once: 16 MiB, for which RESERVE_BYTES of activation_memory.py has room.
 PIECE_LOGITS = 1 << 22
+BLOCK_TOKENS = 32  # least tokens of a block: fewer would hardly take less time, as the weights are read for each block
+
+
+@dataclass(frozen=True)
+class Stream:
+    """State of one prompt, or of a pack of prompts, that is kept from layer to layer.
+
+    Attributes
+    ----------
+    residual : Tensor [rows, hidden]
+        The residual stream, which every layer changes in place.
+    rotation : Rotation or None
+        That of all rows of a pack, in which positions begin anew with every prompt. None for a single prompt,
+        in which a row's number is its position.
+    """
+
+    residual: Tensor
+    rotation: Rotation | None
+
+    @classmethod
+    def begin(cls, residual: Tensor, borders: tuple[int, ...], rotate: RotatePrompt, short_reach: int) -> Stream:
+        """Begin with embeddings [rows, hidden]; `borders` are those of Prefill, `short_reach` is that of ModelConfig."""
+        lengths = [stop - start for start, stop in pairwise(borders)]
+        if len(lengths) == 1:
+            return cls(residual, None)
+        # Prompts on one side of short_reach are rotated alike: the longest of them has the rotation of all.
+        longest = {n > short_reach: n for n in sorted(lengths)}
+        tables = {beyond: rotate(0, n, n) for beyond, n in longest.items()}
+        cos, sin = ([tables[n > short_reach][part][:n] for n in lengths] for part in (0, 1))
+        return cls(residual, (torch.cat(cos), torch.cat(sin)))
+
+    def rows(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Return rows start .. stop - 1 of each (start, stop), [rows, hidden]."""
+        # Slices rather than an index: a list of rows would be copied to a GPU, and the host would wait for it.
+        rows = [self.residual[start:stop] for start, stop in spans]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def rotation_of(self, start: int, stop: int, rotate: RotatePrompt) -> Rotation:
+        """Return the rotation of rows start .. stop - 1."""
+        if self.rotation is None:
+            return rotate(start, stop, self.residual.shape[0])
+        cos, sin = self.rotation
+        return cos[start:stop], sin[start:stop]
+
+
+def new_rows(retrieval: Retrieval, tokens: int) -> Tensor:
+    """Allocate the keys or the values of a layer of a prompt, [G, tokens, D], whose KV heads are `row_tokens` tokens apart."""
+    config = retrieval.config
+    shape = config.model.num_kv_heads, row_tokens(config, tokens), config.model.head_dim
+    return retrieval.cache.window.new_empty(shape)[:, :tokens]
 
 
 def logits_at_once(model: ModelConfig) -> int:
@@ -92,17 +152,17 @@ class Prefill(ABC):
     slots : tuple of int
     borders : tuple of int
         The tokens of prompt i are rows borders[i] .. borders[i + 1] - 1 of the pack.
-    takers : mapping
+    on_logits : mapping
         Functions that are given the logits of all tokens of a prompt, piece by piece and in order; prompts without one cost
         nothing more.
     """
 
-    def __init__(self, retrieval: Retrieval, prompts: Prompts, takers: Takers = NO_TAKERS) -> None:
+    def __init__(self, retrieval: Retrieval, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> None:
         self.slots = tuple(slot for slot, _ in prompts)
         self.ids = [token for _, ids in prompts for token in ids]
         self.borders = tuple(accumulate((len(ids) for _, ids in prompts), initial=0))
         self.retrieval, self._begun = retrieval, False
-        self.takers = takers
+        self.on_logits = on_logits
         self.dropped: set[int] = set()
 
     @property
@@ -123,7 +183,7 @@ class Prefill(ABC):
     def advance(self, max_tokens: int) -> int:
         """Run one unit of work over at most `max_tokens` tokens, unless the model has units of a fixed size.
 
-        Returns the work done: tokens, times the layers that they passed; 0 for a unit that computed logits for `takers`. An
+        Returns the work done: tokens, times the layers that they passed; 0 for a unit that computed logits for `on_logits`. An
         exception ends this prefill and affects no other: CapacityError if the device's memory does not suffice.
         """
         with self._guard():
@@ -204,9 +264,8 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         sparse = self.config.prefill_attention == "block_sparse"
         self.sparse = BlockSparseAttention(self.config, attention, mass_of(self.config, attention)) if sparse else None
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
-        """See PromptModel.prefill."""
-        return LayerwisePrefill(self, self.retrieval, prompts, takers)
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
+        return LayerwisePrefill(self, self.retrieval, prompts, on_logits)
 
     @abstractmethod
     def begin_prompt(self, prefill: Prefill) -> Prompt:
@@ -232,13 +291,17 @@ class LayerwiseModel(ABC, Generic[Prompt]):
 class LayerwisePrefill(Prefill):
     """Reads layer by layer, in units of one layer and one chunk of tokens; a pack of several prompts in one chunk.
 
-    Units that compute the logits for `takers`, at most PIECE_LOGITS each, follow the last layer.
+    Units that compute the logits for `on_logits`, at most PIECE_LOGITS each, follow the last layer.
     """
 
     def __init__(
-        self, model: LayerwiseModel[Any], retrieval: Retrieval, prompts: Prompts, takers: Takers = NO_TAKERS
+        self,
+        model: LayerwiseModel[Any],
+        retrieval: Retrieval,
+        prompts: Prompts,
+        on_logits: LogitsCallbacks = NO_CALLBACKS,
     ) -> None:
-        super().__init__(retrieval, prompts, takers)
+        super().__init__(retrieval, prompts, on_logits)
         self._model, self._layers = model, model.model.num_layers
         self._prompt: Any = None  # what the model keeps from layer to layer
         # Of a prompt whose first tokens have rows already, no layer reads these. Prompts of a pack have no such tokens.
@@ -247,7 +310,7 @@ class LayerwisePrefill(Prefill):
         self._rows: Rows | None = None  # keys and values of the layer
         self._next: tuple[Rows, SideWork] | None = None  # those of the next one, whose first tokens are on their way
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
-        asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in takers]
+        asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in on_logits]
         self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
         self._scored = 0  # of these rows
         self._units = score_units(asked, logits_at_once(model.model))
@@ -271,7 +334,7 @@ class LayerwisePrefill(Prefill):
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens  # a pack is one chunk
         if len(self.slots) == 1:
-            # Chunks end where those of the whole prompt end: on a GPU with a window (engine/prompt_windows.py).
+            # Chunks end where those of the whole prompt end: on a GPU with a window (engine/model/prompt_windows.py).
             chunk = self._model.config.prefill_chunk_tokens
             stop = min(start + size, (start // chunk + 1) * chunk, stop)
         attend = partial(self._attend, start)
@@ -320,7 +383,7 @@ class LayerwisePrefill(Prefill):
         return rows, self.retrieval.load_prefix(layer, self.slots[0], *rows)
 
     def _new_rows(self) -> Rows:
-        return self.retrieval.new_rows(self.tokens), self.retrieval.new_rows(self.tokens)
+        return new_rows(self.retrieval, self.tokens), new_rows(self.retrieval, self.tokens)
 
     def _end_layer(self) -> None:
         assert self._rows is not None, "the layer's chunks have been read"
@@ -339,16 +402,59 @@ class LayerwisePrefill(Prefill):
         return self._queries[0][:, first:stop][:, -LAST_QUERIES:].contiguous()
 
     def _score(self) -> None:
-        """Compute the logits of the next unit of rows, and hand them to their takers."""
+        """Compute the logits of the next unit of rows, and pass them to their callbacks."""
         unit = next(self._units)
         self._scored += sum(piece.stop - piece.start for _, piece in unit)
         wanted = [(slot, piece) for slot, piece in unit if slot not in self.dropped]
         if wanted:
             logits = self._model.logits_of(self._prompt, [(piece.start, piece.stop) for _, piece in wanted])
-            wait_for_stream(logits.device)  # takers copy to the host
+            wait_for_stream(logits.device)  # callbacks copy to the host
             parts = torch.split(logits, [piece.stop - piece.start for _, piece in wanted])
             for (slot, piece), part in zip(wanted, parts, strict=True):
-                self.takers[slot](piece.start - piece.first, part)
+                self.on_logits[slot](piece.start - piece.first, part)
 
     def _logits(self) -> Tensor:
         return self._model.logits_of(self._prompt, [(stop - 1, stop) for stop in self.borders[1:]])
+
+
+class BlockReader(Protocol):
+    """Runs decode steps of several tokens of one slot: a model on the CPU, engine/model/cuda/steps.py on a GPU."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest block."""
+
+    def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
+        """Append tokens that follow each other, for which the slot's ring has room (Cache.room_in_ring).
+
+        Returns the logits after the last of them, float32 [1, vocabulary] on the engine's device.
+        """
+
+
+class Continuation(Prefill):
+    """Reads what follows the prefix of one prompt. A unit of work is a block of tokens in all layers."""
+
+    def __init__(self, reader: BlockReader, retrieval: Retrieval, prompts: Prompts) -> None:
+        super().__init__(retrieval, prompts)
+        self._reader, self._layers = reader, retrieval.config.model.num_layers
+        (self._slot,) = self.slots
+        self._first = self._row = retrieval.reused(self._slot)
+        self._last: Tensor | None = None  # logits of the last token read
+
+    @property
+    def progress(self) -> float:
+        return (self._row - self._first) / (self.tokens - self._first)
+
+    def _begin(self) -> None:
+        self.retrieval.resume(self._slot)
+
+    def _advance(self, max_tokens: int) -> int:
+        block = min(max(BLOCK_TOKENS, max_tokens // self._layers), self._reader.most_tokens)
+        count = min(block, self.tokens - self._row, self.retrieval.cache.room_in_ring(self._slot))
+        self._last = self._reader.read_block(self.ids[self._row : self._row + count], self._slot)
+        self._row += count
+        return count * self._layers
+
+    def _logits(self) -> Tensor:
+        assert self._last is not None, "at least one token follows a prefix"
+        return self._last

@@ -140,7 +140,6 @@ class RankProducts(Products):
         self._made = 0
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
-        """See Products."""
         self._tell()
         return self._products.linear(weight, bias, scale)
 
@@ -154,7 +153,6 @@ class RankProducts(Products):
         return product
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
-        """See Products."""
         self._tell()
         own, ranks, vocab_size = self._products.head(weight, scale), self._ranks, self._vocab_size
 
@@ -164,7 +162,6 @@ class RankProducts(Products):
         return product
 
     def embedding(self, weight: Tensor) -> Embedding:
-        """See Products."""
         return RankEmbedding(weight, self._ranks)
 
     def _tell(self) -> None:

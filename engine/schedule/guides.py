@@ -11,10 +11,10 @@ import numpy.typing as npt
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import SamplingError
 from kvseek.core.guide import Guide
+from kvseek.engine.schedule.guide_compiler import GuideTrial
 from kvseek.engine.tokenizer import Tokenizer
 
-from .guide_library import compile_guide, load_vocabulary, refusal
-from .guide_trial import GuideTrial
+from .guide_compiler import compile_guide, load_vocabulary, refusal
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -92,7 +92,7 @@ class Guides:
         return GuideMatcher(compile_guide(vocabulary, guide), self._vocab_size, vocabulary.eos_tokens)
 
     def load_vocabulary(self) -> LLTokenizer:
-        """Load the vocabulary, once; takes and raises as guide_library.load_vocabulary."""
+        """Load the vocabulary, once; takes and raises as guide_compiler.load_vocabulary."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = load_vocabulary(*self._source)

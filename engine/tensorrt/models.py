@@ -17,9 +17,17 @@ from torch import Tensor
 from kvseek.core.batch import LATEST, Batch, buckets_for
 from kvseek.core.errors import KernelError
 from kvseek.core.streams import to_device
-from kvseek.engine.model.cuda.graphs import StepResult
+from kvseek.engine.model.cuda.steps import StepResult
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import (
+    NO_CALLBACKS,
+    AttendChunk,
+    LayerwiseModel,
+    LogitsCallbacks,
+    Prefill,
+    Prompts,
+    new_rows,
+)
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
@@ -119,7 +127,6 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
         self._plans, self._tensors = plans, PlanTensors(retrieval, ops)
 
     def begin_prompt(self, prefill: Prefill) -> list[Chunk]:
-        """See LayerwiseModel."""
         ids, size = prefill.ids, self.config.prefill_chunk_tokens
         starts = range(0, len(ids), size)
         return [Chunk(self._tensors.tokens_from(ids[start : start + size], start), {}) for start in starts]
@@ -127,7 +134,6 @@ class SegmentsModel(LayerwiseModel[list[Chunk]]):
     def read_chunk(
         self, layer: int, prompt: list[Chunk], start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
-        """See LayerwiseModel."""
         chunk = prompt[start // self.config.prefill_chunk_tokens]
         made = self._to_attention(layer, chunk.tokens, chunk.state, stop - start, OUTSIDE_OF_GRAPHS)
         for whole, name in ((keys, "keys"), (values, "values")):
@@ -196,7 +202,6 @@ class WholePrefill(Prefill):
 
     @property
     def progress(self) -> float:
-        """See Prefill.progress."""
         return 0.0 if self._last is None else 1.0
 
     def _advance(self, max_tokens: int) -> int:
@@ -234,8 +239,7 @@ class WholeModel:
         self._plan, self._serving, self._retrieval = plan, serving, retrieval
         self._tensors, self._model = PlanTensors(retrieval, ops), retrieval.config.model
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
-        """See PromptModel.prefill."""
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
         return WholePrefill(self, self._retrieval, prompts)
 
     def read_prompt(self, slot: int, prompt_ids: Sequence[int]) -> Tensor:
@@ -254,8 +258,8 @@ class WholeModel:
         call, and TensorRT's memory does not.
         """
         n, scaling = keys.shape[0], self._model.head_dim**-0.5
-        own_keys = self._retrieval.new_rows(n).copy_(keys.transpose(0, 1))
-        own_values = self._retrieval.new_rows(n).copy_(values.transpose(0, 1))
+        own_keys = new_rows(self._retrieval, n).copy_(keys.transpose(0, 1))
+        own_values = new_rows(self._retrieval, n).copy_(values.transpose(0, 1))
         out.copy_(causal_attention_device(queries.transpose(0, 1), own_keys, own_values, scaling))
         last = queries[-LAST_QUERIES:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
         self._retrieval.store_layer(layer, slot, own_keys, own_values, last)

@@ -12,10 +12,10 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.tensorrt_api import load_session_api
 from kvseek.engine.cache.memory_layout import Footprint
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.model import layer_kernels, prompt_attention
-from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
 from kvseek.plugins.tensorrt.plugin import register
@@ -36,17 +36,15 @@ class TensorRtRuntime:
 
     @property
     def footprint(self) -> Footprint:
-        """See Runtime."""
         return Footprint(self.file_bytes, outside=self.file_bytes, plan_work=self.session.memory.nbytes)
 
     def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
-        """See Runtime."""
         plans, ops, draws = self.session.plans, layer_kernels(retrieval, kernels), CompiledDraws(DeviceDraw(kernels))
         if self.config.tensorrt.form == "segments":
             segments = SegmentsModel(plans, retrieval, ops, prompt_attention(retrieval, kernels))
-            return Decoder(segments, retrieval, GraphSteps(segments, retrieval, draws))
+            return GraphDecoder(segments, retrieval, draws)
         whole = WholeModel(plans[0], serving, retrieval, ops)
-        return Decoder(whole, retrieval, GraphSteps(whole, retrieval, draws))
+        return GraphDecoder(whole, retrieval, draws)
 
 
 def load_plans(directory: Path, config: EngineConfig, device: torch.device) -> TensorRtRuntime:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext, ShapeLimits
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import require_fit
 
 REMEDY = "build the engine with --kernels reference"

@@ -1,6 +1,6 @@
 """ClusterKV on the GPU: the reference's arrays, filled by DeviceKMeans and searched by two kernels (select.cu).
 
-With rerank_bits `choose` lists the rows of more clusters, and a third kernel ranks these rows by their codes (rerank.py).
+With rerank_bits `choose` lists the rows of more clusters, and a third kernel ranks these rows by their codes (rerank.cu).
 
 The paper's cache of recently selected clusters (section IV-D) is the engine's (kernels/cuda/attention/hot_rows.py).
 """
@@ -13,28 +13,65 @@ import math
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError, require
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.core.streams import SideStream, SideWork
-from kvseek.kernels.arguments import pointers
+from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
 from kvseek.kernels.cuda.selection import SelectionWorkspace
 from kvseek.kernels.structs import c_struct
+from kvseek.plugins.clusterkv.config import Config
+from kvseek.plugins.clusterkv.kmeans import ClusterArrays, DeviceKMeans
+from kvseek.plugins.clusterkv.reference import ReferenceIndex
 
-from .config import Config
-from .kmeans import ClusterArrays, DeviceKMeans
-from .reference import ReferenceIndex
-from .rerank import Reranker
+THREADS = 512  # as in rerank.cu
+MOST_BLOCKS = 16  # blocks of a task
+
+RerankArguments = c_struct("plugins/clusterkv/cuda/rerank.cu", "RerankArguments")
 
 SCORE_THREADS, CHOOSE_THREADS = 256, 1024  # as in score.cuh and choose.cuh
 UNIT = 32  # clusters that are scored together (select.cuh)
 SCORE_BLOCKS = 4  # blocks per multiprocessor: as many as its registers hold at head_dim 128
 CHOOSE_STATIC_BYTES = 12 << 10  # upper bound of ChooseMemory (choose.cuh)
-
 SelectArguments = c_struct("plugins/clusterkv/cuda/select.cuh", "SelectArguments")
+
+
+class Reranker(SelectionWorkspace):
+    """Work space of the rerank, and its launch.
+
+    Attributes
+    ----------
+    listed : int
+        Most candidates of a task: `rows_of_clusters`, or all rows of the longest region.
+    candidates : Tensor, int32 [tasks, listed]
+        Places of the best clusters of each request and KV head, from `choose`; -1 at the end.
+    estimates : Tensor, float32 [tasks, listed, lanes]
+    """
+
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context)
+        require_numbered_rows("ClusterKV's codes on the GPU", context)
+        heads, lanes, config = context.num_kv_heads, context.group_size, context.config
+        self.listed = min(config.rows_of_clusters, context.extents.max_extents * EXTENT_TOKENS)
+        self.candidates = self.new(torch.int32, self.tasks, self.listed)
+        self.estimates = self.new(torch.float32, self.tasks, self.listed, lanes)
+        self.normalisers = self.new(torch.uint8, heads, self.blocks(self.most, MOST_BLOCKS), lanes, POWER_SUM_BYTES)
+        self.finished = self.zeros(self.tasks)
+
+    def launch(self, context: IndexContext, codes: CudaCodeStore, given: dict[str, int]) -> None:
+        """Rank `candidates`, and write the best rows; `given` is that of SelectionWorkspace.begin."""
+        assert context.cuda is not None, "an index of CUDA kernels launches"
+        arguments = RerankArguments(
+            **given,
+            **codes.arguments("high", "low"),
+            **pointers(self, "candidates", "estimates", "normalisers", "finished"),
+            listed=self.listed,
+            exponent=context.scaling * math.log2(math.e),
+        )
+        grid = (self.blocks(given["batch"], MOST_BLOCKS), context.num_kv_heads, 1)
+        context.cuda.launch("kvseek_clusterkv_rerank", grid, THREADS, arguments, overlap=True)
 
 
 class Workspace(SelectionWorkspace):
@@ -103,7 +140,6 @@ class CudaIndex(ReferenceIndex):
         return self._side.run(work, read=(keys, table))
 
     def cluster(self, slot: int, keys: Tensor, first_place: int, first_cluster: int, clusters: int) -> None:
-        """See ReferenceIndex.cluster."""
         self._kmeans.cluster(slot, keys, first_place, first_cluster, clusters, self._arrays)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:

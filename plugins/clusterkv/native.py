@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import pointer
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.codes.store import LIMITS, NativeCodeStore
 from kvseek.kernels.cpu.selection import NativeSelection, require_native
 from kvseek.kernels.reference.codes.key_codes import STEPS
@@ -52,5 +51,4 @@ class NativeIndex(ReferenceIndex):
         self._selection = NativeSelection("kvseek_clusterkv_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
-        """See ReferenceIndex.select."""
         return None if self.dense else self._selection(queries, batch)

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import require
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.core.streams import SideWork
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.kernels.reference.codes.store import CodeStore
-from kvseek.plugins.contract import Effort, Index
+from kvseek.plugins.contract import Budget, Index
 from kvseek.plugins.ranking import best_positions, code_store, softmax_mean
 
 from .clustering import cluster_keys, initial_keys
@@ -148,7 +147,6 @@ class ReferenceIndex(Index):
             )
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See Index.publish."""
         if self.dense:
             return
         appended = self._appended.pop(slot)
@@ -158,9 +156,9 @@ class ReferenceIndex(Index):
         else:
             self._join(slot, appended, count)
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are the budget, or all rows in a dense layer. The kernels need no numbers."""
-        return Effort(length if self.dense else min(self.config.top_k, length))
+    def budget(self, length: int) -> Budget:
+        """See Index.budget. The rows are the budget, or all rows in a dense layer. The kernels need no fields."""
+        return Budget(length if self.dense else min(self.config.top_k, length))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
         """Select rows of the best clusters: queries [batch, H, D] to rows int32 [batch, G, top_k]. None in a dense layer.

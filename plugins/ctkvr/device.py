@@ -8,21 +8,19 @@ import math
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers, require_numbered_rows
-from kvseek.kernels.cuda.attention.attend import LayerAttention
-from kvseek.kernels.cuda.attention.splits import address
+from kvseek.kernels.cuda.attention.attend import LayerAttention, address
 from kvseek.kernels.cuda.codes.store import CudaCodeStore
 from kvseek.kernels.cuda.selection import require_head_dim
-from kvseek.plugins.contract import Attention, Effort, Index
+from kvseek.plugins.contract import Attention, Budget, Index
 
 from .config import Config
 from .device_build import DeviceBuilder
-from .host_part import HostBuffers, HostPart
+from .host_cores import HostBuffers, HostCoreAttention
 from .reference import ReferenceIndex
 from .workspace import TILE, CodedStepArguments, StepArguments, Workspace
 
@@ -38,7 +36,7 @@ class CudaIndex(Index):
     """The index of one layer. The places of a list may be in any order, because no selection depends on it.
 
     Scores equal the reference's up to the order of sums, so rows may differ where weights agree to rounding. With
-    `execution = "cpu"` and rows in host memory, host cores rerank and attend (host_part.py), and `select` gives the GPU an
+    `execution = "cpu"` and rows in host memory, host cores rerank and attend (host_cores.py), and `select` gives the GPU an
     empty selection. With `execution = "codes"` scores are estimates from codes, which kernels encode and read (coded.cu).
 
     Attributes
@@ -79,13 +77,12 @@ class CudaIndex(Index):
         self._builder = DeviceBuilder(self._kernels, context.group_size, self.width, context.scaling)
         self.workspace = context.share("ctkvr", lambda: Workspace(context, self.ring, self.capacity))
         # While memory is measured, before rows are placed, `select` ranks on the device, which needs the most memory.
-        self._host: HostPart | None = None
+        self._host: HostCoreAttention | None = None
         if self.config.execution == "cpu" and context.rows is not None and context.rows.on_host:
-            self._host = HostPart(self.reference, self.written, self.workspace.most, context.rows)
+            self._host = HostCoreAttention(self.reference, self.written, self.workspace.most, context.rows)
 
     @property
     def bytes_per_token(self) -> float:
-        """See ReferenceIndex.bytes_per_token."""
         return self.reference.bytes_per_token
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
@@ -103,9 +100,8 @@ class CudaIndex(Index):
         """See ReferenceIndex.append. Runs on the current stream."""
         self.reference.append(slot, start, keys)
 
-    def effort(self, length: int) -> Effort:
-        """See ReferenceIndex.effort."""
-        return self.reference.effort(length)
+    def budget(self, length: int) -> Budget:
+        return self.reference.budget(length)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See Index.select. Launches three kernels, or two with host cores. Rows ascend."""
@@ -117,7 +113,6 @@ class CudaIndex(Index):
         return Selection(self._host.buffers.no_rows[: batch.size])
 
     def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: Attention) -> Tensor:
-        """See Index.attend."""
         if self._host is None:
             return attention(queries, batch, selection)
         assert isinstance(attention, LayerAttention), "the engine on a GPU gives the GPU's attention"

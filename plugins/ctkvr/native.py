@@ -1,4 +1,6 @@
-"""CTkvr on host cores: rerank and attention in C++, for CUDA graphs and for the engine on the CPU."""
+"""CTkvr on host cores: rerank and attention in C++, for CUDA graphs and for the engine on the CPU; and there the construction of
+the query-centroid inverted file (build.py says what is correct).
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext, LayerRows, ShapeLimits
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import pointers, require_fit
 from kvseek.kernels.reference.codes.key_codes import STEPS
 from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.kernels.structs import c_struct
+from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
-from .native_build import host_lists, write_lists
-from .reference import ReferenceIndex
+HostLists = c_struct("plugins/ctkvr/cpu/host_lists.cpp", "HostLists")
 
 # MAX_HOST_DIM, MAX_HOST_GROUP and HOST_DIM_STEP of host_step.h
 LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16, head_dim_step=32)
@@ -38,10 +39,63 @@ ERRORS = {
     4: f"a recalled place outside of its slot's extents; {DEFECT}",
     5: "no memory for intermediate results; lower the batch size or the recall (probes, recall_factor, recent)",
 }
-
 HostStep = c_struct("plugins/ctkvr/cpu/host_step.h", "HostStep")
 HostRecall = c_struct("plugins/ctkvr/cpu/host_recall.cpp", "HostRecall")
 HostPoolArguments = c_struct("plugins/ctkvr/cpu/host_pool.h", "HostPoolArguments")
+
+
+def host_lists(library: CpuLibrary) -> ctypes._NamedFuncPointer:
+    """Return kvseek_ctkvr_host_lists of a library; raises KernelError if the library is older than it."""
+    return library.function("kvseek_ctkvr_host_lists", HostLists)
+
+
+def write_lists(library: CpuLibrary, queries: Tensor, keys: Tensor, lists: Tensor, scaling: float) -> None:
+    """Write the lists that `build_lists` defines, on PyTorch's number of threads.
+
+    A list holds the places that the definition's does, except where values of keys differ only by rounding: products are
+    float32 sums, of exact products for bfloat16.
+
+    Parameters
+    ----------
+    library : CpuLibrary
+    queries : Tensor [H, C, D]
+        Centroid queries, on the CPU; float32, bfloat16 or float16. H is at most 16 times G, D even.
+    keys : Tensor [G, n, D]
+        Retrieval keys by place, of the queries' dtype.
+    lists : Tensor, int32 [G, C, rho]
+        Written: places in ascending order; -1 fills up when n < rho. The lists of a KV head are contiguous.
+    scaling : float
+        Softmax scale, positive.
+    """
+    queries, keys = _operand(queries), _operand(keys)
+    kv_heads, tokens, dim = keys.shape
+    assert lists.stride()[1:] == (lists.shape[2], 1), "lists of a KV head are contiguous"
+    arguments = HostLists(
+        queries=queries.data_ptr(),
+        keys=keys.data_ptr(),
+        lists=lists.data_ptr(),
+        query_head_stride=queries.stride(0),
+        query_stride=queries.stride(1),
+        key_head_stride=keys.stride(0),
+        key_stride=keys.stride(1),
+        list_head_stride=lists.stride(0),
+        kv_heads=kv_heads,
+        group=queries.shape[0] // kv_heads,
+        centroids=queries.shape[1],
+        tokens=tokens,
+        dim=dim,
+        width=lists.shape[2],
+        bfloat16=keys.dtype is torch.bfloat16,
+        threads=torch.get_num_threads(),
+        scaling=scaling,
+    )
+    host_lists(library)(arguments)
+
+
+def _operand(tensor: Tensor) -> Tensor:
+    """Return a tensor whose rows the kernels can read: contiguous ones of float32 or bfloat16; float16 is widened."""
+    readable = tensor.float() if tensor.dtype is torch.float16 else tensor
+    return readable if readable.stride(-1) == 1 else readable.contiguous()
 
 
 class HostPool:
@@ -132,13 +186,11 @@ class NativeIndex(ReferenceIndex):
         self._library = context.library
 
     def make_lists(self, queries: Tensor, keys: Tensor, lists: Tensor) -> None:
-        """See ReferenceIndex.make_lists."""
         for name, tensor in (("queries", queries), ("keys", keys)):
             require_fit(name, tensor, self.context)
         write_lists(self._library, queries, keys, lists, self.context.scaling)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See ReferenceIndex.select."""
         require_fit("queries", queries, self.context)
         slots, lengths, top_k = batch.slots, batch.lengths, self.config.top_k
         chosen = [slot if n > top_k else -1 for slot, n in zip(slots, lengths, strict=True)]

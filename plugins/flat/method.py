@@ -37,7 +37,6 @@ class FlatIndex(RankedIndex):
         self.context.extents.write(self.keys, slot, start, keys)
 
     def best(self, queries: Tensor, slot: int, length: int) -> Tensor:
-        """See RankedIndex.best."""
         keys = self.context.extents.read(self.keys, slot, length)
         return exact_top_k(queries, keys, self.config.top_k, self.context.scaling)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch
 from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Effort, Index, Traits
+from kvseek.plugins.contract import Budget, Index, Traits
 
 from .config import Config
 
@@ -24,9 +24,9 @@ class FullIndex(Index):
     def append(self, slot: int, start: int, keys: Tensor) -> None:
         """See Index.append; there is nothing to take in."""
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are all rows of the region."""
-        return Effort(length)
+    def budget(self, length: int) -> Budget:
+        """See Index.budget. The rows are all rows of the region."""
+        return Budget(length)
 
     def select(self, queries: Tensor, batch: Batch) -> None:
         """See Index.select. Returns None, which stands for every row."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.codes.store import NativeCodeStore
 from kvseek.kernels.cpu.selection import NativeSelection
 from kvseek.kernels.reference.codes.key_codes import BITS, STEPS
@@ -37,5 +36,4 @@ class NativeIndex(ReferenceIndex):
         self._selection = NativeSelection("kvseek_nested_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See ReferenceIndex.select."""
         return self._selection(queries, batch)

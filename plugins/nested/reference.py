@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvseek.kernels.reference.codes.key_codes import QueryLanes, estimate_all, mean_products
-from kvseek.plugins.contract import Effort
+from kvseek.plugins.contract import Budget
 from kvseek.plugins.ranking import CodedIndex, best_positions
 
 from .config import Config
@@ -22,12 +22,11 @@ class ReferenceIndex(CodedIndex):
 
     config: Config
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are the top k; the number is that of the candidates."""
-        return Effort(min(self.config.top_k, length), (self.config.candidate_count(length),))
+    def budget(self, length: int) -> Budget:
+        """See Index.budget. The rows are the top k; the field is the number of candidates."""
+        return Budget(min(self.config.top_k, length), (self.config.candidate_count(length),))
 
     def candidates(self, lanes: QueryLanes, slot: int, length: int) -> Tensor:
-        """See ScanIndex.candidates."""
         return best_positions(self.scores(lanes, slot, length), self.config.candidate_count(length))
 
     def scores(self, lanes: QueryLanes, slot: int, n: int) -> Tensor:

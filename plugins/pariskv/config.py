@@ -12,7 +12,7 @@ from kvseek.core.errors import require
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """Retrieval effort for regions of fewer than `below_tokens` tokens (None: of any length).
+    """How much of regions is retrieved: those of fewer than `below_tokens` tokens (None: of any length).
 
     `rho` is the share of the keys that earn a tier in each block, `beta` the share that is reranked.
     """
@@ -68,7 +68,7 @@ class Config:
     rotation_seed : int
         Seed of the signs of the randomised Hadamard transform.
     schedule_steps : tuple of ScheduleStep
-        Effort by region length, ascending; the last step has no bound.
+        By region length, ascending; the last step has no bound.
     """
 
     top_k: int = 100

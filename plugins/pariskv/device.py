@@ -7,10 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_keys, require_numbered_rows
 from kvseek.kernels.cuda.selection import SelectionWorkspace, require_head_dim
 from kvseek.kernels.structs import c_struct
@@ -77,7 +76,6 @@ class CudaIndex(ReferenceIndex):
         self._table_bytes = LARGE_TABLE if major in (9, 10) else SMALL_TABLE  # as scan.cu chooses it
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See ReferenceIndex.append."""
         require_keys(keys, self.context)
         if not keys.shape[1]:
             return
@@ -90,7 +88,6 @@ class CudaIndex(ReferenceIndex):
         )
 
     def publish(self, slot: int, start: int, count: int) -> None:
-        """See ReferenceIndex.publish."""
         if not count:
             return
         blocks = min(-(-count // COUNT_KEYS), 2 * self._kernels.multiprocessors)

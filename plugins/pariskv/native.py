@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import pointer
 from kvseek.core.index_context import IndexContext, ShapeLimits
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import require_fit
 from kvseek.kernels.cpu.selection import NativeSelection, require_native
 from kvseek.kernels.structs import c_struct
@@ -56,7 +55,6 @@ class NativeIndex(ReferenceIndex):
         self._selection = NativeSelection("kvseek_pariskv_select", arguments, context)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See ReferenceIndex.append."""
         require_fit("keys", keys, self.context)
         keys, table = keys.contiguous(), self.context.extents.table
         arguments = EncodeArguments(
@@ -71,5 +69,4 @@ class NativeIndex(ReferenceIndex):
         self._encode(arguments)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See ReferenceIndex.select."""
         return self._selection(queries, batch)

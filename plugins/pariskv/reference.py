@@ -14,7 +14,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.plugins.contract import Effort
+from kvseek.plugins.contract import Budget
 from kvseek.plugins.ranking import ScanIndex, best_positions
 
 from .codebook import BLOCK, dequantise, pack_bits, pack_nibbles, split_blocks
@@ -104,11 +104,11 @@ class ReferenceIndex(ScanIndex):
         self.counts[slot].zero_()
         self.publish(slot, 0, length)
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are the top k; the numbers are the keys with a tier in a block, and the reranked keys."""
+    def budget(self, length: int) -> Budget:
+        """See Index.budget. The rows are the top k; the fields are the keys with a tier in a block, and the reranked keys."""
         rho, _ = self.config.schedule(length)
-        numbers = (math.ceil(rho * length), self.config.candidates(length))
-        return Effort(min(self.config.top_k, length), numbers)
+        fields = (math.ceil(rho * length), self.config.candidates(length))
+        return Budget(min(self.config.top_k, length), fields)
 
     def lanes(self, queries: Tensor) -> Tensor:
         """See ScanIndex.lanes. Rotates queries: float32 [G, lanes, P]."""
@@ -117,13 +117,12 @@ class ReferenceIndex(ScanIndex):
 
     def candidates(self, lanes: Tensor, slot: int, length: int) -> Tensor:
         """See ScanIndex.candidates. They are the places with the most votes."""
-        budget, count = self.effort(length).numbers
+        budget, count = self.budget(length).method_fields
         tiers = tier_table(lanes, self.counts[slot], budget)
         votes = collision_scores(tiers, self.context.extents.read(self.ids, slot, length))
         return best_positions(votes, count)
 
     def estimates(self, lanes: Tensor, candidates: Tensor, slot: int, length: int) -> Tensor:
-        """See ScanIndex.estimates."""
         extents = self.context.extents
         codes = take_rows(extents.read(self.codes, slot, length), candidates)
         weights = take_rows(extents.read(self.weights, slot, length), candidates)

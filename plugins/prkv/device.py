@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import require
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
 from kvseek.kernels.cuda.selection import SelectionWorkspace
@@ -51,7 +50,6 @@ class CudaBoxes(Boxes):
         return {**pointers(self, "boxes"), "near": (1 + radius) / 2, "far": (1 - radius) / 2}
 
     def _enclose(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Boxes._enclose."""
         if keys.shape[1]:
             self.append(slot, start, keys)
 
@@ -98,7 +96,6 @@ class CudaCodes(Codes):
         return self.store.arguments("high")
 
     def build(self, slot: int, keys: Tensor, static: Tensor) -> None:
-        """See Summaries.build."""
         super().build(slot, keys, static)
         self.renew(slot, static[:, :0], static, None)
 
@@ -142,7 +139,6 @@ class CudaIndex(ReferenceIndex):
         self.updater = Updater(context)
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See ReferenceIndex.build."""
         self.updater.forget(slot)
         super().build(slot, keys, queries)
 

@@ -7,11 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.codes.store import NativeCodeStore
 from kvseek.kernels.cpu.selection import NativeSelection
 from kvseek.kernels.reference.codes.key_codes import STEPS
@@ -54,7 +53,6 @@ class NativeIndex(ReferenceIndex):
         self._selection = NativeSelection("kvseek_prkv_select", arguments, context)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
-        """See ReferenceIndex.select."""
         return self._selection(queries, batch)
 
 

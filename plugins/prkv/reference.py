@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import extents_for
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
-from kvseek.plugins.contract import Effort, Index
+from kvseek.plugins.contract import Budget, Index
 from kvseek.plugins.ranking import softmax_mean
 
 from .config import Config
@@ -80,9 +79,9 @@ class ReferenceIndex(Index):
         counts = self.context.num_kv_heads * self.picked.itemsize / self.config.page
         return self.summaries.bytes_per_token + counts
 
-    def effort(self, length: int) -> Effort:
-        """See Index.effort. The rows are the budget: static rows and rows of pages. The kernels need no numbers."""
-        return Effort(min(self.config.top_k, length))
+    def budget(self, length: int) -> Budget:
+        """See Index.budget. The rows are the budget: static rows and rows of pages. The kernels need no fields."""
+        return Budget(min(self.config.top_k, length))
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build. Reads nothing back from a device."""

@@ -92,12 +92,10 @@ class Boxes(Summaries):
 
     @property
     def bytes_per_token(self) -> float:
-        """See Summaries.bytes_per_token."""
         box = 2 * self.context.head_dim * self.context.dtype.itemsize
         return self.context.num_kv_heads * box / self.config.page
 
     def build(self, slot: int, keys: Tensor, static: Tensor) -> None:
-        """See Summaries.build."""
         order = static_first(static, keys.shape[1])
         self._enclose(slot, 0, keys.gather(1, order[..., None].expand_as(keys)))
 
@@ -124,7 +122,6 @@ class Boxes(Summaries):
         return torch.stack((pages.amin(dim=2), pages.amax(dim=2)), dim=2)
 
     def renew(self, slot: int, old: Tensor, static: Tensor, prepared: Tensor | None) -> None:
-        """See Summaries.renew."""
         assert prepared is not None, "boxes follow the static set"
         extents, size = self.context.extents.device_table[slot].long(), self.pages_of_extent
         whole, left = divmod(prepared.shape[1], size)
@@ -138,11 +135,9 @@ class Boxes(Summaries):
         return static // self.config.page
 
     def tokens(self, static: Tensor, length: int) -> Tensor:
-        """See Summaries.tokens."""
         return by_page(static_first(static, length)[:, static.shape[1] :], self.config.page, -1)
 
     def scores(self, queries: Tensor, slot: int, static: Tensor, length: int) -> Tensor:
-        """See Summaries.scores."""
         boxes = read_pages(self.context, self.boxes, slot, -(-length // self.config.page))
         return box_scores(queries, boxes[:, self.first_page(static.shape[1]) :], self.config.box_radius)
 
@@ -175,19 +170,15 @@ class Codes(Summaries):
 
     @property
     def bytes_per_token(self) -> float:
-        """See Summaries.bytes_per_token."""
         return self.store.bytes_per_token
 
     def build(self, slot: int, keys: Tensor, static: Tensor) -> None:
-        """See Summaries.build."""
         self.store.append(slot, 0, keys)
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Summaries.append."""
         self.store.append(slot, start, keys)
 
     def tokens(self, static: Tensor, length: int) -> Tensor:
-        """See Summaries.tokens."""
         every = torch.arange(length, device=static.device).repeat(static.shape[0], 1)
         return by_page(every.scatter_(1, static, -1), self.config.page, -1)
 

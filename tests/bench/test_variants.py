@@ -107,10 +107,9 @@ def test_fields_that_do_not_fit_are_refused(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("method", CASES)
 def test_offers_are_those_of_the_methods_folder(method: str) -> None:
-    folder = package_roots()[0] / "plugins" / method
-    for offer, name in ((costs_of(method), "costs"), (stages_of(method), "stages")):
-        assert (offer is None) == (not (folder / f"{name}.py").exists())
-        assert offer is None or offer is getattr(import_module(f"kvseek.plugins.{method}.{name}"), name)
+    written = (package_roots()[0] / "plugins" / method / "measurements.py").exists()
+    module = import_module(f"kvseek.plugins.{method}.measurements") if written else None
+    assert (costs_of(method), stages_of(method)) == tuple(getattr(module, name, None) for name in ("costs", "stages"))
     assert (stages_of(method) is None) == (CASES[method].losses is None)
 
 

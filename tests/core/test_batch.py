@@ -19,9 +19,9 @@ STATE = RequestState(
     ring_rows=17,
     length=18,
     dense=True,
-    numbers=(21, 22),
+    method_fields=(21, 22),
 )
-FIELDS = [field.name for field in dataclasses.fields(RequestState) if field.name != "numbers"]
+FIELDS = [field.name for field in dataclasses.fields(RequestState) if field.name != "method_fields"]
 
 
 def make(*slots: int) -> Batch:
@@ -33,8 +33,8 @@ def test_requests_are_packed_in_the_order_of_their_fields() -> None:
     fixed = [int(getattr(STATE, name)) for name in FIELDS]
     assert pack([STATE]).tolist() == [[*fixed, 21, 22, 0, 0, 0, 0, 0]]
     assert pack([]).shape == (0, REQUEST_FIELDS)
-    with pytest.raises(AssertionError, match="at most 6 numbers, not 8"):
-        dataclasses.replace(STATE, numbers=(0,) * 8).packed()
+    with pytest.raises(AssertionError, match="at most 6 fields, not 8"):
+        dataclasses.replace(STATE, method_fields=(0,) * 8).packed()
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -15,8 +15,7 @@ from kvseek.core.errors import QueueFullError
 from kvseek.core.request import FinishReason, Request
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.draws.sampling import Sampler
-from kvseek.engine.schedule.queue import RequestQueue, order
-from kvseek.engine.schedule.scheduler import MOST_PREEMPTIONS, Scheduler
+from kvseek.engine.schedule.scheduler import MOST_PREEMPTIONS, RequestQueue, Scheduler, order
 from kvseek.engine.schedule.sequence import RequestSequence
 
 SLOTS, CAPACITY, MOST_WAITING = 6, 5, 4

@@ -20,7 +20,7 @@ from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.supported import check_supported
-from kvseek.engine.model.continuation import BLOCK_TOKENS
+from kvseek.engine.model.prefill import BLOCK_TOKENS
 from kvseek.plugins.registry import get_method
 
 SINK, LOCAL, UPDATE, THRESHOLD = 4, 16, 40, 300

@@ -11,8 +11,8 @@ from tests.engine.cache.test_dry_run import SMALL, codebooks, engine
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval
+from kvseek.engine.loading.memory import HOPPER, UnloadedKernels
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.attention.attend import LayerAttention
 

@@ -18,6 +18,7 @@ from kvseek.core.request import FinishReason, Request, SamplingConfig
 from kvseek.engine.cache.memory_layout import layer_extent_bytes
 from kvseek.engine.engine import Engine
 from kvseek.engine.model import prefill as prefill_module
+from kvseek.engine.retrieval import Retrieval
 
 PROMPT = tuple(i * 13 % 101 for i in range(120))
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
@@ -239,7 +240,7 @@ def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pyte
     rows: list[StorageWeakRef] = []
     stored: list[int] = []
     model, retrieval = decoder.model, decoder.retrieval
-    read_chunk, new_rows, store_layer = model.read_chunk, retrieval.new_rows, retrieval.store_layer
+    read_chunk, new_rows, store_layer = model.read_chunk, prefill_module.new_rows, retrieval.store_layer
 
     def chunk(number: int, prompt: object, start: int, stop: int, *arguments: Any) -> torch.Tensor:
         assert all(queries.expired() for queries in unwanted)
@@ -248,9 +249,9 @@ def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pyte
             unwanted.append(StorageWeakRef(queries.untyped_storage()))
         return queries
 
-    def allocate(tokens: int) -> torch.Tensor:
+    def allocate(over: Retrieval, tokens: int) -> torch.Tensor:
         assert all(old.expired() for old in rows[: len(rows) // 2 * 2]), "of the layers before"
-        new: torch.Tensor = new_rows(tokens)
+        new: torch.Tensor = new_rows(over, tokens)
         rows.append(StorageWeakRef(new.untyped_storage()))
         return new
 
@@ -260,8 +261,8 @@ def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pyte
 
     monkeypatch.setattr(prefill_module, "LAST_QUERIES", 70)
     monkeypatch.setattr(model, "read_chunk", chunk)
-    for name, own in (("new_rows", allocate), ("store_layer", store)):
-        monkeypatch.setattr(retrieval, name, own)
+    monkeypatch.setattr(prefill_module, "new_rows", allocate)
+    monkeypatch.setattr(retrieval, "store_layer", store)
     engine.generate([Request(PROMPT[::-1] * 2, 1)])  # which no other test has read
     layers = engine.config.model.num_layers
     assert len(unwanted) == 2 * layers, "of 240 tokens in chunks of 64, two chunks end before the last 70"

@@ -371,7 +371,7 @@ def test_a_guide_that_ends_its_trial_is_refused_alone(guides: Guides) -> None:
 
 
 def test_without_a_process_for_the_trial_guides_are_unavailable(tokenizer, guide_config, monkeypatch):
-    monkeypatch.setattr("kvseek.engine.schedule.guide_trial.sys.executable", "/bin/false")
+    monkeypatch.setattr("kvseek.engine.schedule.guide_compiler.sys.executable", "/bin/false")
     with pytest.raises(
         UnavailableError, match="the process that tries guides has ended with status 1; the server's log"
     ):

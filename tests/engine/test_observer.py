@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,10 @@ from tests.support.device_stand_ins import make_decoder
 from tests.support.prefill import run_prefill
 from torch import Tensor
 
-from kvseek.core.batch import Batch
-from kvseek.core.selection import Selection
-from kvseek.engine.decoder import Decoder
+from kvseek.core.batch import Batch, Selection
 from kvseek.engine.engine import Engine
-from kvseek.engine.observer import PARTS, Observer
+from kvseek.engine.model.decoder import Decoder
+from kvseek.engine.retrieval import OPS, Observer
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
 LIMITS = ("--max_batch_size", "3", "--max_seq_len", "400", "--prefill_chunk_tokens", "50", "--kernels", "reference")
@@ -30,12 +30,16 @@ class Notes(Observer):
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.selections: Seen = []
+        self.steps: list[list[int]] = []
 
-    def part_ended(self, name: str) -> None:
+    def op_launched(self, name: str) -> None:
         self.parts.append(name)
 
     def selected(self, layer: int, queries: Tensor, batch: Batch, selection: Selection | None) -> None:
         self.selections.append((layer, batch.column("slot").tolist(), queries, selection))
+
+    def step_ended(self, slots: Sequence[int]) -> None:
+        self.steps.append(list(slots))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,8 @@ def test_selections_are_what_attention_attends_to(
 
     monkeypatch.setattr(retrieval, "attentions", [recording(layer) for layer in LAYERS])
     decoder.decode([5, 6], [0, 2])
-    assert notes.parts == ["begin", *PARTS[1:-1] * 3, "head"]
+    assert notes.parts == ["begin", *OPS[1:-1] * 3, "head"]
+    assert notes.steps == [[0, 2]]
     assert [layer for layer, *_ in notes.selections] == list(LAYERS)
     for told, used in zip(notes.selections, attended, strict=True):
         assert told[:2] == used[:2] == (told[0], [0, 2])
@@ -113,5 +118,5 @@ def test_parts_cover_a_step_of_the_gpu(directories: dict[str, Path]) -> None:
     decoder = make_decoder(directories["flat"])
     notes = begin(decoder, {0: PROMPT[:25], 1: PROMPT})
     decoder.decode([5, 6], [0, 1])
-    assert notes.parts == ["begin", *PARTS[1:-1] * len(LAYERS), "head"]
+    assert notes.parts == ["begin", *OPS[1:-1] * len(LAYERS), "head"]
     assert [(layer, slots) for layer, slots, _, _ in notes.selections] == [(layer, [0, 1]) for layer in LAYERS]

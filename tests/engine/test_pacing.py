@@ -14,8 +14,7 @@ import torch
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.draws.sampling import Sampler
-from kvseek.engine.schedule.pacing import LARGEST_CHARGE, REST_INTERVAL, SLOWDOWN, SMALLEST_PACK, Pacing
-from kvseek.engine.schedule.reading import PromptReader
+from kvseek.engine.schedule.reading import LARGEST_CHARGE, REST_INTERVAL, SLOWDOWN, SMALLEST_PACK, Pacing, PromptReader
 from kvseek.engine.schedule.sequence import RequestSequence
 
 
@@ -93,7 +92,7 @@ class Server:
                 model=SimpleNamespace(num_layers=machine.layers), prefill_chunk_tokens=chunk, max_input_len=1 << 20
             ),
             cache=cache,
-            prefill=lambda prompts, takers: SimulatedPrefill(machine, prompts, self._spend),
+            prefill=lambda prompts, on_logits: SimulatedPrefill(machine, prompts, self._spend),
         )
         prefixes: Any = SimpleNamespace(
             cache=SimpleNamespace(prefixes={}),

@@ -17,7 +17,7 @@ from kvseek.core.errors import RequestError
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.engine import Engine
 from kvseek.engine.model import prefill
-from kvseek.engine.schedule.prompt_scores import PromptScores
+from kvseek.engine.schedule.sequence import PromptScores
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "60", "--cache.update", "8", "--cache.full_threshold", "40")
 LIMITS = ("--max_batch_size", "5", "--max_seq_len", "600", "--max_input_len", "500", "--prefill_chunk_tokens", "150")

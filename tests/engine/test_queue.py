@@ -10,7 +10,7 @@ from kvseek.core.errors import ConfigError, QueueFullError
 from kvseek.core.request import Request
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.draws.sampling import Sampler
-from kvseek.engine.schedule.queue import LEVEL_SECONDS, RequestQueue
+from kvseek.engine.schedule.scheduler import LEVEL_SECONDS, RequestQueue
 from kvseek.engine.schedule.sequence import RequestSequence
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch
 from kvseek.core.streams import SideWork
 from kvseek.engine.retrieval import BUILDS_IN_FLIGHT, Retrieval
-from kvseek.plugins.contract import Effort
+from kvseek.plugins.contract import Budget
 
 MADE = make_config(4, 8, 8, offload="always")
 CONFIG = dataclasses.replace(MADE, cache=dataclasses.replace(MADE.cache, full_threshold=30))
@@ -45,8 +45,8 @@ class SideIndex(KeyList):
         super().build(slot, keys, queries)
         return Build(self.context.layer, self.waits)
 
-    def effort(self, length: int) -> Effort:
-        return Effort(10.0 * (self.context.layer + 1), (length, self.context.layer))
+    def budget(self, length: int) -> Budget:
+        return Budget(10.0 * (self.context.layer + 1), (length, self.context.layer))
 
 
 class UpkeptIndex(SideIndex):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_to_end
-from tests.support.steps_ahead import StepsAhead, run_ahead
+from tests.support.steps_ahead import DecoderAhead, run_ahead
 
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
@@ -49,7 +49,7 @@ class Pair:
 
     usual: Engine
     ahead: Engine
-    steps: StepsAhead
+    decoder: DecoderAhead
 
 
 @dataclass
@@ -119,7 +119,7 @@ def check_empty(engine: Engine) -> None:
     assert cache.extents.used == 0
     assert cache.tokens == cache.lengths == [0] * len(cache.tokens)
     assert sorted(engine._scheduler._free_slots) == list(range(SLOTS))
-    assert engine._flight is None
+    assert engine._in_flight is None
 
 
 def kept(engine: Engine) -> set[bytes]:
@@ -182,7 +182,7 @@ def test_requests_get_the_same(method: str, pair_of: Callable[[str], Pair]) -> N
             assert kept(pair.ahead) == kept(pair.usual)
 
     check()
-    assert pair.steps.launches > 0
+    assert pair.decoder.launches > 0
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def ahead(pair_of: Callable[[str], Pair]) -> Engine:
 def until_first(engine: Engine, *requests: Request) -> list[int]:
     """Submit requests and step until all have a token, and a step is in flight with all of them."""
     ids = [engine.submit(request) for request in requests]
-    while engine._flight is None or len(engine._flight.sequences) < len(requests):
+    while engine._in_flight is None or len(engine._in_flight.sequences) < len(requests):
         engine.step()
     return ids
 
@@ -290,14 +290,16 @@ def test_who_asks_the_engine_finds_no_step_under_way(
 ) -> None:
     pair = start(build_engine(random_model("llama"), "nested", *FLAGS, *LIMITS))
     settle, settled, ended = pair.ahead.settle, list[bool](), queue.Queue[StepOutput]()
-    monkeypatch.setattr(pair.ahead, "settle", lambda: (settled.append(pair.ahead._flight is not None), settle())[1])
+    monkeypatch.setattr(pair.ahead, "settle", lambda: (settled.append(pair.ahead._in_flight is not None), settle())[1])
     service = EngineService(pair.ahead)
     try:
         for _ in range(SLOTS):
             service.submit(Request(tuple(PROMPT[:60]), 300), ended.put)
         tokens = 0
         while tokens < 200:
-            found = service.ask(lambda engine: [engine._flight, [s.sampler.pending for s in engine._scheduler.running]])
+            found = service.ask(
+                lambda engine: [engine._in_flight, [s.sampler.pending for s in engine._scheduler.running]]
+            )
             flight, pending = found.result(60)
             assert flight is None
             assert not any(pending)

@@ -12,7 +12,7 @@ import pytest
 from tests.support.structs import ROOT, declared_structs, layout_assertions
 
 from kvseek.builder.compile.cpu import find_compiler, include_flags, unit_flags
-from kvseek.core.batch import METHOD_NUMBERS, RequestState
+from kvseek.core.batch import METHOD_FIELDS, RequestState
 from kvseek.core.errors import KernelError
 from kvseek.kernels.structs import c_struct
 
@@ -131,4 +131,4 @@ def test_the_compiler_lays_structs_of_the_cpu_out_alike(source: str, tmp_path: P
 def test_requests_are_packed_as_kernels_read_them() -> None:
     names = [name for name, *_ in c_struct("kernels/request.h", "Request")._fields_]
     assert names == [*(field.name for field in dataclasses.fields(RequestState)), "scratch"]
-    assert dict(c_struct("kernels/request.h", "Request")._fields_)["numbers"]._length_ == METHOD_NUMBERS  # type: ignore
+    assert dict(c_struct("kernels/request.h", "Request")._fields_)["method_fields"]._length_ == METHOD_FIELDS  # type: ignore

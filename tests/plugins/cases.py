@@ -35,7 +35,7 @@ class MethodCases:
     on_gpu: settings with which an engine on a GPU keeps few of 500 tokens, each under its own name; none for a method
         that has no index for the GPU.
     counted: settings whose bytes on a GPU are counted without one, beside the defaults.
-    losses: with them every stage that the method tells of (plugins/measurements/stages.py) loses rows; None if it tells of none.
+    losses: with them every stage that the method tells of (plugins/measurements.py) loses rows; None if it tells of none.
     losses_kept: fields that have a stage keep everything, beside top_k.
     recall: least share of the softmax mass of exact top-k, on real keys, at 1,024 of 8,192 tokens; None: not measured.
     needle: see NeedleCase; None: not measured.

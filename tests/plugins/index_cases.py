@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
-from kvseek.core.selection import Selection
 from kvseek.plugins.contract import Index
 from kvseek.plugins.flat import config as flat_config
 from kvseek.plugins.flat.method import FlatIndex
@@ -147,12 +146,12 @@ def shared_with_exact(index: Callable[[Tensor], Index]) -> float:
 
 
 def batch_of(index: Index, slots: Sequence[int], dense: Collection[int] = ()) -> Batch:
-    """Requests of slots, some of them dense, with the index's effort for their lengths."""
+    """Requests of slots, some of them dense, with the index's budgets for their lengths."""
     context, states = index.context, []
     for slot in slots:
         length = context.lengths[slot]
-        numbers = index.effort(length).numbers if length else ()
-        states.append(RequestState(slot=slot, length=length, numbers=numbers, dense=slot in dense))
+        fields = index.budget(length).method_fields if length else ()
+        states.append(RequestState(slot=slot, length=length, method_fields=fields, dense=slot in dense))
     return Batch.of(states, context.extents.device_table)
 
 

@@ -12,12 +12,11 @@ import torch
 from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import LayerRows
-from kvseek.core.selection import Selection
 from kvseek.kernels.reference.attention.attend import selected_places
 from kvseek.plugins.contract import Index
 from kvseek.plugins.registry import get_method
@@ -82,17 +81,17 @@ class Region:
 
     def batch(self, slots: list[int]) -> Batch:
         """A decode step of these slots, none of them dense."""
-        efforts = [self.index.effort(self.lengths[slot]) for slot in slots]
+        budgets = [self.index.budget(self.lengths[slot]) for slot in slots]
         states = [
-            RequestState(slot=slot, length=self.lengths[slot], numbers=effort.numbers)
-            for slot, effort in zip(slots, efforts, strict=True)
+            RequestState(slot=slot, length=self.lengths[slot], method_fields=budget.method_fields)
+            for slot, budget in zip(slots, budgets, strict=True)
         ]
         return Batch.of(states, self.extents.table)
 
     def step(self, queries: Tensor, slots: list[int]) -> list[list[Tensor]]:
         """Select for queries [batch, H, D], then refresh: the tokens selected, ascending, by request and KV head.
 
-        Checks what every selection must be: entries in range, none twice, as many rows as `effort` says, and rows of the
+        Checks what every selection must be: entries in range, none twice, as many rows as `budget` says, and rows of the
         slot's own tokens with the keys that belong to them.
         """
         selection = self.index.select(queries, self.batch(slots))
@@ -100,7 +99,7 @@ class Region:
         for per_head, slot in zip(tokens, slots, strict=True):
             mean = sum(len(head) for head in per_head) / KV_HEADS
             page = getattr(self.context.config, "page", 1)  # a page that does not fit is left out
-            assert 0 <= self.index.effort(self.lengths[slot]).rows - mean < page, "the effort is the rows attended to"
+            assert 0 <= self.index.budget(self.lengths[slot]).rows - mean < page, "the budget is the rows attended to"
         self.index.refresh(slots)
         return tokens
 

@@ -9,7 +9,7 @@ from tests.plugins.index_cases import KV_HEADS, context_of
 
 from kvseek.core.batch import BUCKETS, Batch, RequestState, most_requests
 from kvseek.core.extents import ExtentTable
-from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
+from kvseek.engine.loading.memory import HOPPER, META, MetaBytes, UnloadedKernels
 from kvseek.plugins.contract import Index
 from kvseek.plugins.registry import get_method
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from openai import OpenAI
+from tests.conftest import BuildEngine, RandomModel
 from tests.support.waiting import SECONDS
 
 from kvseek.core.config import EngineConfig
@@ -42,6 +43,12 @@ def loop_in_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(SECONDS)
         loop.close()
+
+
+@pytest.fixture(scope="module")
+def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
+    """A tiny engine directory, unless the module has its own. Not to be changed."""
+    return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "400")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -82,16 +83,21 @@ def test_time_at_a_frontend_counts_towards_the_time_limit(tmp_path: Path) -> Non
     asyncio.run(run())
 
 
-def test_a_door_that_goes_takes_no_outputs_of_another_along(
-    tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
-) -> None:
+@pytest.fixture(scope="module")
+def engine_socket(
+    tmp_path_factory: pytest.TempPathFactory, random_model: RandomModel, build_engine: BuildEngine
+) -> Iterator[Path]:
+    """Of an engine process."""
+    path = tmp_path_factory.mktemp("engine") / "engine.sock"
+    with engine_process(build_engine(random_model("llama"), "full", "--max_batch_size", "4"), path, SETTINGS):
+        yield path
+
+
+def test_a_door_that_goes_takes_no_outputs_of_another_along(engine_socket: Path) -> None:
     """Outputs of many requests are sent together: those of doors that have just gone must not stop the others."""
-    model = random_model("llama")
-    directory = build_engine(model, "full", "--max_batch_size", "4")
-    path = tmp_path / "engine.sock"
 
     async def run() -> None:
-        kept = EngineClient(path, asyncio.get_running_loop())
+        kept = EngineClient(engine_socket, asyncio.get_running_loop())
         await until(lambda: kept.connected)
         for _ in range(30):
             tokens, ended = list[int](), asyncio.Event()
@@ -102,7 +108,7 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(
                 if output.finish_reason is not None:
                     ended.set()
 
-            leaving = [await asyncio.open_unix_connection(str(path)) for _ in range(3)]
+            leaving = [await asyncio.open_unix_connection(str(engine_socket)) for _ in range(3)]
             for _, writer in leaving:
                 writer.write(frame(Submit(1, Request((7, 8, 9), 400))))
             kept.submit(Request((1, 2, 3), 40), take)
@@ -114,21 +120,16 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(
             assert len(tokens) == 40
         kept.close()
 
-    with engine_process(directory, path, SETTINGS):
-        asyncio.run(run())
+    asyncio.run(run())
 
 
-def test_guides_are_compiled_beside_other_requests(
-    tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
-) -> None:
+def test_guides_are_compiled_beside_other_requests(engine_socket: Path) -> None:
     """A request without a guide does not wait for guides that take long to compile; one that is cancelled before ends so."""
-    directory = build_engine(random_model("llama"), "full")
-    path = tmp_path / "engine.sock"
     guide = Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999999937}')
     slow = Request((1, 2, 3), 5, SamplingConfig(guide=guide), end_ids=(1,))
 
     async def run() -> None:
-        client, leaving = (EngineClient(path, asyncio.get_running_loop()) for _ in range(2))
+        client, leaving = (EngineClient(engine_socket, asyncio.get_running_loop()) for _ in range(2))
         await until(lambda: client.connected)
         await until(lambda: leaving.connected)
         ends: dict[int, StepOutput] = {}
@@ -137,21 +138,20 @@ def test_guides_are_compiled_beside_other_requests(
             if output.finish_reason is not None:
                 ends[name] = output
 
-        numbers = [client.submit(slow, partial(take, name)) for name in range(8)]
+        numbers = [client.submit(slow, partial(take, name)) for name in range(4)]
         leaving.submit(slow, partial(take, 100))
         await asyncio.sleep(0.05)  # the engine has read them
         leaving.close()
         client.submit(Request((1, 2, 3), 3), partial(take, 200))
-        client.cancel(numbers[6])
-        await until(lambda: {*range(8), 200} <= ends.keys())
+        client.cancel(numbers[2])
+        await until(lambda: {*range(4), 200} <= ends.keys())
         order = list(ends)
-        assert order.index(200) < order.index(7), "not behind the guides"
-        assert order.index(6) < order.index(7)
+        assert order.index(200) < order.index(3), "not behind the guides"
+        assert order.index(2) < order.index(3)
         assert ends[200].finish_reason is FinishReason.LENGTH
-        assert ends[6].finish_reason is FinishReason.CANCELLED
-        assert ends[7].code is ErrorCode.INVALID
-        assert ends[7].error.startswith("guided_decoding_guide: cannot be followed: fuel exhausted")
+        assert ends[2].finish_reason is FinishReason.CANCELLED
+        assert ends[3].code is ErrorCode.INVALID
+        assert ends[3].error.startswith("guided_decoding_guide: cannot be followed: fuel exhausted")
         client.close()
 
-    with engine_process(directory, path, SETTINGS):
-        asyncio.run(run())
+    asyncio.run(run())

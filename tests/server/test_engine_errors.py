@@ -221,7 +221,6 @@ def ids(route: str) -> Ask:
 
 LAYOUTS = {
     "inflight_batcher_llm": model_doors("tensorrt_llm_bls")
-    | model_doors("ensemble")
     | {f"tensorrt_llm {route}": ids(route) for route in ROUTES}
     | OPENAI,
     "llmapi": LLMAPI | OPENAI,

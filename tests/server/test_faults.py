@@ -24,6 +24,7 @@ from kvseek.server.scratch import scratch_folder
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
+DOCUMENT = tuple((7 * i) % 380 for i in range(1400))  # of more than one extent
 PROMPT, SHORT, LONG = tuple(range(5, 45)), 8, 2900  # LONG takes many seconds, so that it runs when something happens
 ROUTES = ("grpc", "http_stream")
 ERROR_SECONDS = 2.0  # from the death of a process to the errors of its clients
@@ -35,12 +36,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Its log is on a full disk, which is no fault."""
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server keeps prefixes."""
+    return tmp_path_factory.mktemp("disk") / "prefixes"
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Its log is on a full disk, which is no fault. The last test that has it ends it."""
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with live_server(directory, log, "--restarts", "20", "--log", "/dev/full") as server:
+    flags = ("--restarts", "20", "--log", "/dev/full", "--drain_seconds", "2", "--disk_dir", str(disk))
+    with live_server(directory, log, *flags) as server:
         yield server
-        assert server.stop() == 0
 
 
 def running(server: LiveServer, route: str, count: int = LONG) -> Stream:
@@ -61,6 +68,17 @@ def check_serves(server: LiveServer) -> list[int]:
     assert found[0] == found[1]
     assert len(found[0]) == SHORT
     return found[0]
+
+
+def test_prefixes_outlive_a_killed_engine(server: LiveServer) -> None:
+    """The first test that has the server: nothing else is on disk."""
+    expected = tokens(server, "grpc", DOCUMENT, SHORT).join().ids
+    wait_for(lambda: server.metric("kvseek:prefix_disk_files") == 2, "both extents on disk")
+    pid = server.kill("engine")
+    server.wait_replaced("engine", pid)
+    server.wait_ready()
+    assert tokens(server, "http_stream", DOCUMENT, SHORT).join().ids == expected
+    assert server.metric("kvseek:prefix_disk_loaded_tokens_total") == len(DOCUMENT) - 1
 
 
 @pytest.mark.parametrize(
@@ -91,22 +109,6 @@ def test_a_killed_process_is_started_again_and_its_clients_are_told(
     for route in set(ROUTES) - set(breaks):
         streams[route].leave()
         assert streams[route].count > SHORT, "a stream that does not need the process goes on"
-
-
-def test_nothing_outlives_the_launcher(directory: Path, tmp_path: Path) -> None:
-    """No process, though all are stopped, and after the next start no folder and no shared memory."""
-    with live_server(directory, tmp_path / "server.log") as server:
-        others = [pid for name, pid in server.process_ids().items() if name != "serve"]
-        for pid in others:
-            os.kill(pid, signal.SIGSTOP)
-        os.kill(server.process.pid, signal.SIGKILL)
-        server.process.wait(TIMEOUT)
-        wait_for(lambda: not any(is_running(pid) for pid in others), "the end of all processes")
-        assert server.engine_socket.parent.exists()
-    with scratch_folder() as folder:  # of another server
-        assert folder.exists()
-        assert not server.engine_socket.parent.exists()
-        assert not server.shared_memory()
 
 
 STOPPED = [  # together those whose ends do not hide each other's, with what is said of them
@@ -192,36 +194,40 @@ def test_an_engine_damaged_while_it_is_served_ends_the_server_after_its_restarts
     assert ".safetensors" in errors, "the end of the log says why"
 
 
-def test_prefixes_outlive_a_killed_engine_and_a_restart(directory: Path, tmp_path: Path) -> None:
-    prompt, disk = tuple((7 * i) % 380 for i in range(1400)), tmp_path / "prefixes"
-    for start in range(2):
-        with live_server(directory, tmp_path / "server.log", "--disk_dir", str(disk)) as server:
-            expected = tokens(server, "grpc", prompt, SHORT).join().ids
-            assert (server.metric("kvseek:prefix_cache_hits_total") > 1024) == (start > 0)
-            wait_for(lambda: server.metric("kvseek:prefix_disk_files") == 2, "both extents on disk")
-            if start == 0:
-                pid = server.kill("engine")
-                server.wait_replaced("engine", pid)
-                server.wait_ready()
-                assert tokens(server, "http_stream", prompt, SHORT).join().ids == expected
-            assert server.metric("kvseek:prefix_disk_loaded_tokens_total") == len(prompt) - 1
-            assert server.stop() == 0
+def test_sigterm_lets_streams_finish_and_ends_the_others_as_shutdown(server: LiveServer) -> None:
+    """The server is gone then."""
+    long = [running(server, route) for route in ROUTES]
+    short = [running(server, route, 60) for route in ROUTES]
+    server.process.terminate()
+    wait_for(lambda: not server.is_ready(), "not ready any more", 5)
+    late = [tokens(server, route, PROMPT, SHORT) for route in ROUTES]
+    assert [stream.join().reason for stream in long] == ["shutdown", "shutdown"]
+    assert all(0 < stream.count < LONG for stream in long)
+    assert [stream.join().reason for stream in short] == ["length", "length"]
+    for stream in late:
+        assert not stream.join().pieces
+        assert ENDED.search(stream.error), stream.error
+        assert stream.status in (0, 503)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.process.wait(TIMEOUT)
+    assert server.process.returncode == 0
 
 
-def test_sigterm_lets_streams_finish_and_ends_the_others_as_shutdown(directory: Path, tmp_path: Path) -> None:
-    with live_server(directory, tmp_path / "server.log", "--drain_seconds", "2") as server:
-        long = [running(server, route) for route in ROUTES]
-        short = [running(server, route, 60) for route in ROUTES]
-        server.process.terminate()
-        wait_for(lambda: not server.is_ready(), "not ready any more", 5)
-        late = [tokens(server, route, PROMPT, SHORT) for route in ROUTES]
-        assert [stream.join().reason for stream in long] == ["shutdown", "shutdown"]
-        assert all(0 < stream.count < LONG for stream in long)
-        assert [stream.join().reason for stream in short] == ["length", "length"]
-        for stream in late:
-            assert not stream.join().pieces
-            assert ENDED.search(stream.error), stream.error
-            assert stream.status in (0, 503)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.process.wait(TIMEOUT)
-        assert server.process.returncode == 0
+def test_prefixes_outlive_a_restart_and_nothing_else_outlives_the_launcher(
+    directory: Path, disk: Path, tmp_path: Path
+) -> None:
+    """No process, though all are stopped, and after the next start no folder and no shared memory."""
+    with live_server(directory, tmp_path / "server.log", "--disk_dir", str(disk)) as server:
+        assert tokens(server, "grpc", DOCUMENT, SHORT).join().count == SHORT
+        assert server.metric("kvseek:prefix_disk_loaded_tokens_total") == len(DOCUMENT) - 1
+        others = [pid for name, pid in server.process_ids().items() if name != "serve"]
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(TIMEOUT)
+        wait_for(lambda: not any(is_running(pid) for pid in others), "the end of all processes")
+        assert server.engine_socket.parent.exists()
+    with scratch_folder() as folder:  # of another server
+        assert folder.exists()
+        assert not server.engine_socket.parent.exists()
+        assert not server.shared_memory()

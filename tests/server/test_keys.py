@@ -9,7 +9,8 @@ from tests.support.door_processes import write_keys
 
 from kvseek.core.request import MAX_SALT
 from kvseek.server.errors import ServerError
-from kvseek.server.requests.keys import Keys, read_keys
+from kvseek.server.requests.keys import Keys, keys_of, read_keys
+from kvseek.server.settings import ServeSettings
 
 
 def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
@@ -73,10 +74,12 @@ def test_each_key_has_salts_of_its_own() -> None:
     assert all(salt is not None and len(salt) <= MAX_SALT for salt in salts), "the engine takes them"
 
 
-def test_keys_may_share() -> None:
-    keys = Keys(("one", "two"), apart=False)
-    one, two = keys.tenant("Bearer one"), keys.tenant("Bearer two")
+def test_keys_may_share(tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", "the-first-key-of-all", "the-second-key-of-all")
+    keys = keys_of(ServeSettings(api_key_file=str(path), share_prefixes="all"))
+    one, two, three = (keys.tenant(f"Bearer the-{name}-key-of-all") for name in ("first", "second", "third"))
     assert one is not None
     assert two is not None
+    assert [tenant.salt(salt) for tenant in (one, two) for salt in (None, "own")] == [None, "own"] * 2
     assert one.owner != two.owner, "but they cannot stop each other's requests"
-    assert keys.tenant("Bearer one") == keys.tenant("Bearer two") != keys.tenant("Bearer three")
+    assert three is None

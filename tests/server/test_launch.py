@@ -162,11 +162,6 @@ PORTS = ("--http_port", "0", "--grpc_port", "0", "--metrics_port", "0", "--opena
 IS_NO_HOST = r"must be an IPv4 address of this machine, or a name of one \(.+\)"
 
 
-@pytest.fixture
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "64")
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

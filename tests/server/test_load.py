@@ -85,7 +85,7 @@ async def many_streams(server: LiveServer, count: int, length: int) -> AsyncIter
 
 async def endings(server: LiveServer) -> Counter[str]:
     """How STREAMS short streams end."""
-    async with many_streams(server, STREAMS, 30) as streams:
+    async with many_streams(server, STREAMS, 8) as streams:
         ends = await asyncio.gather(*streams)
     return Counter("served" if end == "length" else "refused" if REFUSED.search(end) else end for end in ends)
 

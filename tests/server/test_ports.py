@@ -6,13 +6,13 @@ import errno
 import socket
 import struct
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
-from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.server import launch, replicas
 from kvseek.server.errors import ServerError
@@ -153,10 +153,7 @@ def test_a_port_that_the_user_named_is_never_replaced() -> None:
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_a_server_comes_up_where_tritons_port_is_taken(
-    random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "64")
+def test_a_server_comes_up_where_tritons_port_is_taken(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs, seen = launch._programs, list[int]()
 
     with ExitStack() as others:
@@ -180,26 +177,29 @@ def test_a_server_comes_up_where_tritons_port_is_taken(
             assert requests.get(f"{server.openai_url}/models", timeout=30).status_code == 200
 
 
-@pytest.mark.server
-@pytest.mark.slow
-def test_replicas_come_up_where_the_routers_ports_are_taken(
-    random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+def test_replicas_start_their_router_again_where_its_ports_are_taken(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "64")
-    flags, seen = replicas.flags, list[int]()
+    """OpenAI's port, and that of its metrics. Nothing of it runs but the choice of ports."""
+    seen = list[int]()
+
+    def flags(workers: Sequence[str], host: str, openai: int, metrics: int, *_: Any) -> tuple[str, ...]:
+        seen.extend((openai, metrics))
+        return ()
 
     with ExitStack() as others:
 
-        def take(workers: Sequence[str], host: str, *ports_and_key: Any) -> tuple[str, ...]:
-            ports = ports_and_key[:2]  # OpenAI's, and that of its metrics
-            for port in () if seen else ports:
-                others.enter_context(listen(port, socket.SO_REUSEADDR))
-            seen.extend(ports)
-            return flags(workers, host, *ports_and_key)
+        def start() -> None:
+            if len(seen) == 2:
+                for port in seen:
+                    others.enter_context(listen(port, socket.SO_REUSEADDR))
+                raise ServerError("the router ended")
 
-        monkeypatch.setattr(replicas, "flags", take)
-        with running_replicas(
-            directory, 1, openai_port=0, metrics_port=0, settings=ServeSettings(threads=1)
-        ) as running:
+        server = SimpleNamespace(openai_url="http://127.0.0.1:1/v1", metrics_url="127.0.0.1:1")
+        supervisor = SimpleNamespace(start=start, stop=lambda: None, wait_until=lambda *_: None)
+        monkeypatch.setattr(replicas, "running_server", lambda *_, **__: nullcontext(server))
+        monkeypatch.setattr(replicas, "supervisor_of", lambda *_: supervisor)
+        monkeypatch.setattr(replicas, "flags", flags)
+        with running_replicas(directory, 1, openai_port=0, metrics_port=0) as running:
             assert len(set(seen)) == 4
-            assert requests.get(f"{running.openai_url}/models", timeout=30).status_code == 200
+            assert running.openai_url.endswith(f":{seen[2]}/v1")

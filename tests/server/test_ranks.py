@@ -52,10 +52,7 @@ def test_a_server_of_two_ranks(random_model: RandomModel, build_engine: BuildEng
         wait_for(lambda: not Path(f"/proc/{follower}").exists(), "the end of rank 1")
 
 
-def test_another_number_of_ranks_is_refused(
-    random_model: RandomModel, build_engine: BuildEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = build_engine(random_model("llama"), "full", *LIMITS)
+def test_another_number_of_ranks_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--engine_dir", str(directory), "--tp_size", "2"]) == 1
     message = (
         f"tp_size = 2: must be 1, that of {directory}; the engine is divided when it is built, with kvseek build "

@@ -221,17 +221,15 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(service: Service) -> 
 def test_what_replicas_cannot_have_is_refused(
     flags: tuple[str, ...],
     message: str,
-    random_model: RandomModel,
-    build_engine: BuildEngine,
+    directory: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    directory = build_engine(random_model("llama"), "full", *LIMITS)
     assert main(["--engine_dir", str(directory), *flags]) == 1
     assert message in capsys.readouterr().err
 
 
 def test_the_routers_key_is_in_a_private_file_and_on_no_command_line(
-    random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Seen(Exception):
         pass
@@ -248,7 +246,6 @@ def test_the_routers_key_is_in_a_private_file_and_on_no_command_line(
     server = SimpleNamespace(openai_url="http://127.0.0.1:1/v1", metrics_url="127.0.0.1:1")
     monkeypatch.setattr(replicas, "running_server", lambda *_, **__: contextlib.nullcontext(server))
     monkeypatch.setattr(replicas, "supervisor_of", see)
-    directory = build_engine(random_model("llama"), "full", *LIMITS)
     with pytest.raises(Seen), replicas.running_replicas(directory, 1, openai_port=0):
         pass
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import BuildEngine, RandomModel
 from tests.support.door_processes import write_keys
 from tests.support.live_server import command_line
 from tests.support.waiting import wait_for
@@ -29,11 +28,6 @@ from kvseek.server.settings import ServeSettings
 
 KEY = "0123456789abcdef" * 4
 SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    return build_engine(random_model("llama"), "full", "--max_batch_size", "2", "--max_seq_len", "256")
 
 
 @pytest.fixture(scope="module")

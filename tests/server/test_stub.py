@@ -1,6 +1,6 @@
 """The program that runs Triton's Python models, which reads the arrays of NumPy 1 and of NumPy 2.
 
-That a real one does is what every test of a real server shows: tests/server/test_server.py.
+That a real one does is what every test of a real server shows: tests/server/whole.
 """
 
 from __future__ import annotations

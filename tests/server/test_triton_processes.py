@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.builder.compile.cpu import find_compiler
 from kvseek.client.grpc_client import GrpcClient
@@ -29,12 +28,6 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [*find_compiler(), "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
     subprocess.run(command, check=True)
     return library
-
-
-@pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    model = random_model("llama")
-    return build_engine(model, "full", "--max_batch_size", "3", "--max_seq_len", "128")
 
 
 def read_and_leave(url: str, chunks: int) -> int:

@@ -14,7 +14,7 @@ from kvseek.engine.cache.cache import EVICT_AHEAD, Cache, Eviction
 from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.kernels.reference.attention.attend import window_rows
-from kvseek.plugins.contract import Effort, Index
+from kvseek.plugins.contract import Budget, Index
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, DIM, SLOTS = 3, 2, 4, 3
@@ -45,8 +45,8 @@ class KeyList(Index):
         assert self.appended[slot].shape[1] == count
         self.visible[slot] = torch.cat([self.visible[slot], self.appended.pop(slot)], dim=1)
 
-    def effort(self, length: int) -> Effort:
-        return Effort(length)
+    def budget(self, length: int) -> Budget:
+        return Budget(length)
 
     def select(self, queries: Tensor, batch: Batch) -> None:
         return None
@@ -145,7 +145,7 @@ class CacheRun:
         for slot, request in self.requests.items():
             n, sink, tokens = cache.lengths[slot], cache.config.sink, cache.tokens[slot]
             state = cache.state(slot, 7, (3,), dense=False)
-            assert (state.token, state.slot, state.position, state.numbers) == (7, slot, tokens - 1, (3,))
+            assert (state.token, state.slot, state.position, state.method_fields) == (7, slot, tokens - 1, (3,))
             assert (state.length, state.sink_rows + state.ring_rows + n) == (n, tokens)
             assert n == 0 or state.ring_rows >= cache.config.local, "the local window is never shorter than asked for"
             batch = Batch.of([state], cache.extents.device_table)

@@ -11,22 +11,21 @@ import torch
 from tests.support.draws import make_draws
 from torch import Tensor
 
-from kvseek.core.batch import Batch, buckets_for
+from kvseek.core.batch import Batch, Selection, buckets_for
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.index_context import IndexContext
 from kvseek.core.ranks import rank_config
 from kvseek.core.rope import Rotation
-from kvseek.core.selection import Selection
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
 from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import greedy_token
 from kvseek.engine.loading.indexes import host_retrieval
 from kvseek.engine.model.cuda.model import KernelModel
-from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference.operations import TorchOperations
 from kvseek.engine.model.reference.products import Products
@@ -34,7 +33,7 @@ from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
-from kvseek.plugins.contract import Effort, Index
+from kvseek.plugins.contract import Budget, Index
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.full.method import FullIndex
 from kvseek.plugins.prkv.reference import ReferenceIndex
@@ -75,8 +74,8 @@ class TorchLayer(TorchOperations, LayerKernels):
 class SelectedRows(FlatIndex):
     """Exact top-k as an index of a GPU may do it: it reads numbers of the batch, and skips requests that are dense."""
 
-    def effort(self, length: int) -> Effort:
-        return Effort(min(self.config.top_k, length), (length, self.config.top_k))
+    def budget(self, length: int) -> Budget:
+        return Budget(min(self.config.top_k, length), (length, self.config.top_k))
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         shape = (batch.size, self.context.num_kv_heads, self.config.top_k)
@@ -162,5 +161,5 @@ def make_decoder(directory: Path, offload: str = "always", ranks: Ranks | None =
         products = RankProducts(products, ranks, retrieval.config.model.vocab_size)
     model = KernelModel(weights, retrieval, layer_ops(retrieval), causal_attention_device, products)
     if retrieval.config.cache.cached_prefill == "sparse":
-        model.reader = GraphSteps(model, retrieval, graphs=False)
-    return Decoder(model, retrieval, GraphSteps(model, retrieval, make_draws("native"), graphs=False))
+        model.reader = GraphDecoder(model, retrieval, graphs=False)
+    return GraphDecoder(model, retrieval, make_draws("native"), graphs=False)

@@ -17,7 +17,7 @@ import torch
 from tests.support.structs import KERNEL, compiled_part
 
 from kvseek.builder.compile.cuda import Specialisation
-from kvseek.engine.loading.dry_run import HOPPER, UnloadedKernels
+from kvseek.engine.loading.memory import HOPPER, UnloadedKernels
 from kvseek.plugins.sources import package_roots
 
 SOURCES = {

@@ -14,8 +14,8 @@ from typing import Any
 from kvseek.core.errors import CapacityError
 from kvseek.engine import service
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.engine import Engine
+from kvseek.engine.model.cpu.steps import HostDecoder
 from kvseek.engine.retrieval import Retrieval
 from kvseek.server.engine import process
 
@@ -26,7 +26,7 @@ HUNG_SECONDS = 2.0
 
 def main() -> int:
     """Replace the functions and run the process."""
-    store_layer, launch = Retrieval.store_layer, Decoder.launch
+    store_layer, launch = Retrieval.store_layer, HostDecoder.launch
 
     def failing_store(self: Retrieval, layer: int, slot: int, keys: Any, values: Any, queries: Any) -> None:
         if keys.shape[1] == FAILING_PROMPT and layer == 1:
@@ -41,12 +41,12 @@ def main() -> int:
     def dead(self: Cache, slot: int) -> None:
         raise RuntimeError(DEAD_ERROR)
 
-    def failing_launch(self: Decoder, tokens: Any, slots: Any, samplers: Any) -> Any:
+    def failing_launch(self: HostDecoder, tokens: Any, slots: Any, samplers: Any) -> Any:
         if len(slots) == FAILING_SLOTS:
             raise RuntimeError(STEP_ERROR)
         return launch(self, tokens, slots, samplers)
 
-    Retrieval.store_layer, Decoder.launch = failing_store, failing_launch  # type: ignore[method-assign]
+    Retrieval.store_layer, HostDecoder.launch = failing_store, failing_launch  # type: ignore[method-assign]
     service.HUNG_SECONDS, service.LOOK_SECONDS = HUNG_SECONDS, 0.2
     return process.main()
 

@@ -7,10 +7,10 @@ from typing import Any
 from kvseek.core.batch import LATEST
 from kvseek.engine.draws.sampling import Launched
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.cpu.steps import HostSteps
+from kvseek.engine.model.cpu.steps import HostDecoder
 
 
-class StepsAhead(HostSteps):
+class DecoderAhead(HostDecoder):
     """`launches` counts those that began before the step before was collected."""
 
     launches = 0
@@ -24,9 +24,9 @@ class StepsAhead(HostSteps):
         return super().launch(tokens, slots, samplers)
 
 
-def run_ahead(engine: Engine) -> StepsAhead:
+def run_ahead(engine: Engine) -> DecoderAhead:
     """Let a CPU's engine run ahead, which gains nothing there."""
-    steps: Any = engine.decoder.steps
-    steps.__class__ = StepsAhead
-    assert isinstance(steps, StepsAhead)
-    return steps
+    decoder: Any = engine.decoder
+    decoder.__class__ = DecoderAhead
+    assert isinstance(decoder, DecoderAhead)
+    return decoder

@@ -32,13 +32,12 @@ from kvseek.core.weight_only import HEAD, NONE, stored_weight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
 from kvseek.engine.loading.runtime import device_products
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
-from kvseek.engine.model.cuda.steps import GraphSteps
-from kvseek.engine.model.random_weights import fill_weight, weight_shapes
+from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.weights import fill_weight, weight_shapes
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import Index
 
@@ -103,11 +102,10 @@ def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Seque
     )
 
 
-class BenchDecoder(Decoder):
+class BenchDecoder(GraphDecoder):
     """A decoder on a GPU whose graphs and kernels the benchmark launches itself."""
 
     model: KernelModel
-    steps: GraphSteps
 
 
 def measured_needs(bench: Bench, variant: Variant) -> IndexNeeds:
@@ -254,7 +252,7 @@ class Bench:
         tensors = self._tensors[variant.weights]
         attention, products = prompt_attention(retrieval, kernels), device_products(retrieval.config, kernels)
         model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, products)
-        return BenchDecoder(model, retrieval, GraphSteps(model, retrieval))
+        return BenchDecoder(model, retrieval)
 
     def allocated(self, variant: Variant, extents: int, batch: int) -> int:
         """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""

@@ -5,7 +5,7 @@ wrote to the newest window rows in between changes values, not work. No step evi
 
 Indexes and hot rows have a state by position (rings of queries, buffers of rows), so positions over one index
 only ever ascend: those who share one run one after the other, each from where the one before stopped. The baseline may take
-turns with any of them, for it has no state. Observers (engine/observer.py) time the parts of a step or a prompt.
+turns with any of them, for it has no state. Observers (engine/retrieval.py) time the parts of a step or a prompt.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvseek.bench.speed.device.floors import elapsed_seconds, timing_event
 from kvseek.bench.speed.device.memory_plan import Cell
 from kvseek.bench.speed.device.options import WARMUP
 from kvseek.core.errors import KvseekError
-from kvseek.engine.observer import Observer
+from kvseek.engine.retrieval import Observer
 from kvseek.kernels.cuda.attention.hot_rows import hit_rate
 
 if TYPE_CHECKING:
     from kvseek.bench.speed.device.bench import BenchDecoder
     from kvseek.core.batch import Batch
     from kvseek.engine.cache.cache import Cache
-    from kvseek.engine.model.cuda.graphs import StepResult
+    from kvseek.engine.model.cuda.steps import StepResult
     from kvseek.engine.retrieval import Retrieval
 
 PART_REPEATS = 9  # replays of the graph that times the parts of a step; the median counts
@@ -56,7 +56,7 @@ class PartClock(Observer):
         self._events, self._names = [], []
         self._record()
 
-    def part_ended(self, name: str) -> None:
+    def op_launched(self, name: str) -> None:
         """See Observer."""
         self._names.append(name)
         self._record()
@@ -81,9 +81,9 @@ class PromptClock(PartClock):
     def __init__(self) -> None:
         super().__init__(in_graph=False)
 
-    def prompt_part_ended(self, name: str) -> None:
+    def prompt_op_launched(self, name: str) -> None:
         """See Observer."""
-        self.part_ended(name)
+        self.op_launched(name)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ class DeviceContestant:
         The events stand between kernels that otherwise overlap a little, so the sum exceeds the time of a step.
         """
         from kvseek.core.batch import bucket_of
-        from kvseek.engine.model.cuda.graphs import DecodeStep
+        from kvseek.engine.model.cuda.steps import DecodeStep
 
         clock = PartClock()
 
@@ -210,7 +210,7 @@ class DeviceContestant:
         for slot in self._slots:
             self.cache.tokens[slot] = self._context + self._done
         self._done += 1
-        self._step = self.decoder.steps.step(bucket_of(len(self._slots)))
+        self._step = self.decoder.step(bucket_of(len(self._slots)))
         self._states, attended = self.decoder.retrieval.begin_step(self._tokens, self._slots)
         self.attended = sum(attended) / len(attended)
         self._step.load(self._states)

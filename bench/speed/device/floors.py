@@ -1,7 +1,7 @@
 """What a decode step has to move, by model, and the time that this takes at least at rates that are measured in the same run.
 
 Rates are those of plain reads, copies over the host link, large products.
-Methods say what their selection moves (plugins/measurements/costs.py). The floor adds up the parts as if each waited for the one
+Methods say what their selection moves (plugins/measurements.py). The floor adds up the parts as if each waited for the one
 before: matrices, scan of the index, rerank, rows from the device at the rate of a plain read; rows in host memory at that of the
 host link, or of host memory where host cores read them. Rows that the device kept from earlier steps count as rows from the
 device. Single rows come slower than the link's rate, and launches cost time too: no step can beat its floor, few come near it.
@@ -22,7 +22,7 @@ from kvseek.bench.machine import PlainRead
 from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.plugins.measurements.costs import SelectionCosts
+from kvseek.plugins.measurements import SelectionCosts
 from kvseek.plugins.registry import get_method
 
 REPEATS = 9
@@ -82,8 +82,8 @@ def costs_of(config: EngineConfig, length: int, itemsize: int) -> SelectionCosts
     costs = methods.costs_of(config.method)
     if costs is None:
         raise ConfigError(
-            f"--methods: {config.method!r}: must say what its step moves; write plugins/{config.method}/costs.py "
-            "(plugins/measurements/costs.py), or leave it out"
+            f"--methods: {config.method!r}: must say what its step moves; write costs of plugins/{config.method}/measurements.py "
+            "(plugins/measurements.py), or leave it out"
         )
     settings = get_method(config.method).configure(config.method_config)
     return costs(settings, config.model, length, itemsize)

@@ -23,7 +23,7 @@ from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
-from kvseek.engine.observer import Observer
+from kvseek.engine.retrieval import Observer
 
 GREEDY = "greedy"
 KINDS: Mapping[str, SamplingConfig] = {

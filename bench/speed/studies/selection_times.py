@@ -4,7 +4,7 @@
 
 A graph holds the selections of several layers, one after another as in a step but for what lies between them there. Each layer
 has an index of its own, so that no cache holds what is read; layers that a method leaves dense are passed over. What a selection
-has to read is what the method says (costs.py); TB/s is that over the time.
+has to read is what the method says (measurements.py); TB/s is that over the time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.engine.cache.cache import Cache
     from kvseek.engine.cache.row_storage import RowStorage
-    from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
+    from kvseek.engine.model.cuda.steps import DecodeStep, StepResult
     from kvseek.engine.retrieval import Retrieval
 
 SELECTIONS = 32  # of a graph
@@ -62,7 +62,7 @@ class SelectionGraph:
         return elapsed_seconds(first, last) / SELECTIONS
 
     def _capture(self) -> DecodeStep:
-        from kvseek.engine.model.cuda.graphs import DecodeStep
+        from kvseek.engine.model.cuda.steps import DecodeStep
 
         cache: Cache = self.retrieval.cache
         step = DecodeStep(self.queries.shape[1], cache.padding_state(), cache.extents.device_table, self._launch)
@@ -71,7 +71,7 @@ class SelectionGraph:
         return step
 
     def _launch(self, batch: Batch) -> StepResult:
-        from kvseek.engine.model.cuda.graphs import StepResult
+        from kvseek.engine.model.cuda.steps import StepResult
 
         indexes, last, made = self.retrieval.indexes, self.queries[0], 0
         dense: set[int] = set()  # layers that attend to every row

@@ -1,9 +1,13 @@
-"""The model on the CPU: Llama, Qwen2 and Qwen3. layer.py has a layer's products, operations.py what stands between them."""
+"""The model on the CPU: Llama, Qwen2 and Qwen3. layer.py has a layer's products, operations.py what stands between them.
+
+In a decode step, requests that attend to every row and requests that retrieve attend apart.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,23 +15,75 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch
 from kvseek.core.rope import RotaryEmbedding
-from kvseek.engine.model.continuation import Continuation
 from kvseek.engine.model.layer import Head, Layer
-from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import (
+    NO_CALLBACKS,
+    AttendChunk,
+    Continuation,
+    LayerwiseModel,
+    LogitsCallbacks,
+    Prefill,
+    Prompts,
+    Stream,
+)
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.reference.operations import LayerOperations
 from kvseek.engine.model.reference.products import Products
-from kvseek.engine.model.stream import Stream
 from kvseek.engine.retrieval import Retrieval
-
-from .batch import HostBatch
 
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of a decode step: layer, queries [batch, H, D] to outputs [batch, H, D]."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """Requests of a batch that attend the same way: to every row (`dense`), or to selected rows."""
+
+    requests: list[int]
+    batch: Batch
+    dense: bool
+
+
+class HostBatch:
+    """The requests of one step over a retrieval, as Retrieval.begin_step returns them.
+
+    Attributes
+    ----------
+    batch : Batch
+        All requests.
+    """
+
+    def __init__(self, retrieval: Retrieval, states: Tensor) -> None:
+        self.batch = Batch(states, retrieval.cache.extents.table)
+        self._retrieval, self._groups = retrieval, _groups(self.batch)
+
+    def attend(self, layer: int, queries: Tensor) -> Tensor:
+        """Attend group by group: queries and outputs [batch, H, D]."""
+        if len(self._groups) == 1:
+            return self._attend_alike(layer, queries.contiguous(), self._groups[0])
+        out = torch.empty_like(queries)
+        for group in self._groups:
+            out[group.requests] = self._attend_alike(layer, queries[group.requests], group)
+        return out
+
+    def _attend_alike(self, layer: int, queries: Tensor, group: Group) -> Tensor:
+        """Attend for the requests of a group, whose queries these are."""
+        attend = self._retrieval.attend_densely if group.dense else self._retrieval.attend
+        return attend(layer, queries, group.batch)
+
+
+def _groups(batch: Batch) -> list[Group]:
+    dense = [bool(number) for number in batch.column("dense").tolist()]
+    groups = []
+    for wanted in (True, False):
+        requests = [request for request, is_dense in enumerate(dense) if is_dense == wanted]
+        if requests:
+            groups.append(Group(requests, batch if len(requests) == batch.size else batch.subset(requests), wanted))
+    return groups
+
+
 class TorchModel(LayerwiseModel[Stream]):
-    """Runs prompts and decode steps on the CPU; a BlockReader of engine/model/continuation.py.
+    """Runs prompts and decode steps on the CPU; a BlockReader of engine/model/prefill.py.
 
     Parameters
     ----------
@@ -59,27 +115,23 @@ class TorchModel(LayerwiseModel[Stream]):
         self.head = Head.of(self.model, weights, products)
         self.rope = RotaryEmbedding(self.model, embed.device)
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
-        """See PromptModel.prefill."""
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
         if self.retrieval.resumes([slot for slot, _ in prompts]):
             return Continuation(self, self.retrieval, prompts)
-        return super().prefill(prompts, takers)
+        return super().prefill(prompts, on_logits)
 
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
-        """See BlockReader."""
         states, _ = self.retrieval.begin_step(tokens, [slot] * len(tokens))
         requests = HostBatch(self.retrieval, states)
         return self.run_layers(requests.batch, requests.attend, slice(len(tokens) - 1, None))
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
-        """See LayerwiseModel."""
         residual = self.embed(torch.tensor(prefill.ids))
         return Stream.begin(residual, prefill.borders, self.rope, self.model.short_reach)
 
     def read_chunk(
         self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
-        """See LayerwiseModel."""
         weights, x = self.layers[layer], prompt.residual[start:stop]
         qkv, rotation = weights.project(self.ops, x, None, prompt=True), prompt.rotation_of(start, stop, self.rope)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
@@ -88,7 +140,6 @@ class TorchModel(LayerwiseModel[Stream]):
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """See LayerwiseModel."""
         return self.head(prompt.rows(spans), prompt=True)
 
     def run_layers(self, batch: Batch, attend: Attend, asked: slice = slice(None)) -> Tensor:
@@ -96,7 +147,7 @@ class TorchModel(LayerwiseModel[Stream]):
 
         Returns float32 [requests, vocabulary].
         """
-        mark = self.retrieval.observer.part_ended
+        mark = self.retrieval.observer.op_launched
         x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
         mark("begin")
         delta: Tensor | None = None

@@ -2,12 +2,20 @@
 
 What multiplies follows from the processor's instructions and never from a measurement: two servers on equal processors, or one
 that is started again, give equal answers.
+
+Some virtual machines advertise AMX and let programs request it, and then answer its instructions with SIGILL. oneDNN, which
+multiplies bfloat16 matrices for PyTorch, believes the advertisement, and the signal ends the process: `bfloat16_works` finds out
+first.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import platform
+import signal
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,9 +23,14 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.weight_only import INPUTS_MULTIPLE
-from kvseek.engine.model import bfloat16
 from kvseek.engine.model.reference.products import Linear, Product, Products
 from kvseek.kernels.cpu.layer.byte_products import MOST_INPUTS, ByteProduct
+
+ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"  # environment variable that oneDNN reads when it is first used
+WITHOUT_AMX = "AVX512_CORE_BF16"
+PROBE_SIZE = 64  # of the matrices of a product that is tried
+
+logger = logging.getLogger(__name__)
 
 # oneDNN lays a weight out for a number of rows. What it makes for 32 rows multiplies 1 to 2,048 rows about as fast as what it
 # makes for each of them, which cannot be said of a weight that was laid out for one row.
@@ -28,6 +41,42 @@ FEW_ROWS_OF_BFLOAT16 = 8
 # 1,024. Prompts have any number of rows, so a server would grow by hundreds of megabytes, for what is seldom asked again. Both
 # read these variables at the first product of the process. 64 are decode steps of a dozen batch sizes, of five products each.
 KEPT_PRODUCTS = 64
+
+
+@cache
+def bfloat16_works() -> bool:
+    """Whether bfloat16 products work in this process. Where AMX does not work, this first keeps oneDNN from using it.
+
+    A product is tried in a forked child. Call this before the first matrix product of any dtype, because oneDNN decides once
+    per process.
+    """
+    if _product_works():
+        return True
+    if ONEDNN_LIMIT not in os.environ:
+        os.environ[ONEDNN_LIMIT] = WITHOUT_AMX
+        logger.info("AMX does not work on this machine though it is advertised: %s=%s set", ONEDNN_LIMIT, WITHOUT_AMX)
+    return _product_works()
+
+
+def has_amx() -> bool:
+    """Whether oneDNN multiplies bfloat16 by AMX, which is several times as fast as all else that processors have."""
+    return (
+        bfloat16_works() and torch.cpu._is_amx_tile_supported() and "AMX" in os.environ.get(ONEDNN_LIMIT, "AMX").upper()
+    )
+
+
+def _product_works() -> bool:
+    child = os.fork()
+    if child == 0:  # threads of the parent do not exist here, so nothing may wait for them
+        faulthandler.disable()
+        signal.signal(signal.SIGILL, signal.SIG_DFL)
+        torch.set_num_threads(1)
+        ones = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16)
+        os._exit(0 if float((ones @ ones)[0, 0]) == PROBE_SIZE else 1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
 for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, str(KEPT_PRODUCTS))
 
@@ -45,7 +94,7 @@ def multiplies_bfloat16() -> bool:
 
 def multiplies_integers() -> bool:
     """Whether prompts are multiplied with int8 weights by VNNI: where there is no AMX, nothing is faster."""
-    return bool(torch.cpu._is_vnni_supported()) and not bfloat16.has_amx()
+    return bool(torch.cpu._is_vnni_supported()) and not has_amx()
 
 
 class PackedLinear(Linear):
@@ -55,7 +104,6 @@ class PackedLinear(Linear):
         super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS), bias)
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear."""
         return _onednn(x, self.weight, self.bias)
 
 
@@ -63,7 +111,6 @@ class WidenedLinear(Linear):
     """A linear map in bfloat16 on a processor that has no instructions for it: prompts and many rows take float32."""
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear."""
         if not prompt and x.shape[0] <= FEW_ROWS_OF_BFLOAT16:
             return super().__call__(x)
         return _widened(x, self.weight.float(), self.bias)
@@ -106,7 +153,6 @@ class ByteLinear(Linear):
         self._product = None if library is None else ByteProduct(library, self.weight, scale, bias)
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear."""
         if self._product is not None and (self._head or not prompt):
             return self._product(x)
         if self._product is not None and self._integers:
@@ -158,7 +204,6 @@ class HostProducts(Products):
         return self._make(weight, bias, scale, head=False)
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
-        """See Products.head."""
         return self._make(weight, None, scale, head=True)
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, head: bool) -> Linear:

@@ -9,37 +9,39 @@ from torch import Tensor
 
 from kvseek.core.batch import LATEST
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, greedy_token, sampled
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.retrieval import Retrieval
 
-from .batch import HostBatch
-from .model import TorchModel
+from .model import HostBatch, TorchModel
 
 
-class HostSteps:
-    """Runs the decode steps of a model on the CPU; Steps of engine/decoder.py."""
+class HostDecoder(Decoder):
+    """The decoder of an engine on the CPU. No steps are captured there."""
+
+    model: TorchModel
 
     def __init__(self, model: TorchModel, retrieval: Retrieval, draws: Draws) -> None:
-        self._model, self._retrieval, self._draws = model, retrieval, draws
+        super().__init__(model, retrieval)
+        self._draws = draws
         self._latest = dict[int, int]()  # by slot: the token that its last step has drawn
 
     @property
     def runs_ahead(self) -> bool:
-        """See Steps. A step has ended here when it has been launched, so one that is launched ahead only delays its tokens."""
+        """See Decoder. A step has ended here when it has been launched, so one that is launched ahead only delays its tokens."""
         return False
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """See Steps.decode."""
-        states, attended = self._retrieval.begin_step(tokens, slots)
-        requests = HostBatch(self._retrieval, states)
-        logits = self._model.run_layers(requests.batch, requests.attend)
-        self._retrieval.end_step(slots)
-        self._retrieval.check()
+        states, attended = self.retrieval.begin_step(tokens, slots)
+        requests = HostBatch(self.retrieval, states)
+        logits = self.model.run_layers(requests.batch, requests.attend)
+        self.retrieval.end_step(slots)
+        self.retrieval.check()
         return logits, attended
 
     @torch.inference_mode()
     def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
-        """See Steps.launch. The step has ended when this returns."""
+        """See Decoder. The step has ended when this returns."""
         known = [self._latest[slot] if token == LATEST else token for token, slot in zip(tokens, slots, strict=True)]
         logits, attended = self.decode(known, slots)
         rows, drawing = sampled(samplers)
@@ -50,11 +52,10 @@ class HostSteps:
         return Launched(attended, lambda: drawn)
 
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
-        """See Steps.draw."""
         return self._draws.begin(logits, range(len(samplers)), samplers)()
 
     def prepare(self) -> None:
-        """See Steps.prepare. It does nothing: no steps are captured on the CPU."""
+        """See Decoder."""
 
     def close(self) -> None:
-        """See Steps.close; likewise."""
+        """See Decoder."""

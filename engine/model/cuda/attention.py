@@ -12,7 +12,7 @@ GPU, too.
 
 cuDNN compiles a plan for each combination of sizes and strides, in some 60 ms, and PyTorch keeps it for good. So the sizes of
 blocks, the number of them in a call and the number of queries, which are filled up, are few, and the KV heads of a prompt's keys
-are equally spaced in all long prompts (Retrieval.new_rows).
+are equally spaced in all long prompts (`new_rows` of prefill.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvseek.engine.model.library_attention import (
     cudnn_attention,
     flash_attention,
 )
-from kvseek.engine.prompt_windows import (
+from kvseek.engine.model.prompt_windows import (
     FEWEST_QUERIES,
     SHORTEST_BLOCK,
     Blocks,
@@ -42,7 +42,7 @@ from kvseek.engine.prompt_windows import (
     window_tokens,
     windows,
 )
-from kvseek.kernels.cuda.attention.merge_attention import Part, merge
+from kvseek.kernels.cuda.attention.merge_attention import PartialAttention, merge
 
 CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
 MEMORY_EFFICIENT = "PyTorch's memory-efficient attention"
@@ -127,7 +127,7 @@ class PromptAttention:
         output = output[:, :, :size].transpose(1, 2).reshape(-1, heads, dim).transpose(0, 1)
         lse = lse[:, :, :size].transpose(0, 1).reshape(heads, -1)
         attend_own = attend_causally if self.refusal else attend_window
-        parts = [Part(output[None], lse[None]), attend_own(queries, *own, scaling)]
+        parts = [PartialAttention(output[None], lse[None]), attend_own(queries, *own, scaling)]
         return merge(self._kernels, parts, queries.new_empty(q, heads, dim))
 
     def _refused(self) -> str | None:
@@ -183,7 +183,7 @@ def in_blocks(queries: Tensor, size: int) -> Tensor:
     return padded.transpose(1, 2)
 
 
-def attend_blocks(copies: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, scaling: float) -> Part:
+def attend_blocks(copies: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, scaling: float) -> PartialAttention:
     """Attend to all of each block by cuDNN: at least as many copies of the queries [copies, H, q, D], keys and values [G, n, D].
 
     Raises RuntimeError if cuDNN does not take the sizes.
@@ -193,10 +193,10 @@ def attend_blocks(copies: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, 
         part[:, start : start + number * size].view(len(part), number, size, -1).transpose(0, 1)
         for part in (keys, values)
     )
-    return Part(*cudnn_attention(copies[:number], own_keys, own_values, scaling))
+    return PartialAttention(*cudnn_attention(copies[:number], own_keys, own_values, scaling))
 
 
-def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> PartialAttention:
     """Attend causally by cuDNN: queries [H, q, D] are the last of the tokens of keys and values [G, n, D].
 
     cuDNN aligns its mask to the top left, so other rows stand before and behind the queries. Zeros stand behind the keys:
@@ -210,9 +210,9 @@ def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float)
     if size > n:
         keys, values = (F.pad(part, (0, 0, 0, size - n)) for part in (keys, values))
     output, lse = cudnn_attention(filled[None], keys[None], values[None], scaling, causal=True)
-    return Part(output[:, :, n - q :], lse[:, :, n - q :])
+    return PartialAttention(output[:, :, n - q :], lse[:, :, n - q :])
 
 
-def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Part:
+def attend_causally(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> PartialAttention:
     """Attend causally by flash attention: queries [H, q, D] are the last of the tokens of keys and values [G, n, D]."""
-    return Part(*flash_attention(queries[None], keys[None], values[None], scaling, causal=True))
+    return PartialAttention(*flash_attention(queries[None], keys[None], values[None], scaling, causal=True))

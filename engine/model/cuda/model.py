@@ -12,18 +12,25 @@ from torch import Tensor
 from kvseek.core.batch import Batch, buckets_for
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.streams import to_device
-from kvseek.engine.model.continuation import BlockReader, Continuation
-from kvseek.engine.model.cuda.graphs import StepResult
+from kvseek.engine.model.cuda.steps import StepResult
 from kvseek.engine.model.layer import Head, Layer
-from kvseek.engine.model.prefill import NO_TAKERS, AttendChunk, LayerwiseModel, Prefill, Prompts, Takers
+from kvseek.engine.model.prefill import (
+    NO_CALLBACKS,
+    AttendChunk,
+    BlockReader,
+    Continuation,
+    LayerwiseModel,
+    LogitsCallbacks,
+    Prefill,
+    Prompts,
+    Stream,
+)
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.reference.products import Products
-from kvseek.engine.model.stream import Stream
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 from .attention import PromptAttention
-from .steps import GraphSteps
 
 
 class KernelModel(LayerwiseModel[Stream]):
@@ -59,16 +66,10 @@ class KernelModel(LayerwiseModel[Stream]):
         self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
 
-    def prefill(self, prompts: Prompts, takers: Takers = NO_TAKERS) -> Prefill:
-        """See PromptModel.prefill."""
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
         if self.reader is not None and self.retrieval.resumes([slot for slot, _ in prompts]):
             return Continuation(self.reader, self.retrieval, prompts)
-        return super().prefill(prompts, takers)
-
-    def close(self) -> None:
-        """Forget what has been captured: no prompts are read any more."""
-        if isinstance(self.reader, GraphSteps):
-            self.reader.close()
+        return super().prefill(prompts, on_logits)
 
     def with_retrieval(self, retrieval: Retrieval) -> KernelModel:
         """Return a model of the same weights whose layers attend by another retrieval over the same cache."""
@@ -77,7 +78,6 @@ class KernelModel(LayerwiseModel[Stream]):
         return other
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
-        """See LayerwiseModel."""
         ids = to_device(prefill.ids, torch.int64, self.norm.device)
         residual = self.embed(ids)
         return Stream.begin(residual, prefill.borders, self.ops.rotation, self.model.short_reach)
@@ -85,8 +85,7 @@ class KernelModel(LayerwiseModel[Stream]):
     def read_chunk(
         self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
-        """See LayerwiseModel."""
-        weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_part_ended
+        weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_op_launched
         rotation = prompt.rotation_of(start, stop, self.ops.rotation)
         qkv = weights.project(self.ops, x, None, mark, prompt=True)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
@@ -97,13 +96,11 @@ class KernelModel(LayerwiseModel[Stream]):
         return q
 
     def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """See LayerwiseModel."""
         return self.head(prompt.rows(spans), prompt=True)
 
     @torch.inference_mode()
     def run_layers(self, batch: Batch) -> StepResult:
-        """See StepModel.run_layers."""
-        mark = self.retrieval.observer.part_ended
+        mark = self.retrieval.observer.op_launched
         x, rotation = self.ops.step_begin(batch, self.embed.weight, self.embed.first)
         x = self.embed.complete(x)
         mark("begin")

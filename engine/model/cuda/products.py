@@ -49,7 +49,6 @@ class KernelLinear(Linear):
         self.scale, self._kernels, self._counts = scale, kernels, counts
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear."""
         if not prompt:
             return self._kernels.linear(x, self.weight, self.scale, self.bias)
         weight = self.weight if self.scale is None else self._kernels.dequantise(self.weight, self.scale)
@@ -74,7 +73,6 @@ class KernelHead(Linear):
         self.scale, self._kernels = scale, kernels
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        """See Linear."""
         out = x.new_empty(x.shape[0], self.weight.shape[0])
         for rows, products in zip(torch.split(x, MOST_ROWS), torch.split(out, MOST_ROWS), strict=True):
             self._kernels.linear(rows, self.weight, self.scale, None, out=products)
@@ -141,11 +139,9 @@ class KernelProducts(Products):
         self._counts: dict[tuple[torch.Size, bool], RowCounts] = {}
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
-        """See Products.linear."""
         return self._make(weight, bias, scale, self._chunk)
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
-        """See Products.head."""
         if scale is not None:
             return KernelHead(self._kernels, weight, scale)
         return self._make(weight, None, None, self._head_rows)

@@ -1,31 +1,119 @@
-"""Decode steps on a GPU, for every StepModel: batches, buckets, CUDA graphs, and the copies that the host waits for."""
+"""Decode steps on a GPU, for every StepModel: one CUDA graph per batch size, so that the host makes one upload and one launch
+for a step, and the copies that the host waits for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, bucket_of, buckets_for
+from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, sampled
-from kvseek.engine.model.cuda.graphs import DecodeStep, StepResult
+from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.retrieval import Retrieval
 
 
-class StepModel(Protocol):
-    """A model whose decode steps run on a GPU: engine/model/cuda/model.py, engine/tensorrt/models.py."""
+@dataclass(frozen=True)
+class StepResult:
+    """Results of a decode step for each request of its bucket, on the engine's device.
+
+    Attributes
+    ----------
+    logits : Tensor [size, vocabulary]
+        In the engine's dtype.
+    tokens : Tensor, int32 [size]
+        The token with the largest logit; NO_TOKEN where that logit is not finite.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+
+
+class DecodeStep:
+    """A decode step for batches of up to `size` requests.
+
+    Parameters
+    ----------
+    padding : RequestState
+        State that fills the places of the requests that a batch has fewer than `size`.
+    table : Tensor, int32 [slots, max_extents]
+        Extents of each slot; read when the step runs.
+    run : callable
+        Launches the step for a batch and returns its results; must not synchronise.
+    latest : Tensor, int32 [slots], optional
+        See Batch; only with one may a step follow another whose tokens the host does not know.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        padding: RequestState,
+        table: Tensor,
+        run: Callable[[Batch], StepResult],
+        latest: Tensor | None = None,
+    ) -> None:
+        self.size, self._run = size, run
+        with torch.inference_mode(False):  # `load` may be called in that mode or not
+            self._padding = pack([padding])
+            self.batch = Batch(self._padding.repeat(size, 1).to(table.device), table, latest)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: StepResult | None = None
+
+    def capture(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        """Record the step as a graph, which `launch` replays from now on. Call this before the first `load`.
+
+        The host waits for the device.
+
+        Parameters
+        ----------
+        stream : Stream
+            Any stream but the current one.
+        pool : handle of torch.cuda.graph_pool_handle()
+            Memory that the graphs share, because they never run at the same time.
+        """
+        current = torch.cuda.current_stream(self.batch.requests.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            # Run once outside of the graph, on padding requests alone, because cuBLAS and the indexes allocate at first use.
+            self._run(self.batch)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._result = self._run(self.batch)
+        current.wait_stream(stream)
+        self._graph = graph
+
+    def load(self, states: Tensor) -> None:
+        """Upload the requests of the next launch, int32 [at most `size`, 16], on the current stream; the host does not wait."""
+        packed = torch.cat((states, self._padding.expand(self.size - states.shape[0], -1)))
+        requests = self.batch.requests
+        if requests.is_cuda:
+            packed = packed.pin_memory()  # PyTorch keeps the block until the copy has been made
+        requests.copy_(packed, non_blocking=True)
+
+    def launch(self) -> StepResult:
+        """Run the step on the current stream; its results stay valid until the next launch."""
+        if self._graph is None or self._result is None:
+            return self._run(replace(self.batch))  # a new Batch, with nothing read back yet
+        self._graph.replay()
+        return self._result
+
+
+class StepModel(PromptModel, Protocol):
+    """A model that reads prompts, and whose decode steps run on a GPU: engine/model/cuda/model.py, engine/tensorrt/models.py."""
 
     def run_layers(self, batch: Batch) -> StepResult:
         """Launch a decode step on the current stream, kernel by kernel, and read nothing back."""
 
 
-class GraphSteps:
-    """Runs the decode steps of a model as CUDA graphs; Steps of engine/decoder.py.
+class GraphDecoder(Decoder):
+    """The decoder of an engine on a GPU, whose steps are CUDA graphs.
 
-    Also a BlockReader of engine/model/continuation.py, if the model's retrieval keeps no hot rows: the requests of a slot would
+    Also a BlockReader of engine/model/prefill.py, if the model's retrieval keeps no hot rows: the requests of a slot would
     write to the same frames.
 
     Parameters
@@ -34,6 +122,8 @@ class GraphSteps:
         What draws tokens; steps that only compute logits need none.
     graphs : bool
         Capture decode steps as CUDA graphs, each when its bucket is first used; False launches kernel by kernel.
+    reader : GraphDecoder, optional
+        What reads the model's prompts in blocks, and is closed with this decoder.
 
     Raises
     ------
@@ -41,10 +131,19 @@ class GraphSteps:
         If max_batch_size exceeds the largest bucket.
     """
 
+    model: StepModel
+
     def __init__(
-        self, model: StepModel, retrieval: Retrieval, draws: Draws | None = None, *, graphs: bool = True
+        self,
+        model: StepModel,
+        retrieval: Retrieval,
+        draws: Draws | None = None,
+        *,
+        graphs: bool = True,
+        reader: GraphDecoder | None = None,
     ) -> None:
-        self._model, self._retrieval, self._draws, self._graphs = model, retrieval, draws, graphs
+        super().__init__(model, retrieval)
+        self._draws, self._graphs, self._reader = draws, graphs, reader
         self._device = retrieval.cache.window.device
         self.buckets = buckets_for(retrieval.config.max_batch_size)
         self._steps: dict[int, DecodeStep] = {}
@@ -55,25 +154,23 @@ class GraphSteps:
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        """See Steps.decode."""
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
-            self._retrieval.end_step(slots)
+            self.retrieval.end_step(slots)
             wait_for_stream(self._device)
             logits = result.logits[: len(slots)].float().cpu()
-            self._retrieval.check()
+            self.retrieval.check()
         return logits, attended
 
     @property
     def runs_ahead(self) -> bool:
-        """See Steps."""
         return True
 
     @torch.inference_mode()
     def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
-        """See Steps.launch. Draws are launched behind the step's graph: the host prepares them while the step runs."""
+        """See Decoder. Draws are launched behind the step's graph: the host prepares them while the step runs."""
         rows, drawing = sampled(samplers)
-        latest = self._retrieval.cache.latest
+        latest = self.retrieval.cache.latest
         with wait_on_error(self._device):
             result, attended = self._launch(tokens, slots)
             finish: Callable[[], list[Drawn | int]] = list
@@ -81,7 +178,7 @@ class GraphSteps:
                 places = [latest.data_ptr() + latest.element_size() * slots[row] for row in rows]
                 finish = self._sampling.begin(result.logits, rows, drawing, places)
             copies = HostCopy([result.tokens])
-            self._retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
+            self.retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
 
         def collect() -> list[Drawn | int]:
             with wait_on_error(self._device):
@@ -89,16 +186,16 @@ class GraphSteps:
                 drawn: list[Drawn | int] = list(greedy.tolist()[: len(slots)])
                 for row, one in zip(rows, finish(), strict=True):
                     drawn[row] = one
-                self._retrieval.check()
+                self.retrieval.check()
             return drawn
 
         return Launched(attended, collect)
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
-        """See Steps.draw. The logits are numbers of the engine's dtype, as all that its head computes."""
+        """See Decoder. The logits are numbers of the engine's dtype, as all that its head computes."""
         with wait_on_error(self._device):
-            own = to_device(logits, self._retrieval.cache.window.dtype, self._device)
+            own = to_device(logits, self.retrieval.cache.window.dtype, self._device)
             return self._sampling.begin(own, range(len(samplers)), samplers)()
 
     @property
@@ -108,12 +205,10 @@ class GraphSteps:
 
     @property
     def most_tokens(self) -> int:
-        """See BlockReader."""
-        return self._retrieval.config.max_batch_size
+        return self.retrieval.config.max_batch_size
 
     @torch.inference_mode()
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
-        """See BlockReader."""
         with wait_on_error(self._device):
             result, _ = self._launch(tokens, [slot] * len(tokens))
             return result.logits[len(tokens) - 1 : len(tokens)].to(torch.float32, copy=True)
@@ -121,8 +216,8 @@ class GraphSteps:
     def step(self, size: int) -> DecodeStep:
         """Return the decode step for a bucket; the first call captures it."""
         if size not in self._steps:
-            cache = self._retrieval.cache
-            table, run = cache.extents.device_table, self._model.run_layers
+            cache = self.retrieval.cache
+            table, run = cache.extents.device_table, self.model.run_layers
             step = DecodeStep(size, cache.padding_state(), table, run, cache.latest)
             if self._graphs:
                 self._capture(step)
@@ -130,20 +225,20 @@ class GraphSteps:
         return self._steps[size]
 
     def prepare(self) -> None:
-        """See Steps.prepare."""
         self._replaced += self._steps.values()
         self._steps.clear()
         for size in self.buckets:
             self.step(size)
 
     def close(self) -> None:
-        """See Steps.close."""
         self._steps.clear()
         self._replaced.clear()
+        if self._reader is not None:
+            self._reader.close()
 
     def _launch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[StepResult, list[float]]:
         step = self.step(bucket_of(len(slots)))
-        states, attended = self._retrieval.begin_step(tokens, slots)
+        states, attended = self.retrieval.begin_step(tokens, slots)
         step.load(states)
         return step.launch(), attended
 

@@ -74,7 +74,6 @@ class TorchOperations:
         self.model = model
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See LayerOperations."""
         if delta is not None:
             x += delta
         return F.rms_norm(x, weight.shape, weight, self.model.rms_norm_eps)
@@ -88,7 +87,6 @@ class TorchOperations:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Tensor:
-        """See LayerOperations."""
         queries, keys, values = self._split(qkv, rotation, q_norm, k_norm)
         slots, rows = batch.column("slot").long(), batch.column("write_row").long()
         window[slots, :, rows] = torch.stack((keys, values), dim=2)
@@ -104,14 +102,12 @@ class TorchOperations:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Tensor:
-        """See LayerOperations."""
         queries, own_keys, own_values = self._split(qkv, rotation, q_norm, k_norm)
         stop = start + qkv.shape[0]
         keys[:, start:stop], values[:, start:stop] = own_keys.transpose(0, 1), own_values.transpose(0, 1)
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See LayerOperations."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 

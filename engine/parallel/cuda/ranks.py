@@ -18,7 +18,7 @@ from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.engine.cache.host_memory import available_bytes
-from kvseek.engine.cache.host_pool import can_pin
+from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.parallel.nodes import LOOPBACK
 from kvseek.engine.parallel.ranks import Ranks, using_interface_to
 from kvseek.engine.parallel.reports import Reporter
@@ -123,7 +123,6 @@ class DeviceRanks(Ranks):
 
     @property
     def way(self) -> str:
-        """See Ranks."""
         return self.small.name
 
     @property

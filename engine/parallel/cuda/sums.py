@@ -186,7 +186,6 @@ class SymmetricSums:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """See Sums."""
         flat = tensor.reshape(-1)
         out = torch.empty_like(flat)
         for start in range(0, flat.numel(), self._buffer.numel()):
@@ -239,7 +238,6 @@ class NcclSums:
         torch.cuda.synchronize(device)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """See Sums."""
         whole = tensor.contiguous()
         dist.all_reduce(whole, group=self._group)
         return whole

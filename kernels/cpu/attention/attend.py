@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import ShapeLimits
-from kvseek.core.selection import Selection
 from kvseek.kernels.reference.attention import attend as reference
 from kvseek.kernels.structs import c_struct
 

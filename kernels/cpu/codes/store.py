@@ -52,7 +52,6 @@ class NativeCodeStore(CodeStore):
         }
 
     def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See CodeStore.append."""
         require_fit("keys", keys, self.context)
         keys, table = keys.contiguous(), self.context.extents.table
         arguments = CodesEncodeArguments(

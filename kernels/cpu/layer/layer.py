@@ -38,6 +38,5 @@ class NativeOperations(CompiledOperations):
         self._functions = {name: library.function(f"kvseek_{name}", kind) for name, kind in ARGUMENTS.items()}
 
     def _run(self, kernel: str, rows: int, **arguments: float) -> None:
-        """See CompiledOperations."""
         bfloat16, threads = self.dtype is torch.bfloat16, torch.get_num_threads()
         self._functions[kernel](ARGUMENTS[kernel](rows=rows, bfloat16=bfloat16, threads=threads, **arguments))

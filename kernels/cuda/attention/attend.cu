@@ -30,7 +30,7 @@ union Shared {
     float outputs[Warp::REGISTERS * LANE_STRIDE];
     float weights[MAX_SPLITS * TILE];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "splits.py asks for as much");
+static_assert(sizeof(Shared) == SHARED_BYTES, "attend.py asks for as much");
 
 struct Range {
     int begin, end;

@@ -18,7 +18,7 @@ MergeAttentionArguments = c_struct("kernels/cuda/attention/merge_attention.cu", 
 
 
 @dataclass(frozen=True)
-class Part:
+class PartialAttention:
     """Attention of queries to each of some blocks of their keys.
 
     Attributes
@@ -33,7 +33,7 @@ class Part:
     lse: Tensor
 
 
-def merge(kernels: CudaKernels, parts: Sequence[Part], merged: Tensor) -> Tensor:
+def merge(kernels: CudaKernels, parts: Sequence[PartialAttention], merged: Tensor) -> Tensor:
     """Merge the parts' first tokens into `merged`, contiguous [tokens, H, D], which is returned. On the current stream."""
     heads = merged.shape[1]
     arguments = MergeAttentionArguments(

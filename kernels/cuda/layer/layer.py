@@ -156,7 +156,6 @@ class LayerKernels(CompiledOperations):
         return tokens
 
     def _run(self, kernel: str, rows: int, **arguments: float) -> None:
-        """See CompiledOperations."""
         given = OPERATIONS[kernel](**arguments)
         if kernel == "add_rms_norm":
             blocks, threads = 1, norm_threads(given.hidden)

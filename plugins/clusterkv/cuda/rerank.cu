@@ -16,7 +16,7 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
 constexpr int HELD = 4096;       // candidates whose keys lie in shared memory; those of more are computed when needed
 constexpr int DIGIT_BITS = 11;   // of nth_largest
-constexpr int MOST_BLOCKS = 16;  // of a task (rerank.py); a warp adds up what they have
+constexpr int MOST_BLOCKS = 16;  // of a task (device.py); a warp adds up what they have
 using Ranking = codes::Ranking<CLUSTERKV_RERANK_BITS, QUERY_LANES, THREADS>;
 
 // A "task" is a request and a KV head: request * kv_heads + head.

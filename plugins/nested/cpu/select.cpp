@@ -10,7 +10,7 @@ namespace kvseek {
 struct NestedSelectArguments {
     const void* queries;      // [batch, kv_heads * group, dim], contiguous
     int32_t* rows;            // [batch, kv_heads, top_k] out
-    const Request* requests;  // [batch]; numbers[0]: candidates, top_k to length
+    const Request* requests;  // [batch]; method_fields[0]: candidates, top_k to length
     const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4]
     const uint8_t* low;       // the same
     const uint16_t* scales;   // [extents, kv_heads, 1024]
@@ -139,7 +139,7 @@ void select(const NestedSelectArguments& a) {
     static thread_local Scratch task_memory, work_memory;
     Job job = {a, nullptr, 0, static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
-    job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.numbers[0]; });
+    job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.method_fields[0]; });
     if (job.task_count == 0) return;
     lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
     int64_t most = 0;

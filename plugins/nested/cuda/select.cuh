@@ -23,7 +23,7 @@ constexpr int BIN_SHIFT = 4;  // bits of a score behind those of its bin
 // A "task" is a request and a KV head: request * kv_heads + head.
 struct SelectArguments {
     const Number* queries;      // [batch, kv_heads * GROUP, HEAD_DIM]
-    const Request* requests;    // [batch]; numbers[0]: candidates wanted, at most the region's length
+    const Request* requests;    // [batch]; method_fields[0]: candidates wanted, at most the region's length
     const int* table;           // [slots, max_extents]
     const unsigned char* high;  // [extents, kv_heads, 1024, FIELD]
     const unsigned char* low;   // [extents, kv_heads, 1024, FIELD]
@@ -51,7 +51,7 @@ using Queries = codes::Queries<LANES>;
 struct Task : TaskOf<SelectArguments> {
     using TaskOf::TaskOf;
 
-    __device__ __forceinline__ int wanted() const { return request.numbers[0]; }
+    __device__ __forceinline__ int wanted() const { return request.method_fields[0]; }
     __device__ __forceinline__ const Number* queries(const SelectArguments& a) const {
         return a.queries + static_cast<long long>(number) * GROUP * HEAD_DIM;
     }

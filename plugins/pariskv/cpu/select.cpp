@@ -11,7 +11,7 @@ namespace kvseek {
 struct SelectArguments {
     const void* queries;      // [batch, kv_heads * group, dim], contiguous
     int32_t* rows;            // [batch, kv_heads, top_k] out
-    const Request* requests;  // [batch]; numbers[0]: keys that earn tiers, numbers[1]: keys to rerank, top_k to length
+    const Request* requests;  // [batch]; method_fields: keys that earn tiers, keys to rerank, top_k to length
     const uint8_t* ids;       // [extents, kv_heads, 1024, blocks]
     const uint8_t* codes;     // [extents, kv_heads, 1024, padded_dim / 2]
     const uint16_t* weights;  // [extents, kv_heads, 1024, blocks]
@@ -101,7 +101,7 @@ void vote(const Job& job, const Task& task, int64_t block) {
     const SelectArguments& a = job.a;
     const Request& request = a.requests[task.request];
     const int32_t* counts = a.counts + ((request.slot * a.kv_heads + task.head) * job.blocks + block) * CENTROIDS;
-    const Limits limits(request.numbers[0]);
+    const Limits limits(request.method_fields[0]);
     for (int lane = 0; lane < job.lanes; lane++) {
         uint8_t votes[CENTROIDS];
         vote_block(task.lanes + lane * a.padded_dim + block * BLOCK, counts, limits, votes);
@@ -211,7 +211,7 @@ void select(const SelectArguments& a) {
     job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     job.lanes = a.mean ? 1 : static_cast<int>(a.group);
     job.packs = (job.lanes + PACK - 1) / PACK;
-    job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.numbers[1]; });
+    job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.method_fields[1]; });
     if (job.task_count == 0) return;
     lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
     const int64_t most = job.task_count * job.blocks;

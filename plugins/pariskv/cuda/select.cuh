@@ -15,7 +15,7 @@ namespace pariskv {
 // Results that grow with the region lie in scratch extents: entry i of a task is in the scratch row of place i.
 struct SelectArguments {
     const Number* queries;       // [batch, kv_heads * GROUP, HEAD_DIM]
-    const Request* requests;     // [batch]; numbers[0]: keys that earn tiers, ceil(rho n); numbers[1]: candidates
+    const Request* requests;     // [batch]; method_fields: keys that earn tiers, ceil(rho n); candidates
     const int* table;            // [slots, max_extents]
     const unsigned char* ids;    // [extents, kv_heads, 1024, BLOCKS]
     const unsigned char* codes;  // [extents, kv_heads, 1024, CODE_BYTES]
@@ -44,8 +44,8 @@ struct SelectArguments {
 struct Task : TaskOf<SelectArguments> {
     using TaskOf::TaskOf;
 
-    __device__ __forceinline__ int budget() const { return request.numbers[0]; }
-    __device__ __forceinline__ int candidates() const { return request.numbers[1]; }
+    __device__ __forceinline__ int budget() const { return request.method_fields[0]; }
+    __device__ __forceinline__ int candidates() const { return request.method_fields[1]; }
 };
 
 // Share out keys among the blocks of the scan, and return the unit of the one with this number. All threads call it.

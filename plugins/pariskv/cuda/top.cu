@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
     __shared__ Units scan_units, units;
     const Unit block = units.divide(
         a.requests, a.batch, gridDim.x, MOST_TOP_BLOCKS,
-        [](const Request& request) { return request.dense ? 0 : request.numbers[1]; }, blockIdx.x);
+        [](const Request& request) { return request.dense ? 0 : request.method_fields[1]; }, blockIdx.x);
     // The blocks of a request in the scan.
     Unit scanned = share_keys(a, scan_units, 0);
     if (a.batch > 1)

@@ -24,7 +24,7 @@ from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.plugins.ctkvr.build import largest
-from kvseek.plugins.measurements.stages import Stage, Stages, by_place
+from kvseek.plugins.measurements import Stage, Stages, by_place
 from kvseek.plugins.prkv.summaries import Summaries
 
 STEPS = 4

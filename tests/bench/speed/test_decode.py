@@ -23,7 +23,7 @@ from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.bench.timing import Samples, interleave, measure, turns
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import KvseekError
-from kvseek.engine.observer import PARTS
+from kvseek.engine.retrieval import OPS
 
 CONTEXT = 300
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
@@ -180,7 +180,7 @@ def test_the_whole_benchmark(tmp_path: Path, build_engine: BuildEngine, capsys: 
     for entry in (full, pariskv):
         parts = entry["parts"]
         assert all(seconds > 0 for seconds in parts.values())
-        assert parts.keys() == {*PARTS, "outside"} - ({"select"} if entry is full else set())
+        assert parts.keys() == {*OPS, "outside"} - ({"select"} if entry is full else set())
     assert "parts" not in sdpa
     print_report(document, details=True)
     printed = " ".join(capsys.readouterr().out.split())

@@ -20,7 +20,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.cuda import cubin_path
 from kvseek.core.errors import CapacityError
 from kvseek.core.ranks import rank_config, vocabulary_rows
-from kvseek.engine.model.random_weights import RANDOM_FILE, make_weights, random_seed, weight_shapes, write_random
+from kvseek.engine.model.weights import RANDOM_FILE, make_weights, random_seed, weight_shapes, write_random
 
 CPU = torch.device("cpu")
 TINY = ModelConfig("qwen2", 101, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, 512, qkv_bias=True)

@@ -39,8 +39,7 @@ from kvseek.engine.model.cpu.products import HostProducts
 from kvseek.engine.model.reference.products import Linear, Products
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
-from kvseek.engine.schedule.queue import RequestQueue
-from kvseek.engine.schedule.scheduler import Scheduler
+from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
 from kvseek.engine.schedule.sequence import RequestSequence
 from kvseek.plugins.registry import method_traits
 

@@ -161,7 +161,7 @@ def test_what_was_found(case: Case) -> None:
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=200, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(cases())
 def test_same_logits_or_refused(case: Case) -> None:
     outcome(case)

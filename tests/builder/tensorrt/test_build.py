@@ -138,7 +138,8 @@ PLAN_OVERHEAD = 1 << 20  # bytes that a plan takes at most beside weights and ta
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {name: save_random_model(folder / name, name) for name in ARCHITECTURES}
+    tied = save_random_model(folder / "tied", "llama", tie_word_embeddings=True)
+    return {"tied": tied} | {name: save_random_model(folder / name, name) for name in ARCHITECTURES}
 
 
 @pytest.fixture
@@ -184,20 +185,12 @@ def check_engine(directory: Path, model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [*((name, "bfloat16") for name in ARCHITECTURES), ("llama", "float32"), ("qwen2", "float16")],
+    [*((name, "bfloat16") for name in ARCHITECTURES), ("llama", "float32"), ("qwen2", "float16"), ("tied", "bfloat16")],
 )
 def test_segments(architecture: str, dtype: str, models: dict[str, Path], tmp_path: Path, no_kernels: None) -> None:
     assert run(models[architecture], tmp_path / "engine", *SEGMENTS, *LIMITS, "--dtype", dtype) == 0
     check_engine(tmp_path / "engine", models[architecture])
     assert (tmp_path / "engine/kernels/sm_90.cubin").read_bytes() == b"cubin"
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_smollm2(smollm2_gguf: Path, tmp_path: Path, no_kernels: None) -> None:
-    """30 layers of a real model, whose head is tied to the embedding."""
-    assert run(smollm2_gguf, tmp_path / "engine", *SEGMENTS, "--max_seq_len", "2048", "--max_input_len", "1000") == 0
-    check_engine(tmp_path / "engine", smollm2_gguf)
 
 
 def test_needle_model(needle_folder: Path, tmp_path: Path, no_kernels: None) -> None:

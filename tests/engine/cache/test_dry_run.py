@@ -18,9 +18,17 @@ from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.engine.loading.dry_run import ALLOCATION_BYTES, HOPPER, META, DryRun, MetaBytes, UnloadedKernels
 from kvseek.engine.loading.indexes import IndexMaker
-from kvseek.engine.loading.memory import IndexNeeds, make_without_rows
+from kvseek.engine.loading.memory import (
+    ALLOCATION_BYTES,
+    HOPPER,
+    META,
+    DryRun,
+    IndexNeeds,
+    MetaBytes,
+    UnloadedKernels,
+    make_without_rows,
+)
 from kvseek.plugins.registry import METHODS, get_method
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)

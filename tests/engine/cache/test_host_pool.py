@@ -9,8 +9,8 @@ import torch
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import CapacityError
-from kvseek.engine.cache import host_pool
-from kvseek.engine.cache.host_pool import HostPool
+from kvseek.engine.cache import row_storage
+from kvseek.engine.cache.row_storage import HostPool
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def test_rows_arrive_where_kernels_look(layers: int, kv_heads: int, dtype: torch
 
 def test_memory_that_the_system_needs_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2 * EXTENT_TOKENS * 2 * 4 * 4
-    monkeypatch.setattr(host_pool, "available_bytes", lambda: size + host_pool.PINNED_RESERVE_BYTES - 1)
+    monkeypatch.setattr(row_storage, "available_bytes", lambda: size + row_storage.PINNED_RESERVE_BYTES - 1)
     with pytest.raises(CapacityError, match=r"needs 65,536 bytes of host memory, 1,073,807,359 are available"):
         HostPool(2, 1, 1, 4, torch.float32, torch.device("cuda", 0))
 

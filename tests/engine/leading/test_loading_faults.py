@@ -92,7 +92,7 @@ def test_a_rank_that_dies_while_it_loads_is_named(
             ranks.reporter.doing(f"reads weights: {number}")
             time.sleep(0.01)
 
-    monkeypatch.setattr(leader, "load_part", load_long)
+    monkeypatch.setattr(leader, "load_rank", load_long)
     with pytest.raises(RankError, match=r"^rank 1: its process \d+ has ended with status -9; the engine's ranks"):
         lead(stuck, read_config(stuck))
     killing.join()
@@ -113,7 +113,7 @@ def test_ranks_do_not_wait_when_rank_0_cannot_load(directory: Path, monkeypatch:
     def fail(*_: object) -> None:
         raise CapacityError("rank 0 has no memory")
 
-    monkeypatch.setattr(leader, "load_part", fail)
+    monkeypatch.setattr(leader, "load_rank", fail)
     with pytest.raises(CapacityError, match=r"^rank 0 has no memory$"):
         lead(directory, read_config(directory))
 

@@ -22,8 +22,8 @@ from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network import NetworkWriter
 from kvseek.core.batch import BUCKETS
 from kvseek.core.config import EngineConfig, TensorRtConfig
-from kvseek.engine.decoder import Decoder
-from kvseek.engine.model.cuda.steps import GraphSteps
+from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.tensorrt.messages import logger
 from kvseek.engine.tensorrt.models import SegmentsModel, WholeModel
@@ -107,11 +107,11 @@ def make_tensorrt_decoder(
         graphs: list[Graph] = []
         writer.write_segments(graphs.append)
         segments = SegmentsModel([NumpyPlan(api, graph) for graph in graphs], retrieval, ops, causal_attention_device)
-        return Decoder(segments, retrieval, GraphSteps(segments, retrieval, make_draws("native"), graphs=False))
+        return GraphDecoder(segments, retrieval, make_draws("native"), graphs=False)
     layers = ServedLayers(shape.num_heads, shape.num_kv_heads)
     monkeypatch.setitem(network_interpreter.LAYERS, "SLICE", ("ISliceLayer", layers.slice))
     whole = WholeModel(NumpyPlan(api, writer.write_whole(layers.add)), layers.serving, retrieval, ops)
-    return Decoder(whole, retrieval, GraphSteps(whole, retrieval, make_draws("native"), graphs=False))
+    return GraphDecoder(whole, retrieval, make_draws("native"), graphs=False)
 
 
 def make_writer(api: Any, model: Path, config: EngineConfig) -> NetworkWriter:

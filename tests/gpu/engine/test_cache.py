@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.cache import cache as cache_module
-from kvseek.engine.cache.host_pool import HostPool
+from kvseek.engine.cache.row_storage import HostPool
 
 pytestmark = pytest.mark.gpu
 

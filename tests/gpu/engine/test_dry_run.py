@@ -12,9 +12,8 @@ from tests.plugins.prkv.settings import BOXES
 
 from kvseek.bench.methods import load_kernels
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvseek.engine.loading.dry_run import DryRun, GpuTraits
 from kvseek.engine.loading.indexes import IndexMaker
-from kvseek.engine.loading.memory import measured_bytes
+from kvseek.engine.loading.memory import DryRun, GpuTraits, measured_bytes
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.plugins.registry import get_method
 

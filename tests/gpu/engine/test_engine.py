@@ -15,17 +15,16 @@ from tests.support.prefill import run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
-from kvseek.core.batch import LATEST, Batch
+from kvseek.core.batch import LATEST, Batch, Selection
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
-from kvseek.core.selection import Selection
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import device_retrieval
 from kvseek.engine.model.cuda.model import KernelModel
-from kvseek.engine.model.cuda.steps import GraphSteps
-from kvseek.engine.observer import PARTS, Observer
+from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.decoder import Decoder
+from kvseek.engine.retrieval import OPS, Observer
 from kvseek.engine.service import EngineService
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +86,7 @@ def eager(engine: Engine, *, hot_rows: bool) -> Decoder:
     old, model = engine.decoder, copy.copy(kernel_model(engine.decoder))
     kernels = model.ops._kernels
     model.retrieval = device_retrieval(old.config, old.cache, list(old.retrieval.indexes), kernels, hot_rows=hot_rows)
-    return Decoder(model, model.retrieval, GraphSteps(model, model.retrieval, graphs=False))
+    return GraphDecoder(model, model.retrieval, graphs=False)
 
 
 @pytest.mark.parametrize("offload", ["always", "never", "auto"])
@@ -197,7 +196,7 @@ def test_requests_get_the_same_from_steps_that_run_ahead(engine: Engine, monkeyp
     ]
     found = list[list[Any]]()
     for ahead in (True, False):
-        monkeypatch.setattr(GraphSteps, "runs_ahead", ahead)
+        monkeypatch.setattr(GraphDecoder, "runs_ahead", ahead)
         ids = [engine.submit(request) for request in requests]
         outputs = run_to_end(engine)
         own = [[one for one in outputs if one.request_id == number and one.prefill_progress == 1] for number in ids]
@@ -258,7 +257,7 @@ class Parts(Observer):
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def part_ended(self, name: str) -> None:
+    def op_launched(self, name: str) -> None:
         self.names.append(name)
 
 
@@ -268,7 +267,7 @@ def test_parts_cover_the_step(engine: Engine) -> None:
     buckets = (1, 2, 4)
     try:
         decoder.observe(parts)
-        step = ["begin", *PARTS[1:-1] * len(kernel_model(decoder).layers), "head"]
+        step = ["begin", *OPS[1:-1] * len(kernel_model(decoder).layers), "head"]
         assert parts.names == step * (2 * len(buckets))
         run_prefill(decoder, 0, PROMPT, 2)
         decoder.decode([5], [0])
@@ -302,7 +301,7 @@ def test_an_observer_sees_what_a_replay_selects(engine: Engine) -> None:
             length = decoder.cache.lengths[0]
             for layer, index in enumerate(decoder.retrieval.indexes):
                 rows = selected.rows[1, layer]
-                assert ((rows >= 0) & (rows < length)).sum(dim=2).unique().tolist() == [index.effort(length).rows]
+                assert ((rows >= 0) & (rows < length)).sum(dim=2).unique().tolist() == [index.budget(length).rows]
     finally:
         decoder.observe(Observer())
         decoder.cache.close(0)

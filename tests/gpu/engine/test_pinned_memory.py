@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvseek.engine.cache.pinned_memory import BY_DRIVER, REGISTERED, PinnedMemory, allocate, cuda_driver
+from kvseek.engine.cache.host_memory import BY_DRIVER, REGISTERED, PinnedMemory, allocate, cuda_driver
 
 pytestmark = pytest.mark.gpu
 

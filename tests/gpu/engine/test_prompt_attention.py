@@ -16,7 +16,7 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.engine.model.cuda.attention import PromptAttention
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.kernels.cuda.attention.merge_attention import Part
+from kvseek.kernels.cuda.attention.merge_attention import PartialAttention
 from kvseek.kernels.cuda.attention.merge_attention import merge as merge_parts
 from kvseek.kernels.reference.attention.attend import merge
 
@@ -61,7 +61,7 @@ def test_parts_are_merged(
 ) -> None:
     torch.manual_seed(parts)
     attention, heads, tokens = make(kernels, dtype, dim, group), KV_HEADS * group, 301
-    made = list[Part]()
+    made = list[PartialAttention]()
     for number in range(parts):
         # In either order of heads and tokens, and with poison behind the tokens.
         shape = (heads, 512, dim) if number % 2 else (512, heads, dim)
@@ -69,8 +69,10 @@ def test_parts_are_merged(
         output = output if number % 2 else output.transpose(0, 1)
         lse = torch.randn(heads, 512, device=device) * 4 + 300
         output[:, tokens:], lse[:, tokens:] = torch.nan, torch.nan
-        made.append(Part(output[None], lse[None]))
-    made += [Part(torch.cat([part.output for part in made]), torch.cat([part.lse for part in made]))] * (parts < 16)
+        made.append(PartialAttention(output[None], lse[None]))
+    made += [PartialAttention(torch.cat([part.output for part in made]), torch.cat([part.lse for part in made]))] * (
+        parts < 16
+    )
     out = torch.empty(tokens, heads, dim, dtype=attention.dtype, device=device)
     found = merge_parts(attention._kernels, made, out)
     blocks = [block for part in made for block in zip(part.output, part.lse, strict=True)]

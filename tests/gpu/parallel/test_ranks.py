@@ -29,7 +29,7 @@ from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.followers import RankError
 from kvseek.engine.leading.leader import LeadDecoder, lead
-from kvseek.engine.model.prefill import NO_TAKERS, Prefill, Takers
+from kvseek.engine.model.prefill import NO_CALLBACKS, LogitsCallbacks, Prefill
 from kvseek.engine.parallel.cuda import ranks as device_ranks
 from kvseek.engine.parallel.cuda.gpus import SHARE_VARIABLE
 from kvseek.engine.parallel.cuda.sums import NCCL, SYMMETRIC
@@ -157,9 +157,9 @@ def logits_of_a_prompt(decoder: LeadDecoder) -> Callable[[], object]:
     return lambda: prefill.advance(len(TEACHER))
 
 
-def begin_prompt(decoder: LeadDecoder, takers: Takers = NO_TAKERS) -> Prefill:
+def begin_prompt(decoder: LeadDecoder, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
     decoder.cache.open(0, len(TEACHER) + 1)
-    return decoder.prefill([(0, TEACHER)], takers)
+    return decoder.prefill([(0, TEACHER)], on_logits)
 
 
 def read_layers(prefill: Prefill, decoder: LeadDecoder) -> None:

@@ -10,9 +10,8 @@ from tests.gpu.plugins import gpu_context
 from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.index_context import IndexContext, LayerRows
-from kvseek.core.selection import Selection
 from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
 from kvseek.kernels.reference.codes.key_codes import KeyCodes, encode, leading_bits

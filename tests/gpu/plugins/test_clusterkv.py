@@ -90,7 +90,7 @@ def test_selection(dtype: str, dim: int, group: int, lengths: list[int]) -> None
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
     slots = list(reversed(range(len(lengths))))
     selection = select_rows(found, queries.cuda(), slots)
-    assert [found.effort(lengths[slot]).rows for slot in slots] == [min(300, lengths[slot]) for slot in slots]
+    assert [found.budget(lengths[slot]).rows for slot in slots] == [min(300, lengths[slot]) for slot in slots]
     for request, slot in enumerate(slots):
         check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
 
@@ -322,7 +322,7 @@ def test_dense_layers_select_nothing() -> None:
     extend(index, 0, keys[:, 2000:])
     queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda").bfloat16()
     assert select(index, queries, [0]) is None
-    assert index.effort(2320).rows == 2320
+    assert index.budget(2320).rows == 2320
 
 
 @pytest.mark.parametrize("bits", [0, 2])

@@ -26,9 +26,8 @@ from tests.gpu.plugins.ctkvr_pairs import (
 from tests.plugins.index_cases import select_rows
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.selection import Selection
 from kvseek.kernels.cuda.attention.attend import DeviceAttention, LayerAttention
 from kvseek.kernels.reference.codes.key_codes import leading_bits
 from kvseek.kernels.reference.codes.store import CodeStore

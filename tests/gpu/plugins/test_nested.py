@@ -101,7 +101,7 @@ def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, ro
     codes = index.codes.read(slot, n)
     lanes = index.lanes(queries[request].view(KV_HEADS, -1, queries.shape[-1]))
     scores = index.scores(lanes, slot, n)
-    (wanted,) = index.effort(n).numbers
+    (wanted,) = index.budget(n).method_fields
     kept = min(n, config.top_k)
     assert (rows[:, kept:] == -1).all()
     assert (rows[:, :kept].diff(dim=-1) > 0).all(), "rows ascend"

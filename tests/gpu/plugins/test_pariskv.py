@@ -119,7 +119,7 @@ def check_request(
     """Against the reference, and what the kernels left in the scratch extents from `first` on."""
     config, n = expected.config, expected.context.lengths[slot]
     lanes = expected.lanes(queries.view(KV_HEADS, -1, queries.shape[-1]))
-    budget, count = found.effort(n).numbers
+    budget, count = found.budget(n).method_fields
     ids = region(expected, expected.ids, slot)
     votes = collision_scores(tier_table(lanes, expected.counts[slot], budget), ids)
     if n > config.top_k:

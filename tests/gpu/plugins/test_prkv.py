@@ -67,7 +67,7 @@ def test_selection(
     queries = (2 * torch.randn(len(lengths), KV_HEADS * group, dim)).to(found.dtype)
     slots = list(reversed(range(len(lengths))))
     selection = found.select(queries.cuda(), slots)
-    assert [found.index.effort(lengths[slot]).rows for slot in slots] == [min(512, lengths[slot]) for slot in slots]
+    assert [found.index.budget(lengths[slot]).rows for slot in slots] == [min(512, lengths[slot]) for slot in slots]
     for request, slot in enumerate(slots):
         check_request(found, queries[request], slot, selection.rows[request].cpu())
 

@@ -17,7 +17,7 @@ from tests.gpu.engine.test_cuda import ScaleArguments, make_image
 
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine import service
-from kvseek.engine.decoder import Decoder
+from kvseek.engine.model.cuda.steps import GraphDecoder
 from kvseek.engine.retrieval import Retrieval
 from kvseek.server.engine import process
 
@@ -31,7 +31,7 @@ def install() -> None:
     """Replace the functions through which prompts and steps come."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = CudaKernels(make_image(Path(folder)))
-    store_layer, launch, faults = Retrieval.store_layer, Decoder.launch, dict[int, int]()
+    store_layer, launch, faults = Retrieval.store_layer, GraphDecoder.launch, dict[int, int]()
 
     def fail(tokens: int) -> None:
         if tokens == HANGING:
@@ -44,20 +44,20 @@ def install() -> None:
             fail(keys.shape[1])
         store_layer(self, layer, slot, keys, values, queries)
 
-    def failing_launch(self: Decoder, tokens: Any, slots: Any, samplers: Any) -> Any:
+    def failing_launch(self: GraphDecoder, tokens: Any, slots: Any, samplers: Any) -> Any:
         for slot in slots:
             fail(faults.get(slot, 0))
         return launch(self, tokens, slots, samplers)
 
-    prefill = Decoder.prefill
+    prefill = GraphDecoder.prefill
 
-    def noting_prefill(self: Decoder, prompts: Any, *takers: Any) -> Any:
+    def noting_prefill(self: GraphDecoder, prompts: Any, *takers: Any) -> Any:
         for slot, ids in prompts:
             faults[slot] = len(ids) if ids[0] == IN_STEP else 0
         return prefill(self, prompts, *takers)
 
-    Retrieval.store_layer, Decoder.launch = failing_store, failing_launch  # type: ignore[method-assign]
-    Decoder.prefill = noting_prefill  # type: ignore[method-assign]
+    Retrieval.store_layer, GraphDecoder.launch = failing_store, failing_launch  # type: ignore[method-assign]
+    GraphDecoder.prefill = noting_prefill  # type: ignore[method-assign]
     service.HUNG_SECONDS, service.LOOK_SECONDS = HUNG_SECONDS, 0.5
 
 

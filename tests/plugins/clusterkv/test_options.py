@@ -25,15 +25,14 @@ from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.engine.loading.dry_run import HOPPER, META, MetaBytes, UnloadedKernels
+from kvseek.engine.loading.memory import HOPPER, META, MetaBytes, UnloadedKernels
 from kvseek.kernels.reference.codes.key_codes import estimate_all, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.clusterkv.config import Config
-from kvseek.plugins.clusterkv.costs import costs
-from kvseek.plugins.clusterkv.device import CudaIndex, cuda_macros
+from kvseek.plugins.clusterkv.device import MOST_BLOCKS, CudaIndex, cuda_macros
+from kvseek.plugins.clusterkv.measurements import costs
 from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex
-from kvseek.plugins.clusterkv.rerank import MOST_BLOCKS
 from kvseek.plugins.ranking import softmax_mean
 
 DIM, GROUP = 16, 2

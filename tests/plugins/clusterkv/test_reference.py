@@ -16,7 +16,7 @@ from torch import Tensor
 from kvseek.core.config import EXTENT_TOKENS, ModelConfig
 from kvseek.plugins.clusterkv.clustering import cluster_keys
 from kvseek.plugins.clusterkv.config import Config
-from kvseek.plugins.clusterkv.costs import costs
+from kvseek.plugins.clusterkv.measurements import costs
 from kvseek.plugins.clusterkv.method import traits
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
 
@@ -154,7 +154,7 @@ def test_any_region(n: int, top_k: int, seed: int) -> None:
     check_invariants(index, 0, keys)
     selection = select_rows(index, random_queries(1, 2 * KV_HEADS, DIM, seed), [0])
     kept = min(n, top_k)
-    assert index.effort(n).rows == kept
+    assert index.budget(n).rows == kept
     assert (selection.rows[..., kept:] == -1).all()
     for rows in selection.rows[0, :, :kept].tolist():
         assert len(set(rows)) == kept
@@ -191,7 +191,7 @@ def test_the_seed_and_the_layer_choose_the_first_centroids() -> None:
 def test_first_layers_are_dense() -> None:
     index = built(whole(top_k=4), random_keys(200, DIM), layer=1)
     assert select(index, random_queries(1, 2 * KV_HEADS, DIM), [0]) is None
-    assert index.effort(200).rows == 200
+    assert index.budget(200).rows == 200
     grow(index, 0, random_keys(20, DIM))
     assert index.centroids.numel() == index.places.numel() == 0
     assert index.bytes_per_token == 0

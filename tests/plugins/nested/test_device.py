@@ -14,7 +14,7 @@ import kvseek.kernels
 from kvseek.core.batch import REQUEST_FIELDS, Batch
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
-from kvseek.engine.loading.dry_run import HOPPER, META, UnloadedKernels
+from kvseek.engine.loading.memory import HOPPER, META, UnloadedKernels
 from kvseek.kernels.arguments import POWER_SUM_BYTES
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
 from kvseek.plugins.nested.config import Config

@@ -17,10 +17,9 @@ from kvseek.core.index_context import LayerRows
 from kvseek.kernels.reference.codes.key_codes import encode
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config
-from kvseek.plugins.prkv.costs import costs
+from kvseek.plugins.prkv.measurements import costs, stages
 from kvseek.plugins.prkv.method import traits
 from kvseek.plugins.prkv.reference import ReferenceIndex, update_is_due
-from kvseek.plugins.prkv.stages import stages
 from kvseek.plugins.prkv.static import candidates, largest, observation_scores, static_first
 from kvseek.plugins.prkv.summaries import CODE_BITS, Boxes, Codes, read_pages
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError, renamed
 from kvseek.engine.tokenizer import TEMPLATE_FILE, TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, LLMAPI, RequestFactory
@@ -93,21 +93,27 @@ def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     return build_engine(random_model("llama"), "full", "--max_batch_size", "1", "--max_seq_len", "160")
 
 
+@pytest.fixture(scope="module")
+def refusing(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Its chat template refuses everything."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shutil.copytree(directory / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
+    (folder / TOKENIZER_FOLDER / TEMPLATE_FILE).write_text("{{ 1 // 0 }}")
+    return Tokenizer(folder)
+
+
 def values(value: Any) -> list[Any]:
     return [*np.ravel(value).tolist()] if isinstance(value, list) else [value]
 
 
 @pytest.mark.parametrize(("model", "fault"), [(model, fault) for model, faults in FAULTS.items() for fault in faults])
 def test_a_refusal_names_a_field_and_a_value_that_the_client_has_sent(
-    directory: Path, tmp_path: Path, model: str, fault: dict[str, Any]
+    config: EngineConfig, refusing: Tokenizer, model: str, fault: dict[str, Any]
 ) -> None:
     layout, name, request = MODELS[model]
-    shutil.copytree(directory / TOKENIZER_FOLDER, tmp_path / TOKENIZER_FOLDER)
-    (tmp_path / TOKENIZER_FOLDER / TEMPLATE_FILE).write_text("{{ 1 // 0 }}")
-    tokenizer = Tokenizer(tmp_path)
     sent = {**request, **fault}
     with pytest.raises(RequestError) as caught:
-        RequestFactory(layout, read_config(directory), tokenizer).make(name, [{n: values(v) for n, v in sent.items()}])
+        RequestFactory(layout, config, refusing).make(name, [{n: values(v) for n, v in sent.items()}])
     message = str(caught.value)
     found = re.match(r"\w+", message)
     assert found

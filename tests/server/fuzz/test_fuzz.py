@@ -12,8 +12,8 @@ from tests.support.live_server import LiveServer, live_server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-INPUTS = {"grpc": 60, "http": 120, "openai": 120, "raw": 150, "engine-socket": 60}  # of each of four threads
-SECONDS = 60.0  # at most; the inputs take about ten
+INPUTS = {"grpc": 25, "http": 50, "openai": 50, "raw": 75, "engine-socket": 25}  # of each of four threads
+SECONDS = 60.0  # at most; the inputs take some seconds
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.conftest import BuildEngine, RandomModel
 from tests.server.conftest import loop_in_a_thread
 from tests.support.door_processes import CLOSED_PORT
 from tests.support.waiting import SECONDS
@@ -43,10 +42,7 @@ class Answer:
 
 
 @pytest.fixture(scope="module")
-def ports(
-    random_model: RandomModel, build_engine: BuildEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, int]]:
-    directory = build_engine(random_model("llama"), "full", "--max_batch_size", "1", "--max_seq_len", "100")
+def ports(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
     folder = tmp_path_factory.mktemp("conformance")
     (folder / "restarts.json").write_text("{}")
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.conftest import BuildEngine, RandomModel
 from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode
@@ -18,11 +17,6 @@ from kvseek.server.openai.app import _merged
 from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, usage
 
 TEXT = "the harbour ⚓ lit at dusk"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(random_model: RandomModel, build_engine: BuildEngine) -> Tokenizer:
-    return Tokenizer(build_engine(random_model("llama"), "full", "--max_batch_size", "1", "--max_seq_len", "400"))
 
 
 def choice(tokenizer: Tokenizer, *stop: str, streaming: bool = True, logprobs: int | None = None) -> Choice:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 import transformers
-from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
@@ -23,11 +22,6 @@ TALK = [
     {"role": "assistant", "content": "Two ships in 1931. ⚓"},
     {"role": "user", "content": "  three <|end|> ships"},
 ]
-
-
-@pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    return build_engine(random_model("llama"), "full", "--max_batch_size", "1", "--max_seq_len", "400")
 
 
 def messages(talk: Any) -> list[dict[str, str]]:
@@ -47,11 +41,8 @@ def test_ids_are_those_of_transformers(directory: Path, length: int) -> None:
     assert chat_ids(messages(talk), tokenizer, config) == expected_ids(directory, talk)
 
 
-def test_there_is_no_second_bos(
-    random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_there_is_no_second_bos(directory: Path) -> None:
     """The template writes the token with which texts begin, and the tokenizer would write it again."""
-    directory = build_engine(random_model("llama"), "full", "--max_batch_size", "1", "--max_seq_len", "400")
     tokenizer = Tokenizer(directory)
     from tokenizers import processors
 

@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-SILENCE_SECONDS = (
-    400.0  # without a piece of an answer: it is lost; priority 0 may wait 255 s for others (engine/schedule/queue.py)
-)
+SILENCE_SECONDS = 400.0  # without a piece of an answer: it is lost; priority 0 may wait 255 s for others (scheduler.py)
 ROUTES = ("grpc", "http_stream", "http_generate")
 OPENAI_ROUTE = (
     "openai"  # /v1/completions: text, without malformed fields and short time limits, which have other names there

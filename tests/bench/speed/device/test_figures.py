@@ -36,8 +36,8 @@ from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.layer import Layer
-from kvseek.engine.model.random_weights import weight_shapes
-from kvseek.plugins.measurements.costs import SelectionCosts
+from kvseek.engine.model.weights import weight_shapes
+from kvseek.plugins.measurements import SelectionCosts
 
 KIB = 1024
 METHODS = ["--methods", "full,pariskv"]

@@ -11,15 +11,14 @@ from torch import Tensor
 from kvseek.bench.speed.device import filling
 from kvseek.bench.speed.device.filling import Filler, Spectrum, SyntheticKeys
 from kvseek.bench.speed.device.memory_plan import Cell
-from kvseek.core.batch import Batch
+from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
-from kvseek.core.selection import Selection
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.loading.indexes import IndexMaker
-from kvseek.plugins.contract import Effort, Index
+from kvseek.plugins.contract import Budget, Index
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS = 3, 2
@@ -39,8 +38,8 @@ class KeyList(Index):
 
     def append(self, slot: int, start: int, keys: Tensor) -> None: ...
 
-    def effort(self, length: int) -> Effort:
-        return Effort(length)
+    def budget(self, length: int) -> Budget:
+        return Budget(length)
 
     def select(self, queries: Tensor, batch: Batch) -> Selection | None:
         return None

@@ -25,7 +25,7 @@ from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.reference.attention.attend import window_rows
-from kvseek.plugins.contract import Effort, Index
+from kvseek.plugins.contract import Budget, Index
 from kvseek.plugins.registry import method_traits
 
 LAYERS, SLOTS, SINK, LOCAL, UPDATE, LONGEST = 2, 3, 4, 40, 512, 5200
@@ -53,8 +53,8 @@ class EntryIndex(Index):
     def adopt(self, slot: int, length: int) -> None:
         assert length % EXTENT_TOKENS == 0
 
-    def effort(self, length: int) -> Effort:
-        return Effort(length)
+    def budget(self, length: int) -> Budget:
+        return Budget(length)
 
     def select(self, queries: Tensor, batch: Batch) -> None:
         return None

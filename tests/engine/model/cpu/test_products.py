@@ -14,9 +14,11 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.weight_only import dequantise, quantise
-from kvseek.engine.model import bfloat16
+from kvseek.engine.model.cpu import products
 from kvseek.engine.model.cpu.products import (
     FEW_ROWS_OF_BFLOAT16,
+    ONEDNN_LIMIT,
+    WITHOUT_AMX,
     ByteLinear,
     HostProducts,
     PackedLinear,
@@ -199,7 +201,7 @@ def test_a_head_of_bytes_is_never_dequantised(library: CpuLibrary) -> None:
     [
         (True, False, None, True),
         (True, True, None, False),
-        (True, True, bfloat16.WITHOUT_AMX, True),
+        (True, True, WITHOUT_AMX, True),
         (False, False, None, False),
     ],
 )
@@ -209,10 +211,10 @@ def test_instructions_choose_what_multiplies_prompts(
     """AMX that is advertised and faults has been excluded by a limit of oneDNN's instructions."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(bfloat16, "usable", lambda: True)
-    monkeypatch.delenv(bfloat16.ONEDNN_LIMIT, raising=False)
+    monkeypatch.setattr(products, "bfloat16_works", lambda: True)
+    monkeypatch.delenv(ONEDNN_LIMIT, raising=False)
     if limit is not None:
-        monkeypatch.setenv(bfloat16.ONEDNN_LIMIT, limit)
+        monkeypatch.setenv(ONEDNN_LIMIT, limit)
     assert multiplies_integers() is expected
 
 

@@ -10,9 +10,9 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_prefill
 
 from kvseek.core.request import Request, SamplingConfig
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Sampler
 from kvseek.engine.engine import Engine
+from kvseek.engine.model.decoder import Decoder
 
 FLAGS = (
     *("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40"),
@@ -59,5 +59,5 @@ def test_requests_get_tokens(directory: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (drawn[0], drawn[2], launched.attended) == (int(logits[0].argmax()), int(logits[2].argmax()), expected)
     assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     spoiled = logits.index_fill(0, torch.tensor([1]), torch.nan)
-    monkeypatch.setattr(decoder.steps, "decode", lambda tokens, slots: (spoiled, expected))
+    monkeypatch.setattr(decoder, "decode", lambda tokens, slots: (spoiled, expected))
     assert decoder.launch([5, 6, 7], [0, 3, 2], [None] * 3).collect()[1] == NO_TOKEN

@@ -23,7 +23,7 @@ from kvseek.engine.model.cuda.attention import (
     in_blocks,
 )
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.prompt_windows import (
+from kvseek.engine.model.prompt_windows import (
     SHORTEST_BLOCK,
     Blocks,
     block_tokens,

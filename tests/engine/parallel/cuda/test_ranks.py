@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -17,10 +16,10 @@ from tests.support.prefill import run_prefill
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig
-from kvseek.engine.decoder import Decoder
 from kvseek.engine.leading import leader
 from kvseek.engine.leading.followers import Followers, RankError
 from kvseek.engine.loading import load
+from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.cuda import ranks as device_ranks
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.cuda.sums import SMALL_BYTES
@@ -150,7 +149,7 @@ def test_an_engine_that_does_not_load_drops_its_graphs_before_its_ranks_leave(mo
         def __getattr__(self, name: str) -> Callable[[], None]:
             return lambda: done.append(name)
 
-    class Steps(Stub):
+    class Failing(Stub):
         def prepare(self) -> None:
             raise torch.OutOfMemoryError
 
@@ -158,12 +157,12 @@ def test_an_engine_that_does_not_load_drops_its_graphs_before_its_ranks_leave(mo
         def wait_until_loaded(self) -> None:
             raise RankError("rank 1 cannot load its part")
 
-    decoder: Any = SimpleNamespace(steps=Steps(), model=None)
+    decoder: Any = Failing()
     with pytest.raises(torch.OutOfMemoryError):
         load._prepare(decoder)
     assert done == ["close"]
     done.clear()
-    monkeypatch.setattr(leader, "load_part", lambda *_: decoder)
+    monkeypatch.setattr(leader, "load_rank", lambda *_: decoder)
     monkeypatch.setattr(leader, "rank_config", lambda config: config)
     late, ranks = cast("Followers", Late()), cast("Ranks", Stub())
     with pytest.raises(RankError, match="rank 1 cannot load"):

@@ -10,8 +10,7 @@ from tests.gpu.conftest import MakeKernels
 from tests.gpu.kernels.attention.random_cache import POISON, RandomCache
 from torch import Tensor
 
-from kvseek.core.batch import RequestState
-from kvseek.core.selection import Selection
+from kvseek.core.batch import RequestState, Selection
 from kvseek.kernels.cuda.attention.attend import DeviceAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
 

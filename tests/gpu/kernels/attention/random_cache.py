@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable
-from kvseek.core.selection import Selection
 from kvseek.kernels.reference.attention import attend as reference
 
 POISON = float("nan")  # what memory that must not be read holds

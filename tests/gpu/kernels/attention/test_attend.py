@@ -18,8 +18,7 @@ from tests.gpu.kernels.attention.attention_runs import (
 from tests.gpu.kernels.attention.random_cache import POISON, RandomCache
 from torch import Tensor
 
-from kvseek.core.batch import pack
-from kvseek.core.selection import Selection
+from kvseek.core.batch import Selection, pack
 
 pytestmark = pytest.mark.gpu
 

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvseek.builder.compile import cpu as compilation
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.core.selection import Selection
 from kvseek.kernels.cpu.attention.attend import HostAttention
 
 SINK, RING = 4, 40

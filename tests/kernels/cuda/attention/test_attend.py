@@ -9,16 +9,21 @@ import pytest
 import torch
 from tests.plugins.index_cases import context_of
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import LayerRows
-from kvseek.core.selection import Selection
-from kvseek.kernels.cuda.attention.attend import AttendArguments, DeviceAttention, LayerAttention
+from kvseek.kernels.cuda.attention.attend import (
+    MAX_SPLITS,
+    AttendArguments,
+    DeviceAttention,
+    HeadTiles,
+    LayerAttention,
+    Splits,
+)
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames, fitting_steps, hit_rate
-from kvseek.kernels.cuda.attention.splits import MAX_SPLITS, HeadTiles, Splits
-from kvseek.plugins.contract import Effort
+from kvseek.plugins.contract import Budget
 from kvseek.plugins.registry import get_method
 
 
@@ -250,4 +255,4 @@ def test_full_on_the_gpu_selects_nothing() -> None:
     index = method.create(context)
     batch = Batch.of([RequestState(slot=0, length=7)], torch.zeros(1, 1).int())
     assert index.select(torch.zeros(1, 4, 64), batch) is None
-    assert (index.effort(7), index.bytes_per_token) == (Effort(7), 0.0)
+    assert (index.budget(7), index.bytes_per_token) == (Budget(7), 0.0)

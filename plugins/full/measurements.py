@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvseek.core.config import ModelConfig
-from kvseek.plugins.measurements.costs import SelectionCosts
+from kvseek.plugins.measurements import SelectionCosts
 
 from .config import Config
 

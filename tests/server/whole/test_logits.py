@@ -11,48 +11,32 @@ import pytest
 import requests
 import torch
 import tritonclient.grpc as grpc
-from tests.conftest import BuildEngine, RandomModel
+from tests.server.whole.conftest import MAX_LOGITS
 from tests.support.grpc_inputs import inputs_of
 from tests.support.waiting import SECONDS
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.server.launch import RunningServer
-from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
 
 PROMPT = "the harbour master wrote the log at dusk"
 VOCABULARY = 384
 TOKENS = 5
-MOST = 100  # tokens whose logits a request may ask for
+MOST = MAX_LOGITS // VOCABULARY  # tokens whose logits a request may ask for
 MAX_DIFFERENCE = 2e-4
 BOTH = {"return_context_logits": True, "return_generation_logits": True}
 
 
 @pytest.fixture(scope="module")
-def model(random_model: RandomModel) -> Path:
-    return random_model("llama")
-
-
-@pytest.fixture(scope="module")
-def directory(model: Path, build_engine: BuildEngine) -> Path:
-    return build_engine(model, "full", "--max_batch_size", "3", "--max_seq_len", "600", "--prefill_chunk_tokens", "50")
-
-
-@pytest.fixture(scope="module")
-def settings() -> ServeSettings:
-    return ServeSettings(threads=1, max_logits=MOST * VOCABULARY)
-
-
-@pytest.fixture(scope="module")
-def answer(model: Path, engine: Engine) -> tuple[list[int], list[int], np.ndarray[Any, Any]]:
+def answer(checkpoint: Path, engine: Engine) -> tuple[list[int], list[int], np.ndarray[Any, Any]]:
     """Token ids of the prompt, those that the engine generates, and transformers' logits at all of them."""
     from transformers import AutoModelForCausalLM
 
     prompt = engine.tokenizer.encode(PROMPT)
     (generated,) = engine.generate([Request(tuple(prompt), TOKENS)])
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.inference_mode():
         logits = reference(torch.tensor([[*prompt, *generated]])).logits[0]
     return prompt, generated, logits.numpy()

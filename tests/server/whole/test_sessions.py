@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from tests.conftest import BuildEngine, RandomModel
 from tests.support.grpc_inputs import grpc_input, stream_infer
 from tests.support.metrics import metric
 from tests.support.waiting import SECONDS
@@ -21,19 +18,11 @@ from kvseek.client.http_client import HttpClient
 from kvseek.client.openai_client import OpenAIClient
 from kvseek.client.options import GenerateOptions
 from kvseek.client.text_models import TEXT_MODELS, TextModel
-from kvseek.server.launch import RunningServer, running_server
-from kvseek.server.settings import ServeSettings
+from kvseek.server.launch import RunningServer
 
 pytestmark = pytest.mark.server
 
 STORY = "the quick brown fox jumps over the lazy dog " * 20
-WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
-
-
-@pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    model = random_model("llama", max_position_embeddings=4096)
-    return build_engine(model, "pariskv", *WINDOW, "--max_batch_size", "2", "--max_seq_len", "2400")
 
 
 @pytest.fixture(scope="module", params=TEXT_MODELS)
@@ -42,9 +31,9 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(directory: Path, layout: str) -> Iterator[RunningServer]:
-    with running_server(directory, settings=ServeSettings(threads=1, layout=layout)) as server:
-        yield server
+def server(layout: str, request: pytest.FixtureRequest) -> RunningServer:
+    own: RunningServer = request.getfixturevalue(f"{layout.partition('_')[0]}_server")
+    return own
 
 
 @pytest.fixture

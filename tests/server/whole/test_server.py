@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import requests
 import tritonclient.grpc as grpc
-from tests.conftest import BuildEngine, RandomModel
 from tests.support.grpc_inputs import grpc_input, stream_infer
 from tests.support.metrics import metric
 from tests.support.waiting import wait_for
@@ -30,35 +28,15 @@ from kvseek.client.http_client import NO_KEEP_ALIVE, HttpClient
 from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.launch import RunningServer, running_server
+from kvseek.server.launch import RunningServer
 from kvseek.server.serve import main
-from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 12
 LONG = GenerateOptions(max_tokens=300, end_id=-1)
 SHORT = GenerateOptions(max_tokens=12, end_id=-1)
-WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 TIMEOUT = 60.0
-
-
-@pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    model = random_model("llama", max_position_embeddings=2048)
-    limits = ("--max_batch_size", "3", "--max_seq_len", "1200", "--max_input_len", "800")
-    return build_engine(model, "pariskv", *WINDOW, *limits, "--pariskv.top_k", "20")
-
-
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("log") / "server.log"
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path, log: Path) -> Iterator[RunningServer]:
-    with running_server(directory, settings=ServeSettings(threads=1), log=log, verbose=True) as server:
-        yield server
 
 
 def grpc_client(server: RunningServer) -> GrpcClient:
@@ -222,17 +200,12 @@ def test_prefill_progress_only_when_asked_for(server: RunningServer) -> None:
     assert all(c.num_output_tokens for c in client.generate_stream(PROMPT, SHORT))
 
 
-BAD = [
+BAD = [  # others are the same for every port: tests/server/frontend/test_refusals.py
     ("", SHORT, "text_input is empty"),
-    ("word " * 1400, SHORT, "must be <= max_input_len = 800"),
-    ("word " * 2000, SHORT, "text_input has 10,000 bytes: must be <= 7,200, max_input_len tokens of the .* longest"),
-    (PROMPT, replace(SHORT, max_tokens=0), r"max_tokens = 0: must be >= 1"),
+    ("word " * 1400, SHORT, "must be <= max_input_len = 1000"),
+    ("word " * 2000, SHORT, "text_input has 10,000 bytes: must be <= 9,000, max_input_len tokens of the .* longest"),
     (PROMPT, replace(SHORT, max_tokens=-4), r"max_tokens = -4: must be >= 1"),
-    (PROMPT, replace(SHORT, max_tokens=5000), "must be <= max_seq_len = 1200"),
-    (PROMPT, replace(SHORT, temperature=-1.0), "temperature = -1.0: must be finite and >= 0"),
-    (PROMPT, replace(SHORT, top_p=-0.5), r"top_p = -0.5: must be in \[0, 1\]"),
-    (PROMPT, replace(SHORT, top_p=1.5), r"top_p = 1.5: must be in \[0, 1\]"),
-    (PROMPT, replace(SHORT, top_k=-2), "top_k = -2: must be in"),
+    (PROMPT, replace(SHORT, max_tokens=50_000), "must be <= max_seq_len = 20000"),
     (PROMPT, replace(SHORT, end_id=10**6), r"end_id = 1000000: must be in \[0, "),
 ]
 
@@ -290,7 +263,7 @@ def test_chat_prints_the_answer(server: RunningServer, protocol: str, capsys: py
 def test_a_client_that_leaves_ends_generation(server: RunningServer, protocol: str) -> None:
     tokens = metric(server.metrics_url, "kvseek:generation_tokens_total")
     if protocol == "grpc":
-        streams = [grpc_client(server).generate_stream(PROMPT, LONG) for _ in range(3)]  # all slots
+        streams = [grpc_client(server).generate_stream(PROMPT, LONG) for _ in range(3)]
     elif protocol == "http":
         streams = [HttpClient(server.http_url, TIMEOUT).generate_stream(PROMPT, LONG) for _ in range(3)]
     else:
@@ -308,12 +281,6 @@ def test_a_client_that_leaves_ends_generation(server: RunningServer, protocol: s
     assert metric(server.metrics_url, "kvseek:generation_tokens_total") - tokens < 2 * LONG.max_tokens, (
         "3 x were asked for"
     )
-
-
-def test_metrics_count_tokens(server: RunningServer) -> None:
-    before = metric(server.metrics_url, "kvseek:generation_tokens_total")
-    answer(server)
-    assert metric(server.metrics_url, "kvseek:generation_tokens_total") - before == 12
 
 
 def test_no_duration_is_told_that_triton_cannot_know(server: RunningServer) -> None:

@@ -15,7 +15,7 @@ MOST_EQUAL = 32
 BLOCKS_TOGETHER = 16  # most that a call reads
 FEWEST_QUERIES = 128  # they are filled up to powers of two from this one, and beyond 512 to multiples of QUERY_STEP
 QUERY_STEP = 256
-LSE_NUMBERS = 2  # numbers of 16 bits in a log-sum-exp
+LSE_ELEMENTS = 2  # elements of 16 bits in a log-sum-exp
 
 
 class Blocks(NamedTuple):

@@ -11,7 +11,6 @@ import openai
 import pytest
 import requests
 from openai import OpenAI
-from tests.conftest import BuildEngine, RandomModel
 from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
@@ -30,12 +29,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SLOW = {"type": "integer", "multipleOf": 999_999_937}  # takes as long to compile as it may, and is refused then
-
-
-@pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Path:
-    limits = ("--max_batch_size", "3", "--max_seq_len", "900", "--max_input_len", "100")
-    return build_engine(random_model("llama", max_position_embeddings=2048), "full", *limits)
 
 
 def form(schema: Any) -> Any:
@@ -66,7 +59,7 @@ def test_answers_follow_their_schema(client: OpenAI, model: str) -> None:
 
     with ThreadPoolExecutor(5) as pool:
         free = pool.submit(ask, 0, temperature=0)
-        guided = [pool.submit(ask, seed, n=2, response_format=form(SCHEMA)) for seed in range(0, 8, 2)]
+        guided = [pool.submit(ask, seed, n=2, response_format=form(SCHEMA)) for seed in (0, 2)]
         for answer in guided:
             for choice in answer.result().choices:
                 check(choice.message.content)
@@ -95,7 +88,6 @@ def test_what_cannot_be_followed_is_refused_by_name(client: OpenAI, model: str, 
     for schema, message in (
         ({"type": "strin"}, "response_format: cannot be followed: Invalid type: strin"),
         ({"type": "string", "not": {"const": "a"}}, 'Unimplemented keys: \\["not"\\]'),
-        (SLOW, "fuel"),
     ):
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             client.chat.completions.create(model=model, messages=TALK, response_format=form(schema), stream=stream)
@@ -111,22 +103,23 @@ def test_words_that_a_schema_needs_and_that_are_banned(client: OpenAI, model: st
 
 def test_guides_that_compile_slowly_are_refused(client: OpenAI, model: str) -> None:
     """Beside a stream, one after the other; a client that leaves meanwhile is forgotten, and the next guide is followed."""
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(2) as pool:
         slow = [
             pool.submit(
-                client.with_options(timeout=0.01 if number % 4 == 0 else SECONDS).chat.completions.create,
+                client.with_options(timeout=0.01 if number == 0 else SECONDS).chat.completions.create,
                 model=model,
                 messages=TALK,
                 response_format=form(SLOW),
             )
-            for number in range(4)
+            for number in range(2)
         ]
         body: Any = {"temperature": 0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
         events = list(client.chat.completions.create(model=model, messages=TALK, stream=True, **body))
         assert events[-1].choices[0].finish_reason == "length"
         for number, call in enumerate(slow):
-            left = (openai.APITimeoutError,) if number % 4 == 0 else ()  # unless the machine is quicker than its client
-            with pytest.raises((openai.BadRequestError, *left)):
+            # One may have left, unless the machine is quicker than its client.
+            kinds = (openai.APITimeoutError, openai.BadRequestError) if number == 0 else openai.BadRequestError
+            with pytest.raises(kinds, match=None if number == 0 else "fuel"):
                 call.result()
     check(
         client.chat.completions.create(model=model, messages=TALK, response_format=form(SCHEMA))

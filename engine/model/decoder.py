@@ -1,0 +1,125 @@
+"""The decoder as an engine sees it: a model, the retrieval that it attends with, and how its decode steps run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import EngineConfig
+from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.prefixes.rows import PrefixRows
+from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
+from kvseek.engine.retrieval import Observer, Retrieval
+from kvseek.plugins.registry import method_traits
+
+from .prefill import NO_CALLBACKS, LogitsCallbacks, Prefill, Prompts
+
+
+class PromptModel(Protocol):
+    """A model that reads prompts.
+
+    Attributes
+    ----------
+    reads_packs : bool
+        Whether a prefill may have several prompts, and units of any size. If not, a prefill has one prompt, and the model
+        chooses the units, whatever `Prefill.advance` asks for.
+    scores_prompts : bool
+        Whether a prefill may have `on_logits`.
+    """
+
+    @property
+    def reads_packs(self) -> bool: ...
+
+    @property
+    def scores_prompts(self) -> bool: ...
+
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
+        """Begin to read prompts, each with its slot and token ids; nothing is computed or changed before `Prefill.advance`.
+
+        Several prompts need a model that reads packs, and must not be longer than a chunk (prefill_chunk_tokens) together.
+        `on_logits`: see Prefill.
+        """
+
+
+class Decoder(ABC):
+    """Reads prompts and runs decode steps, for one thread: HostDecoder of cpu/steps.py, GraphDecoder of cuda/steps.py."""
+
+    def __init__(self, model: PromptModel, retrieval: Retrieval) -> None:
+        self.model, self.retrieval = model, retrieval
+
+    @property
+    def config(self) -> EngineConfig:
+        """Configuration of the engine."""
+        return self.retrieval.config
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of all layers."""
+        return self.retrieval.cache
+
+    @property
+    def sums(self) -> str:
+        """How several ranks sum what they compute in decode steps; empty for one rank."""
+        return ""
+
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
+        return self.model.prefill(prompts, on_logits)
+
+    @torch.inference_mode()
+    def resume(self, slot: int) -> None:
+        """Begin a slot with the tokens of its prefix, none of which is read; see Retrieval.resume."""
+        self.retrieval.resume(slot)
+
+    @property
+    @abstractmethod
+    def runs_ahead(self) -> bool:
+        """Whether it helps to launch a step before the one before it has been collected, as the host works meanwhile."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
+        """Append one token per request and compute the logits of the next.
+
+        Returns
+        -------
+        logits : Tensor, float32 [batch, vocabulary], on the CPU
+        attended : list of float
+            Cached tokens that one KV head attended to, per request, averaged over the layers.
+        """
+
+    @abstractmethod
+    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
+        """Launch a decode step as `decode` runs one, and the draws of the next tokens.
+
+        A token may be LATEST: the one that the slot's last step draws, which need not have been collected. Steps are collected
+        in the order of their launches. A request without a sampler gets the token with the largest logit, NO_TOKEN if that
+        logit is not finite.
+        """
+
+    @abstractmethod
+    def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
+        """Draw a token for each sampler from logits that prompts gave, float32 [samplers, vocabulary] on the CPU."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Capture the steps of all batch sizes, also those captured before, so that no request waits for a capture.
+
+        Does nothing on the CPU.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget what has been captured, and end what other processes do for this decoder. May be called twice."""
+
+    def prefix_rows(self) -> PrefixRows:
+        """Make what keeps the rows of this decoder's cache for later requests."""
+        shares_entries = method_traits(self.config).prefix_reuse == "entries"
+        return PrefixRows(self.cache, self.retrieval.indexes, shares_entries)
+
+    def observe(self, observer: Observer) -> None:
+        """Let `observer` look into the decode steps from now on; captured steps are captured again with it."""
+        self.retrieval.observer = observer
+        self.prepare()
