@@ -7,11 +7,17 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from kvseek.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("kvseek", "torch", "transformers", "numpy")
 
 
@@ -82,3 +88,18 @@ class PlainRead:
     def __call__(self) -> None:
         """Read everything once."""
         self._numbers.sum()
+
+
+@contextmanager
+def tree_of(commit: str, repository: Path = ROOT) -> Iterator[Path]:
+    """A copy of a commit that can be run, for as long as the context lasts; raises ConfigError if there is no such commit."""
+    with tempfile.TemporaryDirectory(prefix="kvseek-perf-gate-") as folder:
+        archive, tree = Path(folder) / "tree.tar", Path(folder) / "tree"
+        command = ["git", "-C", str(repository), "archive", "--output", str(archive), commit]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise ConfigError(f"--commit = {commit!r}: must be one of this repository: {made.stderr.strip()}; fetch it")
+        tree.mkdir()
+        subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True)
+        subprocess.run(["make", "-s", "links"], cwd=tree, check=True)
+        yield tree

@@ -15,39 +15,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvseek.bench.machine import ROOT, tree_of
 from kvseek.bench.output import at_least_one, figures_table, print_whole, progress, read_result
 from kvseek.bench.speed.decode import wants_gpu
 from kvseek.core.errors import ConfigError, KvseekError, text_of
 
-ROOT = Path(__file__).resolve().parents[1]
 FLAGS = (
     *("--shape", "llama-3.1-8b", "--methods", "full,nested,pariskv", "--contexts", "131072"),
     *("--offload", "never,always", "--hot_rows", "on"),
 )
 BEFORE, NOW = "before", "now"
 Steps = dict[str, float]  # seconds of a step, by what was timed
-
-
-@contextmanager
-def tree_of(commit: str, repository: Path = ROOT) -> Iterator[Path]:
-    """A copy of a commit that can be run, for as long as the context lasts; raises ConfigError if there is no such commit."""
-    with tempfile.TemporaryDirectory(prefix="kvseek-perf-gate-") as folder:
-        archive, tree = Path(folder) / "tree.tar", Path(folder) / "tree"
-        command = ["git", "-C", str(repository), "archive", "--output", str(archive), commit]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode:
-            raise ConfigError(f"--commit = {commit!r}: must be one of this repository: {made.stderr.strip()}; fetch it")
-        tree.mkdir()
-        subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True)
-        subprocess.run(["make", "-s", "links"], cwd=tree, check=True)
-        yield tree
 
 
 def steps_of(document: Mapping[str, Any]) -> Steps:

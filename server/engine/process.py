@@ -66,24 +66,37 @@ logger = logging.getLogger(__name__)
 class Outbox:
     """Outputs on their way from the engine's thread to the event loop, which is woken once for those of a step."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._items: deque[tuple[FrontendConnection, int, StepOutput]] = deque()  # safe between threads
+    def __init__(self, loop: asyncio.AbstractEventLoop, metrics: EngineMetrics) -> None:
+        self._loop, self._metrics = loop, metrics
+        # Safe between threads. A number is the time, by time.perf_counter, of the outputs before it.
+        self._items: deque[tuple[FrontendConnection, int, StepOutput] | float] = deque()
 
     def put(self, frontend: FrontendConnection, number: int, output: StepOutput) -> None:
         """Add an output for a frontend, from any thread; `wake` follows."""
         self._items.append((frontend, number, output))
 
     def wake(self) -> None:
-        """Let the event loop send what has been put; from any thread."""
+        """Let the event loop count and send what has been put; from any thread."""
+        self._items.append(time.perf_counter())
         self._loop.call_soon_threadsafe(self.flush)
 
     def flush(self) -> None:
         """Send everything, in order, one message a frontend."""
-        outputs: dict[FrontendConnection, list[tuple[int, StepOutput]]] = {}
+        outputs, step = dict[FrontendConnection, list[tuple[int, StepOutput]]](), list[StepOutput]()
+        self._items.append(time.perf_counter())  # of outputs whose `wake` has not come yet
         while self._items:
-            frontend, number, output = self._items.popleft()
-            outputs.setdefault(frontend, []).append((number, output))
+            item = self._items.popleft()
+            if isinstance(item, float):
+                if step:
+                    _observed(self._metrics.record, step, item)
+                step = []
+                continue
+            frontend, number, output = item
+            step.append(output)
+            if frontend in outputs:
+                outputs[frontend].append((number, output))
+            else:
+                outputs[frontend] = [(number, output)]
         for frontend, own in outputs.items():
             frontend.pass_on(own)
 
@@ -156,11 +169,12 @@ class FrontendConnection:
             span = _observed(tracer.start, request, message.trace)
 
         def on_output(output: StepOutput) -> None:
-            if output.code is ErrorCode.TIMEOUT and message.request.timeout_seconds is None:
-                output = msgspec.structs.replace(output, error=renamed(output.error, {"timeout": "default_timeout"}))
-            _observed(server.metrics.record, output)
-            if span is not None and output.finish_reason is not None:
-                _observed(span.end, output)
+            if output.finish_reason is not None:
+                if output.code is ErrorCode.TIMEOUT and message.request.timeout_seconds is None:
+                    error = renamed(output.error, {"timeout": "default_timeout"})
+                    output = msgspec.structs.replace(output, error=error)
+                if span is not None:
+                    _observed(span.end, output)
             server.outbox.put(self, number, output)
 
         try:
@@ -210,7 +224,7 @@ class EngineServer:
         shared: bool = False,
     ) -> None:
         self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
-        self.outbox = Outbox(asyncio.get_running_loop())
+        self.outbox = Outbox(asyncio.get_running_loop(), metrics)
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromFrontend)
         self._draining = False

@@ -143,9 +143,10 @@ class Writer:
         await self._begin()
         try:
             while data is not None:
-                event, size = b"data: " + data + b"\n\n", len(data)
+                event, size = b"data: %b\n\n" % data, len(data)
                 del data  # the client may leave the event unread for long, and the next one may be long in coming
-                await self._deliver(event, size)
+                if size > PIECE_BYTES or not self._connection.write_now(event):
+                    await self._deliver(event, size)
                 del event
                 data = await anext(events, None)
         except ConnectionError:

@@ -93,12 +93,12 @@ class GenerateRoutes:
                 self._generations.stop(call.request_id, call.owner)
                 await (out.empty_stream() if streams else out.whole(await write({})))
             else:
-                async with self._generations.generate(made, call, answer) as chunks:
+                async with self._generations.generate([made], call, answer) as chunks:
                     if streams:
-                        await out.stream((await write(chunk) async for chunk in chunks), kserve_error)
+                        await out.stream((await write(chunk) async for _, chunk in chunks), kserve_error)
                     else:
                         last = Chunk()
-                        async for chunk in chunks:
+                        async for _, chunk in chunks:
                             last = chunk
                         await out.whole(await write(last))
 

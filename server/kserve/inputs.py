@@ -235,8 +235,6 @@ def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, str):
-        return str(value)  # an enum's value
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

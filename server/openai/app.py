@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from kvseek.server.kserve.inputs import JSON_BYTES_PER_BYTE, JSON_BYTES_PER_ID
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant, keys_of
 from kvseek.server.requests.translation import max_text_bytes
-from kvseek.server.requests.unread import WRITE_SECONDS, UnreadAnswer
+from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.settings import ServeSettings
 
 from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
@@ -171,7 +170,7 @@ class OpenAIPort:
         work = await self._read(request, call, chat)
         with self._generations.unread.answer() as answer:
             out = Writer(request.scope, send, answer)
-            async with self._pieces(work, call, answer) as arriving:
+            async with self._generations.generate(work.choices, call, answer) as arriving:
                 if work.streaming:
                     await out.stream(_events(work, arriving), openai_error)
                 else:
@@ -196,17 +195,6 @@ class OpenAIPort:
         reply = kind(self._model, self._fingerprint, self._tokenizer, body.top() is not None, with_usage)
         ready = [self._generations.submission(choice, call) for choice in choices]
         return Work(ready, body.choices, prompt_tokens, reply, bool(body.stream), with_usage)
-
-    @asynccontextmanager
-    async def _pieces(self, work: Work, call: Call, answer: UnreadAnswer) -> AsyncIterator[Pieces]:
-        """Submit all choices, and give their pieces as they come; those that have not ended with the context are cancelled."""
-        async with AsyncExitStack() as stack:
-            streams = [
-                await stack.enter_async_context(self._generations.generate(choice, call, answer))
-                for choice in work.choices
-            ]
-            pieces = _numbered(0, streams[0]) if len(streams) == 1 else _merged(streams)
-            yield await stack.enter_async_context(aclosing(pieces))
 
 
 def _salt(request: Request) -> str | None:
@@ -238,7 +226,8 @@ async def _whole(work: Work, arriving: Pieces) -> bytes:
         pieces[index] = piece
     counts = _usage(work, pieces)
     tokens = sum(len(piece["tokens"]) for piece in pieces)
-    return await _written(tokens, lambda: msgspec.json.encode(work.reply.whole(pieces, counts)))
+    write = partial(work.reply.whole, pieces, counts)
+    return write() if tokens <= MANY_TOKENS else await asyncio.to_thread(write)
 
 
 async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
@@ -249,12 +238,14 @@ async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
         if not begun:
             begun = True
             for event in work.reply.begin(len(work.choices)):
-                yield msgspec.json.encode(event)
-        last[index] = piece | {"tokens": ()}
-        for data in await _written(len(piece["tokens"]), partial(_events_of, work.reply, index, piece)):
-            yield data
+                yield event
+        tokens, write = len(piece["tokens"]), partial(work.reply.pieces, index, piece)
+        for event in write() if tokens <= MANY_TOKENS else await asyncio.to_thread(write):
+            yield event
+        piece["tokens"] = ()  # which take memory
+        last[index] = piece
     if work.usage_in_stream:
-        yield msgspec.json.encode(work.reply.end(_usage(work, last)))
+        yield work.reply.end(_usage(work, last))
     yield DONE
 
 
@@ -263,48 +254,3 @@ def _usage(work: Work, last: Sequence[Piece]) -> Json:
     reused = [piece["reused"] for piece in last]
     cached = sum(min(reused[first : first + work.answers]) for first in range(0, len(reused), work.answers))
     return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached)
-
-
-def _events_of(reply: Reply, index: int, piece: Piece) -> list[bytes]:
-    return [msgspec.json.encode(event) for event in reply.pieces(index, piece)]
-
-
-async def _written(tokens: int, write: Callable[[], T]) -> T:
-    """Call a function that writes the log probabilities of so many tokens; in a thread, if other answers would wait for it."""
-    return write() if tokens <= MANY_TOKENS else await asyncio.to_thread(write)
-
-
-async def _numbered(index: int, pieces: AsyncIterator[Piece]) -> AsyncGenerator[tuple[int, Piece], None]:
-    async for piece in pieces:
-        yield index, piece
-
-
-async def _merged(streams: Sequence[AsyncIterator[Piece]]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Give the pieces of several choices as they come; raises the first error that one of them raises."""
-    # One at a time: the others wait where they are counted.
-    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue(1)
-
-    async def pass_on(index: int, pieces: AsyncIterator[Piece]) -> None:
-        try:
-            async for piece in pieces:
-                await arrived.put((index, piece))
-        except Exception as error:
-            await arrived.put(error)
-        else:
-            await arrived.put(None)
-
-    tasks = [asyncio.create_task(pass_on(*each)) for each in enumerate(streams)]
-    try:
-        left = len(tasks)
-        while left:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

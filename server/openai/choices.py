@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ErrorCode, RequestError, renamed
 from kvseek.core.request import DEFAULT_PRIORITY, FinishReason, LogProbs, Request, StepOutput
@@ -89,26 +91,32 @@ class Choice:
         self._length = len(self._new.text)  # characters so far, those held back included
         self._tokens: list[tuple[int, LogProbs | None, int]] = []
 
-    def push(self, output: StepOutput) -> Iterator[dict[str, Any]]:
-        """Take one output of the engine; raises CodedError if the server ended the request."""
-        new = self._new
-        if not new.push(output):
+    def push(self, outputs: Sequence[StepOutput]) -> Iterator[dict[str, Any]]:
+        """Take outputs of the engine, whose tokens make one piece; raises CodedError if the server ended the request."""
+        new, taken, broken = self._new, False, False
+        for output in outputs:
+            if not new.push(output):
+                continue
+            taken = True
+            broken = output.finish_reason is not None and output.finish_reason not in REASONS
+            if self._offsets is not None and not broken:
+                self._take_logprobs(output, self._offsets)
+        if not taken:
             return
-        if output.finish_reason is not None and output.finish_reason not in REASONS:
-            raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
-        if self._offsets is not None:
-            self._take_logprobs(output, self._offsets)
-        reason = new.finish_reason
+        reason = None if broken else new.finish_reason
         self.ended = reason is not None
-        if (self.streaming and (new.text or self._tokens)) or reason is not None:
+        text = new.text
+        if (self.streaming and (text or self._tokens)) or reason is not None:
             yield {
-                "text": new.text,
+                "text": text,
                 "tokens": self._tokens,
                 "count": new.count,
                 "reused": 0 if new.statistics is None else new.statistics.reused_tokens,
                 "finish_reason": None if reason is None else REASONS[reason],
             }
             new.text, self._tokens = "", []
+        if broken:
+            raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
 
     def _take_logprobs(self, output: StepOutput, text: TextStream) -> None:
         """Take the log probabilities of an output's token, and before the first one those of the prompt."""
@@ -238,23 +246,34 @@ class Reply(ABC):
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self._event: Json = self._whole | {"object": self.EVENT_KIND} | ({"usage": None} if usage_in_stream else {})
+        event = self._whole | {"object": self.EVENT_KIND}
+        # What all events begin with: to write it for each would take longer than the rest.
+        self._start, self._start_of_others = (
+            msgspec.json.encode(fields)[:-1] + b',"choices":'
+            for fields in (event, event | {"usage": None} if usage_in_stream else event)
+        )
 
     @abstractmethod
-    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
         """Write a complete answer, of one piece for each choice."""
 
     @abstractmethod
-    def begin(self, choices: int) -> Iterator[Json]:
+    def begin(self, choices: int) -> list[bytes]:
         """Write the events with which a stream begins."""
 
     @abstractmethod
-    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+    def pieces(self, index: int, piece: Piece) -> list[bytes]:
         """Write the events of a piece of a choice."""
 
-    def end(self, counts: Json) -> Json:
+    def end(self, counts: Json) -> bytes:
         """Write the event with the numbers of tokens."""
-        return self._event | {"choices": [], "usage": counts}
+        return b'%b[],"usage":%b}' % (self._start, msgspec.json.encode(counts))
+
+    def _complete(self, choices: Sequence[Json], counts: Json) -> bytes:
+        return msgspec.json.encode(self._whole | {"choices": choices, "usage": counts})
+
+    def _event(self, choice: Json) -> bytes:
+        return b"%b[%b]}" % (self._start_of_others, msgspec.json.encode(choice))
 
 
 class ChatReply(Reply):
@@ -262,7 +281,7 @@ class ChatReply(Reply):
 
     PREFIX, KIND, EVENT_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
         """See Reply."""
         choices = [
             {
@@ -273,24 +292,23 @@ class ChatReply(Reply):
             }
             for index, piece in enumerate(pieces)
         ]
-        return self._whole | {"choices": choices, "usage": counts}
+        return self._complete(choices, counts)
 
-    def begin(self, choices: int) -> Iterator[Json]:
+    def begin(self, choices: int) -> list[bytes]:
         """See Reply."""
-        for index in range(choices):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(choices)]
 
-    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+    def pieces(self, index: int, piece: Piece) -> list[bytes]:
         """See Reply."""
+        events = []
         if piece["text"] or piece["tokens"]:
-            yield self._chunk(index, {"content": piece["text"]}, self._logprobs_of(piece))
+            events.append(self._chunk(index, {"content": piece["text"]}, self._logprobs_of(piece)))
         if piece["finish_reason"] is not None:
-            yield self._chunk(index, {}, None, piece["finish_reason"])
+            events.append(self._chunk(index, {}, None, piece["finish_reason"]))
+        return events
 
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
-        return self._event | {
-            "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
-        }
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> bytes:
+        return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
     def _logprobs_of(self, piece: Piece) -> Json | None:
         return chat_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
@@ -301,17 +319,17 @@ class CompletionReply(Reply):
 
     PREFIX, KIND, EVENT_KIND = "cmpl", "text_completion", "text_completion"
 
-    def whole(self, pieces: Sequence[Piece], counts: Json) -> Json:
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
         """See Reply."""
-        return self._whole | {"choices": [self._choice(*each) for each in enumerate(pieces)], "usage": counts}
+        return self._complete([self._choice(*each) for each in enumerate(pieces)], counts)
 
-    def begin(self, choices: int) -> Iterator[Json]:
+    def begin(self, choices: int) -> list[bytes]:
         """See Reply: the first event of a completion is its first piece."""
-        return iter(())
+        return []
 
-    def pieces(self, index: int, piece: Piece) -> Iterator[Json]:
+    def pieces(self, index: int, piece: Piece) -> list[bytes]:
         """See Reply."""
-        yield self._event | {"choices": [self._choice(index, piece)]}
+        return [self._event(self._choice(index, piece))]
 
     def _choice(self, index: int, piece: Piece) -> Json:
         logprobs = completion_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None

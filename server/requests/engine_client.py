@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +43,7 @@ ANSWER_SECONDS = 10.0  # most time for a ping: longer than a step of the engine,
 METRICS_SECONDS = 2.0  # most time for metrics, which do not wait for a step, and whose reader waits
 NOT_RUNNING = "the engine is not running: it is being started or restarted; send the request again in some seconds"
 DIED = "the engine process ended while the request was with it, and is being restarted; send the request again"
-Callback = Callable[[StepOutput], None]
+Callback = Callable[[Sequence[StepOutput]], None]
 Answer = TypeVar("Answer", Pong, Metrics, SessionEnded)
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class EngineClient:
     """Connects to the engine process, and connects again whenever it has been restarted.
 
     `submit`, `cancel` and `refused` may be called from any thread. Callbacks run on the client's event loop, must return soon,
-    and get every output of their request; the last has a finish reason. If the engine process ends, the last output of every
+    and get every output of their request, those that a turn of the loop finds together: of one step, or of several when the
+    loop is behind. The last has a finish reason and comes alone. If the engine process ends, the last output of every
     request is an error with code UNAVAILABLE; if a callback raises, the last output of its request is one with code INTERNAL.
 
     Parameters
@@ -74,6 +75,7 @@ class EngineClient:
         self._socket, self._absent = socket, absent
         self._numbers = itertools.count(1)
         self._callbacks: dict[int, Callback] = {}  # used on the loop alone
+        self._arrived: dict[int, list[StepOutput]] = {}  # outputs that have not been handed out, by request
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._connected_at = 0.0  # time.monotonic of the last connection
@@ -188,7 +190,7 @@ class EngineClient:
     def _start(self, number: int, on_output: Callback, data: bytes) -> None:
         if self._writer is None or self._writer.is_closing():  # it has ended since `submit` looked
             self._uncounted[ErrorCode.UNAVAILABLE.value] += 1
-            _call(on_output, _failure(number, NOT_RUNNING))
+            _call(on_output, [_failure(number, NOT_RUNNING)])
             return
         self._callbacks[number] = on_output
         try:
@@ -261,23 +263,39 @@ class EngineClient:
             if answer is not None and not answer.done():  # else nobody waits for it any more
                 answer.set_result(message)
             return
+        arrived = self._arrived
+        if not arrived:
+            self._loop.call_soon(self._hand_out)  # after all messages that have come
         for number, output in message.outputs:
-            ended = output.finish_reason is not None
-            callback = self._callbacks.pop(number, None) if ended else self._callbacks.get(number)
-            if callback is not None and not _call(callback, output) and not ended:
+            if number in arrived:
+                arrived[number].append(output)
+            else:
+                arrived[number] = [output]
+
+    def _hand_out(self) -> None:
+        arrived, self._arrived = self._arrived, {}
+        for number, outputs in arrived.items():
+            callback = self._callbacks.get(number)
+            if callback is None:
+                continue
+            last = outputs.pop() if outputs[-1].finish_reason is not None else None
+            if outputs and not _call(callback, outputs):
                 self._end(number, callback, _failure(number, INTERNAL, ErrorCode.INTERNAL))
                 self._send(Cancel(number))
+            elif last is not None:
+                self._end(number, callback, last)
 
     def _end(self, number: int, callback: Callback, end: StepOutput) -> None:
-        """Give a request an end that the engine has not sent, and take no further outputs for it."""
+        """Give a request its end, and take no further outputs for it."""
         self._callbacks.pop(number, None)
-        _call(callback, end)
+        _call(callback, [end])
 
     def _end_all(self) -> None:
+        self._hand_out()
         callbacks, self._callbacks = self._callbacks, {}
         self._uncounted[ErrorCode.UNAVAILABLE.value] += len(callbacks)
         for number, callback in callbacks.items():
-            _call(callback, _failure(number, DIED))
+            _call(callback, [_failure(number, DIED)])
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(UnavailableError(NOT_RUNNING))
@@ -287,11 +305,11 @@ def _failure(number: int, message: str, code: ErrorCode = ErrorCode.UNAVAILABLE)
     return StepOutput(number, finish_reason=FinishReason.ERROR, error=message, code=code)
 
 
-def _call(callback: Callback, output: StepOutput) -> bool:
-    """Hand an output over; returns whether the callback took it."""
+def _call(callback: Callback, outputs: Sequence[StepOutput]) -> bool:
+    """Hand outputs over; returns whether the callback took them."""
     try:
-        callback(output)
+        callback(outputs)
     except Exception:
-        logger.exception("an output could not be passed on; its request ends")
+        logger.exception("outputs could not be passed on; their request ends")
         return False
     return True

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from kvseek.core.errors import KvseekError, QueueFullError, code_of, renamed
@@ -108,6 +109,38 @@ class Workers:
         self._free.release()
 
 
+class Arrivals:
+    """Outputs of the requests of one call that wait for whoever writes its answer; those of one request are taken together.
+
+    They count in `answer` from when they arrive; who takes them counts them off.
+    """
+
+    def __init__(self, answer: UnreadAnswer) -> None:
+        self.answer, self._loop = answer, asyncio.get_running_loop()
+        self._waiting: dict[int, tuple[list[StepOutput], int]] = {}  # by the request's place: outputs, and their bytes
+        self._arrived: asyncio.Future[None] | None = None  # what `next` waits for
+
+    def put(self, place: int, outputs: Sequence[StepOutput]) -> None:
+        """Add outputs of a request, behind those that wait."""
+        size = sum(map(size_of, outputs))
+        if (before := self._waiting.get(place)) is None:
+            self._waiting[place] = [*outputs], size
+        else:
+            self._waiting[place] = [*before[0], *outputs], before[1] + size
+        self.answer.add(size)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def next(self) -> tuple[int, list[StepOutput], int]:
+        """Wait for outputs; returns a request's place, all of its outputs that wait, and their bytes."""
+        if not self._waiting:
+            self._arrived = self._loop.create_future()
+            await self._arrived
+        place = next(iter(self._waiting))
+        outputs, size = self._waiting.pop(place)
+        return place, outputs, size
+
+
 class Generations:
     """Runs the requests of one frontend process. All methods must be called on the event loop.
 
@@ -154,45 +187,48 @@ class Generations:
 
     @asynccontextmanager
     async def generate(
-        self, submission: Submission, call: Call, answer: UnreadAnswer
-    ) -> AsyncIterator[AsyncIterator[Chunk]]:
-        """Let the engine serve a request, and give its chunks; if the context ends before the last, the request is cancelled.
+        self, submissions: Sequence[Submission], call: Call, answer: UnreadAnswer
+    ) -> AsyncIterator[AsyncIterator[tuple[int, Chunk]]]:
+        """Let the engine serve requests of one call, and give their chunks as they come, each with its request's place.
 
-        What the engine puts out counts as unread: in a stream until the client has read it and the next output comes, else until
-        `answer` ends.
+        Requests that have not ended when the context ends are cancelled. What the engine puts out counts as unread: in a stream
+        until the client has read what was made of it, else until `answer` ends.
 
         Entering the context raises UnavailableError if there is no engine, and QueueFullError or RequestError if there is no
-        room for the logits that it asks for. Iterating raises CodedError when the engine ends the request with an error, and
+        room for the logits that are asked for. Iterating raises CodedError when the engine ends a request with an error, and
         QueueFullError if there is no room for the answer.
         """
-        outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
-        reserved, number = 0, submission.number
+        arrivals, reserved = Arrivals(answer), [0] * len(submissions)
 
-        def take(output: StepOutput) -> None:
-            nonlocal reserved
-            arrived = min(reserved, logit_bytes(output))
-            reserved -= arrived
-            self.unread.release(arrived)
-            outputs.put_nowait(output)
-            answer.add(size_of(output))
+        def take(place: int, outputs: Sequence[StepOutput]) -> None:
+            if reserved[place]:
+                arrived = min(reserved[place], sum(map(logit_bytes, outputs)))
+                reserved[place] -= arrived
+                self.unread.release(arrived)
+            arrivals.put(place, outputs)
 
-        self.open += 1
+        self.open += len(submissions)
         try:
-            with self.counting_refusals():
-                reserved = self.unread.reserve(submission.served.request)
-                self._client.start(number, submission.data, take)
-            call.submitted.append(number)
-            try:
-                if call.stopped:  # before the request was submitted
-                    self._client.cancel(number)
-                async with aclosing(_chunks(submission.served, outputs, answer)) as chunks:
-                    yield chunks
-            finally:
-                self._client.cancel(number)  # does nothing if the request has ended
+            for place, submission in enumerate(submissions):
+                with self.counting_refusals():
+                    reserved[place] = self.unread.reserve(submission.served.request)
+                    self._client.start(submission.number, submission.data, partial(take, place))
+                call.submitted.append(submission.number)
+            if call.stopped:  # before the requests were submitted
+                self._cancel(submissions)
+            async with aclosing(_chunks([each.served for each in submissions], arrivals)) as chunks:
+                yield chunks
         finally:
-            self.open -= 1
-            self.unread.release(reserved)
-            reserved = 0
+            self._cancel(submissions)
+            self.open -= len(submissions)
+            for place, size in enumerate(reserved):
+                self.unread.release(size)
+                reserved[place] = 0
+
+    def _cancel(self, submissions: Sequence[Submission]) -> None:
+        """End requests, also those that have not been submitted or have ended: then this does nothing."""
+        for submission in submissions:
+            self._client.cancel(submission.number)
 
     def stop(self, request_id: str, owner: str) -> None:
         """End the requests of an owner to which their clients gave this id; an empty id, or owner, matches none."""
@@ -232,25 +268,26 @@ async def wait_for_ends(open_requests: Callable[[], int], client: EngineClient, 
         await asyncio.sleep(0.02)
 
 
-async def _chunks(
-    served: ServedRequest, outputs: asyncio.Queue[StepOutput], answer: UnreadAnswer
-) -> AsyncGenerator[Chunk, None]:
-    kept, given = (
-        0,
-        False,
-    )  # bytes of outputs that are still in memory; whether the client has read what was made of them
-    while True:
-        output = await outputs.get()
-        if given:
-            answer.remove(kept)
-            kept = 0
+async def _chunks(served: Sequence[ServedRequest], arrivals: Arrivals) -> AsyncGenerator[tuple[int, Chunk], None]:
+    left, answer = len(served), arrivals.answer
+    kept = [0] * left  # bytes of outputs that are still in memory, of each request
+    while left:
+        place, outputs, size = await arrivals.next()
         answer.check()
-        if output.finish_reason is FinishReason.ERROR:
-            raise CodedError(output.code, renamed(output.error, served.names))
-        for chunk in served.push(output):
-            yield chunk
-        kept += size_of(output)
-        # Before the first token, what the prompt has is gathered.
-        given = served.streaming and output.token_id is not None
-        if output.finish_reason is not None or served.ended:
-            return
+        own, end, given = served[place], outputs[-1], False
+        if failed := end.finish_reason is FinishReason.ERROR:
+            del outputs[-1]
+        if outputs:
+            for chunk in own.push(outputs):
+                yield place, chunk
+                chunk = {}  # the next one may be long in coming
+            # Before the first token, what the prompt has is gathered.
+            given = own.streaming and any(output.token_id is not None for output in outputs)
+        if failed:
+            raise CodedError(end.code, renamed(end.error, own.names))
+        kept[place] += size
+        if given:  # the client has read what was made of them
+            answer.remove(kept[place])
+            kept[place] = 0
+        left -= end.finish_reason is not None or own.ended
+        del outputs, end

@@ -57,7 +57,7 @@ class ServedRequest(Protocol):
     request : Request
         The request for the engine.
     streaming : bool
-        Whether the client wants a response for every token.
+        Whether the client wants responses while tokens are generated.
     ended : bool
         Whether the client has its last chunk although the engine goes on, because a stop word came; the caller has to cancel
         the request then.
@@ -70,8 +70,8 @@ class ServedRequest(Protocol):
     streaming: bool
     ended: bool
 
-    def push(self, output: StepOutput) -> Iterator[Chunk]:
-        """Take one output of the engine, which must be no error; yields the client's chunks for it."""
+    def push(self, outputs: Sequence[StepOutput]) -> Iterator[Chunk]:
+        """Take outputs of the engine, none of them an error; yields the client's chunks for them, all tokens in one."""
 
 
 @dataclass(frozen=True)
@@ -173,17 +173,20 @@ class TokenRequest:
             self._new.token_ids += request.prompt_ids
             self._new.text = prompt
 
-    def push(self, output: StepOutput) -> Iterator[Chunk]:
-        """See ServedRequest."""
-        is_answer = self._new.push(output)
-        reason = self._new.finish_reason
-        if not is_answer:
-            if self._progress and reason is None:
+    def push(self, outputs: Sequence[StepOutput]) -> Iterator[Chunk]:
+        """See ServedRequest. A response with several tokens tells what the step of the last one attended to."""
+        new, last = self._new, None
+        for output in outputs:
+            if new.push(output):
+                last = output
+            elif self._progress and new.finish_reason is None:
                 yield self._chunk(output, "", progress=True)
+        if last is None:
             return
-        self.ended = reason is FinishReason.STOP_WORD and output.finish_reason is None
+        reason = new.finish_reason
+        self.ended = reason is FinishReason.STOP_WORD and last.finish_reason is None
         if self.streaming or reason is not None:
-            yield self._chunk(output, reason or "", progress=False) | taken_logits(self._new, self.request)
+            yield self._chunk(last, reason or "", progress=False) | taken_logits(new, self.request)
             self._forget()
 
     def _chunk(self, output: StepOutput, reason: str, progress: bool) -> Chunk:

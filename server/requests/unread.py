@@ -136,7 +136,8 @@ class UnreadAnswer:
         if not self._failure:
             self.bytes += size
             self._answers.bytes += size
-            self._answers.make_room()
+            if self._answers.bytes > self._answers.limit:
+                self._answers.make_room()
 
     def remove(self, size: int) -> None:
         """Count bytes off that are gone."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -200,35 +200,37 @@ class TritonModel:
             if stream in self._streams:  # else it has ended, and nothing would give the room back
                 sequence.reserved = self._unread.reserve(request)
         sequence.number = self._client.submit(
-            request, lambda output: self._pass_on(stream, sequence, output), trace, stream.arrived
+            request, lambda outputs: self._pass_on(stream, sequence, outputs), trace, stream.arrived
         )
         if (
             stream.left or stream.stopped or stream.closed or sequence.ended
         ):  # this happened before the number was known
             self._client.cancel(sequence.number)
 
-    def _pass_on(self, stream: Stream, sequence: ReturnSequence, output: StepOutput) -> None:
-        """Send the responses for an output of the engine; runs on the engine client's thread."""
+    def _pass_on(self, stream: Stream, sequence: ReturnSequence, outputs: Sequence[StepOutput]) -> None:
+        """Send the responses for outputs of the engine; runs on the engine client's thread."""
         if stream.closed or sequence.ended:
             return
         try:
             if not stream.left and stream.has_left():
                 self._leave(stream)
-            self._send(stream, sequence, output)
+            self._send(stream, sequence, outputs)
         except Exception:
-            logger.exception("an output could not be passed on; its request ends")
+            logger.exception("outputs could not be passed on; their request ends")
             self._forget(stream)
             self._cancel(stream)
             stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
 
-    def _send(self, stream: Stream, sequence: ReturnSequence, output: StepOutput) -> None:
-        served, last = sequence.served, output.finish_reason is not None
-        if output.finish_reason is FinishReason.ERROR:
+    def _send(self, stream: Stream, sequence: ReturnSequence, outputs: Sequence[StepOutput]) -> None:
+        served, end = sequence.served, outputs[-1]
+        last = end.finish_reason is not None
+        if end.finish_reason is FinishReason.ERROR:  # the last output comes alone
             self._forget(stream)
-            stream.fail(renamed(output.error, served.names), output.code)
+            stream.fail(renamed(end.error, served.names), end.code)
             self._cancel(stream)  # the other sequences
             return
-        chunks = [chunk | sequence.index for chunk in served.push(output)]
+        # One by one, because perf_analyzer takes each response of a stream for a token.
+        chunks = [chunk | sequence.index for output in outputs for chunk in served.push([output])]
         if served.ended and not last and sequence.number is not None:
             self._client.cancel(sequence.number)
         sequence.ended = last or served.ended

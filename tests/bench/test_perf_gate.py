@@ -10,8 +10,9 @@ import torch
 from tests.conftest import ROOT, BuildEngine, RandomModel
 
 from kvseek.bench import perf_gate
+from kvseek.bench.machine import tree_of
 from kvseek.bench.output import read_result
-from kvseek.bench.perf_gate import BEFORE, NOW, Steps, compared, main, run_bench, steps_of, take_turns, tree_of
+from kvseek.bench.perf_gate import BEFORE, NOW, Steps, compared, main, run_bench, steps_of, take_turns
 from kvseek.core.errors import ConfigError, KvseekError
 
 TREES = {BEFORE: Path("before"), NOW: Path("now")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from kvseek.core.errors import ErrorCode, TimeoutExpiredError, UnavailableError
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.messages import Submit, frame
+from kvseek.server.requests.messages import FromFrontend, Outputs, Submit, frame, read_frame
 from kvseek.server.settings import ServeSettings
 
 SETTINGS = ServeSettings(threads=1)
@@ -40,14 +40,14 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
             await asyncio.sleep(0.2)
             assert client.connected_seconds >= 0.2
             first = asyncio.Event()
-            client.submit(Request((1, 2, 3), 400), lambda output: (first.set(), ends.append(output)))
+            client.submit(Request((1, 2, 3), 400), lambda outputs: (first.set(), ends.extend(outputs)))
             await first.wait()
             process.kill()
             await until(lambda: not client.connected)
             assert client.connected_seconds == 0
         assert (ends[-1].finish_reason, ends[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
         with pytest.raises(UnavailableError):
-            client.submit(Request((1, 2, 3), 4), ends.append)
+            client.submit(Request((1, 2, 3), 4), ends.extend)
         client.refused(ErrorCode.UNAVAILABLE)  # as the door does with what `submit` raises
         client.refused(ErrorCode.INVALID)
         await asyncio.sleep(0)
@@ -83,6 +83,47 @@ def test_time_at_a_frontend_counts_towards_the_time_limit(tmp_path: Path) -> Non
     asyncio.run(run())
 
 
+def test_outputs_that_come_together_are_handed_over_together_and_the_last_alone(tmp_path: Path) -> None:
+    """Two steps that the door finds at once, and the end of the connection behind them."""
+    path = tmp_path / "engine.sock"
+    token, end = StepOutput(1, 5), StepOutput(1, 6, FinishReason.LENGTH)
+    steps = [
+        Outputs([(1, token), (2, token)]),
+        Outputs([(1, token), (2, token), (3, token)]),
+        Outputs([(1, end), (9, end)]),  # of a request that nobody knows
+    ]
+
+    async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder = msgspec.msgpack.Decoder(FromFrontend)
+        for _ in range(3):
+            await read_frame(reader, decoder)
+        writer.write(b"".join(map(frame, steps)))
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_unix_server(engine, str(path))
+        client, found = EngineClient(path, asyncio.get_running_loop()), dict[int, list[Sequence[StepOutput]]]()
+        await until(lambda: client.connected)
+
+        def take(name: int, outputs: Sequence[StepOutput]) -> None:
+            found.setdefault(name, []).append(list(outputs))
+            if name == 3:
+                raise MemoryError("no room")
+
+        for name in (1, 2, 3):
+            assert client.submit(Request((1,), 9), partial(take, name)) == name
+        await until(lambda: all(outputs[-1][-1].finish_reason is not None for outputs in found.values()) and found)
+        assert found[1] == [[token, token], [end]]
+        assert found[2][0] == [token, token]
+        assert [[output.code for output in outputs] for outputs in found[2][1:]] == [[ErrorCode.UNAVAILABLE]]
+        assert [[output.finish_reason for output in outputs] for outputs in found[3]] == [[None], [FinishReason.ERROR]]
+        assert found[3][1][0].code is ErrorCode.INTERNAL
+        client.close()
+        server.close()
+
+    asyncio.run(run())
+
+
 @pytest.fixture(scope="module")
 def engine_socket(
     tmp_path_factory: pytest.TempPathFactory, random_model: RandomModel, build_engine: BuildEngine
@@ -102,10 +143,9 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(engine_socket: Path)
         for _ in range(30):
             tokens, ended = list[int](), asyncio.Event()
 
-            def take(output: StepOutput, tokens: list[int] = tokens, ended: asyncio.Event = ended) -> None:
-                if output.token_id is not None:
-                    tokens.append(output.token_id)
-                if output.finish_reason is not None:
+            def take(outputs: Sequence[StepOutput], tokens: list[int] = tokens, ended: asyncio.Event = ended) -> None:
+                tokens += [output.token_id for output in outputs if output.token_id is not None]
+                if outputs[-1].finish_reason is not None:
                     ended.set()
 
             leaving = [await asyncio.open_unix_connection(str(engine_socket)) for _ in range(3)]
@@ -134,9 +174,9 @@ def test_guides_are_compiled_beside_other_requests(engine_socket: Path) -> None:
         await until(lambda: leaving.connected)
         ends: dict[int, StepOutput] = {}
 
-        def take(name: int, output: StepOutput) -> None:
-            if output.finish_reason is not None:
-                ends[name] = output
+        def take(name: int, outputs: Sequence[StepOutput]) -> None:
+            if outputs[-1].finish_reason is not None:
+                ends[name] = outputs[-1]
 
         numbers = [client.submit(slow, partial(take, name)) for name in range(4)]
         leaving.submit(slow, partial(take, 100))

@@ -30,13 +30,15 @@ class Client:
     def __init__(self) -> None:
         self.cancelled: list[int] = []
         self.counted: list[ErrorCode] = []
-        self.give: Callable[[StepOutput], None] = lambda _: None
+        self.give: Callable[[list[StepOutput]], None] = lambda _: None
+        self.takers: list[Callable[[list[StepOutput]], None]] = []
 
     def encoded(self, request: Any, trace: str, arrived: float) -> tuple[int, bytes]:
         return 7, b""
 
-    def start(self, number: int, data: bytes, on_output: Callable[[StepOutput], None]) -> None:
+    def start(self, number: int, data: bytes, on_output: Callable[[list[StepOutput]], None]) -> None:
         self.give = on_output
+        self.takers.append(on_output)
 
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
@@ -56,10 +58,14 @@ class Served:
     def __init__(self, stops_at: int = -1) -> None:
         self.stops_at, self.taken = stops_at, 0
 
-    def push(self, output: StepOutput) -> Any:
-        self.taken += 1
-        self.ended = self.taken == self.stops_at
-        yield {"token": output.token_id}
+    def push(self, outputs: list[StepOutput]) -> Any:
+        tokens = []
+        for output in outputs:
+            if not self.ended:
+                self.taken += 1
+                self.ended = self.taken == self.stops_at
+                tokens.append(output.token_id)
+        yield {"tokens": tokens}
 
 
 def make(client: Client, max_making: int = 4) -> Generations:
@@ -74,7 +80,7 @@ def generate(
     generations: Generations, served: Any, answer: UnreadAnswer = ANSWER, own: Call | None = None
 ) -> AbstractAsyncContextManager[AsyncIterator[Any]]:
     own = call() if own is None else own
-    return generations.generate(generations.submission(served, own), own, answer)
+    return generations.generate([generations.submission(served, own)], own, answer)
 
 
 def test_too_many_that_wait_for_a_thread_are_refused() -> None:
@@ -134,11 +140,11 @@ def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> 
         with unread.answer() as answer:
             async with generate(generations, served, answer) as chunks:
                 assert (unread.reserved, unread.bytes) == (160, 0)
-                client.give(StepOutput(7, token_id=5, generation_logits=bytes(40)))
+                client.give([StepOutput(7, token_id=5, generation_logits=bytes(40))])
                 assert (unread.reserved, unread.bytes) == (120, size_of(StepOutput(7)) + 40)
                 await anext(chunks)
             assert unread.reserved == 0
-            client.give(StepOutput(7, token_id=5, generation_logits=bytes(40)))  # before the engine knows
+            client.give([StepOutput(7, token_id=5, generation_logits=bytes(40))])  # before the engine knows
             assert unread.reserved == 0
         served.request = Request((1,), 40, served.request.sampling)
         with pytest.raises(RequestError, match="--max_logits"), unread.answer() as answer:
@@ -162,7 +168,7 @@ def test_a_request_that_is_stopped_while_it_is_tokenised_ends() -> None:
         async def serve() -> None:
             with generations.stoppable(own):
                 submission = await generations.make(read)
-                async with generations.generate(submission, own, ANSWER):
+                async with generations.generate([submission], own, ANSWER):
                     assert client.cancelled == [7]
 
         task = asyncio.create_task(serve())
@@ -175,16 +181,67 @@ def test_a_request_that_is_stopped_while_it_is_tokenised_ends() -> None:
     asyncio.run(run())
 
 
+ANSWERED = (StepOutput(1, 1), StepOutput(1, 2), StepOutput(1, None, FinishReason.LENGTH))
+
+
 def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
     async def run() -> None:
         client = Client()
         generations = make(client)
-        for served, expected in ((Served(), [1, 2, None]), (Served(stops_at=2), [1, 2])):
-            async with generate(generations, served) as chunks:
-                for output in (StepOutput(1, 1), StepOutput(1, 2), StepOutput(1, None, FinishReason.LENGTH)):
-                    client.give(output)
-                assert [chunk["token"] async for chunk in chunks] == expected
+        for stops_at, expected in ((-1, [[1], [2], [None]]), (2, [[1], [2]])):
+            async with generate(generations, Served(stops_at)) as chunks:
+                for output, tokens in zip(ANSWERED, expected, strict=False):
+                    client.give([output])
+                    assert await anext(chunks) == (0, {"tokens": tokens})
+                assert await anext(chunks, None) is None
         assert client.cancelled[-1] == 7, "after a stop word the engine would go on"
+        assert generations.open == 0
+        generations.close()
+
+    asyncio.run(run())
+
+
+def test_what_has_come_while_nobody_asked_is_one_chunk() -> None:
+    unread = UnreadAnswers(1 << 20)
+
+    async def run() -> None:
+        client = Client()
+        generations = Generations(client, 4, unread)  # type: ignore[arg-type]
+        with unread.answer() as answer:
+            async with generate(generations, Served(), answer) as chunks:
+                for output in ANSWERED[:2]:
+                    client.give([output])
+                assert unread.bytes == 2 * size_of(ANSWERED[0])
+                assert await anext(chunks) == (0, {"tokens": [1, 2]})
+                assert unread.bytes == 2 * size_of(ANSWERED[0]), "the client may not have read it yet"
+                client.give(list(ANSWERED[2:]))
+                assert await anext(chunks) == (0, {"tokens": [None]})
+                assert unread.bytes == size_of(ANSWERED[2])
+                assert await anext(chunks, None) is None
+        assert unread.bytes == 0
+
+    asyncio.run(run())
+
+
+def test_requests_of_one_call_come_each_in_its_order_and_end_together_with_an_error() -> None:
+    async def run() -> None:
+        client, own = Client(), call()
+        generations = make(client)
+        submissions = [generations.submission(served, own) for served in (Served(), Served())]
+        async with generations.generate(submissions, own, ANSWER) as chunks:
+            first, second = client.takers
+            first([StepOutput(1, 1)])
+            second([StepOutput(1, 11)])
+            first([StepOutput(1, 2)])
+            assert [await anext(chunks) for _ in range(2)] == [(0, {"tokens": [1, 2]}), (1, {"tokens": [11]})]
+            first([ANSWERED[2]])
+            assert await anext(chunks) == (0, {"tokens": [None]})
+            second([StepOutput(1, 12)])
+            second([StepOutput(1, finish_reason=FinishReason.ERROR, error="broken", code=ErrorCode.INTERNAL)])
+            assert await anext(chunks) == (1, {"tokens": [12]}), "what came before the error"
+            with pytest.raises(CodedError, match="broken"):
+                await anext(chunks)
+        assert client.cancelled == [7, 7]
         assert generations.open == 0
         generations.close()
 
@@ -196,7 +253,8 @@ def test_an_error_of_the_engine_keeps_its_code_and_gets_the_clients_names() -> N
         client = Client()
         generations = make(client)
         async with generate(generations, Served()) as chunks:
-            client.give(StepOutput(1, finish_reason=FinishReason.ERROR, error="input_ids: no", code=ErrorCode.TIMEOUT))
+            error = StepOutput(1, finish_reason=FinishReason.ERROR, error="input_ids: no", code=ErrorCode.TIMEOUT)
+            client.give([error])
             with pytest.raises(CodedError, match=r"^prompt: no") as caught:
                 await anext(chunks)
         assert caught.value.code is ErrorCode.TIMEOUT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,11 @@ async def ask(
     await until(lambda: client.connected)
     ends: list[StepOutput] = []
 
-    def take(output: StepOutput) -> None:
-        if output.finish_reason is not None:
-            ends.append(output)
-        look(output)
+    def take(outputs: Sequence[StepOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                ends.append(output)
+            look(output)
 
     client.submit(request, take)
     await until(lambda: bool(ends))

@@ -63,7 +63,7 @@ class Server:
         outputs: queue.Queue[StepOutput] = queue.Queue()
 
         def on_output(output: StepOutput) -> None:
-            self.metrics.record(output)
+            self.metrics.record([output], time.perf_counter())
             outputs.put(output)
 
         self.service.submit(request, on_output)
@@ -174,7 +174,9 @@ def test_every_end_has_an_outcome(reason: FinishReason) -> None:
     metrics = EngineMetrics(stand_in())
     now = time.perf_counter()
     waiting = RequestStatistics(10, now - 1)
-    metrics.record(StepOutput(1, finish_reason=reason, statistics=waiting, code=ErrorCode.TIMEOUT))
+    metrics.record(
+        [StepOutput(1, finish_reason=reason, statistics=waiting, code=ErrorCode.TIMEOUT)], time.perf_counter()
+    )
     found = samples(metrics.text())
     assert sum(value(found, "requests_total", outcome=outcome) for outcome in OUTCOMES) == 1
     assert value(found, "e2e_request_latency_seconds_count") == 1
@@ -184,8 +186,9 @@ def test_every_end_has_an_outcome(reason: FinishReason) -> None:
 def test_a_running_request_shows_at_once() -> None:
     metrics = EngineMetrics(stand_in())
     now = time.perf_counter()
-    metrics.record(StepOutput(1, 7, statistics=RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1)))
-    metrics.record(StepOutput(1, 8, cached_tokens=100, attended_tokens=25.0))
+    first = StepOutput(1, 7, statistics=RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1))
+    metrics.record([first], now)
+    metrics.record([StepOutput(1, 8, cached_tokens=100, attended_tokens=25.0)], now)
     metrics.record_step(StepReport(1, 0.02, 1, 512, refresh_seconds=0.001))
     found = samples(metrics.text())
     assert value(found, "generation_tokens_total") == 2
@@ -200,10 +203,13 @@ def test_a_first_token_is_timed_once_however_the_request_ends() -> None:
     metrics = EngineMetrics(stand_in())
     now = time.perf_counter()
     statistics = RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1)
-    metrics.record(StepOutput(1, 7, FinishReason.LENGTH, statistics=statistics))
-    metrics.record(StepOutput(2, None, FinishReason.END_ID, statistics=statistics))  # the first token was the end
-    metrics.record(StepOutput(3, 7, statistics=statistics))
-    metrics.record(StepOutput(3, None, FinishReason.CANCELLED, statistics=statistics))
+    outputs = [
+        StepOutput(1, 7, FinishReason.LENGTH, statistics=statistics),
+        StepOutput(2, None, FinishReason.END_ID, statistics=statistics),  # the first token was the end
+        StepOutput(3, 7, statistics=statistics),
+        StepOutput(3, None, FinishReason.CANCELLED, statistics=statistics),
+    ]
+    metrics.record(outputs, now)
     assert value(samples(metrics.text()), "time_to_first_token_seconds_count") == 3
 
 
@@ -211,10 +217,10 @@ def test_an_end_token_counts_as_generated_in_all_metrics() -> None:
     """Though no client gets it: time per token would otherwise be of other tokens than there are."""
     metrics = EngineMetrics(stand_in())
     now = time.perf_counter()
-    metrics.record(StepOutput(1, 7, statistics=RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1)))
-    metrics.record(StepOutput(1, 8))
+    first = StepOutput(1, 7, statistics=RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1))
     statistics = RequestStatistics(10, now - 3, now - 2, now - 1, now, 3)
-    metrics.record(StepOutput(1, None, FinishReason.END_ID, statistics=statistics))
+    metrics.record([first, StepOutput(1, 8)], now)
+    metrics.record([StepOutput(1, None, FinishReason.END_ID, statistics=statistics)], now)
     found = samples(metrics.text())
     assert value(found, "generation_tokens_total") == 3
     assert value(found, "request_generation_tokens_sum") == 3

@@ -102,13 +102,14 @@ def test_answers_are_the_engines(door: Door, engine: Engine) -> None:
     assert (answer["output_ids"], answer["sequence_length"], answer["id"]) == ([5, 6, 7, 8, *tokens], 10, "mine")
 
 
-def test_streams_have_an_event_a_token(door: Door, engine: Engine) -> None:
+def test_streams_have_every_token_and_one_end(door: Door, engine: Engine) -> None:
     (tokens,) = engine.generate([Request((5, 6, 7, 8), 6)])
     with door.post(f"{TOKEN_MODEL}/generate_stream", TOKENS | {"streaming": True}, stream=True) as response:
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         found = list(events(response))
-    assert [event["output_ids"] for event in found] == tokens
-    assert [event["finish_reason"] for event in found] == [""] * 5 + ["length"]
+    ids = [event["output_ids"] for event in found]  # one, or several that a busy door has found together
+    assert [token for each in ids for token in (each if isinstance(each, list) else [each])] == tokens
+    assert [event["finish_reason"] for event in found] == [""] * (len(found) - 1) + ["length"]
     options = GenerateOptions(max_tokens=12, end_id=-1, return_prefill_progress=True)
     chunks = list(HttpClient(f"127.0.0.1:{door.port}", SECONDS).generate_stream(PROMPT, options))
     assert "".join(chunk.text for chunk in chunks) == door.post(f"{TEXT_MODEL}/generate", TEXT).json()["text_output"]

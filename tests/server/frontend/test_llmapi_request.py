@@ -163,7 +163,7 @@ def step(token: int, reason: FinishReason | None = None) -> StepOutput:
 def outputs(served: ServedRequest, ids: list[int], reason: FinishReason | None) -> list[dict[str, Any]]:
     """Responses to tokens, the last of which has the reason."""
     steps = [step(token, reason if number == len(ids) else None) for number, token in enumerate(ids, 1)]
-    return [chunk for each in steps for chunk in served.push(each)]
+    return [chunk for each in steps for chunk in served.push([each])]
 
 
 def test_a_plain_answer_has_nothing_but_the_text(factory: RequestFactory, tokenizer: Tokenizer) -> None:

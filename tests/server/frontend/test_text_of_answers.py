@@ -72,7 +72,7 @@ def text_of(tokenizer: Tokenizer, served: Any, stream: bool) -> str:
             piece = served.push(out)
             found += [piece.text] if piece is not None else []
             continue
-        for chunk in served.push(out):
+        for chunk in served.push([out]):
             text = chunk.get("text_output", chunk.get("text"))
             found = [text] if isinstance(served, LlmApiRequest) else [*found, text]
     return "".join(found)
@@ -93,7 +93,7 @@ def test_offsets_of_tokens_count_the_space(tokenizer: Tokenizer) -> None:
     choice, ids = Choice(request, tokenizer, (), False), tokenizer.encode("Paris is", add_special_tokens=False)
     outputs = [StepOutput(1, token, logprobs=LogProbs(-1.0, ())) for token in ids]
     outputs[-1] = StepOutput(1, ids[-1], FinishReason.LENGTH, logprobs=LogProbs(-1.0, ()))
-    (piece,) = (piece for output in outputs for piece in choice.push(output))
+    (piece,) = choice.push(outputs)
     assert [offset for _, _, offset in piece["tokens"]] == [0, len(" Paris")]
 
 

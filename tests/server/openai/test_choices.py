@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+import itertools
+import json
 from typing import Any
 
 import pytest
-from tests.support.waiting import SECONDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.errors import CodedError
-from kvseek.server.openai.app import _merged
 from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, usage
 
 TEXT = "the harbour ⚓ lit at dusk"
@@ -34,7 +34,7 @@ def outputs(ids: list[int], reason: FinishReason | None = None, logprobs: int | 
 
 
 def pieces(one: Choice, steps: list[StepOutput]) -> list[dict[str, Any]]:
-    return [piece for step in steps for piece in one.push(step)]
+    return [piece for step in steps for piece in one.push([step])]
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,49 @@ def test_pieces_are_the_text(tokenizer: Tokenizer, reason: FinishReason, name: s
     assert (len(found) == 1) is not streaming
 
 
+@settings(max_examples=60)
+@given(
+    cuts=st.sets(st.integers(1, 30)),
+    stop=st.sampled_from(["", "bour ⚓ l", "dusk", "zz"]),
+    reason=st.sampled_from([FinishReason.LENGTH, FinishReason.END_ID, FinishReason.SHUTDOWN]),
+    logprobs=st.sampled_from([None, 1]),
+)
+def test_outputs_that_come_together_make_one_piece_of_the_same_text(
+    tokenizer: Tokenizer, cuts: set[int], stop: str, reason: FinishReason, logprobs: int | None
+) -> None:
+    """However outputs are grouped, text, tokens, their log probabilities, counts and ends are those of one after the other."""
+
+    def told(groups: list[list[StepOutput]]) -> tuple[str, list[Any], int, str | None, bool]:
+        one, found, broken = choice(tokenizer, *filter(None, [stop]), logprobs=logprobs), list[dict[str, Any]](), False
+        for group in groups:
+            before = len(found)
+            try:
+                for piece in one.push(group):
+                    found.append(piece)
+            except CodedError:
+                broken = True
+            assert len(found) - before <= 1
+        tokens = [token for piece in found for token in piece["tokens"]]
+        return "".join(p["text"] for p in found), tokens, found[-1]["count"], found[-1]["finish_reason"], broken
+
+    steps = outputs(tokenizer.encode(TEXT), reason, logprobs)
+    borders = [0, *sorted(cut for cut in cuts if cut < len(steps)), len(steps)]
+    groups = [steps[first:last] for first, last in itertools.pairwise(borders)]
+    if reason is not FinishReason.SHUTDOWN or stop:
+        assert told(groups) == told([[step] for step in steps])
+    else:  # the last token, which comes with the end here, is given out or not
+        text, _, _, end, broken = told(groups)
+        assert TEXT.startswith(text)
+        assert (end, broken) == (None, True)
+
+
 def test_a_stop_text_ends_the_choice_although_the_engine_goes_on(tokenizer: Tokenizer) -> None:
     one = choice(tokenizer, "bour ⚓ l")
     found = pieces(one, outputs(tokenizer.encode(TEXT)))
     assert "".join(piece["text"] for piece in found) == "the har"
     assert found[-1]["finish_reason"] == "stop"
     assert one.ended
-    assert not list(one.push(StepOutput(1, 5))), "tokens drawn before the cancellation arrived"
+    assert not list(one.push([StepOutput(1, 5)])), "tokens drawn before the cancellation arrived"
 
 
 @pytest.mark.parametrize("reason", [FinishReason.SHUTDOWN, FinishReason.CANCELLED])
@@ -68,14 +104,14 @@ def test_an_answer_that_the_server_broke_off_is_an_error(tokenizer: Tokenizer, r
 
 
 def test_progress_in_reading_the_prompt_makes_no_piece(tokenizer: Tokenizer) -> None:
-    assert not list(choice(tokenizer).push(StepOutput(1, prefill_progress=0.5)))
+    assert not list(choice(tokenizer).push([StepOutput(1, prefill_progress=0.5)]))
 
 
 def test_log_probabilities_of_a_chat(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
     found = pieces(choice(tokenizer, logprobs=2), outputs(ids, FinishReason.LENGTH, 2))
     reply = ChatReply("m", "fp", tokenizer, True, False)
-    events = [event for piece in found for event in reply.pieces(0, piece)]
+    events = [json.loads(event) for piece in found for event in reply.pieces(0, piece)]
     told = [each for event in events if (log := event["choices"][0]["logprobs"]) for each in log["content"]]
     assert b"".join(bytes(each["bytes"]) for each in told).decode() == TEXT, "bytes of all tokens are the text"
     assert [each["logprob"] for each in told] == [-0.5 * number for number in range(len(ids))]
@@ -88,7 +124,7 @@ def test_log_probabilities_of_a_completion(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
     (piece,) = pieces(choice(tokenizer, logprobs=1, streaming=False), outputs(ids, FinishReason.LENGTH, 1))
     whole = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, len(ids), 0))
-    told = whole["choices"][0]["logprobs"]
+    told = json.loads(whole)["choices"][0]["logprobs"]
     assert {len(values) for values in told.values()} == {len(ids)}
     for offset, token in zip(told["text_offset"], told["tokens"], strict=True):
         assert token.startswith("bytes:") or TEXT[offset:].startswith(token)
@@ -106,7 +142,8 @@ def test_an_echo_tells_the_prompts_log_probabilities_first(tokenizer: Tokenizer)
     read = [StepOutput(1, prompt_logprobs=(LogProbs(-1.0 * place),)) for place in range(1, len(ids))]
     (piece,) = pieces(one, [*read, StepOutput(1, None, FinishReason.END_ID, logprobs=LogProbs(-9.0), end_id=1)])
     assert (piece["text"], piece["count"], piece["finish_reason"]) == ("one ship", 0, "stop")
-    told = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, 0, 0))["choices"][0]["logprobs"]
+    whole = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, 0, 0))
+    told = json.loads(whole)["choices"][0]["logprobs"]
     assert told["token_logprobs"] == [None, *(-1.0 * place for place in range(1, len(ids))), -9.0]
     assert "".join(told["tokens"]) == "one ship<|end|>"
     assert told["text_offset"][-1] == len("one ship")
@@ -123,52 +160,22 @@ def test_the_tokens_own_log_probability_is_among_the_likeliest(tokenizer: Tokeni
     step = StepOutput(1, 5, FinishReason.LENGTH, logprobs=LogProbs(float("-inf"), ((6, -1.0),)))
     (piece,) = pieces(choice(tokenizer, logprobs=1), [step])
     (event,) = CompletionReply("m", "fp", tokenizer, True, False).pieces(0, piece)
-    (top,) = event["choices"][0]["logprobs"]["top_logprobs"]
+    (top,) = json.loads(event)["choices"][0]["logprobs"]["top_logprobs"]
     assert sorted(top.values()) == [LOWEST, -1.0], "JSON has no infinity"
 
 
 def test_events_of_a_chat_are_openais(tokenizer: Tokenizer) -> None:
     reply = ChatReply("m", "fp", tokenizer, False, True)
-    begin = list(reply.begin(2))
+    begin = list(map(json.loads, reply.begin(2)))
     assert [event["choices"][0]["delta"] for event in begin] == [{"role": "assistant", "content": ""}] * 2
     piece = {"text": "x", "tokens": [], "count": 1, "finish_reason": "stop"}
-    text, finish = reply.pieces(1, piece)
+    text, finish = map(json.loads, reply.pieces(1, piece))
     assert text["choices"] == [{"index": 1, "delta": {"content": "x"}, "logprobs": None, "finish_reason": None}]
     assert finish["choices"] == [{"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
-    end = reply.end(usage(3, 4, 2))
+    end = json.loads(reply.end(usage(3, 4, 2)))
     assert end["choices"] == []
     assert end["usage"]["total_tokens"] == 7
     assert end["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert [event["usage"] for event in (*begin, text, finish)] == [None] * 4, "as OpenAI, if usage was asked for"
-    assert "usage" not in next(ChatReply("m", "fp", tokenizer, False, False).begin(1))
+    assert "usage" not in json.loads(ChatReply("m", "fp", tokenizer, False, False).begin(1)[0])
     assert {event["id"] for event in (*begin, text, finish, end)} == {reply.id}
-
-
-async def stream(*texts: str, error: Exception | None = None, endless: bool = False) -> AsyncIterator[dict[str, Any]]:
-    for text in texts:
-        yield {"text": text}
-        await asyncio.sleep(0)
-    if error is not None:
-        raise error
-    if endless:
-        await asyncio.Event().wait()
-
-
-def test_pieces_of_all_choices_arrive_in_their_own_order() -> None:
-    async def collect() -> list[tuple[int, dict[str, Any]]]:
-        return [each async for each in _merged([stream("a", "b"), stream("x"), stream()])]
-
-    found = asyncio.run(collect())
-    assert [piece["text"] for index, piece in found if index == 0] == ["a", "b"]
-    assert [piece["text"] for index, piece in found if index == 1] == ["x"]
-
-
-def test_an_error_of_one_choice_ends_all() -> None:
-    async def collect() -> None:
-        error = CodedError(ErrorCode.QUEUE_FULL, "full")
-        async for _ in _merged([stream("a", endless=True), stream(error=error)]):
-            pass
-        raise AssertionError("the error is lost")
-
-    with pytest.raises(CodedError, match="full"):
-        asyncio.run(asyncio.wait_for(collect(), SECONDS))
