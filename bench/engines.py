@@ -5,6 +5,7 @@ With a vocabulary they can be served as any other: what is asked and answered is
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import gc
@@ -18,10 +19,12 @@ from typing import Any
 
 import torch
 
+from kvseek.bench.variants import Variant
+from kvseek.builder.build import main as build
 from kvseek.builder.build import write_codebooks, write_kernels
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import write_config
-from kvseek.core.errors import ConfigError
+from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.manifest import write_manifest
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
@@ -40,12 +43,17 @@ def write_random_engine(directory: Path, config: EngineConfig, seed: int) -> Non
     directory.mkdir()
     write_config(config, directory)
     write_codebooks(directory, config)
+    write_own_kernels(directory, config)
+    write_random(directory, seed)
+
+
+def write_own_kernels(directory: Path, config: EngineConfig) -> None:
+    """Write an engine's kernels for this machine, on a GPU for the current one."""
     archs = []
     if config.device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         archs = [10 * major + minor]
     write_kernels(directory, config, archs, lambda _: None)
-    write_random(directory, seed)
 
 
 def write_served_engine(directory: Path, config: EngineConfig, seed: int, name: str, text: str) -> None:
@@ -86,6 +94,23 @@ def make_vocabulary(text: str, size: int) -> str:
     if len(vocabulary) != size:
         raise ConfigError(f"--text: its words make {len(vocabulary)} tokens: must be {size}; give a longer text")
     return json.dumps(document)
+
+
+def build_variant(
+    arguments: argparse.Namespace, variant: Variant, directory: Path, longest: int, batch: int = 1, tp_size: int = 1
+) -> None:
+    """Build an engine for requests of up to `longest` tokens; raises KvseekError.
+
+    `arguments` are a command's flags --model, --device and --dtype.
+    """
+    flags = [*variant.flags(), "--output_dir", str(directory), "--dtype", arguments.dtype, "--quiet"]
+    flags += ["--device", arguments.device]
+    if arguments.device == "cuda":
+        flags += ["--cuda_archs", "{}{}".format(*torch.cuda.get_device_capability())]
+    sizes = {"max_seq_len": longest, "max_input_len": longest, "max_batch_size": batch, "tp_size": tp_size}
+    flags += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    if build(["--model", str(arguments.model), *flags]) != 0:
+        raise KvseekError(f"--methods: the build of {variant.label!r} failed; its message stands above")
 
 
 @contextlib.contextmanager

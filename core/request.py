@@ -84,6 +84,9 @@ class SamplingConfig:
         Return the model's logits from which each token is drawn, before anything here changes them.
     min_p : float
         Keep the tokens that have at least this share of the likeliest token's probability.
+    forced_tokens : tuple of int
+        The first tokens of the output, whatever else is asked for; what follows them is drawn. End tokens and stop words among
+        them end the request as others do.
     """
 
     temperature: float = 0.0
@@ -103,6 +106,7 @@ class SamplingConfig:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     min_p: float = 0.0
+    forced_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -132,6 +136,8 @@ class SamplingConfig:
             value = getattr(self, name)
             fits = value is None or 0 <= value <= MAX_LOGPROBS
             _require(fits, name, value, f"in [0, {MAX_LOGPROBS}]", "0 is the token's own alone")
+        free, forced = self.guide is None or not self.forced_tokens, f"{len(self.forced_tokens)} tokens"
+        _require(free, "forced_tokens", forced, "absent with a guide", "leave one of them out")
 
     @property
     def greedy(self) -> bool:
@@ -147,7 +153,8 @@ class SamplingConfig:
     def needs_logits(self) -> bool:
         """Whether something changes the logits, or they are asked for: then the largest is not enough."""
         changed = (self.presence_penalty, self.frequency_penalty, self.min_tokens, self.bad_words, self.logit_bias)
-        return self.repetition_penalty != 1 or any(changed) or self.scores_tokens or self.guide is not None
+        drawn_from = self.guide is not None or bool(self.forced_tokens)
+        return self.repetition_penalty != 1 or any(changed) or self.scores_tokens or drawn_from
 
     @property
     def scores_prompt(self) -> bool:
@@ -198,8 +205,11 @@ class Request:
         limit, least = (">= 0", 0) if self.sampling.scores_prompt else (">= 1", 1)
         _require(self.max_tokens >= least, "max_tokens", self.max_tokens, limit, "ask for a token")
         limit = f"<= max_seq_len = {config.max_seq_len} together with the prompt of {n} tokens"
-        fits = n + self.max_tokens <= config.max_seq_len
-        _require(fits, "max_tokens", self.max_tokens, limit, "ask for fewer tokens")
+        left, forced = config.max_seq_len - n, len(self.sampling.forced_tokens)
+        _require(forced <= left, "forced_tokens", f"{forced} tokens", limit, "send fewer")
+        _require(self.max_tokens <= left, "max_tokens", self.max_tokens, limit, "ask for fewer tokens")
+        limit = f"<= {self.max_tokens}, the most tokens to generate"
+        _require(forced <= self.max_tokens, "forced_tokens", f"{forced} tokens", limit, "ask for more tokens")
         limit = f"in [0, {vocabulary})"
         for name, ids in (
             ("input_ids", self.prompt_ids),
@@ -207,6 +217,7 @@ class Request:
             *(("stop_words_list", w) for w in self.stop_words),
             *(("bad_words_list", w) for w in self.sampling.bad_words),
             ("logit_bias", tuple(token for token, _ in self.sampling.logit_bias)),
+            ("forced_tokens", self.sampling.forced_tokens),
         ):
             if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
                 bad = next(token for token in ids if not 0 <= token < vocabulary)

@@ -36,6 +36,7 @@ NAMES = {
 PREFIX_NAMES = dict.fromkeys(("prompt", "text_input", "messages", "apply_chat_template"), "beginning") | {
     "session": "prefix"
 }
+SCORE_NAMES = NAMES | {"max_tokens": "continuations", "forced_tokens": "continuations"}
 CHAT_NAMES = NAMES | {"input_ids": "messages", "text_input": "messages"}
 
 
@@ -71,7 +72,7 @@ def token_ids(name: str, value: Any, wanted: str = "a text or a sequence of toke
     raise RequestError(f"{name} = {value!r:.80}: must be {wanted}; convert it")
 
 
-def prompt_list(prompts: Any) -> list[Prompt]:
+def prompt_list(prompts: Any, name: str = "prompts") -> list[Prompt]:
     """Make a list of prompts; a single text or a single sequence of token ids becomes a list of one. Raises RequestError."""
     if isinstance(prompts, str):
         return [prompts]
@@ -79,7 +80,7 @@ def prompt_list(prompts: Any) -> list[Prompt]:
         prompts = prompts.tolist()
     if isinstance(prompts, BYTES) or not isinstance(prompts, Sequence | Iterator):
         wanted = "a text, a sequence of token ids, or a sequence of these"
-        raise RequestError(f"prompts = {prompts!r:.80}: must be {wanted}; convert it")
+        raise RequestError(f"{name} = {prompts!r:.80}: must be {wanted}; convert it")
     listed = list(prompts)
     return [listed] if listed and isinstance(listed[0], Integral) else listed
 

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
-from kvseek.core.session import EndedSession, Session
+from kvseek.core.request import StepOutput
+from kvseek.core.session import EndedSession
 
-from .arguments import Message, Prompt, check_conversation
-from .base_llm import BaseLLM, template_arguments
+from .arguments import CHAT_NAMES, Message, Prompt, check_conversation
+from .base_llm import BaseLLM, RequestOptions, template_arguments
 from .generation import Generation, GenerationError
 from .outputs import OutputPiece
 from .prefix import Prefix
@@ -37,43 +37,30 @@ class AsyncLLM(BaseLLM):
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[OutputPiece, None]:
         """Continue a prompt, a text or token ids: yields pieces as they come; the last piece has the whole `output`.
 
         Parameters and errors are those of LLM.generate.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        kept: dict[str, Any] = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-        make = functools.partial(self._generation, 0, prompt, params, priority=priority, timeout=timeout, **kept)
-        return self._run(make)
+        return self._run(functools.partial(self._generation, 0, prompt, params, options))
 
     def chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[OutputPiece, None]:
         """Answer one conversation, as `generate` does with a prompt; see LLM.chat."""
         params = SamplingParams() if sampling_params is None else sampling_params
         template = template_arguments(add_generation_prompt, continue_final_message, chat_template_kwargs)
-        kept: dict[str, Any] = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-        options: dict[str, Any] = {"template": template, "priority": priority, "timeout": timeout} | kept
-        make = functools.partial(self._generation, 0, check_conversation(messages), params, **options)
-        return self._run(make)
+        conversation = check_conversation(messages)
+        return self._run(functools.partial(self._generation, 0, conversation, params, options, CHAT_NAMES, template))
 
     async def prefix(self, beginning: Prompt | Sequence[Message], *, cache_salt: str | None = None) -> Prefix:
         """Read the beginning of many prompts once; see LLM.prefix."""

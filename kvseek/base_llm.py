@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import (
@@ -29,7 +29,6 @@ from kvseek.engine.service import EngineService
 from kvseek.engine.tokenizer import Tokenizer
 
 from .arguments import (
-    CHAT_NAMES,
     NAMES,
     PREFIX_NAMES,
     Message,
@@ -46,6 +45,16 @@ from .prefix import Prefix
 from .sampling_params import SamplingParams
 
 PathLike = str | os.PathLike[str]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What `generate`, `chat` and `score` take besides; see LLM.generate."""
+
+    priority: int
+    timeout: float | None
+    session: str | Session | None
+    cache_salt: str | None
+    prefix: Prefix | None
 
 
 class BaseLLM:
@@ -140,28 +149,28 @@ class BaseLLM:
         index: int,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams,
-        *,
+        options: RequestOptions,
+        names: Mapping[str, str] = NAMES,
         template: Mapping[str, Any] | None = None,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
     ) -> Generation:
         """Make a request that the engine can serve, without submitting it.
 
-        `template`: the prompt is a conversation, which the chat template writes with these arguments.
+        `names` are the caller's for what the engine's errors name. `template`: the prompt is a conversation, which the chat
+        template writes with these arguments.
 
         Raises RequestError or CapacityError if the engine can never serve the request, UnavailableError if the LLM is closed.
         """
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params = {params!r:.80}: must be a kvseek.SamplingParams; make one")
+        known = RequestOptions.__annotations__
+        if unknown := [name for name in options if name not in known]:
+            raise RequestError(f"{unknown[0]}: there is no such option; leave it out, or use one of {', '.join(known)}")
+        session, prefix, cache_salt = options.get("session"), options.get("prefix"), options.get("cache_salt")
         if not (session is None or isinstance(session, str | Session)):
             raise RequestError(f"session = {session!r:.80}: must be a session's id or a kvseek.Session; make one")
         if not (prefix is None or isinstance(prefix, Prefix)):
             raise RequestError(f"prefix = {prefix!r:.80}: must be what LLM.prefix returns; make one")
-        names = NAMES if template is None else CHAT_NAMES
         try:
             own_session = Session(session) if isinstance(session, str) else session
             if prefix is not None:
@@ -179,8 +188,8 @@ class BaseLLM:
                 max_tokens=self.config.max_seq_len - len(ids) if params.max_tokens is None else params.max_tokens,
                 sampling=params.for_engine(bad_words, len(ids)),
                 end_ids=(*ends, *(params.stop_token_ids or ())),
-                priority=plain(priority),
-                timeout_seconds=plain(timeout),
+                priority=plain(options.get("priority", DEFAULT_PRIORITY)),
+                timeout_seconds=plain(options.get("timeout")),
                 cache_salt=cache_salt,
                 session=own_session,
                 max_tokens_by_default=params.max_tokens is None,
@@ -229,14 +238,16 @@ class BaseLLM:
         else:
             prefix = Prefix(self._service, token_ids("prompt", beginning), None, None, cache_salt)
         params = SamplingParams(max_tokens=1)  # a request generates something; nobody reads it
-        reading = self._generation(0, prefix.token_ids, params, session=prefix.session, cache_salt=cache_salt)
-        return prefix, reading
+        kept: RequestOptions = {"session": prefix.session, "cache_salt": cache_salt}
+        return prefix, self._generation(0, prefix.token_ids, params, kept)
 
     def _generations(
         self,
         prompts: Sequence[Prompt] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        **options: Any,
+        options: RequestOptions,
+        names: Mapping[str, str] = NAMES,
+        template: Mapping[str, Any] | None = None,
     ) -> list[Generation]:
         """Make a `_generation` for every prompt; if there are several, an error names the prompt at fault."""
         each = _one_each(params, len(prompts))
@@ -247,11 +258,11 @@ class BaseLLM:
         generations = []
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
-                generations.append(self._generation(index, prompt, own, **options))
+                generations.append(self._generation(index, prompt, own, options, names, template))
             except (RequestError, CapacityError) as error:
                 if len(prompts) == 1:
                     raise
-                where = "prompts" if options.get("template") is None else "messages"
+                where = "prompts" if template is None else "messages"
                 raise type(error)(f"{where}[{index}]: {error}; no prompt has been started") from None
         return generations
 

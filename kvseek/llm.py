@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
+from kvseek.core.errors import RequestError, require
 from kvseek.core.fields import typed
-from kvseek.core.request import DEFAULT_PRIORITY, StepOutput
-from kvseek.core.session import EndedSession, Session
+from kvseek.core.request import StepOutput
+from kvseek.core.session import EndedSession
 
-from .arguments import Message, Prompt, conversation_list, prompt_list
-from .base_llm import BaseLLM, template_arguments
+from .arguments import CHAT_NAMES, SCORE_NAMES, Message, Prompt, conversation_list, prompt_list, token_ids
+from .base_llm import BaseLLM, RequestOptions, template_arguments
 from .generation import Generation, GenerationError
 from .outputs import OutputPiece, RequestOutput
 from .prefix import Prefix
@@ -84,11 +85,7 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: Literal[False] = False,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -98,11 +95,7 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: Literal[True],
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[OutputPiece]: ...
 
     def generate(
@@ -111,11 +104,7 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: bool = False,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput] | Iterator[OutputPiece]:
         """Continue prompts.
 
@@ -155,10 +144,7 @@ class LLM(BaseLLM):
             The LLM is closed, or its engine has failed.
         """
         listed = prompt_list(prompts)
-        kept = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-        return self._answer(
-            self._generations(listed, sampling_params, priority=priority, timeout=timeout, **kept), stream
-        )
+        return self._answer(self._generations(listed, sampling_params, options), stream)
 
     @overload
     def chat(
@@ -167,14 +153,10 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: Literal[False] = False,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -184,14 +166,10 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: Literal[True],
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[OutputPiece]: ...
 
     def chat(
@@ -200,14 +178,10 @@ class LLM(BaseLLM):
         sampling_params: Params = None,
         *,
         stream: bool = False,
-        priority: int = DEFAULT_PRIORITY,
-        timeout: float | None = None,
-        session: str | Session | None = None,
-        cache_salt: str | None = None,
-        prefix: Prefix | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput] | Iterator[OutputPiece]:
         """Answer conversations, written down by the model's own chat template.
 
@@ -228,9 +202,55 @@ class LLM(BaseLLM):
         """
         conversations = conversation_list(messages)
         template = template_arguments(add_generation_prompt, continue_final_message, chat_template_kwargs)
-        kept = {"session": session, "cache_salt": cache_salt, "prefix": prefix}
-        options = {"template": template, "priority": priority, "timeout": timeout} | kept
-        return self._answer(self._generations(conversations, sampling_params, **options), stream)
+        return self._answer(self._generations(conversations, sampling_params, options, CHAT_NAMES, template), stream)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        logprobs: int = 0,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:
+        """Compute the log probabilities of given continuations, a decode step for each token: what the method's selection costs.
+
+        The first token's comes from reading its prompt, which is dense.
+
+        Parameters
+        ----------
+        prompts : str, sequence of int, or a sequence of these
+            As of `generate`, one for each continuation or for all.
+        continuations : str, sequence of int, or a sequence of these
+            A text is tokenised by itself, as it stands behind other text.
+        logprobs : int
+            Also return so many likeliest tokens of each step, at most 20.
+        priority, timeout, session, cache_salt, prefix
+            As of `generate`.
+
+        Returns
+        -------
+        list of RequestOutput, in the order of the continuations
+            `token_ids` are the continuation's, `logprobs` theirs, with the sum `cumulative_logprob`; `perplexity`.
+
+        Raises
+        ------
+        RequestError, CapacityError, GenerationError, UnavailableError
+            As `generate`.
+        """
+        listed, given = prompt_list(prompts), prompt_list(continuations, "continuations")
+        params = []
+        for number, one in enumerate(given):
+            name = f"continuations[{number}]"
+            ids = self.tokenizer.encode_inside(one) if isinstance(one, str) else token_ids(name, one)
+            require(bool(ids), name, one, "at least one token", "leave it out", RequestError)
+            params.append(SamplingParams(max_tokens=len(ids), forced_tokens=ids, logprobs=logprobs, ignore_eos=True))
+        if len(listed) == 1:
+            listed *= len(given)
+        elif len(listed) != len(given):
+            raise RequestError(
+                f"continuations has {len(given)} entries: must be {len(listed)}, one for each prompt; or give one prompt for all"
+            )
+        return self._outputs(self._generations(listed, params, options, SCORE_NAMES))
 
     def prefix(self, beginning: Prompt | Sequence[Message], *, cache_salt: str | None = None) -> Prefix:
         """Read the beginning of many prompts once, such as a document that questions are asked about.
@@ -254,7 +274,7 @@ class LLM(BaseLLM):
             As `generate`. RequestError also of an engine that keeps nothing of prompts.
         """
         prefix, reading = self._prefix(beginning, cache_salt)
-        self._answer([reading], False)
+        self._outputs([reading])
         return prefix
 
     def end_session(self, session_id: str, *, cache_salt: str | None = None) -> EndedSession | None:
@@ -280,8 +300,9 @@ class LLM(BaseLLM):
         self.close()
 
     def _answer(self, generations: Sequence[Generation], stream: bool) -> list[RequestOutput] | Iterator[OutputPiece]:
-        if typed("stream", stream, bool):
-            return self._pieces(generations)
+        return self._pieces(generations) if typed("stream", stream, bool) else self._outputs(generations)
+
+    def _outputs(self, generations: Sequence[Generation]) -> list[RequestOutput]:
         for _ in self._run(generations, Generation.take, any(one.stops for one in generations)):
             pass
         return [one.output for one in generations if one.output is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvseek.core.request import FinishReason, LogProbs
@@ -46,6 +47,8 @@ class RequestOutput:
         token, which nothing precedes. They end early if the request ended while its prompt was read.
     error : str
         What failed, with finish_reason "error"; else empty.
+    cumulative_logprob, perplexity : float or None
+        Sum of the log probabilities of `token_ids`, and exp of minus their mean; None without `logprobs`.
     """
 
     index: int
@@ -63,6 +66,17 @@ class RequestOutput:
     logprobs: tuple[LogProbs, ...] | None = None
     prompt_logprobs: tuple[LogProbs | None, ...] | None = None
     error: str = ""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """See RequestOutput."""
+        return None if self.logprobs is None else math.fsum(one.token for one in self.logprobs)
+
+    @property
+    def perplexity(self) -> float | None:
+        """See RequestOutput."""
+        total = self.cumulative_logprob
+        return None if total is None or not self.token_ids else math.exp(-total / len(self.token_ids))
 
     @property
     def attended_share(self) -> float:

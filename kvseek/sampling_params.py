@@ -59,6 +59,8 @@ class SamplingParams:
         The same for every token of the prompt but the first. With it `max_tokens` may be 0.
     min_p : float
         Draw among the tokens that have at least this share of the likeliest token's probability; 0 is all.
+    forced_tokens : sequence of int
+        The output begins with these tokens, at most `max_tokens`; see LLM.score.
 
     Raises
     ------
@@ -85,6 +87,7 @@ class SamplingParams:
     guide: Guide | None = None
     prompt_logprobs: int | None = None
     min_p: float = 0.0
+    forced_tokens: Sequence[int] | None = ()
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""
@@ -101,10 +104,10 @@ class SamplingParams:
         # As tuples and a dict of its own: equal parameters are equal, whatever they were given as.
         for name in ("stop", "bad_words"):
             values[name] = request.check_words(name, texts(name, values[name]))
-        ids, biases = values["stop_token_ids"], values["logit_bias"]
-        values["stop_token_ids"] = (
-            () if ids is None else tuple(token_ids("stop_token_ids", ids, "a sequence of token ids"))
-        )
+        for name in ("stop_token_ids", "forced_tokens"):
+            ids = () if values[name] is None else values[name]
+            values[name] = tuple(token_ids(name, ids, "a sequence of token ids"))
+        biases = values["logit_bias"]
         if isinstance(biases, Mapping):
             biases = {plain(token): plain(bias) for token, bias in biases.items()}
         values["logit_bias"] = typed("logit_bias", {} if biases is None else biases, dict[int, float])

@@ -101,6 +101,7 @@ NO_OPTIONS: dict[str, list[Any]] = {
         ),
         *(("session_id", lambda llm, value=value: llm.end_session(value)) for value in (5, "", b"x")),
         ("cache_salt", lambda llm: llm.prefix("log", cache_salt=5)),
+        ("template: there is no such option", lambda llm: llm.generate("log", template={})),
         ("messages", lambda llm: llm.chat([{"role": "user", "content": "a\ud83d"}])),
     ],
 )
@@ -120,6 +121,7 @@ def test_every_argument_is_checked_by_its_name(llm: LLM, name: str, call: Callab
         ("stop", [5, b"x", ["a", 5], ["\ud83d"], ["a"] * 65, "a" * 1025]),
         ("bad_words", [5, {"a": 1}]),
         ("stop_token_ids", [5, "5", b"x", [2.5], [True]]),
+        ("forced_tokens", [5, "5", b"x", [2.5], [True]]),
         ("logit_bias", [5, {"a": 1}, {1: "a"}, [(1, 2)]]),
         ("guide", ["json"]),
         ("min_p", [-0.1, 1.1, "x"]),

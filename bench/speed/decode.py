@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
+from kvseek.bench.engines import build_variant
 from kvseek.bench.machine import PlainRead, describe, peak_memory_bytes
 from kvseek.bench.output import (
     Figure,
@@ -44,11 +45,11 @@ from kvseek.bench.speed.contestants import (
 from kvseek.bench.speed.device.options import make_parser as make_device_parser
 from kvseek.bench.speed.parts import GROUPS, part_groups
 from kvseek.bench.timing import CLOCKS, Clock, Samples, interleave
-from kvseek.bench.variants import FORM, Variant, parse_variants
+from kvseek.bench.variants import FORM, parse_variants
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, MOST_POSITIONS
-from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import NONE
 from kvseek.engine.engine import Engine
 
@@ -188,22 +189,9 @@ def engine_directories(arguments: argparse.Namespace) -> Iterator[list[tuple[Pat
         built = list[tuple[Path, str | None]]()
         for variant, tp_size in itertools.product(arguments.methods, arguments.tp_size):
             directory = Path(name) / str(len(built))
-            build_variant(arguments, variant, tp_size, directory, longest)
+            build_variant(arguments, variant, directory, longest, tp_size=tp_size)
             built.append((directory, ranked(variant.label, tp_size)))
         yield built
-
-
-def build_variant(arguments: argparse.Namespace, variant: Variant, tp_size: int, directory: Path, longest: int) -> None:
-    """Build an engine for requests of up to `longest` tokens; raises KvseekError."""
-    from kvseek.builder.build import main as build
-
-    flags = [*variant.flags(), "--output_dir", str(directory), "--dtype", arguments.dtype, "--quiet"]
-    flags += ["--device", arguments.device]
-    if arguments.device == "cuda":
-        flags += ["--cuda_archs", "{}{}".format(*torch.cuda.get_device_capability())]
-    sizes = ["--max_seq_len", str(longest), "--max_input_len", str(longest), "--max_batch_size", "1"]
-    if build(["--model", str(arguments.model), *flags, *sizes, "--tp_size", str(tp_size)]) != 0:
-        raise KvseekError(f"--methods: the build of {variant.label!r} failed; its message stands above")
 
 
 def prompt(contestant: EngineContestant, text: Path, context: int) -> list[int]:

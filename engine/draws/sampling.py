@@ -103,7 +103,7 @@ class Sampler:
         self.generated: list[int] = []
         self.pending = 0
         self.reads_tokens = self.params.guide is not None or bool(self.params.bad_words)
-        self.varies = self.reads_tokens or bool(self.params.min_tokens)
+        self.varies = self.reads_tokens or bool(self.params.min_tokens or self.params.forced_tokens)
         self.prepared: object | None = None  # made at first use, by the engine's thread: see EngineService.load
 
     def follow(self, guide: Guiding) -> None:
@@ -121,6 +121,12 @@ class Sampler:
         """Number of the next draw, from 0: it says which of the seed's random bits the draw takes."""
         return len(self.generated) + self.pending
 
+    @property
+    def forced(self) -> int | None:
+        """The token that the next draw has to give; None: it is free."""
+        tokens = self.params.forced_tokens
+        return tokens[self.number] if self.number < len(tokens) else None
+
     def occurrences(self) -> Tensor | None:
         """Count how often tokens have occurred, int32 [vocabulary], as the penalties count; None without a penalty.
 
@@ -136,10 +142,14 @@ class Sampler:
         return counts
 
     def allowed(self) -> npt.NDArray[np.uint32] | None:
-        """Find the tokens that may come next, as bits [vocabulary / 32, rounded up]; None without a guide.
+        """Find the tokens that may come next, as bits [vocabulary / 32, rounded up]; None: all may.
 
         Raises SamplingError if the guide needs too much work.
         """
+        if (forced := self.forced) is not None:
+            bits = np.zeros(-(-self.vocab_size // 32), dtype=np.uint32)
+            bits[forced // 32] = 1 << forced % 32
+            return bits
         if self.guide is None:
             return None
         bits, complete = self.guide.allowed(), self.guide.complete
@@ -150,7 +160,7 @@ class Sampler:
 
     def banned(self) -> list[int]:
         """Return the tokens that must not come next: end tokens before min_tokens, and the last tokens of bad words."""
-        if not self.params.bad_words and not self.params.min_tokens:
+        if self.forced is not None or (not self.params.bad_words and not self.params.min_tokens):
             return []
         count = self.number
         only_ends = self.guide is not None and self.guide.finished
@@ -164,6 +174,7 @@ class Sampler:
             "bad_words": self.params.bad_words,
             "min_tokens": self.params.min_tokens,
             "guided_decoding_guide": self.guided,
+            "forced_tokens": self.params.forced_tokens,
         }
         names = ", ".join(name for name, value in asked.items() if value)
         return SamplingError(f"{names}: leave no token to draw; ask for less of them")

@@ -82,6 +82,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
+    forced_tokens: list[int] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -141,6 +142,7 @@ class Parameters(msgspec.Struct, kw_only=True):
             bad_words=self._bad_words(tokenizer),
             logit_bias=self._biases(),
             logprobs=logprobs,
+            forced_tokens=tuple(self.forced_tokens or ()),
             **given,
         )
 

@@ -174,6 +174,7 @@ def sampling_params(
         return_context_logits=bool(scalar(inputs, "return_context_logits", False)),
         return_generation_logits=bool(scalar(inputs, "return_generation_logits", False)),
         min_p=min_p,
+        forced_tokens=tuple(token for token in inputs.get("forced_tokens", ()) if token != -1),  # -1 pads
     )
     return dataclasses.replace(params, temperature=0.0, top_k=0) if greedy else params
 

@@ -55,6 +55,7 @@ REQUESTS = [
     Request(prompt(2), 60, GUIDED, end_ids=(1,)),
     Request(prompt(3), 52, SamplingConfig(temperature=1.2, top_k=50, seed=3, return_generation_logits=True)),
     Request(prompt(4), 58, SamplingConfig(logprobs=0, bad_words=((7, 8),), min_tokens=50), end_ids=(9, 10, 11)),
+    Request(prompt(6), 54, SamplingConfig(temperature=1.0, seed=2, forced_tokens=prompt(9, 45), logprobs=1)),
     Request(prompt(5, 300), 24, SamplingConfig(prompt_logprobs=1, temperature=0.5, seed=9)),
 ]
 

@@ -38,6 +38,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_k": 30, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "logprobs": 0},
     {"temperature": 1.0, "min_tokens": 6},
     {"temperature": 1.2, "bad_words": ((5,), (7, 9))},
+    {"temperature": 1.0, "forced_tokens": tuple(range(40, 50)), "logprobs": 0},
     {"temperature": 1.0, "guide": Guide(GuideType.REGEX, "[a-z ]{3,12}")},
 ]
 
@@ -150,6 +151,7 @@ def make_requests(drawn: list[tuple[int, int, int, int, int]], vocabulary: int) 
     requests, cancels = list[Request](), dict[int, int]()
     for number, (length, most, kind, end, seed) in enumerate(drawn):
         params, some = SamplingConfig(**(SAMPLING[kind] | {"seed": seed})), range(seed % 9, vocabulary, 9)
+        params = replace(params, forced_tokens=params.forced_tokens[:most])
         ends = (1,) if params.guide is not None else tuple(some) if end == 1 else ()
         stops = tuple((token,) for token in some) if end == 2 else ()
         prompt = tuple(PROMPT[seed % 7 :][:length])

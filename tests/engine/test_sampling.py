@@ -33,6 +33,7 @@ from transformers import (
 
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import LogitsError, RequestError, SamplingError
+from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import MAX_LOGPROBS, Request, SamplingConfig
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import candidates, penalise, random_bits
@@ -164,9 +165,26 @@ def test_only_plain_requests_are_greedy():
     )
     assert all(Sampler(Request((), 1, params), VOCABULARY).greedy for params in plain)
     changes = {"temperature": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1, "frequency_penalty": 0.1}
-    changes |= {"min_tokens": 1, "bad_words": ((1,),), "logit_bias": ((1, 1.0),), "logprobs": 0}
+    changes |= {"min_tokens": 1, "bad_words": ((1,),), "logit_bias": ((1, 1.0),), "logprobs": 0, "forced_tokens": (1,)}
     for name, value in changes.items():
         assert not Sampler(Request((), 1, SamplingConfig(**{name: value})), VOCABULARY).greedy
+
+
+def test_forced_tokens_come_whatever_else_is_asked(draws):
+    logits = torch.stack([random_logits(n) for n in range(4)])
+    against = {"bad_words": ((7,), (17,)), "min_tokens": 9, "logit_bias": ((7, -50.0),), "repetition_penalty": 2.0}
+    for params in ({}, {"temperature": 0.8, "top_k": 2, "logprobs": 1}):
+        params = SamplingConfig(**params, **against, forced_tokens=(7, 17, 7))
+        (drawn,) = draw_together(draws, logits[:, None], [params], ends=(17,))
+        tokens = [one.token for one in drawn]
+        assert tokens[:3] == [7, 17, 7]
+        assert tokens[3] not in (7, 17)
+    expected = logits.log_softmax(dim=1)
+    assert [one.logprobs.token for one in drawn] == pytest.approx([float(expected[n, t]) for n, t in enumerate(tokens)])
+    with pytest.raises(
+        RequestError, match="forced_tokens = '1 tokens': must be absent with a guide; leave one of them"
+    ):
+        SamplingConfig(forced_tokens=(1,), guide=Guide(GuideType.JSON))
 
 
 @given(seeds)

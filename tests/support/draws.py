@@ -92,6 +92,7 @@ def every_kind_of_params(seed: int) -> list[SamplingConfig]:
     kinds = [{}, {"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.05}, {"repetition_penalty": 1.3}, {"logprobs": 20}]
     kinds += [{"presence_penalty": 0.5, "frequency_penalty": -0.2}, {"logit_bias": ((3, 4.0), (9, -2.0), (3, 1.0))}]
     kinds += [{"bad_words": ((1,), (2, 3)), "min_tokens": 4}, {"temperature": 0.0, "logprobs": 3}]
+    kinds += [{"forced_tokens": (5, 1)}, {"forced_tokens": (17, 17, 3), "min_tokens": 4, "logprobs": 1}]
     kinds.append({name: value for kind in kinds for name, value in kind.items()} | {"temperature": 1.1})
     return [SamplingConfig(**({"temperature": 0.8, "seed": seed + n} | kind)) for n, kind in enumerate(kinds)]
 

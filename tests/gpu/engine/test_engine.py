@@ -315,6 +315,28 @@ def test_an_observer_sees_what_a_replay_selects(engine: Engine) -> None:
         decoder.cache.close(0)
 
 
+def test_given_tokens_are_scored_by_the_steps_that_generate(engine: Engine) -> None:
+    """Steps run ahead, and take in the given token all the same. Other tokens are drawn behind other tokens."""
+
+    def told(forced: dict[int, tuple[int, ...]]) -> dict[int, list[Any]]:
+        found = dict[int, list[Any]]()
+        for slot, prompt in SLOTS.items():
+            sampling = SamplingConfig(logprobs=3, forced_tokens=forced.get(slot, ()))
+            found[engine.submit(Request(tuple(prompt), STEPS, sampling))] = []
+        for output in run_to_end(engine):
+            if output.token_id is not None:
+                found[output.request_id].append((output.token_id, output.logprobs, output.attended_tokens))
+        return dict(zip(SLOTS, found.values(), strict=True))
+
+    greedy = told({})
+    tokens = {slot: tuple(token for token, *_ in own) for slot, own in greedy.items()}
+    assert told(tokens) == greedy
+    given = {slot: tuple(step[number] for step in TOKENS[:30]) for number, slot in enumerate(SLOTS)}
+    other = told(given)
+    assert {slot: tuple(token for token, *_ in own[:30]) for slot, own in other.items()} == given
+    assert all(other[slot][0][1].top == greedy[slot][0][1].top and other[slot][9] != greedy[slot][9] for slot in SLOTS)
+
+
 def test_a_service_generates_from_its_own_thread(models: dict[str, Path], on_gpu: BuildEngine, engine: Engine) -> None:
     flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--cache.offload", "always")
     service = EngineService.load(on_gpu(models["llama"], "pariskv", *flags))

@@ -23,6 +23,7 @@ MODELS = {  # of each model: its layout, and a request
 }
 SHARED: list[dict[str, Any]] = [
     {"min_p": 1.1},
+    {"forced_tokens": [100_000]},
     {"repetition_penalty": 200.1},
     {"end_id": 100_000},
     {"priority": 256},

@@ -66,6 +66,7 @@ def test_sampling_fields() -> None:
     guide = {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": "a+"}
     assert sampling_params(inputs(**guide)).guide == Guide(GuideType.REGEX, "a+")
     assert sampling_params(inputs(**dict.fromkeys(guide, b""))).guide is None
+    assert sampling_params(inputs(forced_tokens=[5, 9, -1, -1])).forced_tokens == (5, 9)
     assert engine_request(inputs(bad_words_list=[7, 8, 9, 2, 3, -1]), ()).sampling.bad_words == ((7, 8), (9,))
 
 

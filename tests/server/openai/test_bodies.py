@@ -100,6 +100,7 @@ def test_every_field_reaches_the_engine(reader: Reader) -> None:
         "logit_bias": {"5": -100, "6": 1.5},
         "stop_token_ids": [9],
         "bad_words": ["harbour"],
+        "forced_tokens": [9, 5],
         "priority": 7,
         "timeout": 12.5,
         "logprobs": True,
@@ -122,6 +123,7 @@ def test_every_field_reaches_the_engine(reader: Reader) -> None:
         assert getattr(sampling, name) == fields[name]
     assert (sampling.min_tokens, sampling.seed, sampling.logprobs) == (3, 11, 4)
     assert sampling.logit_bias == ((5, -100), (6, 1.5))
+    assert sampling.forced_tokens == (9, 5)
     assert sampling.bad_words == reader.tokenizer.spellings("harbour")
     assert sampling.prompt_ignore_length == len(request.prompt_ids), "penalties are about the output alone"
 
@@ -286,6 +288,8 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"384": 1}}, "logit_bias", r"must be in \[0, 384\)"),
     ({"logit_bias": {"3": 101}}, "logit_bias", "must be in"),
     ({"logit_bias": [1]}, "logit_bias", "got `array`"),
+    ({"forced_tokens": [384]}, "forced_tokens", r"must be in \[0, 384\)"),
+    ({"forced_tokens": [5] * 20, "max_tokens": 9}, "forced_tokens", "must be <= 9, the most tokens to generate"),
     ({"stop": ["a"] * 65}, "stop", "must be <= 64"),
     ({"stop": "a" * 1025}, "stop", "1025 bytes: must be <= 1024"),
     ({"stop": [1]}, r"stop", r"stop\[0\]: Expected `str`"),

@@ -99,6 +99,23 @@ def test_over_http_they_are_flat_lists(server: RunningServer, answer: Any) -> No
     assert np.abs(generation.reshape(-1, VOCABULARY) - expected[len(prompt) - 1 : -1]).max() <= MAX_DIFFERENCE
 
 
+@pytest.mark.parametrize("name", ["tensorrt_llm", "tensorrt_llm_bls"])
+def test_log_probabilities_of_given_tokens(server: RunningServer, answer: Any, name: str) -> None:
+    """Whatever would be drawn at such a temperature; over gRPC padded, as in a batch of different lengths."""
+    prompt, given, expected = answer
+    logits = torch.from_numpy(expected[len(prompt) - 1 : -1])
+    wanted = logits.log_softmax(dim=1).gather(1, torch.tensor(given)[:, None])[:, 0].tolist()
+    asked = questions(prompt)[name] | {"temperature": 90.0, "min_p": 0.001, "return_log_probs": True}
+    url = f"http://{server.http_url}/v2/models/{name}/generate"
+    reply = requests.post(url, json=asked | {"forced_tokens": given}, timeout=SECONDS).json()
+    assert reply["output_log_probs"] == pytest.approx(wanted, abs=MAX_DIFFERENCE)
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        result = client.infer(name, inputs_of(asked | {"forced_tokens": [*given, -1]}))
+    assert result.as_numpy("cum_log_probs")[0] == pytest.approx(sum(wanted), abs=TOKENS * MAX_DIFFERENCE)
+    long = requests.post(url, json=asked | {"forced_tokens": [*given, 5]}, timeout=SECONDS).json()
+    assert "forced_tokens = '6 tokens': must be <= 5, the most tokens to generate" in long["error"]
+
+
 def test_only_the_prompt(server: RunningServer, answer: Any) -> None:
     """max_tokens 0, which is refused otherwise."""
     prompt, _, expected = answer

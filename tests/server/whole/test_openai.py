@@ -143,7 +143,7 @@ def test_choices_differ_and_can_be_repeated(client: OpenAI, model: str) -> None:
     assert list(texts.values()) == first
 
 
-def test_log_probabilities(client: OpenAI, model: str) -> None:
+def test_log_probabilities(client: OpenAI, model: str, engine: Engine) -> None:
     reply = client.chat.completions.create(model=model, messages=TALK, logprobs=True, top_logprobs=3, **GREEDY)
     told = reply.choices[0].logprobs
     assert told is not None
@@ -160,6 +160,10 @@ def test_log_probabilities(client: OpenAI, model: str) -> None:
     assert completion is not None
     assert completion.tokens is not None
     assert len(completion.tokens) == 12
+    ids = engine.generate([Request(tuple(engine.tokenizer.encode("one ship")), 12)])[0]
+    asked: dict[str, Any] = GREEDY | {"temperature": 2, "extra_body": {"ignore_eos": True, "forced_tokens": ids}}
+    forced = client.completions.create(model=model, prompt="one ship", logprobs=2, **asked).choices[0].logprobs
+    assert forced == completion
 
 
 @pytest.fixture(scope="module")
