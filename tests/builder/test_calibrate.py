@@ -406,7 +406,7 @@ def test_a_processor_without_bfloat16(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(calibrate.bfloat16, "usable", lambda: False)
+    monkeypatch.setattr(calibrate, "bfloat16_works", lambda: False)
     assert run(model, tmp_path / "engine", text, "--quiet", "--dtype", "bfloat16") == 1
     assert "calibrate: this processor cannot multiply dtype = 'bfloat16'; build where" in capsys.readouterr().err
     assert not (tmp_path / "engine").exists()

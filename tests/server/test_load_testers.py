@@ -115,7 +115,14 @@ def test_perf_analyzer_asks_the_token_model(server: RunningServer, tmp_path: Pat
         (
             (
                 *("--input-data", "zero", "--shape", "bad_words:1", "--shape", "stop_words:1"),
-                *("--shape", "embedding_bias_words:1", "--shape", "embedding_bias_weights:1"),
+                *(
+                    "--shape",
+                    "embedding_bias_words:1",
+                    "--shape",
+                    "embedding_bias_weights:1",
+                    "--shape",
+                    "forced_tokens:1",
+                ),
             ),
             " = 0: must be ",
         ),

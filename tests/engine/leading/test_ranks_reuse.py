@@ -145,7 +145,7 @@ def test_random_requests_in_company(method: str, build: Build) -> None:
             assert number in ended or len(answers[number]) == request.max_tokens
 
 
-@pytest.mark.parametrize("method", ["nested", "prkv"])
+@pytest.mark.parametrize("method", ["prkv"])
 def test_requests_of_two_ranks_make_room_for_each_other(method: str, build: Build) -> None:
     """Requests grow, are preempted and go on: with rows that are kept, and computed again."""
     (_, large), (_, small) = (build(method, *pool, *method_flags(method, CASES[method].sparse)) for pool in ((), POOL))
