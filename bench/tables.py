@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvseek.bench.accuracy.perplexity import rise
 from kvseek.bench.load import report
 from kvseek.bench.output import GIB, Figure, read_result, rows
 from kvseek.bench.speed.parts import part_groups
@@ -266,6 +267,26 @@ def _right(cell: dict[str, Any]) -> int:
 
 def _counted(cell: dict[str, Any]) -> str:
     return f"{_right(cell)} of {cell['questions']}"
+
+
+def perplexities(results: Results) -> Rows:
+    found = results("perplexity-cpu-smollm2")
+    first = found["results"][0]
+    texts = [f"`{name.rpartition('/')[2].rpartition(':')[2]}`" for name in found["texts"]]
+    yield (
+        "",
+        "tokens attended to",
+        "perplexity",
+        f"× `{first['name']}`, %",
+        *texts,
+        "tokens that were likely",
+        "others",
+    )
+    for entry in found["results"]:
+        rises = [rise(one) for one in (entry, *entry["by_text"])] if entry is not first else [""] * (1 + len(texts))
+        kinds = (f"{entry[name]:+.1f}" if entry is not first else "" for name in ("likely", "unlikely"))
+        attended = f"{entry['attended_tokens']:,.0f}"
+        yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", *rises, *kinds)
 
 
 def ctkvr_lists(results: Results) -> Rows:
@@ -606,6 +627,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "prompts": prompts,
     "parts of a prompt": prompt_parts,
     "answers": answers,
+    "perplexity": perplexities,
     "lists of ctkvr": ctkvr_lists,
     "answers with sparse prompts": sparse_answers,
     "settings of sparse prompts": sparse_settings,
