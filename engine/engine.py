@@ -234,7 +234,7 @@ class Engine:
         if not request.max_tokens_by_default:
             return request
         room = self._cache.most_tokens(self._cache.extents.capacity) - len(request.prompt_ids)
-        return replace(request, max_tokens=max(1, min(request.max_tokens, room)))
+        return replace(request, max_tokens=min(request.max_tokens, max(1, room)))
 
     def check(self, request: Request) -> None:
         """Raise RequestError or CapacityError if this engine can never serve the request. Safe from any thread."""

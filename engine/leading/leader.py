@@ -47,7 +47,8 @@ from .commands import (
 from .followers import TIMEOUT_SECONDS, Followers
 
 # Units of prompts that are launched before rank 0 waits for the first of them: some hundred launches, which keep the GPU busy.
-UNITS_AHEAD = 4
+# Fewer than PromptReader's, so that it is here that the host waits: where a rank that hangs is noticed.
+UNITS_AHEAD = 3
 
 
 class LeadCache(Cache):

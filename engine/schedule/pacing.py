@@ -144,13 +144,13 @@ class Pacing:
         """Learn the time per token and layer from the time by which reading made a step longer."""
         if not work.token_layers:  # only logits of a prompt's tokens were computed, which says nothing about layers
             return
-        account = self._account(work.short)
-        sample = max(0.0, seconds - self._cost(work.short, work.units, 0)) / work.token_layers
-        if account.token_seconds is None:
-            account.token_seconds = sample
-            return
-        sample = min(sample, LARGEST_SAMPLE * self._per_token(work.short))
-        account.token_seconds = sample + (1 - LEARNING_RATE) * (account.token_seconds - sample)
+        account, before = self._account(work.short), self._per_token(work.short)
+        weights = self._cost(work.short, work.units, 0)
+        # Where the weights alone explain the time, tokens are not free: a pack of four times as many takes a step to compute.
+        sample = max(weights / 4, seconds - weights) / work.token_layers
+        if account.token_seconds is not None:
+            sample = min(sample, LARGEST_SAMPLE * before)
+        account.token_seconds = sample + (1 - LEARNING_RATE) * (before - sample)
 
     def _cost(self, short: bool, units: int, token_layers: int) -> float:
         """Predict the seconds that `units` units with `token_layers` tokens in all take."""

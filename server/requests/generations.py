@@ -216,7 +216,8 @@ class Generations:
                 call.submitted.append(submission.number)
             if call.stopped:  # before the requests were submitted
                 self._cancel(submissions)
-            async with aclosing(_chunks([each.served for each in submissions], arrivals)) as chunks:
+            served = [each.served for each in submissions]
+            async with aclosing(_chunks(served, arrivals, lambda place: self._cancel([submissions[place]]))) as chunks:
                 yield chunks
         finally:
             self._cancel(submissions)
@@ -268,12 +269,17 @@ async def wait_for_ends(open_requests: Callable[[], int], client: EngineClient, 
         await asyncio.sleep(0.02)
 
 
-async def _chunks(served: Sequence[ServedRequest], arrivals: Arrivals) -> AsyncGenerator[tuple[int, Chunk], None]:
-    left, answer = len(served), arrivals.answer
-    kept = [0] * left  # bytes of outputs that are still in memory, of each request
+async def _chunks(
+    served: Sequence[ServedRequest], arrivals: Arrivals, cancel: Callable[[int], None]
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    answer, kept = arrivals.answer, [0] * len(served)  # bytes of outputs that are still in memory, of each request
+    left = set(range(len(served)))
     while left:
         place, outputs, size = await arrivals.next()
         answer.check()
+        if place not in left:  # drawn before the cancellation arrived
+            answer.remove(size)
+            continue
         own, end, given = served[place], outputs[-1], False
         if failed := end.finish_reason is FinishReason.ERROR:
             del outputs[-1]
@@ -289,5 +295,9 @@ async def _chunks(served: Sequence[ServedRequest], arrivals: Arrivals) -> AsyncG
         if given:  # the client has read what was made of them
             answer.remove(kept[place])
             kept[place] = 0
-        left -= end.finish_reason is not None or own.ended
+        if end.finish_reason is not None:
+            left.discard(place)
+        elif own.ended:  # by a stop text, of which the engine does not know
+            left.discard(place)
+            cancel(place)
         del outputs, end

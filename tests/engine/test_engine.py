@@ -175,6 +175,8 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(tmp_path: Path, b
     assert len(engine.generate([Request((1,) * 15, 5)])[0]) == 5, "a request that stays in the window needs no extent"
     (tokens,) = engine.generate([Request((1,) * 1000, 1048, max_tokens_by_default=True)])
     assert len(tokens) == engine._cache.most_tokens(1) - 1000 < 100, "a default is what there is room for"
+    whole = Request((1,) * 2000, 0, SamplingConfig(prompt_logprobs=0), max_tokens_by_default=True)
+    assert engine.fitted(whole).max_tokens == 0, "a prompt that is only scored draws nothing"
     with pytest.raises(CapacityError, match="needs 2 extents"):
         engine.submit(Request((1,) * 1000, len(tokens) + 1))
 

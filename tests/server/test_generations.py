@@ -201,6 +201,30 @@ def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
     asyncio.run(run())
 
 
+def test_a_choice_that_a_stop_word_ends_is_cancelled_and_the_others_go_on() -> None:
+    async def run() -> None:
+        client, own = Client(), call()
+        generations = make(client)
+        submissions = [generations.submission(served, own) for served in (Served(1), Served())]
+        async with generations.generate(submissions, own, ANSWER) as chunks:
+            first, second = client.takers
+            first([StepOutput(1, 1)])
+            second([StepOutput(1, 11)])
+            assert [await anext(chunks) for _ in range(2)] == [(0, {"tokens": [1]}), (1, {"tokens": [11]})]
+            for token in (2, 3):  # drawn before the cancellation arrives
+                first([StepOutput(1, token)])
+                second([StepOutput(1, 10 + token)])
+                assert await anext(chunks) == (1, {"tokens": [10 + token]})
+                assert client.cancelled == [7]
+            first([StepOutput(1, finish_reason=FinishReason.CANCELLED)])
+            second([ANSWERED[2]])
+            assert await anext(chunks) == (1, {"tokens": [None]})
+            assert await anext(chunks, None) is None
+        generations.close()
+
+    asyncio.run(run())
+
+
 def test_what_has_come_while_nobody_asked_is_one_chunk() -> None:
     unread = UnreadAnswers(1 << 20)
 
