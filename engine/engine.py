@@ -236,8 +236,11 @@ class Engine:
         room = self._cache.most_tokens(self._cache.extents.capacity) - len(request.prompt_ids)
         return replace(request, max_tokens=min(request.max_tokens, max(1, room)))
 
-    def check(self, request: Request) -> None:
-        """Raise RequestError or CapacityError if this engine can never serve the request. Safe from any thread."""
+    def check(self, request: Request) -> Request:
+        """Raise RequestError or CapacityError if this engine can never serve the request; returns it `fitted`.
+
+        Safe from any thread.
+        """
         request = self.fitted(request)
         request.validate(self.config)
         tokens = len(request.prompt_ids) + request.max_tokens
@@ -259,11 +262,11 @@ class Engine:
                 f"{name}: an engine of runtime {self.config.runtime} does not compute the logits of a prompt; leave it out, or "
                 "build with --runtime torch"
             )
+        return request
 
     def prepare(self, request: Request) -> RequestSequence:
         """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
-        request = self.fitted(request)
-        self.check(request)
+        request = self.check(request)
         sampler, request_id = Sampler(request, self.config.model.vocab_size), next(self._ids)
         statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
         scores = PromptScores(request_id, request) if request.sampling.scores_prompt else None

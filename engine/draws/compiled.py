@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,6 @@ class DrawRows:
     buffer: Tensor
     rows: list[int]
     _samplers: list[Sampler]
-    _scored: npt.NDArray[np.bool_]  # whether something is returned with the token
     _refused: list[Drawn | None]  # for all requests: those whose guide failed before the draw
 
     def results(self, tokens: Tensor, logits: Sequence[Tensor]) -> list[Drawn | int]:
@@ -66,9 +65,9 @@ class DrawRows:
         found = tokens.numpy()
         drawn: list[Drawn | int] = found[:, 0].tolist()
         rest = iter(logits)
-        for number in np.flatnonzero(self._scored | (found[:, 1] != DRAWN)).tolist():
-            one = DrawnToken.from_buffer_copy(found[number].tobytes())
-            drawn[number] = _result(one, self._samplers[number], rest)
+        for number, (sampler, status) in enumerate(zip(self._samplers, found[:, 1].tolist(), strict=True)):
+            if status != DRAWN or sampler.params.scores_tokens:
+                drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), sampler, rest)
         if len(drawn) == len(self._refused):
             return drawn
         others = iter(drawn)
@@ -124,8 +123,7 @@ def pack_rows(
     buffer[:head].copy_(on_host[:head], non_blocking=True)
     if lists:
         buffer[head + zeros :].copy_(on_host[head:], non_blocking=True)
-    scored = np.array([sampler.params.scores_tokens for sampler in drawn], dtype=np.bool_)
-    return DrawRows(buffer, [row for _, row, _ in numbers], drawn, scored, refused)
+    return DrawRows(buffer, [row for _, row, _ in numbers], drawn, refused)
 
 
 def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
@@ -141,9 +139,9 @@ def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
 
 def _prepared(sampler: Sampler, device: torch.device) -> Prepared:
     """Return what the sampler keeps on the device; made at its first draw."""
-    if sampler.prepared is None:
+    if not isinstance(sampler.prepared, Prepared):
         sampler.prepared = _prepare(sampler, device)
-    return cast(Prepared, sampler.prepared)
+    return sampler.prepared
 
 
 def _prepare(sampler: Sampler, device: torch.device) -> Prepared:
