@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import tritonclient.grpc as grpc
 from safetensors.torch import load_file, save_file
 from tests.conftest import RandomModel
 from tests.server.soak.calls import OPENAI_ROUTE, ROUTES
-from tests.support.door_processes import Door, doors, engine_process
+from tests.support.door_processes import Door, doors, engine_process, events
 from tests.support.failing_engine import (
     DEAD_ERROR,
     DEAD_PROMPT,
@@ -246,9 +245,7 @@ class Beside:
         assert not self.stream.error
 
     def _begun(self) -> Stream:
-        stream = Stream(self.server, OPENAI_ROUTE, "tensorrt_llm_bls", self.fields)
-        wait_for(lambda: stream.count or stream.ended_at, "the first token")
-        return stream
+        return Stream(self.server, OPENAI_ROUTE, "tensorrt_llm_bls", self.fields).begun()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -307,13 +304,15 @@ def test_a_prompt_whose_reading_fails_ends_alone(path: str, failing: Door) -> No
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_later_one(failing: Door) -> None:
-    with ThreadPoolExecutor() as pool:
-        for path in PATHS:
-            first = pool.submit(asked, failing, "generate", (5, 6), 1500)
-            time.sleep(0.2)  # the first is to decode alone for some steps
-            assert STEP_ERROR in asked(failing, path, (7, 8), 1500)
-            assert STEP_ERROR in first.result(SECONDS)
-            assert not asked(failing, path, (7, 8))
+    first = {"input_ids": [5, 6], "request_output_len": 3000, "end_id": -1, "streaming": True}
+    for path in PATHS:
+        with failing.post("tensorrt_llm/generate_stream", first, stream=True) as response:
+            stream = events(response)
+            assert "output_ids" in next(stream)  # it decodes alone
+            assert STEP_ERROR in asked(failing, path, (7, 8), 3000)
+            *_, last = stream
+            assert STEP_ERROR in last["error"]
+        assert not asked(failing, path, (7, 8))
 
 
 @pytest.mark.slow
