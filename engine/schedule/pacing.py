@@ -90,6 +90,9 @@ class Pacing:
         self._since_rest = 0  # steps that read something
         self._short, self._long = Account(), Account()
         self._fitted: dict[float, float] = {}  # seconds of a unit by its tokens, the latest last
+        self._slope = self._intercept = (
+            0.0  # of the line through them, as soon as there are two: until then tokens cost nothing
+        )
 
     def rests(self, short: bool) -> bool:
         """Whether the next step should read nothing, to measure an undisturbed decode step; `short`: a short prompt waits.
@@ -110,7 +113,7 @@ class Pacing:
     @property
     def pack(self) -> int:
         """Most tokens of a pack of short prompts, of which one step reads all layers."""
-        room = PACK_STEPS * self._decode_seconds - self._fit()[0] * self._layers
+        room = PACK_STEPS * self._decode_seconds - self._without_tokens * self._layers
         tokens = int(room / (self._per_token(True) * self._layers)) // SMALLEST_PACK * SMALLEST_PACK
         return min(self._max_pack, max(SMALLEST_PACK, tokens))
 
@@ -119,22 +122,15 @@ class Pacing:
         """Most tokens of a pack of short prompts that is charged: as many as take the time that a unit takes without any."""
         if not self._fitted:
             return self.pack
-        without, slope = self._fit()
         most = GROWTH * max(self._fitted)
-        if slope > 0:
-            most = min(most, without / slope)
+        if self._slope > 0:
+            most = min(most, self._without_tokens / self._slope)
         return max(self.pack, min(self._max_pack, int(most)))
 
-    def _fit(self) -> tuple[float, float]:
-        """Seconds of a unit of short prompts without any token, at least those of reading its weights, and of each token.
-
-        Without readings of different numbers of tokens, tokens are taken to cost nothing.
-        """
-        weights, slope = self._decode_seconds / self._layers, 0.0
-        if len(self._fitted) > 1:
-            slope, without = linear_regression(list(self._fitted), list(self._fitted.values()))
-            weights = max(weights, without)
-        return weights, slope
+    @property
+    def _without_tokens(self) -> float:
+        """Seconds of a unit of short prompts without any token, at least those of reading its weights."""
+        return max(self._decode_seconds / self._layers, self._intercept)
 
     def record(self, seconds: float, works: Sequence[Work] = ()) -> None:
         """Learn from a step with decoding requests.
@@ -179,6 +175,8 @@ class Pacing:
             self._fitted[tokens] = seconds / work.units
             if len(self._fitted) > FITTED:
                 del self._fitted[next(iter(self._fitted))]
+            if len(self._fitted) > 1:
+                self._slope, self._intercept = linear_regression(list(self._fitted), list(self._fitted.values()))
         account, before = self._account(work.short), self._per_token(work.short)
         weights = self._cost(work.short, work.units, 0)
         # Where the weights alone explain the time, tokens are not free: a pack of four times as many takes a step to compute.

@@ -16,11 +16,13 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 
 from kvseek.core.config import EXTENT_TOKENS
 
 TOKEN_BYTES = 4
 KEY_BYTES = 16
+TOKENS = attrgetter("tokens")
 
 
 def pack_tokens(*parts: Sequence[int]) -> bytes:
@@ -60,6 +62,54 @@ def chained_key(before: bytes, span: bytes) -> bytes:
     return hashlib.blake2b(before + span, digest_size=KEY_BYTES).digest()
 
 
+class Siblings:
+    """The nodes that continue one sequence, found by their key, or in the order of their tokens by what they begin with."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, Node] = {}
+        self._ordered: list[Node] = []  # no two have the same tokens
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def get(self, key: bytes) -> Node | None:
+        return self._by_key.get(key)
+
+    def add(self, node: Node) -> None:
+        self._by_key[node.key] = node
+        insort(self._ordered, node, key=TOKENS)
+
+    def remove(self, node: Node) -> None:
+        del self._by_key[node.key], self._ordered[bisect_left(self._ordered, node.tokens, key=TOKENS)]
+
+    def closest(self, tokens: bytes) -> tuple[Node | None, int]:
+        """Find the node that has most tokens in common with `tokens`, and how many; None if no node has any."""
+        place = bisect_left(self._ordered, tokens, key=TOKENS)
+        beside = self._ordered[max(0, place - 1) : place + 1]
+        common, best = max(
+            ((common_tokens(one.tokens, tokens), one) for one in beside), key=itemgetter(0), default=(0, None)
+        )
+        return (best, common) if common else (None, 0)
+
+    def continues(self, tokens: bytes) -> bool:
+        """Whether a node begins with `tokens`."""
+        place = bisect_left(self._ordered, tokens, key=TOKENS)
+        return place < len(self._ordered) and self._ordered[place].tokens.startswith(tokens)
+
+    def beginnings(self, tokens: bytes) -> list[Node]:
+        """Find the nodes whose tokens `tokens` begin with."""
+        found, place = list[Node](), bisect_right(self._ordered, tokens, key=TOKENS)
+        while place:
+            before = self._ordered[place - 1].tokens
+            if tokens.startswith(before):
+                found.append(self._ordered[place - 1])
+                place -= 1
+            else:  # what is shorter lies before all that differ from `tokens` as early as this one
+                common = common_tokens(before, tokens) * TOKEN_BYTES
+                place = bisect_right(self._ordered, tokens[:common], 0, place - 1, key=TOKENS)
+        return found
+
+
 @dataclass(eq=False)
 class Node:
     """One extent of a kept sequence.
@@ -79,58 +129,12 @@ class Node:
     parent: Node | None
     extent: int
     tokens: bytes
-    children: Siblings = field(default_factory=lambda: Siblings(), repr=False)
+    children: Siblings = field(default_factory=Siblings, repr=False)
 
     @property
     def before(self) -> bytes:
         """The key of the parent, or the root key of a first node."""
         return root_key(self.salt) if self.parent is None else self.parent.key
-
-
-class Siblings:
-    """The nodes that continue one sequence, found by their key, or in the order of their tokens by what they begin with."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[bytes, Node] = {}
-        self._ordered: list[Node] = []  # no two have the same tokens
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    def get(self, key: bytes) -> Node | None:
-        return self._by_key.get(key)
-
-    def add(self, node: Node) -> None:
-        self._by_key[node.key] = node
-        insort(self._ordered, node, key=_tokens)
-
-    def remove(self, node: Node) -> None:
-        del self._by_key[node.key], self._ordered[bisect_left(self._ordered, node.tokens, key=_tokens)]
-
-    def closest(self, tokens: bytes) -> tuple[Node | None, int]:
-        """Find the node that has most tokens in common with `tokens`, and how many; None if no node has any."""
-        place = bisect_left(self._ordered, tokens, key=_tokens)
-        beside = self._ordered[max(0, place - 1) : place + 1]
-        common, best = max(((common_tokens(one.tokens, tokens), one) for one in beside), key=_count, default=(0, None))
-        return (best, common) if common else (None, 0)
-
-    def continues(self, tokens: bytes) -> bool:
-        """Whether a node begins with `tokens`."""
-        place = bisect_left(self._ordered, tokens, key=_tokens)
-        return place < len(self._ordered) and self._ordered[place].tokens.startswith(tokens)
-
-    def beginnings(self, tokens: bytes) -> list[Node]:
-        """Find the nodes whose tokens `tokens` begin with."""
-        found, place = list[Node](), bisect_right(self._ordered, tokens, key=_tokens)
-        while place:
-            before = self._ordered[place - 1].tokens
-            if tokens.startswith(before):
-                found.append(self._ordered[place - 1])
-                place -= 1
-            else:  # what is shorter lies before all that differ from `tokens` as early as this one
-                common = common_tokens(before, tokens) * TOKEN_BYTES
-                place = bisect_right(self._ordered, tokens[:common], 0, place - 1, key=_tokens)
-        return found
 
 
 @dataclass(frozen=True)
@@ -279,14 +283,6 @@ class PrefixTree:
             nodes.append(node)
             position, siblings = position + len(span), node.children
         return nodes, siblings
-
-
-def _tokens(node: Node) -> bytes:
-    return node.tokens
-
-
-def _count(found: tuple[int, Node]) -> int:
-    return found[0]
 
 
 def _key(salt: str | None, parent: Node | None, span: bytes) -> bytes:
