@@ -27,7 +27,7 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.keys import Keys, Tenant, keys_of
+from kvseek.server.requests.keys import Keys, Tenant
 from kvseek.server.requests.models import LAYOUTS, MAX_ID_CHARACTERS, SEVERAL, Chunk, RequestFactory, ServedRequest
 from kvseek.server.requests.translation import read_parameters, scalar
 from kvseek.server.scratch import alive_socket
@@ -92,7 +92,7 @@ class TritonModel:
             tokenizer.encode("")  # reads the files now rather than in the first request
         # Whether clients reach the model without a frontend of kvseek in between.
         self._for_anyone = not parameters["socket"]
-        self._keys = keys_of(settings) if self._for_anyone else Keys(())
+        self._keys = settings.keys if self._for_anyone else Keys(())
         self._client = _connect(directory, settings, parameters["socket"])
         if parameters["socket"]:
             answer_from_thread(alive_socket(Path(parameters["socket"]).parent, self._name))
