@@ -90,6 +90,7 @@ class TritonModel:
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._triton, self._name, self._model = triton, config["name"], parameters["model"]
         self._decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        self._dtypes = {one["name"]: triton.triton_string_to_numpy(one["data_type"]) for one in config["output"]}
         directory, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
         tokenizer = Tokenizer(directory)
         engine_config = read_config(directory)
@@ -118,7 +119,8 @@ class TritonModel:
     def execute(self, requests: list[Any]) -> None:
         """Take requests from Triton; returns soon."""
         for request in requests:
-            stream = Stream(self._triton, request.get_response_sender(), self._served.batched, self._decoupled)
+            sender, batched = request.get_response_sender(), self._served.batched
+            stream = Stream(self._triton, sender, self._dtypes, batched, self._decoupled)
             # Copied, because the memory of a tensor belongs to Triton again when this call has returned.
             tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
             asked = request.request_id(), request.parameters(), tensors, time.monotonic()

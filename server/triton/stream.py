@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from kvseek.core.errors import ErrorCode
@@ -15,10 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class Stream:
-    """Sends the responses of one request to its client, and nothing after the last one. To be used by one thread alone."""
+    """Sends the responses of one request to its client, and nothing after the last one. To be used by one thread alone.
 
-    def __init__(self, triton: Any, sender: Any, batched: bool, decoupled: bool) -> None:
-        self._triton, self._sender, self._batched, self._decoupled = triton, sender, batched, decoupled
+    `dtypes` are NumPy's types of the model's outputs.
+    """
+
+    def __init__(self, triton: Any, sender: Any, dtypes: Mapping[str, Any], batched: bool, decoupled: bool) -> None:
+        self._triton, self._sender, self._dtypes = triton, sender, dtypes
+        self._batched, self._decoupled = batched, decoupled
         self._closed = False  # the last response has been sent
 
     def send(self, chunk: Chunk) -> None:
@@ -61,6 +66,5 @@ class Stream:
             self._sender.send(self._error(INTERNAL, ErrorCode.INTERNAL), flags=final)
 
     def _response(self, chunk: Chunk) -> Any:
-        return self._triton.InferenceResponse(
-            [self._triton.Tensor(name, as_tensor(name, value, self._batched)) for name, value in chunk.items()]
-        )
+        arrays = {name: as_tensor(name, value, self._dtypes[name], self._batched) for name, value in chunk.items()}
+        return self._triton.InferenceResponse([self._triton.Tensor(*each) for each in arrays.items()])

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.json_format import MessageToDict
 from tests.conftest import BuildEngine
+from tests.server.frontend.test_llmapi_request import configuration
 from tests.support.door_processes import engine_process
 from tests.support.random_models import save_random_model
 from tests.support.waiting import wait_for
@@ -50,6 +52,12 @@ TRITON = SimpleNamespace(
     TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
     TritonError=TritonError,
     Tensor=ToyTensor,
+    triton_string_to_numpy={
+        "TYPE_INT32": np.int32,
+        "TYPE_INT64": np.int64,
+        "TYPE_FP32": np.float32,
+        "TYPE_STRING": object,
+    }.get,
     InferenceResponse=lambda tensors=(), error=None: SimpleNamespace(values=dict(tensors), error=error),
 )
 
@@ -107,8 +115,12 @@ def door(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) ->
         "socket": str(socket),
         "settings": settings.to_json(),
     }
+    outputs = MessageToDict(configuration("inflight_batcher_llm/tensorrt_llm"), preserving_proto_field_name=True)[
+        "output"
+    ]
     config = {
         "name": "tensorrt_llm",
+        "output": outputs,
         "model_transaction_policy": {"decoupled": True},
         "parameters": {name: {"string_value": value} for name, value in parameters.items()},
     }
