@@ -104,8 +104,9 @@ def decode(message: bytes) -> Load | Command:
 
 def name_of(command: Command) -> str:
     """Name a command, for whoever looks at what a rank is doing."""
-    named = isinstance(command, OfPrefill | OfDecoder | OfRows)
-    return command.method.capitalize() if named else type(command).__name__
+    return (
+        command.method.capitalize() if isinstance(command, OfPrefill | OfDecoder | OfRows) else type(command).__name__
+    )
 
 
 def digest(cache: Cache) -> int:
