@@ -336,7 +336,7 @@ class HttpServer:
             for *_, address in socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
                 try:
                     server = await loop.create_server(
-                        self._connect, address[0], chosen, backlog=BACKLOG, reuse_port=held
+                        self._connect, str(address[0]), chosen, backlog=BACKLOG, reuse_port=held
                     )
                 except OSError as error:
                     if error.errno != errno.EADDRNOTAVAIL:

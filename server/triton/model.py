@@ -90,11 +90,11 @@ class TritonModel:
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._triton, self._name, self._model = triton, config["name"], parameters["model"]
         self._decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
-        self._dtypes = {one["name"]: triton.triton_string_to_numpy(one["data_type"]) for one in config["output"]}
         directory, settings = Path(parameters["engine_dir"]), ServeSettings.from_json(parameters["settings"])
         tokenizer = Tokenizer(directory)
         engine_config = read_config(directory)
         require_readable_arrays(triton)
+        self._dtypes = {one["name"]: triton.triton_string_to_numpy(one["data_type"]) for one in config["output"]}
         layout = LAYOUTS[settings.layout]
         self._served = layout.models[self._model]
         self._factory = RequestFactory(layout, engine_config, tokenizer)
