@@ -26,11 +26,12 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import write_config
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.manifest import write_manifest
+from kvseek.engine.chat_template import SETTINGS_FILE
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.weights import write_random
-from kvseek.engine.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, TOKENIZER_FOLDER
+from kvseek.engine.tokenizer import TOKENIZER_FILE, TOKENIZER_FOLDER
 
 END = "<|end|>"
 

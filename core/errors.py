@@ -71,6 +71,14 @@ class TimeoutExpiredError(KvseekError):
     """The request's own time limit passed before it could start."""
 
 
+class CodedError(KvseekError):
+    """An error that ended a request, with its code, at the engine or before it."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def require(
     condition: bool, name: str, value: object, limit: str, remedy: str, error: type[KvseekError] = ConfigError
 ) -> None:
@@ -100,6 +108,8 @@ def code_of(error: Exception) -> ErrorCode:
 
     A failure after the engine has accepted a request is no client's fault: Engine._fail chooses the code of those.
     """
+    if isinstance(error, CodedError):
+        return error.code
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), ErrorCode.INTERNAL)
 
 

@@ -52,8 +52,8 @@ class InFlightStep:
         Whether the token that is drawn is new; not where a request takes in again what it has generated.
     cached : list of int
         Tokens that each request has in the cache, that of the step included.
-    host_rows : list of float
-        See UsageMeter.rows.
+    windows : list of int
+        How many of them are in its window, which is on the device.
     refresh_seconds : float
         The host's time for the upkeep that was due with the step.
     begun : float
@@ -69,7 +69,7 @@ class InFlightStep:
     sequences: list[RequestSequence]
     drawing: list[bool]
     cached: list[int]
-    host_rows: list[float]
+    windows: list[int]
     refresh_seconds: float
     begun: float
     work: Work
@@ -496,11 +496,10 @@ class Engine:
                 sequence.replay -= 1
             else:
                 sequence.sampler.pending += 1
-        rows = self._meter.rows(slots, launched.attended)
         cached, work = [self._cache.tokens[slot] for slot in slots], self._reader.work
-        return InFlightStep(
-            launched, sequences, drawing, cached, rows, self.decoder.retrieval.refresh_seconds, begun, work
-        )
+        windows = [held - self._cache.lengths[slot] for slot, held in zip(slots, cached, strict=True)]
+        refresh_seconds = self.decoder.retrieval.refresh_seconds
+        return InFlightStep(launched, sequences, drawing, cached, windows, refresh_seconds, begun, work)
 
     def _collect(self, step: InFlightStep) -> list[StepOutput]:
         """Wait for a step's tokens, take them, and close the slots that had to stay until the step had ended."""
@@ -516,8 +515,8 @@ class Engine:
             outputs = [self._fail(step.sequences[number], error) for number in live]
         else:
             self._refresh_seconds, now = step.refresh_seconds, time.perf_counter()
-            self._meter.count(step.host_rows[number] for number in live)
             cached, attended = step.cached, step.launched.attended
+            self._meter.tokens += sum(attended[number] - step.windows[number] for number in live)
             outputs = [
                 self._take_token(step.sequences[number], drawn[number], cached[number], attended[number], now)
                 for number in live

@@ -26,11 +26,3 @@ TRITON_CODE = {
 
 class ServerError(KvseekError, RuntimeError):
     """A tritonserver cannot be found, started, or does not become ready."""
-
-
-class CodedError(KvseekError):
-    """An error that ended a request, with its code, at the engine or before it."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code

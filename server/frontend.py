@@ -36,7 +36,6 @@ from kvseek.server.kserve.metadata import MetadataRoutes
 from kvseek.server.openai.app import OpenAIPort
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
-from kvseek.server.requests.keys import keys_of
 from kvseek.server.requests.models import LAYOUTS, RequestFactory
 from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.triton.relay import TritonRelay
@@ -92,7 +91,7 @@ class Frontend:
         metadata = MetadataRoutes(self._triton, self._layout.names)
         generating = generate.GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
         connections = settings.most_connections(self._config)
-        keys = keys_of(settings)
+        keys = settings.keys
         self._grpc = GrpcServer(triton_grpc, self._state, models, unread, connections, self._client.refused, keys)
         self._http = HttpServer(
             [*self._state.routes(), *generating.routes(), *metadata.routes()],

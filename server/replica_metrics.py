@@ -11,14 +11,12 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import uvloop
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -26,6 +24,7 @@ from starlette.routing import BaseRoute, Route
 from kvseek.core.errors import KvseekError, UnavailableError
 from kvseek.core.liveness import answer_at
 
+from .engine.metrics import written
 from .http.metrics import (
     ENDPOINTS,
     MAX_METRICS_CONNECTIONS,
@@ -107,17 +106,7 @@ def merged(texts: Mapping[str, str], own: str = "") -> bytes:
             families[family.name].samples += [
                 sample._replace(labels=sample.labels | label) for sample in family.samples
             ]
-    registry = CollectorRegistry()
-    registry.register(_Families(list(families.values())))
-    return generate_latest(registry)
-
-
-class _Families(Collector):
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
+    return written(families.values())
 
 
 async def run(arguments: argparse.Namespace) -> None:

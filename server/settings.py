@@ -17,7 +17,7 @@ from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 
 from .errors import ServerError
-from .requests.keys import SHARE_ALL, SHARE_BY_KEY
+from .requests.keys import SHARE_ALL, SHARE_BY_KEY, Keys, read_keys
 from .requests.models import INFLIGHT_BATCHER_LLM, LAYOUTS
 from .requests.unread import LARGEST_AT_ONCE, LOGIT_BYTES, OTHER_UNREAD_BYTES, WRITE_SECONDS, UnreadAnswers
 
@@ -171,6 +171,12 @@ class ServeSettings:
         return Nodes.of(
             self.nnodes, self.rdzv_endpoint, None if self.ranks_key_file is None else Path(self.ranks_key_file)
         )
+
+    @property
+    def keys(self) -> Keys:
+        """The API keys of the server; raises ServerError if their file cannot be used."""
+        keys = () if self.api_key_file is None else read_keys(Path(self.api_key_file))
+        return Keys(keys, apart=self.share_prefixes == SHARE_BY_KEY)
 
     def most_requests(self, config: EngineConfig) -> int:
         """Return how many requests may run or wait at a time."""

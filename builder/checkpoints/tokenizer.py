@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.core.errors import ConfigError
-from kvseek.engine.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from kvseek.engine.chat_template import SETTINGS_FILE, TEMPLATE_FILE
+from kvseek.engine.tokenizer import TOKENIZER_FILE
 
 from .files import read_object
 

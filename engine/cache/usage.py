@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -51,9 +51,10 @@ class CacheUsage:
 
 
 class UsageMeter:
-    """Measures the use of a cache and of its hot rows. Any thread may call `usage`; only the engine's thread calls `count`.
+    """Measures the use of a cache and of its hot rows. Any thread may call `usage`.
 
-    `ranks` have as many rows each, of which `prefixes` has rank 0's.
+    `ranks` have as many rows each, of which `prefixes` has rank 0's. The engine adds to `tokens` what its steps have attended to
+    outside windows, in retrieval tokens of a request.
     """
 
     def __init__(self, prefixes: PrefixCache, hot_rows: Sequence[HotRows], ranks: int = 1) -> None:
@@ -61,7 +62,7 @@ class UsageMeter:
         cache = prefixes.cache
         # Rows of one token in host memory: one per KV head and layer there. On the CPU these are all of its rows.
         self._row_copies = ranks * cache.window.shape[2] * cache.rows.layout.host_layers
-        self._host_rows = 0
+        self.tokens = 0.0
         self._hot_rows = hot_rows
         # A stream of its own: on the engine's stream the counters would be read only after all steps launched so far.
         device = cache.window.device
@@ -79,23 +80,13 @@ class UsageMeter:
             extents_free=extents.free,
             device_extent_bytes=self._ranks * layout.device_layers * layout.layer_bytes,
             host_extent_bytes=self._ranks * layout.host_layers * layout.layer_bytes,
-            host_rows=self._host_rows,
+            host_rows=round(self.tokens * self._row_copies),
             hot_row_hit_ratio=self._hit_ratio(),
             reuse=replace(self._prefixes.counts),
             sessions=len(self._prefixes.sessions),
             pinned_extents=self._prefixes.sessions.pinned,
             disk=DiskUsage() if self._prefixes.store is None else self._prefixes.store.usage(),
         )
-
-    def rows(self, slots: Sequence[int], attended: Sequence[float]) -> list[float]:
-        """Return the retrieval tokens that the step just launched attends to, per request; `attended`: Launched.attended."""
-        tokens, lengths = self._cache.tokens, self._cache.lengths  # without the window's, which are on the device
-        return [share - tokens[slot] + lengths[slot] for slot, share in zip(slots, attended, strict=True)]
-
-    def count(self, rows: Iterable[float]) -> None:
-        """Count what `rows` has returned of a step that has ended."""
-        if self._row_copies:
-            self._host_rows += round(sum(rows) * self._row_copies)
 
     def _hit_ratio(self) -> float | None:
         with torch.cuda.stream(self._stream):  # None: does nothing

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from typing import Literal
 
 import msgspec
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Reuse
+
+Arguments = tuple[int | bool | tuple[int, ...], ...]
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -54,30 +57,26 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     asked: tuple[int, ...]
 
 
-class Advance(msgspec.Struct, frozen=True, tag=True):
-    """Prefill.advance."""
+class OfPrefill(msgspec.Struct, frozen=True, tag=True):
+    """A method of the prefill of this number; after `finish` nothing more is said of it."""
 
     number: int
-    max_tokens: int
+    method: Literal["advance", "drop", "finish"]
+    arguments: Arguments = ()
 
 
-class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Prefill.drop."""
+class OfDecoder(msgspec.Struct, frozen=True, tag=True):
+    """A method of Decoder. `prepare` on GPUs runs steps, whose sums all ranks compute."""
 
-    number: int
-    slot: int
-
-
-class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Prefill.finish; nothing more is said of this prefill."""
-
-    number: int
+    method: Literal["resume", "prepare"]
+    arguments: Arguments = ()
 
 
-class Resume(msgspec.Struct, frozen=True, tag=True):
-    """Decoder.resume."""
+class OfRows(msgspec.Struct, frozen=True, tag=True):
+    """A method of PrefixRows."""
 
-    slot: int
+    method: Literal["reserve", "complete", "keep", "forget"]
+    arguments: Arguments
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -88,42 +87,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     digest: int
 
 
-class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """PrefixRows.reserve."""
-
-    slot: int
-    tokens: int
-
-
-class Complete(msgspec.Struct, frozen=True, tag=True):
-    """PrefixRows.complete."""
-
-    slot: int
-    kept: int
-    places: int
-
-
-class Keep(msgspec.Struct, frozen=True, tag=True):
-    """PrefixRows.keep."""
-
-    slot: int
-    extents: tuple[int, ...]
-    begins: bool
-
-
-class Forget(msgspec.Struct, frozen=True, tag=True):
-    """PrefixRows.forget."""
-
-    extents: tuple[int, ...]
-
-
-class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Decoder.prepare: on GPUs it runs steps, whose sums all ranks compute."""
-
-
-Command = (
-    Open | Close | Begin | Advance | Drop | Finish | Resume | Decode | Prepare | Reserve | Complete | Keep | Forget
-)
+Command = Open | Close | Begin | Decode | OfPrefill | OfDecoder | OfRows
 _decoder = msgspec.msgpack.Decoder(Load | Command)
 
 
@@ -136,6 +100,13 @@ def decode(message: bytes) -> Load | Command:
     """Read a command; raises MsgspecError if it is none, and ConfigError if a configuration cannot be."""
     command: Load | Command = _decoder.decode(message)
     return command
+
+
+def name_of(command: Command) -> str:
+    """Name a command, for whoever looks at what a rank is doing."""
+    return (
+        command.method.capitalize() if isinstance(command, OfPrefill | OfDecoder | OfRows) else type(command).__name__
+    )
 
 
 def digest(cache: Cache) -> int:

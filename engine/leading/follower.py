@@ -39,23 +39,18 @@ from kvseek.engine.parallel.reports import Reporter
 from kvseek.engine.parallel.watch import end_with_rank_0
 
 from .commands import (
-    Advance,
     Begin,
     Close,
     Command,
-    Complete,
     Decode,
-    Drop,
-    Finish,
-    Forget,
-    Keep,
     Load,
+    OfDecoder,
+    OfPrefill,
+    OfRows,
     Open,
-    Prepare,
-    Reserve,
-    Resume,
     decode,
     digest,
+    name_of,
 )
 
 READY = b""  # what a rank answers to Load if nothing is wrong; anything else is an error
@@ -78,30 +73,19 @@ class Follower:
                 self._close(slot)
             case Begin(number, prompts, asked):
                 self._prefills[number] = self._decoder.prefill(prompts, dict.fromkeys(asked, _ignore))
-            case Advance(number, max_tokens):
-                self._prefills[number].advance(max_tokens)
-            case Drop(number, slot):
-                self._prefills[number].drop(slot)
-            case Finish(number):
-                self._prefills.pop(number).finish()
-            case Resume(slot):
-                self._decoder.resume(slot)
+            case OfPrefill(number, method, arguments):
+                prefill = self._prefills.pop(number) if method == "finish" else self._prefills[number]
+                getattr(prefill, method)(*arguments)
+            case OfDecoder(method, arguments):
+                getattr(self._decoder, method)(*arguments)
+            case OfRows(method, arguments):
+                getattr(self._rows, method)(*arguments)
             case Decode(tokens, slots, expected):
                 found = digest(self._decoder.cache)
                 if found != expected:
                     raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
                 # Rank 0 draws from the logits. This rank only waits for its part of the step, of which a token is less to copy.
                 self._decoder.launch(tokens, slots, [None] * len(slots)).collect()
-            case Prepare():
-                self._decoder.prepare()
-            case Reserve(slot, tokens):
-                self._rows.reserve(slot, tokens)
-            case Complete(slot, kept, places):
-                self._rows.complete(slot, kept, places)
-            case Keep(slot, extents, begins):
-                self._rows.keep(slot, extents, begins)
-            case Forget(extents):
-                self._rows.forget(extents)
 
     def _prefix(self, reuse: Reuse | None) -> Prefix | None:
         if reuse is None:
@@ -147,7 +131,7 @@ def serve(channel: Channel, load: Load, up: Path | None = None) -> NoReturn:
                 if isinstance(command, Load):
                     raise RuntimeError("rank 0 has said twice what to load")
                 reporter.step()
-                reporter.doing(type(command).__name__)
+                reporter.doing(name_of(command))
                 follower.do(command)
     finally:
         reporter.close()

@@ -28,22 +28,7 @@ from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.parallel.ranks import Ranks
 from kvseek.engine.parallel.reports import STALL_SECONDS
 
-from .commands import (
-    Advance,
-    Begin,
-    Close,
-    Complete,
-    Decode,
-    Drop,
-    Finish,
-    Forget,
-    Keep,
-    Open,
-    Prepare,
-    Reserve,
-    Resume,
-    digest,
-)
+from .commands import Begin, Close, Decode, OfDecoder, OfPrefill, OfRows, Open, digest
 from .followers import TIMEOUT_SECONDS, Followers
 
 # Units of prompts that are launched before rank 0 waits for the first of them: some hundred launches, which keep the GPU busy.
@@ -78,19 +63,19 @@ class LeadPrefixRows(PrefixRows):
         self._followers = followers
 
     def reserve(self, slot: int, tokens: int) -> None:
-        with self._followers.doing(Reserve(slot, tokens)):
+        with self._followers.doing(OfRows("reserve", (slot, tokens))):
             super().reserve(slot, tokens)
 
     def complete(self, slot: int, kept: int, places: int) -> None:
-        with self._followers.doing(Complete(slot, kept, places)):
+        with self._followers.doing(OfRows("complete", (slot, kept, places))):
             super().complete(slot, kept, places)
 
     def keep(self, slot: int, extents: Sequence[int], begins: bool) -> None:
-        with self._followers.doing(Keep(slot, tuple(extents), begins)):
+        with self._followers.doing(OfRows("keep", (slot, tuple(extents), begins))):
             super().keep(slot, extents, begins)
 
     def forget(self, extents: Sequence[int]) -> None:
-        with self._followers.doing(Forget(tuple(extents))):
+        with self._followers.doing(OfRows("forget", (tuple(extents),))):
             super().forget(extents)
 
 
@@ -115,12 +100,12 @@ class LeadPrefill(Prefill):
         return self._prefill.progress
 
     def drop(self, slot: int) -> None:
-        self._followers.tell(Drop(self._number, slot))
+        self._followers.tell(OfPrefill(self._number, "drop", (slot,)))
         self._prefill.drop(slot)
 
     def advance(self, max_tokens: int) -> int:
         """See Prefill; any exception is a RankError."""
-        with self._followers.doing(Advance(self._number, max_tokens)):
+        with self._followers.doing(OfPrefill(self._number, "advance", (max_tokens,))):
             self._launches.wait()
             work = self._prefill.advance(max_tokens)
             self._launches.add()
@@ -128,7 +113,7 @@ class LeadPrefill(Prefill):
 
     def finish(self) -> Tensor:
         """See Prefill; any exception is a RankError."""
-        with self._followers.doing(Finish(self._number)):
+        with self._followers.doing(OfPrefill(self._number, "finish")):
             return self._prefill.finish()
 
     def _advance(self, max_tokens: int) -> int:
@@ -159,7 +144,7 @@ class LeadDecoder(Decoder):
             return LeadPrefill(prefill, self._followers, self._launches, number, prompts, on_logits)
 
     def resume(self, slot: int) -> None:
-        with self._followers.doing(Resume(slot)):
+        with self._followers.doing(OfDecoder("resume", (slot,))):
             super().resume(slot)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
@@ -184,7 +169,7 @@ class LeadDecoder(Decoder):
             return self._decoder.draw(logits, samplers)
 
     def prepare(self) -> None:
-        with self._followers.doing(Prepare()):
+        with self._followers.doing(OfDecoder("prepare")):
             self._decoder.prepare()
 
     def prefix_rows(self) -> PrefixRows:

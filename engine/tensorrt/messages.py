@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from types import ModuleType
 from typing import Any
-
-from kvseek.core.tensorrt_api import Logging
 
 KEPT = 5
 
@@ -28,18 +27,18 @@ class Messages:
         return text or "it gave no reason"
 
 
-def logger(api: Logging) -> Any:
+def logger(api: ModuleType) -> Any:
     """Return the logger for a Builder or a Runtime of `api`. A process has one, as TensorRT uses only the first it is given."""
     return _logger(api)[0]
 
 
-def why(api: Logging) -> str:
+def why(api: ModuleType) -> str:
     """Return TensorRT's name and version, and its last messages."""
     return f"{api.__name__} {api.__version__}: {_logger(api)[1].take()}"
 
 
 @functools.cache
-def _logger(api: Logging) -> tuple[Any, Messages]:
+def _logger(api: ModuleType) -> tuple[Any, Messages]:
     messages, levels = Messages(), api.ILogger.Severity
 
     def initialise(self: Any) -> None:

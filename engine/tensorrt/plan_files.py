@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, EngineDirectoryError, require
 from kvseek.core.fields import from_dict
-from kvseek.core.tensorrt_api import PACKAGES, Logging
+from kvseek.core.tensorrt_api import PACKAGES
 
 PLANS_FILE = "rank0.plans.json"
 REBUILD = "build the engine again"
@@ -103,7 +104,7 @@ def write_plan_index(directory: Path, index: PlanIndex) -> None:
     (directory / PLANS_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
 
 
-def check_version(index: PlanIndex, api: Logging) -> None:
+def check_version(index: PlanIndex, api: ModuleType) -> None:
     """Raise EngineDirectoryError unless the installed version of TensorRT built the plans."""
     if index.version != api.__version__:
         raise EngineDirectoryError(

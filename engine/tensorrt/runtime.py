@@ -10,7 +10,7 @@ import torch
 from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
-from kvseek.core.tensorrt_api import load_session_api
+from kvseek.core.tensorrt_api import import_tensorrt
 from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.model import layer_kernels, prompt_attention
@@ -49,7 +49,7 @@ class TensorRtRuntime:
 
 def load_plans(directory: Path, config: EngineConfig, device: torch.device) -> TensorRtRuntime:
     """Load the plans of an engine directory, with the module config.tensorrt.module; raises as load_runtime does."""
-    api = load_session_api(config.tensorrt.module)
+    api = import_tensorrt(config.tensorrt.module)
     index = read_plan_index(directory, config)
     check_version(index, api)
     if index.form == "engine":

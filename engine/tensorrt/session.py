@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.streams import SideStream, on_default_stream, stream_handle
-from kvseek.core.tensorrt_api import TYPE_NAMES, CudaEngine, ExecutionContext, SessionApi
+from kvseek.core.tensorrt_api import TYPE_NAMES
 
 from .messages import logger, why
 
@@ -55,7 +56,7 @@ class _Context:
     happen in a captured call.
     """
 
-    def __init__(self, execution: ExecutionContext) -> None:
+    def __init__(self, execution: Any) -> None:
         self.execution = execution
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -88,9 +89,7 @@ class Plan:
         If TensorRT cannot make a context, or the plan has a tensor of a dtype that the builder does not use.
     """
 
-    def __init__(
-        self, api: SessionApi, engine: CudaEngine, memory: Tensor, side: SideStream, contexts: Sequence[int]
-    ) -> None:
+    def __init__(self, api: ModuleType, engine: Any, memory: Tensor, side: SideStream, contexts: Sequence[int]) -> None:
         self._api, self._engine, self._memory, self._side = api, engine, memory, side
         self.inputs, self.outputs = self._ports("INPUT"), self._ports("OUTPUT")
         self._contexts = {number: self._create_context() for number in contexts}
@@ -182,7 +181,7 @@ class Plan:
                     f"plan {self._engine.name}: shape of {name} = {shape}: must be {wanted}, by its inputs; give such a tensor"
                 )
 
-    def _enqueue(self, context: ExecutionContext) -> None:
+    def _enqueue(self, context: Any) -> None:
         self._demand(context.execute_async_v3(stream_handle(self._memory.device)), "run")
 
     def _demand(self, done: bool, what: str) -> None:
@@ -219,7 +218,7 @@ class Session:
         If TensorRT cannot create its runtime, or cannot load a plan.
     """
 
-    def __init__(self, api: SessionApi, files: Sequence[Path], device: torch.device, contexts: Sequence[int]) -> None:
+    def __init__(self, api: ModuleType, files: Sequence[Path], device: torch.device, contexts: Sequence[int]) -> None:
         self._api = api
         try:
             self._runtime = api.Runtime(logger(api))  # kept: the plans refer to it
@@ -231,7 +230,7 @@ class Session:
         side = SideStream(device)
         self.plans = [Plan(api, engine, self.memory, side, contexts) for engine in engines]
 
-    def _deserialise(self, file: Path) -> CudaEngine:
+    def _deserialise(self, file: Path) -> Any:
         try:
             # Mapped, not read, so that the weights, possibly gigabytes, go from the file to the device without a copy.
             with file.open("rb") as plan, mmap.mmap(plan.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -243,5 +242,4 @@ class Session:
                 f"{file}: {why(self._api)}; a plan runs on the kind of GPU that it was built for: build the engine again for "
                 "this one (docs/tensorrt.md)"
             )
-        loaded: CudaEngine = engine
-        return loaded
+        return engine

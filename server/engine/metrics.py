@@ -6,22 +6,25 @@ for kvseek. The engine's thread only adds to plain numbers; all costlier work is
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.core.statistics import RequestStatistics, StepReport
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
     from kvseek.engine.cache.prefixes.store import DiskUsage
     from kvseek.engine.cache.usage import CacheUsage
     from kvseek.engine.service import EngineService
@@ -63,6 +66,7 @@ FINISHED_REASONS = {  # vLLM's words
     FinishReason.ERROR: "error",
 }
 _ENDS = (reason.value for reason in FinishReason if reason is not FinishReason.ERROR)
+Values = float | Mapping[str, float]  # of a metric: one, or one for each value of a label
 OUTCOMES = tuple(dict.fromkeys((*_ENDS, *(code.value for code in ErrorCode))))
 
 
@@ -108,31 +112,13 @@ class Families:
     def __init__(self, **labels: str) -> None:
         self._names, self._values = tuple(labels), tuple(labels.values())
 
-    def gauge(self, name: str, description: str, value: float) -> Metric:
-        """Make a metric of a value that goes up and down."""
-        family = GaugeMetricFamily(f"kvseek:{name}", description, labels=self._names)
-        family.add_metric(self._values, value)
-        return family
+    def gauge(self, name: str, description: str, value: Values, label: str = "") -> Metric:
+        """Make a metric of a value that goes up and down, or of one for each value of one more label."""
+        return self._made(GaugeMetricFamily, name, description, value, label)
 
-    def counter(self, name: str, description: str, value: float) -> Metric:
-        """Make a metric of a value that only grows; `_total` is added to its name."""
-        family = CounterMetricFamily(f"kvseek:{name}", description, labels=self._names)
-        family.add_metric(self._values, value)
-        return family
-
-    def gauges(self, name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Make a gauge for each value of one more label."""
-        family = GaugeMetricFamily(f"kvseek:{name}", description, labels=(*self._names, label))
-        for key, value in values.items():
-            family.add_metric((*self._values, key), value)
-        return family
-
-    def counters(self, name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Make a counter for each value of one more label."""
-        family = CounterMetricFamily(f"kvseek:{name}", description, labels=(*self._names, label))
-        for key, value in values.items():
-            family.add_metric((*self._values, key), value)
-        return family
+    def counter(self, name: str, description: str, value: Values, label: str = "") -> Metric:
+        """Make a metric as `gauge`, of what only grows; `_total` is added to its name."""
+        return self._made(CounterMetricFamily, name, description, value, label)
 
     def histogram(self, name: str, description: str, histogram: Histogram) -> Metric:
         """Make a metric of a histogram's counts."""
@@ -140,8 +126,26 @@ class Families:
         family.add_metric(self._values, histogram.buckets(), histogram.sum)
         return family
 
+    def _made(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        description: str,
+        value: Values,
+        label: str,
+    ) -> Metric:
+        family = kind(f"kvseek:{name}", description, labels=(*self._names, *filter(None, (label,))))
+        for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
+            family.add_metric((*self._values, *filter(None, (key,))), number)
+        return family
 
-class EngineMetrics(Collector):
+
+def written(metrics: Iterable[Metric]) -> bytes:
+    """Write metrics in Prometheus' text format."""
+    return generate_latest(cast("Collector", SimpleNamespace(collect=lambda: metrics)))
+
+
+class EngineMetrics:
     """Counts what an engine does.
 
     Tokens and steps come from the engine's thread alone and are counted without a lock; requests may end in any thread.
@@ -168,8 +172,6 @@ class EngineMetrics(Collector):
         self._between_tokens = Histogram(TOKEN_SECONDS)
         self._of_requests = {name: Histogram(bounds) for name, (bounds, _) in REQUEST_HISTOGRAMS.items()}
         self._of_steps = {name: Histogram(bounds) for name, (bounds, _) in STEP_HISTOGRAMS.items()}
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def record(self, outputs: Sequence[StepOutput], now: float) -> None:
         """Count the outputs that the engine has put out at a time, in seconds of time.perf_counter; a microsecond for each.
@@ -210,13 +212,7 @@ class EngineMetrics(Collector):
 
     def text(self) -> str:
         """Return all metrics in Prometheus' text format; takes some 4 ms."""
-        return generate_latest(self._registry).decode()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics in prometheus_client's form; see `text`."""
-        yield from self._state()
-        yield from self._tokens()
-        yield from self._requests()
+        return written(itertools.chain(self._state(), self._tokens(), self._requests())).decode()
 
     def _state(self) -> Iterator[Metric]:
         """Yield the metrics of the present state."""
@@ -247,7 +243,7 @@ class EngineMetrics(Collector):
                 "host": extents * usage.host_extent_bytes,
             }
             description = f"Bytes of rows in {state} extents"
-            yield make.gauges(f"row_pool_{state}_bytes", description, "location", by_location)
+            yield make.gauge(f"row_pool_{state}_bytes", description, by_location, "location")
         yield make.counter("prefix_cache_queries", "Prompt tokens looked up for reuse", usage.reuse.queried_tokens)
         yield make.counter("prefix_cache_hits", "Of those, not read again", usage.reuse.reused_tokens)
         description = "Kept extents that made room for others"
@@ -270,7 +266,7 @@ class EngineMetrics(Collector):
         yield make.counter("prefix_disk_loaded", "Files loaded", counts.loaded)
         description = "Prompt tokens not read because their rows were loaded"
         yield make.counter("prefix_disk_loaded_tokens", description, counts.loaded_tokens)
-        yield make.counters("prefix_disk_dropped", "Extents not written, by the reason", "reason", counts.dropped)
+        yield make.counter("prefix_disk_dropped", "Extents not written, by the reason", counts.dropped, "reason")
         yield make.counter("prefix_disk_removed", "Files that made room for others", disk.removed)
         yield make.counter("prefix_disk_damaged", "Files removed because they were damaged", disk.damaged)
         yield make.counter("prefix_disk_write_seconds", "Time spent on writing files", counts.write_seconds)
@@ -291,10 +287,10 @@ class EngineMetrics(Collector):
     def _requests(self) -> Iterator[Metric]:
         make = self._families
         description = "Requests by how they ended or why they were refused"
-        yield make.counters("requests", description, "outcome", self._outcomes)
+        yield make.counter("requests", description, self._outcomes, "outcome")
         description = "Requests that ended because their logits were not finite"
         yield make.counter("unsound_requests", description, self._service.engine.unsound)
-        yield make.counters("request_success", "Requests that have ended", "finished_reason", self._finished)
+        yield make.counter("request_success", "Requests that have ended", self._finished, "finished_reason")
         for name, (_, description) in REQUEST_HISTOGRAMS.items():
             yield make.histogram(name, description, self._of_requests[name])
 

@@ -113,7 +113,7 @@ class FrontendConnection:
         if self._writer.is_closing():  # uvloop raises on a write then, and outputs of other frontends would be lost
             return
         unread = int(self._writer.transport.get_write_buffer_size())
-        if unread > self._server.settings.most_unread_bytes:
+        if unread > self._server.most_unread_bytes:
             logger.error("a frontend has left %d bytes unread: it is disconnected", unread)
             self._writer.transport.abort()
             return
@@ -224,7 +224,7 @@ class EngineServer:
         shared: bool = False,
     ) -> None:
         self.service, self.settings, self.metrics, self.tracer = service, settings, metrics, tracer
-        self.outbox = Outbox(asyncio.get_running_loop(), metrics)
+        self.outbox, self.most_unread_bytes = Outbox(asyncio.get_running_loop(), metrics), settings.most_unread_bytes
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromFrontend)
         self._draining = False

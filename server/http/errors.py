@@ -11,8 +11,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvseek.core.errors import ErrorCode, KvseekError, code_of
-from kvseek.server.errors import HTTP_STATUS, INTERNAL, CodedError
+from kvseek.core.errors import CodedError, ErrorCode, KvseekError, code_of
+from kvseek.server.errors import HTTP_STATUS, INTERNAL
 
 JSON = "application/json"
 RETRY_AFTER_SECONDS = "1"
@@ -46,7 +46,7 @@ def describe(error: Exception) -> tuple[int, str]:
     if isinstance(error, HttpError):
         return error.status, str(error)
     if isinstance(error, KvseekError):
-        return HTTP_STATUS[error.code if isinstance(error, CodedError) else code_of(error)], str(error)
+        return HTTP_STATUS[code_of(error)], str(error)
     logger.error("a request failed", exc_info=error)
     return HTTP_STATUS[ErrorCode.INTERNAL], INTERNAL
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import requests
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from kvseek.core.errors import KvseekError
-from kvseek.server.engine.metrics import Families
+from kvseek.server.engine.metrics import Families, written
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.triton.durations import metrics_without_durations
 
@@ -120,15 +117,5 @@ def server_text(engine: str | None, restarts: Mapping[str, int]) -> str:
     restarts : mapping
         Number of restarts of each process of the server, by its name, from the supervisor's state file.
     """
-    registry = CollectorRegistry()
-    registry.register(_Restarts(restarts))
-    return generate_latest(registry).decode() + (engine or "")
-
-
-class _Restarts(Collector):
-    def __init__(self, restarts: Mapping[str, int]) -> None:
-        self._restarts = restarts
-
-    def collect(self) -> Iterator[Metric]:
-        description = "Processes of the server that were started again"
-        yield Families().counters("process_restarts", description, "process", self._restarts)
+    description = "Processes of the server that were started again"
+    return written([Families().counter("process_restarts", description, restarts, "process")]).decode() + (engine or "")

@@ -8,7 +8,6 @@ ports are of this class, so the same bytes get the same answer at each, in the f
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import socket
@@ -46,8 +45,6 @@ SPARE_CONNECTIONS = 64  # connections beyond the limit that get an orderly 503; 
 IDLE_SECONDS = 1.0  # time without a request after which a connection may have to make room for others
 LAST_SECONDS = 1.0  # time for answers that are being written when the server ends
 BACKLOG = 1024
-# Of addresses of IPv6, which a machine may lack although its names have some.
-ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 CONNECTION, TENANT = "connection", "tenant"  # in the state of a request: its connection, and whose it is
 REQUEST_ID = "x-request-id"
 METHODS = ("GET", "POST", "DELETE")  # that pages of other origins may use, if any
@@ -334,14 +331,26 @@ class HttpServer:
 
         `held`: the launcher holds the port (Ports.hold).
         """
+        loop, chosen, absent = asyncio.get_running_loop(), port, OSError(f"{host} has no address")
         try:
-            for each in _bind(host, port, held):
-                self._listening.append(
-                    await asyncio.get_running_loop().create_server(self._connect, sock=each, backlog=BACKLOG)
-                )
+            for *_, address in socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+                try:
+                    server = await loop.create_server(
+                        self._connect, str(address[0]), chosen, backlog=BACKLOG, reuse_port=held
+                    )
+                except OSError as error:
+                    if error.errno != errno.EADDRNOTAVAIL:
+                        raise
+                    absent = error
+                else:  # without a socket where this machine lacks IPv6
+                    chosen = next((one.getsockname()[1] for one in server.sockets), chosen)
+                    self._listening += [server] if server.sockets else []
+            if not self._listening:
+                raise absent
         except (OSError, OverflowError) as error:
+            self.stop_accepting()
             raise ServerError(f"{flag} = {port}: cannot listen on {host} ({error}); choose another port") from None
-        return int(self._listening[0].sockets[0].getsockname()[1])
+        return chosen
 
     def stop_accepting(self) -> None:
         """Take no connections any more, and close those without an open request."""
@@ -531,41 +540,3 @@ def _id_of(scope: Scope) -> bytes:
     given: bytes = next((value for name, value in scope["headers"] if name == REQUEST_ID.encode()), b"")
     fits = 0 < len(given) <= MAX_ID_CHARACTERS and all(32 <= byte < 127 for byte in given)
     return given if fits else uuid.uuid4().hex.encode()
-
-
-def _bind(host: str, port: int, held: bool) -> list[socket.socket]:
-    """Bind a socket to every address of a host that this machine has, all of them at one port; 0 picks a free one."""
-    bound: list[socket.socket] = []
-    absent = OSError(f"{host} has no address")
-    with contextlib.ExitStack() as failing:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            chosen = bound[0].getsockname()[1] if bound else port
-            try:
-                bound.append(_bind_one(socket.socket(family, kind, protocol), (address[0], chosen, *address[2:]), held))
-            except OSError as error:
-                if error.errno not in ABSENT:
-                    raise
-                absent = error
-            else:
-                failing.callback(bound[-1].close)
-        if not bound:
-            raise absent
-        failing.pop_all()
-    return bound
-
-
-def _bind_one(listening: socket.socket, address: Any, held: bool) -> socket.socket:
-    """Bind a socket and return it; closes it if that fails."""
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, held)
-        if listening.family == socket.AF_INET6:  # 0.0.0.0 has a socket of its own
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listening.bind(address)
-        listening.setblocking(False)
-    except BaseException:
-        listening.close()
-        raise
-    return listening

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,11 +24,11 @@ from kvseek.server.http.json_fields import shortened
 from kvseek.server.http.server import Endpoint, tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.models import LOGITS, SEVERAL, Chunk, RequestFactory
+from kvseek.server.requests.models import LOGITS, SEVERAL, Chunk, Logits, RequestFactory
 from kvseek.server.requests.translation import scalar
 from kvseek.server.requests.unread import UnreadAnswer
 
-from .inputs import ModelSchema, chunk_to_json, logits_to_json
+from .inputs import ModelSchema
 
 ADMINISTRATION = "is closed: it would let clients change the server; use the flags of kvseek serve and restart it"
 CLOSED = {  # paths of Triton's HTTP endpoint that are closed on purpose (docs/security.md)
@@ -36,6 +38,7 @@ CLOSED = {  # paths of Triton's HTTP endpoint that are closed on purpose (docs/s
     "/v2/trace": ADMINISTRATION,
     "/v2/logging": ADMINISTRATION,
 }
+LOGITS_AT_A_TIME = 1 << 12  # that are written to JSON, in about a millisecond
 ENDPOINTS = "/v2/health, /v2/models/MODEL, /v2/models/MODEL/generate and generate_stream"
 NO_STOP = (
     "stop = true: over HTTP needs an API key, so that a client ends no other's request, and this server has none "
@@ -166,3 +169,41 @@ async def unknown(scope: Scope, _: Receive, __: Send) -> None:
         if path == prefix or path.startswith(f"{prefix}/"):
             raise HttpError(403, f"{prefix} {reason}")
     raise HTTPException(404)
+
+
+async def logits_to_json(logits: Logits, turn: asyncio.Lock, count: Callable[[int], None]) -> msgspec.Raw:
+    """Write logits as Triton writes a tensor: one flat list. In pieces, between which others have their turn.
+
+    A thread would not help: writing a piece holds Python's lock from its first number to its last.
+
+    Parameters
+    ----------
+    turn : asyncio.Lock
+        Is held for a piece and a turn of the event loop, so that all answers together write one piece a turn.
+    count : callable
+        Called with the bytes of each piece; what it raises ends the writing.
+    """
+    values, written = memoryview(logits.data).cast("f"), bytearray(b"[")
+    for first in range(0, len(values), LOGITS_AT_A_TIME):
+        before = len(written)
+        async with turn:
+            written += msgspec.json.encode(values[first : first + LOGITS_AT_A_TIME].tolist())[1:-1] + b","
+            await asyncio.sleep(0)
+        count(len(written) - before)
+    written[max(1, len(written) - 1) :] = b"]"
+    return msgspec.Raw(written)
+
+
+def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
+    """Write an answer or a part of one as JSON; a list of one value becomes that value, as in Triton.
+
+    In the place of logits the chunk has what `logits_to_json` has made of them.
+    """
+    own: Chunk = {"model_name": model, "model_version": MODEL_VERSION}
+    if request_id:
+        own["id"] = request_id
+    return msgspec.json.encode(own | {name: _plain(value) for name, value in chunk.items()})
+
+
+def _plain(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -1,4 +1,4 @@
-"""JSON of Triton's generate extension: reads the inputs of a model from a request's body, and writes a part of an answer.
+"""JSON of Triton's generate extension: reads the inputs of a model from a request's body.
 
 Kind, range and number of values are checked strictly, by the model's config.pbtxt. A client can send anything here, so no list is
 built from JSON before it is known to be short enough, and no nested values.
@@ -6,10 +6,9 @@ built from JSON before it is known to be short enough, and no nested values.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -21,15 +20,13 @@ from tritonclient.grpc import model_config_pb2
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
-from kvseek.server.requests.models import MAX_ID_CHARACTERS, Chunk, Logits, RepositoryLayout, TokenRequest
+from kvseek.server.requests.models import MAX_ID_CHARACTERS, RepositoryLayout, TokenRequest
 from kvseek.server.requests.translation import Inputs, max_text_bytes
 
 MAX_LIST = 1024  # most values of an input that is not the prompt
 JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
 JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
-LOGITS_AT_A_TIME = 1 << 12  # that are written to JSON, in about a millisecond
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _string = msgspec.json.Decoder(str)
 WANTED = {
@@ -198,44 +195,6 @@ def body_limit(served: type[TokenRequest], config: EngineConfig, tokenizer: Toke
     if served.takes_text:
         return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
     return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
-
-
-async def logits_to_json(logits: Logits, turn: asyncio.Lock, count: Callable[[int], None]) -> msgspec.Raw:
-    """Write logits as Triton writes a tensor: one flat list. In pieces, between which others have their turn.
-
-    A thread would not help: writing a piece holds Python's lock from its first number to its last.
-
-    Parameters
-    ----------
-    turn : asyncio.Lock
-        Is held for a piece and a turn of the event loop, so that all answers together write one piece a turn.
-    count : callable
-        Called with the bytes of each piece; what it raises ends the writing.
-    """
-    values, written = memoryview(logits.data).cast("f"), bytearray(b"[")
-    for first in range(0, len(values), LOGITS_AT_A_TIME):
-        before = len(written)
-        async with turn:
-            written += msgspec.json.encode(values[first : first + LOGITS_AT_A_TIME].tolist())[1:-1] + b","
-            await asyncio.sleep(0)
-        count(len(written) - before)
-    written[max(1, len(written) - 1) :] = b"]"
-    return msgspec.Raw(written)
-
-
-def chunk_to_json(model: str, request_id: str, chunk: Chunk) -> bytes:
-    """Write an answer or a part of one as JSON; a list of one value becomes that value, as in Triton.
-
-    In the place of logits the chunk has what `logits_to_json` has made of them.
-    """
-    own: Chunk = {"model_name": model, "model_version": MODEL_VERSION}
-    if request_id:
-        own["id"] = request_id
-    return msgspec.json.encode(own | {name: _plain(value) for name, value in chunk.items()})
-
-
-def _plain(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _request_id(raw: msgspec.Raw | None) -> str:

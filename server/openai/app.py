@@ -32,7 +32,7 @@ from kvseek.server.http.json_fields import MAX_FIELD_BYTES, shortened
 from kvseek.server.http.server import HEADER_SECONDS, Endpoint, HttpServer, tenant_of
 from kvseek.server.kserve.inputs import JSON_BYTES_PER_BYTE, JSON_BYTES_PER_ID
 from kvseek.server.requests.generations import Call, Generations, Submission
-from kvseek.server.requests.keys import Tenant, keys_of
+from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.translation import max_text_bytes
 from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.settings import ServeSettings
@@ -113,7 +113,7 @@ class OpenAIPort:
             openai_error,
             header_seconds=header_seconds,
             write_seconds=write_seconds,
-            keys=keys_of(settings),
+            keys=settings.keys,
             is_open=lambda path: path in open_paths,
             cors_origins=settings.cors_origins,
         )

@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import ErrorCode, RequestError, renamed
+from kvseek.core.errors import CodedError, ErrorCode, RequestError, renamed
 from kvseek.core.request import DEFAULT_PRIORITY, FinishReason, LogProbs, Request, StepOutput
 from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import TextStream, Tokenizer
-from kvseek.server.errors import CodedError
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.translation import with_own_seeds
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvseek.core.errors import LEADING_NAMES, ErrorCode, KvseekError, RequestError, code_of, renamed
-from kvseek.server.errors import CodedError
+from kvseek.core.errors import LEADING_NAMES, ErrorCode, RequestError, code_of, renamed
 from kvseek.server.http.errors import HttpError, describe
 
 CODES = {
@@ -74,7 +73,7 @@ def openai_error(error: Exception) -> tuple[int, bytes]:
     elif isinstance(error, FieldError):
         param, code = error.param or None, error.code
     else:
-        kind = _kind(error)
+        kind = code_of(error)
         code = CODES.get(kind)
         if kind is ErrorCode.INVALID:
             message = renamed(message, PARAMS)
@@ -95,9 +94,3 @@ def field_of(message: str) -> str | None:
     found = LEADING_NAMES.match(message)
     name = "" if found is None else found[0].split(", ")[0]
     return name if name in FIELDS else None
-
-
-def _kind(error: Exception) -> ErrorCode:
-    if isinstance(error, CodedError):
-        return error.code
-    return code_of(error) if isinstance(error, KvseekError) else ErrorCode.INTERNAL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import uvloop
 
 from kvseek.core.errors import ErrorCode, RequestError, TimeoutExpiredError, UnavailableError
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -51,7 +49,7 @@ logger = logging.getLogger(__name__)
 class EngineClient:
     """Connects to the engine process, and connects again whenever it has been restarted.
 
-    `submit`, `cancel` and `refused` may be called from any thread. Callbacks run on the client's event loop, must return soon,
+    `encoded`, `cancel` and `refused` may be called from any thread. Callbacks run on the client's event loop, must return soon,
     and get every output of their request, those that a turn of the loop finds together: of one step, or of several when the
     loop is behind. The last has a finish reason and comes alone. If the engine process ends, the last output of every
     request is an error with code UNAVAILABLE; if a callback raises, the last output of its request is one with code INTERNAL.
@@ -60,17 +58,14 @@ class EngineClient:
     ----------
     socket : Path
         The engine process's Unix socket.
-    loop : asyncio loop, optional
-        A running loop to use. Without one the client runs a loop of its own in a thread.
+    loop : asyncio loop
+        A running loop to use.
     absent : callable
         Called, on the loop, whenever there is no engine process to connect to.
     """
 
     def __init__(
-        self,
-        socket: Path,
-        loop: asyncio.AbstractEventLoop | None = None,
-        absent: Callable[[], None] = lambda: None,
+        self, socket: Path, loop: asyncio.AbstractEventLoop, absent: Callable[[], None] = lambda: None
     ) -> None:
         self._socket, self._absent = socket, absent
         self._numbers = itertools.count(1)
@@ -81,11 +76,6 @@ class EngineClient:
         self._connected_at = 0.0  # time.monotonic of the last connection
         self._uncounted = Counter[str]()  # requests that ended while there was no engine to count them, by code
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._thread: threading.Thread | None = None
-        if loop is None:
-            loop = uvloop.new_event_loop()
-            self._thread = threading.Thread(target=loop.run_forever, name="engine-client", daemon=True)
-            self._thread.start()
         self._loop = loop
         self._running = asyncio.run_coroutine_threadsafe(self._run(), loop)
 
@@ -98,17 +88,6 @@ class EngineClient:
     def connected_seconds(self) -> float:
         """Seconds since there is this engine process to submit to; 0 if there is none."""
         return time.monotonic() - self._connected_at if self.connected else 0.0
-
-    def submit(self, request: Request, on_output: Callback, trace: str = "", arrived: float | None = None) -> int:
-        """Send a request; returns its number for `cancel`. A refusal arrives as the request's only output.
-
-        Raises UnavailableError if the engine process does not run, and what `encoded` raises.
-        """
-        if not self.connected:
-            raise UnavailableError(NOT_RUNNING)
-        number, data = self.encoded(request, trace, arrived)
-        self._loop.call_soon_threadsafe(self._start, number, on_output, data)
-        return number
 
     def encoded(self, request: Request, trace: str = "", arrived: float | None = None) -> tuple[int, bytes]:
         """Give a request a number, and encode what submits it. Any thread may call this: long prompts must not hold up the loop.
@@ -145,9 +124,14 @@ class EngineClient:
 
     def start(self, number: int, data: bytes, on_output: Callback) -> None:
         """Send what `encoded` has made, on the client's loop; raises UnavailableError if the engine process does not run."""
-        if not self.connected:
+        if self._writer is None or self._writer.is_closing():
             raise UnavailableError(NOT_RUNNING)
-        self._start(number, on_output, data)
+        self._callbacks[number] = on_output
+        try:
+            self._writer.write(data)
+        except Exception:
+            logger.exception("a request could not be sent to the engine process")
+            self._end(number, on_output, _failure(number, INTERNAL, ErrorCode.INTERNAL))
 
     def cancel(self, number: int) -> None:
         """End a request as cancelled, soon; does nothing if it has ended."""
@@ -176,28 +160,6 @@ class EngineClient:
     def close(self) -> None:
         """Disconnect; the engine cancels the requests that have not ended, and their callbacks get an error."""
         self._running.cancel()
-        if self._thread is not None:
-            asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    async def _disconnect(self) -> None:
-        """Wait for the end of `_run`, which has been cancelled, before the loop ends."""
-        while self.connected or any(task is not asyncio.current_task() for task in asyncio.all_tasks()):
-            await asyncio.sleep(0)
-
-    def _start(self, number: int, on_output: Callback, data: bytes) -> None:
-        if self._writer is None or self._writer.is_closing():  # it has ended since `submit` looked
-            self._uncounted[ErrorCode.UNAVAILABLE.value] += 1
-            _call(on_output, [_failure(number, NOT_RUNNING)])
-            return
-        self._callbacks[number] = on_output
-        try:
-            self._writer.write(data)
-        except Exception:
-            logger.exception("a request could not be sent to the engine process")
-            self._end(number, on_output, _failure(number, INTERNAL, ErrorCode.INTERNAL))
 
     def _count(self, code: str, count: int) -> None:
         if self._writer is None or self._writer.is_closing():

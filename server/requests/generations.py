@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from kvseek.core.errors import KvseekError, QueueFullError, code_of, renamed
+from kvseek.core.errors import CodedError, QueueFullError, code_of, renamed
 from kvseek.core.request import FinishReason, StepOutput
 from kvseek.core.session import EndedSession
-from kvseek.server.errors import CodedError
 
 from .engine_client import EngineClient
 from .models import Chunk, ServedRequest
@@ -72,7 +71,7 @@ class Workers:
     """
 
     def __init__(self, threads: int, name: str, max_open: int) -> None:
-        self._loop, self._max_open = asyncio.get_running_loop(), max_open
+        self._max_open = max_open
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = asyncio.Semaphore(threads)
         self.open = 0
@@ -91,20 +90,15 @@ class Workers:
         except BaseException:
             self.open -= 1
             raise
-        future = self._pool.submit(function)
-        future.add_done_callback(self._done)
-        return await asyncio.wrap_future(future)
+        running = asyncio.get_running_loop().run_in_executor(self._pool, function)
+        running.add_done_callback(self._release)
+        return await asyncio.shield(running)  # a call whose client leaves has its thread until it ends
 
     def close(self) -> None:
         """Stop the threads; nothing may be under way."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _done(self, _: Future[T]) -> None:
-        """Take note that a call has ended; runs in any thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._release)
-
-    def _release(self) -> None:
+    def _release(self, _: asyncio.Future[T]) -> None:
         self.open -= 1
         self._free.release()
 
@@ -187,11 +181,12 @@ class Generations:
 
     @asynccontextmanager
     async def generate(
-        self, submissions: Sequence[Submission], call: Call, answer: UnreadAnswer
+        self, submissions: Sequence[Submission], call: Call, answer: UnreadAnswer, one_by_one: bool = False
     ) -> AsyncIterator[AsyncIterator[tuple[int, Chunk]]]:
         """Let the engine serve requests of one call, and give their chunks as they come, each with its request's place.
 
-        Requests that have not ended when the context ends are cancelled. What the engine puts out counts as unread: in a stream
+        A chunk is made of all outputs of a request that have come, or `one_by_one`. Requests that have not ended when the context
+        ends are cancelled. What the engine puts out counts as unread: in a stream
         until the client has read what was made of it, else until `answer` ends.
 
         Entering the context raises UnavailableError if there is no engine, and QueueFullError or RequestError if there is no
@@ -217,7 +212,8 @@ class Generations:
             if call.stopped:  # before the requests were submitted
                 self._cancel(submissions)
             served = [each.served for each in submissions]
-            async with aclosing(_chunks(served, arrivals, lambda place: self._cancel([submissions[place]]))) as chunks:
+            found = _chunks(served, arrivals, lambda place: self._cancel([submissions[place]]), one_by_one)
+            async with aclosing(found) as chunks:
                 yield chunks
         finally:
             self._cancel(submissions)
@@ -235,9 +231,13 @@ class Generations:
         """End the requests of an owner to which their clients gave this id; an empty id, or owner, matches none."""
         for call in self._calls:
             if request_id and owner and (call.request_id, call.owner) == (request_id, owner):
-                call.stopped = True
-                for number in call.submitted:
-                    self._client.cancel(number)
+                self.cancel(call)
+
+    def cancel(self, call: Call) -> None:
+        """End the requests of a call, also those that will be submitted later."""
+        call.stopped = True
+        for number in call.submitted:
+            self._client.cancel(number)
 
     async def end_session(self, session_id: str, cache_salt: str | None) -> EndedSession | None:
         """See EngineClient."""
@@ -248,8 +248,10 @@ class Generations:
         """Count errors in the context, by which a request ends before it is submitted, in the engine's metrics."""
         try:
             yield
-        except KvseekError as error:
-            self._client.refused(error.code if isinstance(error, CodedError) else code_of(error))
+        except ConnectionError:  # the client has left
+            raise
+        except Exception as error:
+            self._client.refused(code_of(error))
             raise
 
     def close(self) -> None:
@@ -270,7 +272,7 @@ async def wait_for_ends(open_requests: Callable[[], int], client: EngineClient, 
 
 
 async def _chunks(
-    served: Sequence[ServedRequest], arrivals: Arrivals, cancel: Callable[[int], None]
+    served: Sequence[ServedRequest], arrivals: Arrivals, cancel: Callable[[int], None], one_by_one: bool
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
     answer, kept = arrivals.answer, [0] * len(served)  # bytes of outputs that are still in memory, of each request
     left = set(range(len(served)))
@@ -284,9 +286,10 @@ async def _chunks(
         if failed := end.finish_reason is FinishReason.ERROR:
             del outputs[-1]
         if outputs:
-            for chunk in own.push(outputs):
-                yield place, chunk
-                chunk = {}  # the next one may be long in coming
+            for part in [[output] for output in outputs] if one_by_one else [outputs]:
+                for chunk in own.push(part):
+                    yield place, chunk
+                    chunk = {}  # the next one may be long in coming
             # Before the first token, what the prompt has is gathered.
             given = own.streaming and any(output.token_id is not None for output in outputs)
         if failed:

@@ -8,7 +8,6 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from kvseek.core.private_files import LEAST_KEY_CHARACTERS, PrivateFileError, read_key_file
 from kvseek.server.errors import ServerError
@@ -78,22 +77,6 @@ class Keys:
 
 
 NO_KEYS = Keys(())
-
-
-class KeySettings(Protocol):
-    """The fields of ServeSettings that say which keys there are."""
-
-    @property
-    def api_key_file(self) -> str | None: ...
-
-    @property
-    def share_prefixes(self) -> str: ...
-
-
-def keys_of(settings: KeySettings) -> Keys:
-    """Return the keys of a server's settings; raises ServerError if their file cannot be used."""
-    keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
-    return Keys(keys, apart=settings.share_prefixes == SHARE_BY_KEY)
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -59,8 +59,7 @@ class ServedRequest(Protocol):
     streaming : bool
         Whether the client wants responses while tokens are generated.
     ended : bool
-        Whether the client has its last chunk although the engine goes on, because a stop word came; the caller has to cancel
-        the request then.
+        Whether the client has its last chunk. The engine goes on if a stop word came: the caller has to cancel the request then.
     names : mapping
         The client's names of fields, by those with which the engine's errors begin.
     """
@@ -184,7 +183,7 @@ class TokenRequest:
         if last is None:
             return
         reason = new.finish_reason
-        self.ended = reason is FinishReason.STOP_WORD and last.finish_reason is None
+        self.ended = reason is not None
         if self.streaming or reason is not None:
             yield self._chunk(last, reason or "", progress=False) | taken_logits(new, self.request)
             self._forget()

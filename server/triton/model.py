@@ -1,45 +1,49 @@
 """A Triton model as a frontend: passes requests on to the engine process, and the engine's outputs back to Triton.
 
-No thread waits for a request. Worker threads translate requests (tokenising takes long), the engine client's thread sends
-responses. Behind `kvseek serve`, the gRPC port tells when a client has left. Triton is asked only where there is no such port,
-and never while a response is sent: once in some ten thousand requests, 2.51 crashes if it looks whether the client has left
+Triton's threads only hand requests over, to an event loop in a thread of its own; from there they go the way of all ports
+(server/requests/). Behind `kvseek serve`, the gRPC port tells when a client has left. Triton is asked only where there is no such
+port, and never while a response is sent: once in some ten thousand requests, 2.51 crashes if it looks whether the client has left
 while the last response is being sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import ErrorCode, KvseekError, QueueFullError, RequestError, code_of, renamed
+from kvseek.core.errors import ErrorCode, KvseekError, RequestError, code_of
 from kvseek.core.liveness import answer_from_thread
-from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.keys import Keys, Tenant, keys_of
-from kvseek.server.requests.models import LAYOUTS, MAX_ID_CHARACTERS, SEVERAL, Chunk, RequestFactory, ServedRequest
-from kvseek.server.requests.translation import read_parameters, scalar
+from kvseek.server.requests.generations import Call, Generations, Submission
+from kvseek.server.requests.keys import Keys, Tenant
+from kvseek.server.requests.models import LAYOUTS, MAX_ID_CHARACTERS, SEVERAL, Chunk, RequestFactory
+from kvseek.server.requests.translation import Parameters, read_parameters, scalar
 from kvseek.server.scratch import alive_socket
 from kvseek.server.settings import ServeSettings
 
 from .outputs import rows_of
-from .stream import ReturnSequence, Stream
+from .stream import Stream
 from .stub import require_readable_arrays
 
-TRANSLATORS = 2  # threads that translate requests: more would take the engine's cores
 REMEMBERED_CALLS = 4096
+ASK_SECONDS = 0.5  # between two looks whether clients have left
 OF_FRONTENDS = "kvseek_"  # how parameters begin that the gRPC port sends
+EVERYBODY = "everybody"  # the owner of requests without a key or a gRPC port: no name of a key, nor of a connection
 KEY_REFUSAL = (
     "authorization: has none of the repository's API keys; send Bearer KEY as this parameter of the request, or over gRPC as a "
     "header that tritonserver is told to forward"
@@ -48,15 +52,15 @@ logger = logging.getLogger(__name__)
 Tensors = Mapping[str, np.ndarray[Any, Any]]
 
 
-def _connect(engine_dir: Path, settings: ServeSettings, socket: str) -> EngineClient:
+def _connect(engine_dir: Path, settings: ServeSettings, socket: str, loop: asyncio.AbstractEventLoop) -> EngineClient:
     """Connect to the engine process at a socket; without one find or start the process, and wait until it is ready.
 
     Raises ServerError if the process cannot be started.
     """
     if socket:
-        return EngineClient(Path(socket))
+        return EngineClient(Path(socket), loop)
     engine = SharedEngine(engine_dir, settings)
-    client = EngineClient(engine.socket, absent=engine.start_if_absent)
+    client = EngineClient(engine.socket, loop, engine.start_if_absent)
     try:
         engine.wait(client)
     except ServerError:
@@ -74,6 +78,11 @@ class TritonModel:
         triton_python_backend_utils, which exists only inside the server.
     arguments : mapping
         Arguments of the model's `initialize`. The parameters of its configuration are those of config.pbtxt.
+
+    Raises
+    ------
+    ServerError
+        If the engine process cannot be started, or Triton's Python backend misreads arrays.
     """
 
     def __init__(self, triton: Any, arguments: Mapping[str, str]) -> None:
@@ -85,6 +94,7 @@ class TritonModel:
         tokenizer = Tokenizer(directory)
         engine_config = read_config(directory)
         require_readable_arrays(triton)
+        self._dtypes = {one["name"]: triton.triton_string_to_numpy(one["data_type"]) for one in config["output"]}
         layout = LAYOUTS[settings.layout]
         self._served = layout.models[self._model]
         self._factory = RequestFactory(layout, engine_config, tokenizer)
@@ -92,92 +102,95 @@ class TritonModel:
             tokenizer.encode("")  # reads the files now rather than in the first request
         # Whether clients reach the model without a frontend of kvseek in between.
         self._for_anyone = not parameters["socket"]
-        self._keys = keys_of(settings) if self._for_anyone else Keys(())
-        self._client = _connect(directory, settings, parameters["socket"])
-        if parameters["socket"]:
-            answer_from_thread(alive_socket(Path(parameters["socket"]).parent, self._name))
-        self._lock = threading.Lock()
-        self._streams: set[Stream] = set()  # streams that have not been closed
-        self._unread = settings.unread_answers(engine_config)  # what Triton has taken is out of sight
-        self._translating, self._max_translating = 0, settings.most_requests(engine_config)
+        self._keys = settings.keys if self._for_anyone else Keys(())
+        self._open: dict[Call, tuple[str, Stream]] = {}  # with the gRPC port's name of the client's call, or empty
         self._left: dict[str, None] = {}  # calls whose clients have left, oldest first: requests of them may still come
-        self._pool = ThreadPoolExecutor(TRANSLATORS, thread_name_prefix="translate")
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="triton-model", daemon=True)
+        self._thread.start()
+        self._client = _connect(directory, settings, parameters["socket"], self._loop)
+        unread = settings.unread_answers(engine_config)  # what Triton has taken is out of sight
+        self._generations = Generations(self._client, settings.most_requests(engine_config), unread)
+        if self._for_anyone:
+            asyncio.run_coroutine_threadsafe(self._look_for_leavers(), self._loop)
+        else:
+            answer_from_thread(alive_socket(Path(parameters["socket"]).parent, self._name))
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests from Triton; returns soon."""
         for request in requests:
-            stream = Stream(
-                self._triton, request.get_response_sender(), request.request_id(), self._served.batched, self._decoupled
-            )
-            try:
-                self._accept(stream, request)
-            except Exception as error:
-                self._fail(stream, error)
+            sender, batched = request.get_response_sender(), self._served.batched
+            stream = Stream(self._triton, sender, self._dtypes, batched, self._decoupled)
+            # Copied, because the memory of a tensor belongs to Triton again when this call has returned.
+            tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
+            asked = request.request_id(), request.parameters(), tensors, time.monotonic()
+            asyncio.run_coroutine_threadsafe(self._answer(stream, *asked), self._loop)
 
-    def _accept(self, stream: Stream, request: Any) -> None:
-        if len(stream.request_id) > MAX_ID_CHARACTERS:
-            size = len(stream.request_id)
-            raise RequestError(f"id has {size} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one")
-        # Copied, because the memory of a tensor belongs to Triton again when this call has returned.
-        tensors = {tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()}
-        if not self._served.batched:
-            tensors = {name: tensor[np.newaxis] for name, tensor in tensors.items()}
-        parameters = read_parameters(request.parameters(), self._name)
+    async def _answer(self, stream: Stream, *asked: Any) -> None:
+        try:
+            await self._serve(stream, *asked)
+        except Exception as error:
+            if not isinstance(error, KvseekError):
+                logger.exception("a request failed")
+            stream.fail(str(error) if isinstance(error, KvseekError) else INTERNAL, code_of(error))
+
+    async def _serve(self, stream: Stream, request_id: str, text: str, tensors: Tensors, arrived: float) -> None:
+        """Do what a request asks for; `text` has its parameters."""
+        with self._generations.counting_refusals():
+            if len(request_id) > MAX_ID_CHARACTERS:
+                raise RequestError(
+                    f"id has {len(request_id)} characters: must be <= {MAX_ID_CHARACTERS}; choose a shorter one"
+                )
+            if not self._served.batched:
+                tensors = {name: tensor[np.newaxis] for name, tensor in tensors.items()}
+            parameters = read_parameters(text, self._name)
+            tenant, name = self._tenant(parameters), parameters.kvseek_call
+            stop = {"stop": tensors["stop"].ravel().tolist()} if "stop" in tensors else {}
+            stops = scalar(stop, "stop", False) and not parameters.kvseek_leave
+        call = Call(arrived, parameters.traceparent, tenant.owner or EVERYBODY, request_id)
+        if parameters.kvseek_leave:
+            self._leave(name)
+        elif stops:
+            self._generations.stop(request_id, call.owner)
+        elif name not in self._left:
+            self._open[call] = name, stream
+            try:
+                await self._generate(stream, tensors, tenant, call)
+            finally:
+                del self._open[call]
+            return
+        stream.close()
+
+    def _tenant(self, parameters: Parameters) -> Tenant:
+        """Return whose request it is; raises RequestError."""
         own = {name: value for name, value in vars(parameters).items() if name.startswith(OF_FRONTENDS) and value}
-        if self._for_anyone and own:
+        if not self._for_anyone:  # the frontend has asked for a key
+            return Tenant(bytes.fromhex(parameters.kvseek_secret), parameters.kvseek_owner)
+        if own:
             raise RequestError(
                 f"{', '.join(own)}: {self._name} has no such inputs, which only kvseek's gRPC port sends; leave them out"
             )
         tenant = self._keys.tenant(parameters.authorization)
         if tenant is None:
             raise RequestError(KEY_REFUSAL)
-        if not self._for_anyone:  # the frontend has asked for a key
-            tenant = Tenant(bytes.fromhex(parameters.kvseek_secret), parameters.kvseek_owner)
-        stream.call, stream.tenant, stream.owner = parameters.kvseek_call, tenant, tenant.owner
-        if parameters.kvseek_leave:
-            self._leave_call(stream.call)
-        elif scalar({"stop": tensors["stop"].ravel().tolist()} if "stop" in tensors else {}, "stop", False):
-            self._stop(stream.request_id, stream.owner)
-        elif not stream.call or stream.call not in self._left:
-            self._enqueue(stream, tensors, parameters.traceparent)
-            return
-        stream.close()
+        return tenant
 
-    def _enqueue(self, stream: Stream, tensors: Tensors, trace: str) -> None:
-        """Queue a request for translation; raises QueueFullError."""
-        with self._lock:
-            if self._translating >= self._max_translating:
-                raise QueueFullError(
-                    f"{self._translating} requests are being tokenised: at most max_queue_size + max_batch_size = "
-                    f"{self._max_translating} may; send the request again later"
-                )
-            self._translating += 1
-            self._streams.add(stream)
-        self._pool.submit(self._start, stream, tensors, trace)
+    async def _generate(self, stream: Stream, tensors: Tensors, tenant: Tenant, call: Call) -> None:
+        """Have the engine serve what tensors ask for, and send its answer."""
+        with self._generations.stoppable(call), self._generations.unread.answer() as answer:
+            with self._generations.counting_refusals():
+                make = partial(self._make, tensors, tenant, call)
+                made = await self._generations.make(make, self._served.takes_text)
+            submissions, left = [submission for submission, _ in made], set(range(len(made)))
+            # One by one, because perf_analyzer takes each response of a stream for a token.
+            async with self._generations.generate(submissions, call, answer, one_by_one=True) as chunks:
+                async for place, chunk in chunks:
+                    if submissions[place].served.ended:
+                        left.discard(place)
+                    (stream.send if left else stream.close)(chunk | made[place][1])
 
-    def _start(self, stream: Stream, tensors: Tensors, trace: str) -> None:
-        """Translate a request and submit it."""
-        try:
-            if stream.left:
-                self._end(stream)
-                return
-            made = self._make(tensors)
-            stream.sequences = [
-                ReturnSequence(served, {"batch_index": row, "sequence_index": number} if self._served.batched else {})
-                for row, sequences in enumerate(made)
-                for number, served in enumerate(sequences)
-            ]
-            for sequence in stream.sequences:
-                if not stream.closed:  # else an earlier sequence has failed
-                    self._submit(stream, sequence, trace)
-        except Exception as error:
-            self._fail(stream, error)
-        finally:
-            with self._lock:
-                self._translating -= 1
-
-    def _make(self, tensors: Tensors) -> list[list[ServedRequest]]:
-        """Make the requests that tensors ask for, of each prompt its sequences; raises RequestError."""
+    def _make(self, tensors: Tensors, tenant: Tenant, call: Call) -> list[tuple[Submission, Chunk]]:
+        """Make the requests that tensors ask for, each with the outputs that say which it is; runs in a worker thread."""
         asked = next((name for name in SEVERAL if name in tensors and tensors[name].any()), None)
         if not self._decoupled and asked is not None:  # Triton would wait for ever after a second response
             raise RequestError(
@@ -191,110 +204,49 @@ class TritonModel:
                 f"{len(made)} prompts, {count} sequences: must be 1, because {self._name} has one response a request "
                 "(decoupled_mode false); send several requests, or write the repository with --decoupled_mode true"
             )
-        return made
+        submissions = list[tuple[Submission, Chunk]]()
+        for row, sequences in enumerate(made):
+            for number, served in enumerate(sequences):
+                served.request = replace(served.request, cache_salt=tenant.salt(served.request.cache_salt))
+                index = {"batch_index": row, "sequence_index": number} if self._served.batched else {}
+                submissions.append((self._generations.submission(served, call), index))
+        return submissions
 
-    def _submit(self, stream: Stream, sequence: ReturnSequence, trace: str) -> None:
-        request = sequence.served.request
-        request = replace(request, cache_salt=stream.tenant.salt(request.cache_salt))
-        with self._lock:
-            if stream in self._streams:  # else it has ended, and nothing would give the room back
-                sequence.reserved = self._unread.reserve(request)
-        sequence.number = self._client.submit(
-            request, lambda outputs: self._pass_on(stream, sequence, outputs), trace, stream.arrived
-        )
-        if (
-            stream.left or stream.stopped or stream.closed or sequence.ended
-        ):  # this happened before the number was known
-            self._client.cancel(sequence.number)
-
-    def _pass_on(self, stream: Stream, sequence: ReturnSequence, outputs: Sequence[StepOutput]) -> None:
-        """Send the responses for outputs of the engine; runs on the engine client's thread."""
-        if stream.closed or sequence.ended:
-            return
-        try:
-            if not stream.left and stream.has_left():
-                self._leave(stream)
-            self._send(stream, sequence, outputs)
-        except Exception:
-            logger.exception("outputs could not be passed on; their request ends")
-            self._forget(stream)
-            self._cancel(stream)
-            stream.fail("the answer could not be passed on; the server's log says why", ErrorCode.INTERNAL)
-
-    def _send(self, stream: Stream, sequence: ReturnSequence, outputs: Sequence[StepOutput]) -> None:
-        served, end = sequence.served, outputs[-1]
-        last = end.finish_reason is not None
-        if end.finish_reason is FinishReason.ERROR:  # the last output comes alone
-            self._forget(stream)
-            stream.fail(renamed(end.error, served.names), end.code)
-            self._cancel(stream)  # the other sequences
-            return
-        # One by one, because perf_analyzer takes each response of a stream for a token.
-        chunks = [chunk | sequence.index for output in outputs for chunk in served.push([output])]
-        if served.ended and not last and sequence.number is not None:
-            self._client.cancel(sequence.number)
-        sequence.ended = last or served.ended
-        if all(other.ended for other in stream.sequences):
-            for chunk in chunks[:-1]:
-                stream.send(chunk)
-            self._end(stream, chunks[-1] if chunks else None)
-            return
-        for chunk in chunks:
-            stream.send(chunk)
-
-    def _end(self, stream: Stream, chunk: Chunk | None = None) -> None:
-        self._forget(stream)
-        stream.close(chunk)
-
-    def _fail(self, stream: Stream, error: Exception) -> None:
-        """End a request of which the engine has not taken every sequence."""
-        if not isinstance(error, KvseekError):
-            logger.exception("a request could not be translated")
-        code = code_of(error)
-        self._forget(stream)
-        stream.fail(str(error) if isinstance(error, KvseekError) else INTERNAL, code)
-        self._cancel(stream)  # the sequences that it has taken
-        self._client.refused(code)
-
-    def _forget(self, stream: Stream) -> None:
-        with self._lock:
-            self._streams.discard(stream)
-            for sequence in stream.sequences:
-                self._unread.release(sequence.reserved)
-                sequence.reserved = 0
-
-    def _open_streams(self) -> list[Stream]:
-        with self._lock:
-            return list(self._streams)
-
-    def _stop(self, request_id: str, owner: str) -> None:
-        """End an owner's requests with an id, as TensorRT-LLM does for a request with `stop`; an empty id matches none."""
-        for stream in self._open_streams():
-            if request_id and (stream.request_id, stream.owner) == (request_id, owner):
-                stream.stopped = True
-                self._cancel(stream)
-
-    def _leave_call(self, call: str) -> None:
+    def _leave(self, name: str) -> None:
         """End the requests of a call whose client has left, also those that are still on their way to this model."""
-        self._left[call] = None
+        self._left[name] = None
         while len(self._left) > REMEMBERED_CALLS:
             del self._left[next(iter(self._left))]
-        for stream in self._open_streams():
-            if stream.call == call:
-                self._leave(stream)
+        for call, (own, _) in self._open.items():
+            if own == name:
+                self._generations.cancel(call)
 
-    def _leave(self, stream: Stream) -> None:
-        stream.left = True
-        self._cancel(stream)
-
-    def _cancel(self, stream: Stream) -> None:
-        for sequence in stream.sequences:
-            if sequence.number is not None:  # else `_submit` cancels
-                self._client.cancel(sequence.number)
+    async def _look_for_leavers(self) -> None:
+        """Ask Triton again and again which clients have left, and end their requests."""
+        while True:
+            await asyncio.sleep(ASK_SECONDS)
+            for call, (_, stream) in self._open.items():
+                try:
+                    if stream.has_left():
+                        self._generations.cancel(call)
+                except Exception:  # the others' clients are to be looked for, too
+                    logger.exception("Triton could not be asked whether a client has left")
 
     def finalize(self) -> None:
         """End all requests, because Triton unloads the model."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._client.close()
-        for stream in self._open_streams():
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        for _, stream in self._open.values():
             stream.fail("the server is shutting down; send the request to another one", ErrorCode.UNAVAILABLE)
+        self._client.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while self._generations.busy:  # a thread still tokenises
+            await asyncio.sleep(0.01)
+        self._generations.close()

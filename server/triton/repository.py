@@ -18,7 +18,6 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.manifest import verify
 from kvseek.server.errors import ServerError
-from kvseek.server.requests.keys import keys_of
 from kvseek.server.requests.models import LAYOUTS
 from kvseek.server.settings import ENGINE_FLAGS, KEY_FLAGS, ServeSettings, add_flags, settings_of
 
@@ -152,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = target.with_name(f"{target.name}.part")
     try:
         settings = settings_of(arguments, FLAGS)
-        keys_of(settings)  # a wrong file is an error here already
+        _ = settings.keys  # a wrong file is an error here already
         names = _checked_names(arguments.name, arguments.engine_dir)
         for directory in arguments.engine_dir:
             verify(directory)

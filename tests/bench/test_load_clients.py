@@ -18,7 +18,8 @@ from kvseek.bench.engines import END, make_vocabulary
 from kvseek.bench.load import aiperf, main
 from kvseek.bench.load.cells import Answer, Cell, LoadTestError
 from kvseek.bench.load.client import Client, send
-from kvseek.engine.tokenizer import SETTINGS_FILE, TOKENIZER_FILE
+from kvseek.engine.chat_template import SETTINGS_FILE
+from kvseek.engine.tokenizer import TOKENIZER_FILE
 
 AIPERF = ROOT / main.INSTALLED / "aiperf/bin/aiperf"
 CELL = Cell(((5, 7),) * 3, concurrency=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,12 @@ SETTINGS = ServeSettings(threads=1)
 LENGTH_BYTES = 4  # before each message
 
 
+def submit(client: EngineClient, request: Request, on_output: Callable[[Sequence[StepOutput]], object]) -> int:
+    number, data = client.encoded(request)
+    client.start(number, data, on_output)  # type: ignore[arg-type]
+    return number
+
+
 def test_requests_that_met_no_engine_are_counted_by_the_next_one(
     tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
@@ -40,14 +46,14 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
             await asyncio.sleep(0.2)
             assert client.connected_seconds >= 0.2
             first = asyncio.Event()
-            client.submit(Request((1, 2, 3), 400), lambda outputs: (first.set(), ends.extend(outputs)))
+            submit(client, Request((1, 2, 3), 400), lambda outputs: (first.set(), ends.extend(outputs)))
             await first.wait()
             process.kill()
             await until(lambda: not client.connected)
             assert client.connected_seconds == 0
         assert (ends[-1].finish_reason, ends[-1].code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
         with pytest.raises(UnavailableError):
-            client.submit(Request((1, 2, 3), 4), ends.extend)
+            submit(client, Request((1, 2, 3), 4), ends.extend)
         client.refused(ErrorCode.UNAVAILABLE)  # as the door does with what `submit` raises
         client.refused(ErrorCode.INVALID)
         await asyncio.sleep(0)
@@ -111,7 +117,7 @@ def test_outputs_that_come_together_are_handed_over_together_and_the_last_alone(
                 raise MemoryError("no room")
 
         for name in (1, 2, 3):
-            assert client.submit(Request((1,), 9), partial(take, name)) == name
+            assert submit(client, Request((1,), 9), partial(take, name)) == name
         await until(lambda: all(outputs[-1][-1].finish_reason is not None for outputs in found.values()) and found)
         assert found[1] == [[token, token], [end]]
         assert found[2][0] == [token, token]
@@ -151,7 +157,7 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(engine_socket: Path)
             leaving = [await asyncio.open_unix_connection(str(engine_socket)) for _ in range(3)]
             for _, writer in leaving:
                 writer.write(frame(Submit(1, Request((7, 8, 9), 400))))
-            kept.submit(Request((1, 2, 3), 40), take)
+            submit(kept, Request((1, 2, 3), 40), take)
             await asyncio.sleep(0.005)
             for _, writer in leaving:
                 writer.transport.abort()
@@ -178,11 +184,11 @@ def test_guides_are_compiled_beside_other_requests(engine_socket: Path) -> None:
             if outputs[-1].finish_reason is not None:
                 ends[name] = outputs[-1]
 
-        numbers = [client.submit(slow, partial(take, name)) for name in range(4)]
-        leaving.submit(slow, partial(take, 100))
+        numbers = [submit(client, slow, partial(take, name)) for name in range(4)]
+        submit(leaving, slow, partial(take, 100))
         await asyncio.sleep(0.05)  # the engine has read them
         leaving.close()
-        client.submit(Request((1, 2, 3), 3), partial(take, 200))
+        submit(client, Request((1, 2, 3), 3), partial(take, 200))
         client.cancel(numbers[2])
         await until(lambda: {*range(4), 200} <= ends.keys())
         order = list(ends)

@@ -9,7 +9,7 @@ from tests.support.door_processes import write_keys
 
 from kvseek.core.request import MAX_SALT
 from kvseek.server.errors import ServerError
-from kvseek.server.requests.keys import Keys, keys_of, read_keys
+from kvseek.server.requests.keys import Keys, read_keys
 from kvseek.server.settings import ServeSettings
 
 
@@ -76,7 +76,7 @@ def test_each_key_has_salts_of_its_own() -> None:
 
 def test_keys_may_share(tmp_path: Path) -> None:
     path = write_keys(tmp_path / "keys", "the-first-key-of-all", "the-second-key-of-all")
-    keys = keys_of(ServeSettings(api_key_file=str(path), share_prefixes="all"))
+    keys = ServeSettings(api_key_file=str(path), share_prefixes="all").keys
     one, two, three = (keys.tenant(f"Bearer the-{name}-key-of-all") for name in ("first", "second", "third"))
     assert one is not None
     assert two is not None

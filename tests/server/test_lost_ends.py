@@ -75,7 +75,7 @@ async def ask(
                 ends.append(output)
             look(output)
 
-    client.submit(request, take)
+    client.start(*client.encoded(request), take)
     await until(lambda: bool(ends))
     await asyncio.sleep(0.05)
     (end,) = ends

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvseek.core.errors import RequestError
-from kvseek.server.kserve.inputs import LOGITS_AT_A_TIME, ModelSchema, body_limit, chunk_to_json, logits_to_json
+from kvseek.server.kserve.generate import LOGITS_AT_A_TIME, chunk_to_json, logits_to_json
+from kvseek.server.kserve.inputs import ModelSchema, body_limit
 from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, Logits, TextRequest, TokenRequest
 
 CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)

@@ -13,7 +13,8 @@ from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError, renamed
-from kvseek.engine.tokenizer import TEMPLATE_FILE, TOKENIZER_FOLDER, Tokenizer
+from kvseek.engine.chat_template import TEMPLATE_FILE
+from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, LLMAPI, RequestFactory
 
 MODELS = {  # of each model: its layout, and a request

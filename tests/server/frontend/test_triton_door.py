@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.json_format import MessageToDict
 from tests.conftest import BuildEngine
+from tests.server.frontend.test_llmapi_request import configuration
 from tests.support.door_processes import engine_process
 from tests.support.random_models import save_random_model
 from tests.support.waiting import wait_for
@@ -50,6 +52,12 @@ TRITON = SimpleNamespace(
     TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
     TritonError=TritonError,
     Tensor=ToyTensor,
+    triton_string_to_numpy={
+        "TYPE_INT32": np.int32,
+        "TYPE_INT64": np.int64,
+        "TYPE_FP32": np.float32,
+        "TYPE_STRING": object,
+    }.get,
     InferenceResponse=lambda tensors=(), error=None: SimpleNamespace(values=dict(tensors), error=error),
 )
 
@@ -107,8 +115,12 @@ def door(tmp_path_factory: pytest.TempPathFactory, build_engine: BuildEngine) ->
         "socket": str(socket),
         "settings": settings.to_json(),
     }
+    outputs = MessageToDict(configuration("inflight_batcher_llm/tensorrt_llm"), preserving_proto_field_name=True)[
+        "output"
+    ]
     config = {
         "name": "tensorrt_llm",
+        "output": outputs,
         "model_transaction_policy": {"decoupled": True},
         "parameters": {name: {"string_value": value} for name, value in parameters.items()},
     }
@@ -131,7 +143,7 @@ def test_a_late_request_of_a_client_that_has_left_ends_no_other(door: TritonMode
     door.execute([ToyRequest(4, "same", kvseek_call="a", kvseek_leave=True)])
     late = ToyRequest(4, "same", kvseek_call="a")
     door.execute([late])
-    assert late.ended.is_set()
+    wait_for(late.ended.is_set)
     assert not late.responses
     count = len(other.responses)
     wait_for(lambda: len(other.responses) > count + 5)
@@ -146,7 +158,7 @@ def test_stop_ends_the_requests_of_an_id(door: TritonModel) -> None:
     stopper._tensors["stop"] = np.array([[True]])
     door.execute([stopper])
     wait_for(stopped.ended.is_set)
-    assert stopper.ended.is_set()
+    wait_for(stopper.ended.is_set)
     assert not kept.ended.is_set()
     stopper = ToyRequest(4, "kept")
     stopper._tensors["stop"] = np.array([[True]])
@@ -162,7 +174,7 @@ def test_stop_ends_no_request_of_another_client(door: TritonModel) -> None:
         stopper = ToyRequest(4, name, kvseek_call="other", kvseek_owner=owner)
         stopper._tensors["stop"] = np.array([[True]])
         door.execute([stopper])
-        assert stopper.ended.is_set()
+        wait_for(stopper.ended.is_set)
         answers.append(stopper.responses)
     assert answers == [[]] * 4
     count = len(own.responses)
@@ -186,16 +198,15 @@ def test_each_secret_shares_what_was_read_with_itself_alone(door: TritonModel) -
 
 
 def test_a_part_that_cannot_be_submitted_ends_the_others(door: TritonModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    submit, numbers = door._client.submit, list[int]()
+    start, numbers = door._client.start, list[int]()
 
-    def submit_once(*arguments: Any) -> int:
+    def start_once(number: int, *more: Any) -> None:
         if numbers:
-            wait_for(lambda: len(request.responses) > 3)  # the first part runs already
             raise UnavailableError("gone")
-        numbers.append(submit(*arguments))
-        return numbers[0]
+        numbers.append(number)
+        start(number, *more)
 
-    monkeypatch.setattr(door._client, "submit", submit_once)
+    monkeypatch.setattr(door._client, "start", start_once)
     request = ToyRequest(19_000)
     request._tensors["num_return_sequences"] = np.array([[2]], np.int32)
     door.execute([request])
@@ -224,7 +235,7 @@ def test_a_response_that_cannot_be_sent_ends_its_request(
 ) -> None:
     """For want of shared memory, say. All sequences of the request end, and there is one last response."""
     request, finals, failing = ToyRequest(40 if last else 19_000), list[Any](), [True]
-    send, numbers, submit = request.send, list[int](), door._client.submit
+    send, numbers, start = request.send, list[int](), door._client.start
 
     def fail_once(response: Any = None, flags: int = 0) -> None:
         if (flags == FINAL) is last and failing and failing.pop():
@@ -232,12 +243,12 @@ def test_a_response_that_cannot_be_sent_ends_its_request(
         finals.extend([response] if flags == FINAL else [])
         send(response, flags)
 
-    def submit_and_note(*arguments: Any) -> int:
-        numbers.append(submit(*arguments))
-        return numbers[-1]
+    def start_and_note(number: int, *more: Any) -> None:
+        numbers.append(number)
+        start(number, *more)
 
     monkeypatch.setattr(request, "send", fail_once)
-    monkeypatch.setattr(door._client, "submit", submit_and_note)
+    monkeypatch.setattr(door._client, "start", start_and_note)
     request._tensors["num_return_sequences"] = np.array([[2]], np.int32)
     door.execute([request])
     wait_for(request.ended.is_set)

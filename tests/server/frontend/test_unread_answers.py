@@ -152,7 +152,7 @@ def test_no_message_is_too_large() -> None:
     sent: list[bytes] = []
     transport = SimpleNamespace(get_write_buffer_size=lambda: 0)
     writer: Any = SimpleNamespace(is_closing=lambda: False, transport=transport, write=sent.append)
-    server: Any = SimpleNamespace(settings=ServeSettings(max_logits=70))
+    server: Any = SimpleNamespace(most_unread_bytes=ServeSettings(max_logits=70).most_unread_bytes)
     piece = bytes(FRAME_BYTES // 2)
     outputs = [(number, StepOutput(number, context_logits=piece)) for number in range(5)]
     FrontendConnection(server, writer).send_outputs([*outputs, (1, StepOutput(1, 7, FinishReason.LENGTH))])

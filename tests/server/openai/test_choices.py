@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvseek.core.errors import ErrorCode
+from kvseek.core.errors import CodedError, ErrorCode
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.errors import CodedError
 from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, usage
 
 TEXT = "the harbour ⚓ lit at dusk"

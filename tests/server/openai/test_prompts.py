@@ -12,7 +12,8 @@ import transformers
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
-from kvseek.engine.tokenizer import TEMPLATE_FILE, TOKENIZER_FOLDER, Tokenizer
+from kvseek.engine.chat_template import TEMPLATE_FILE
+from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.openai.errors import FieldError
 from kvseek.server.openai.prompts import Message, chat_ids, message_texts
 

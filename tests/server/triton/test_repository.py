@@ -20,6 +20,7 @@ import requests
 import tritonclient.grpc as grpc
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
+from tests.server.conftest import loop_in_a_thread
 from tests.support.door_processes import write_keys
 from tests.support.grpc_inputs import inputs_of
 from tests.support.live_server import command_line
@@ -260,8 +261,8 @@ def test_an_engine_process_ends_with_the_last_of_its_users(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     before = engine_processes(other)
     engines = [SharedEngine(other, ServeSettings(threads=1, max_queue_size=3)) for _ in range(2)]
-    clients = [EngineClient(engine.socket, absent=engine.start_if_absent) for engine in engines]
-    with contextlib.ExitStack() as last, contextlib.ExitStack() as first:
+    with loop_in_a_thread() as loop, contextlib.ExitStack() as last, contextlib.ExitStack() as first:
+        clients = [EngineClient(engine.socket, loop, engine.start_if_absent) for engine in engines]
         for stack, client in zip((last, first), clients, strict=True):
             stack.callback(client.close)
         for engine, client in zip(engines, clients, strict=True):
@@ -339,8 +340,9 @@ def test_a_model_whose_engine_cannot_be_loaded_says_so(
     subprocess.run(["cp", "-r", str(directory), str(copy)], check=True)
     for file in copy.glob("*.safetensors"):
         file.write_bytes(b"damaged")
-    with pytest.raises(ServerError, match="the engine process ended with status 1 before it was ready"):
-        _connect(copy, ServeSettings(threads=1), "")
+    refused = pytest.raises(ServerError, match="the engine process ended with status 1 before it was ready")
+    with loop_in_a_thread() as loop, refused:
+        _connect(copy, ServeSettings(threads=1), "", loop)
 
 
 def test_an_engine_process_comes_back_although_the_folder_is_gone(
@@ -350,11 +352,11 @@ def test_an_engine_process_comes_back_although_the_folder_is_gone(
         monkeypatch.setattr(tempfile, "tempdir", place)
         engine = SharedEngine(other, ServeSettings(threads=1))
         engine.socket.parent.rmdir()
-        client = EngineClient(engine.socket, absent=engine.start_if_absent)
-        try:
+        with (
+            loop_in_a_thread() as loop,
+            contextlib.closing(EngineClient(engine.socket, loop, engine.start_if_absent)) as client,
+        ):
             engine.wait(client)
-        finally:
-            client.close()
         (pid,) = [pid for pid in engine_processes(other) if place in command_line(pid)]
         wait_for(lambda: not command_line(pid))
 
