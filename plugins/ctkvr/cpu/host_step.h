@@ -9,15 +9,15 @@ namespace kvseek {
 struct HostStep {
     void* pool;                     // of kvseek_ctkvr_pool_create; null: the threads of the OpenMP runtime
     const void* queries;            // [batch, heads, head_dim]
-    const int32_t* recalled;        // [batch, kv_heads, capacity] places, none twice, in any order
+    const int32_t* recalled;        // [batch, kv_heads, capacity] places, ascending
     const int32_t* recalled_count;  // [batch, kv_heads]; 0: nothing is done for the request
     const int32_t* slots;           // [batch]
     const int32_t* table;           // [table_slots, max_extents]
     const void* rows;               // [extents, kv_heads, 1024, 2, head_dim], contiguous but for the extent stride
     float* out;                     // [batch, heads, head_dim]; null: no attention
     float* lse;                     // [batch, heads] natural logarithm; null with `out`
-    int32_t* selected;              // [batch, kv_heads, top_k] in order of `recalled`, -1 fills up; null: not wanted
-    int32_t* best;                  // [batch, kv_heads, rho] in order of `recalled`, -1 fills up; null: not wanted
+    int32_t* selected;              // [batch, kv_heads, top_k] ascending, -1 fills up; null: not wanted
+    int32_t* best;                  // [batch, kv_heads, rho] ascending, -1 fills up; null: not wanted
     int32_t* best_count;            // [batch, kv_heads]; null with `best`
     int32_t* error;                 // one HostError, written only if something is wrong
     const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4] codes of the keys (kernels/reference/codes)

@@ -68,7 +68,7 @@ class Case:
         self.mean_steps = torch.rand(blocks, generator=random) / 10_000
         for request, head in itertools.product(range(batch), range(kv_heads)):
             count = self.counts[request][head]
-            places = torch.randperm(self.tokens, generator=random)[:count]
+            places = torch.randperm(self.tokens, generator=random)[:count].sort().values
             self.recalled[request, head, :count] = places
             rows = torch.randn(count, 2, self.dim, generator=random).to(self.dtype)
             where = self.table[self.slots[request], places // EXTENT].long()
@@ -157,7 +157,7 @@ def _check_task(case: Case, request: int, head: int, tolerance: float) -> None:
         count = min(wanted, len(places))
         assert all(place == -1 for place in found[count:])
         numbers = [number_of[place] for place in found[:count]]
-        assert numbers == sorted(set(numbers)), "in order of `recalled`, none twice"
+        assert numbers == sorted(set(numbers)), "ascending, none twice"
         left_out = sorted(set(range(len(places))) - set(numbers))
         if left_out:
             assert values[numbers].min() >= values[left_out].max() - tolerance

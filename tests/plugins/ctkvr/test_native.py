@@ -159,17 +159,6 @@ def test_slots_of_requests_that_are_not_served_do_not_matter(library: CpuLibrary
     check_results(case, TOLERANCE)
 
 
-def test_the_order_of_recalled_places_does_not_choose(library: CpuLibrary) -> None:
-    case = Case([[800]], 4, 64, torch.bfloat16, top_k=77, rho=200)
-    assert case.run(library) == 0
-    chosen, best = set(case.selected[0, 0].tolist()), set(case.best[0, 0].tolist())
-    case.recalled = case.recalled.sort(dim=2).values
-    assert case.run(library) == 0
-    assert chosen == set(case.selected[0, 0].tolist())
-    assert case.selected[0, 0].tolist() == sorted(chosen), "ascending, as the places are"
-    assert best == set(case.best[0, 0].tolist())
-
-
 def test_parts_that_are_not_wanted(library: CpuLibrary) -> None:
     case = Case([[500, 20]], 4, 64, torch.bfloat16, top_k=64, rho=100)
     assert case.run(library) == 0
