@@ -271,9 +271,8 @@ def describe_codes(codes: CodeStore) -> dict[str, Any]:
     return {
         **arrays,
         "block": codes.block,
-        "bits": codes.bits,
         "padded_dim": codes.signs.shape[0],
-        "code_step": STEPS[codes.bits],
+        "step": STEPS[codes.bits],
     }
 
 

@@ -67,7 +67,7 @@ void take_attend_units(Job& job, Task& task) {
 template <class T>
 void work(void* data) {
     Job& job = *static_cast<Job*>(data);
-    if (job.a.bits != 0)
+    if (job.a.high != nullptr)
         take_coded_units<T>(job);
     else
         take_score_units<T>(job);
@@ -123,10 +123,9 @@ void run_step(const HostStep& a) {
 
 // Codes rank keys for a selection alone: as weights of an attention, estimates would not do.
 bool codes_hold(const HostStep& a) {
-    if (a.bits == 0) return true;
+    if (a.high == nullptr) return true;
     const bool power = a.padded_dim >= FIELDS && (a.padded_dim & (a.padded_dim - 1)) == 0;
-    return (a.bits == 2 || a.bits == 4) && power && a.padded_dim >= a.head_dim && a.padded_dim <= MAX_PADDED_DIM &&
-           a.out == nullptr;
+    return power && a.padded_dim >= a.head_dim && a.padded_dim <= MAX_PADDED_DIM && a.out == nullptr;
 }
 
 bool shape_holds(const HostStep& a) {

@@ -8,12 +8,12 @@
 #include "host_dot.h"
 #include "host_step.h"
 #include "kernels/cpu/candidates.h"
+#include "kernels/cpu/extent_rows.h"
 #include "kernels/cpu/phases.h"
 
 namespace kvseek {
 namespace {
 
-constexpr int64_t TABLE_EXTENT = 1024;
 constexpr int SCORE_UNIT = 256;   // keys
 constexpr int ATTEND_UNIT = 128;  // rows
 constexpr int LINE = 64;

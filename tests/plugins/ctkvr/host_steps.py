@@ -90,10 +90,9 @@ class Case:
     def step(self, pool: int = 0, threads: int = 1) -> ctypes.Structure:
         """Arguments of the step, for threads of a pool or of the OpenMP runtime."""
         codes = {
-            "bits": self.bits,
             "block": BLOCK,
             "padded_dim": padded_dim(self.dim),
-            "code_step": STEPS.get(self.bits, 0),
+            "step": STEPS.get(self.bits, 0),
         }
         arrays = (*CODE_ARRAYS, "signs") if self.bits else ("rows", "out", "lse")
         return HostStep(
