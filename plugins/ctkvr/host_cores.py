@@ -110,7 +110,7 @@ class HostBuffers:
         self.no_rows = torch.full((most, kv_heads, 1), -1, dtype=torch.int32, device=context.device)
         self.stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
         # One core is left to the thread that launches the steps.
-        self.pool = HostPool(context.library, min(MOST_THREADS, max(1, usable_cores() - 1)), "all")
+        self.pool = HostPool(context.library, min(MOST_THREADS, max(1, usable_cores() - 1)), pinned=True)
         # Not at exit, because a step may still be running then, and the end of the process ends the threads anyway.
         weakref.finalize(self, self.pool.close).atexit = False
 
