@@ -82,4 +82,3 @@ def interleave(
             for _ in range(min(block, calls - start)):
                 samples[name].seconds.append(timed(call))
     return samples
-
