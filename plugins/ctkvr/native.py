@@ -240,7 +240,7 @@ class NativeIndex(ReferenceIndex):
         assert layer_rows is not None, "the rows are placed before anything is built"
         rows = torch.empty((*counts.shape, self.config.top_k), dtype=torch.int32)
         best = torch.empty((*counts.shape, self.width), dtype=torch.int32)
-        best_count, error, numbers = torch.empty_like(counts), c_int32(0), (c_int32 * len(slots))(*slots)
+        error, numbers = c_int32(0), (c_int32 * len(slots))(*slots)
         step = describe_step(
             self,
             layer_rows,
@@ -251,7 +251,6 @@ class NativeIndex(ReferenceIndex):
             slots=ctypes.addressof(numbers),
             selected=pointer(rows),
             best=pointer(best),
-            best_count=pointer(best_count),
             error=ctypes.addressof(error),
             threads=torch.get_num_threads(),
             **({} if self.codes is None else describe_codes(self.codes)),

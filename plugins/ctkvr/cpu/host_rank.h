@@ -64,7 +64,6 @@ void list_best(const Job& job, const Task& task) {
     const int64_t pair = task.request * a.kv_heads + task.head;
     const int count = take_best(task, task.count < a.rho ? task.count : a.rho, task.best_rows);
     write_places(task, task.best_rows, count, a.rho, a.best + pair * a.rho);
-    a.best_count[pair] = count;
 }
 
 }  // namespace

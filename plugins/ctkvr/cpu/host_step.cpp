@@ -93,7 +93,6 @@ void clear(const HostStep& a, int64_t first, int64_t end) {
     }
     for (int64_t i = pair * a.top_k; a.selected != nullptr && i < (pair + pairs) * a.top_k; i++) a.selected[i] = -1;
     for (int64_t i = pair * a.rho; a.best != nullptr && i < (pair + pairs) * a.rho; i++) a.best[i] = -1;
-    for (int64_t i = pair; a.best != nullptr && i < pair + pairs; i++) a.best_count[i] = 0;
 }
 
 void run_step(const HostStep& a) {
@@ -132,7 +131,7 @@ bool shape_holds(const HostStep& a) {
     const bool sizes = a.batch >= 0 && a.kv_heads >= 1 && a.heads >= 1 && a.capacity >= 0 && a.top_k >= 1 && a.rho >= 0;
     if (!sizes || a.heads % a.kv_heads != 0 || a.heads / a.kv_heads > MAX_HOST_GROUP) return false;
     if (a.head_dim < HOST_DIM_STEP || a.head_dim > MAX_HOST_DIM || a.head_dim % HOST_DIM_STEP != 0) return false;
-    if ((a.out == nullptr) != (a.lse == nullptr) || (a.best == nullptr) != (a.best_count == nullptr)) return false;
+    if ((a.out == nullptr) != (a.lse == nullptr)) return false;
     if ((a.best != nullptr && a.rho < 1) || !codes_hold(a)) return false;
     return a.dtype >= FLOAT32 && a.dtype <= FLOAT16 && (a.pool != nullptr || a.threads >= 1);
 }

@@ -18,7 +18,6 @@ struct HostStep {
     float* lse;                     // [batch, heads] natural logarithm; null with `out`
     int32_t* selected;              // [batch, kv_heads, top_k] ascending, -1 fills up; null: not wanted
     int32_t* best;                  // [batch, kv_heads, rho] ascending, -1 fills up; null: not wanted
-    int32_t* best_count;            // [batch, kv_heads]; null with `best`
     int32_t* error;                 // one HostError, written only if something is wrong
     // Codes that rank the keys (kernels/reference/codes), and `out` is null. All null: keys rank by themselves.
     const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4]

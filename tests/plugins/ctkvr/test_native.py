@@ -148,7 +148,7 @@ def _fields(case: Case) -> dict[str, object]:
 
 
 def _same(a: Case, b: Case, requests: slice) -> bool:
-    names = ("out", "lse", "selected", "best", "best_count")
+    names = ("out", "lse", "selected", "best")
     return all(torch.equal(getattr(a, name)[requests], getattr(b, name)[requests]) for name in names)
 
 
@@ -162,14 +162,14 @@ def test_slots_of_requests_that_are_not_served_do_not_matter(library: CpuLibrary
 def test_parts_that_are_not_wanted(library: CpuLibrary) -> None:
     case = Case([[500, 20]], 4, 64, torch.bfloat16, top_k=64, rho=100)
     assert case.run(library) == 0
-    for left_out in (("out", "lse"), ("selected",), ("best", "best_count")):
+    for left_out in (("out", "lse"), ("selected",), ("best",)):
         other = Case(**_fields(case))
         step = other.step()
         for name in left_out:
             setattr(step, name, None)
         host_step(library)(step)
         assert other.error.value == 0
-        for name in ("out", "lse", "selected", "best", "best_count"):
+        for name in ("out", "lse", "selected", "best"):
             same = torch.equal(getattr(case, name), getattr(other, name))
             assert same == (name not in left_out)
 
@@ -261,7 +261,6 @@ def test_errors_are_codes_and_results_are_cleared(library: CpuLibrary, pool: Hos
         if code != 1:
             assert case.out.eq(0).all()
             assert case.lse.eq(-torch.inf).all()
-            assert case.best_count.eq(0).all()
             assert case.selected.eq(-1).all()
         with pytest.raises(KernelError, match="CTkvr on host cores"):
             raise_error(case.error.value)
