@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
@@ -74,15 +74,11 @@ def interleave(
             call()
     timed = timer or (lambda call: measure(call, clock))
     samples = {name: Samples() for name in contestants}
+    items = list(contestants.items())
     gc.collect()
     for start in range(0, calls, block):
-        for name, call in in_turn(list(contestants.items()), start // block):
+        first = start // block % len(contestants)  # nobody always runs after the same neighbour started cold
+        for name, call in (*items[first:], *items[:first]):
             for _ in range(min(block, calls - start)):
                 samples[name].seconds.append(timed(call))
     return samples
-
-
-def in_turn(items: Sequence[tuple[str, Callable[[], object]]], turn: int) -> Sequence[tuple[str, Callable[[], object]]]:
-    """The same items, begun one later each turn: nobody always runs after the same neighbour started cold."""
-    first = turn % len(items)
-    return [*items[first:], *items[:first]]

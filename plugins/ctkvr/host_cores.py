@@ -85,7 +85,7 @@ class HostBuffers:
     queries : Tensor [most, H, D]
     out : Tensor, float32 [most, H, D]
     lse : Tensor, float32 [most, H]
-    best, best_counts : Tensor, int32 [most, G, width] and [most, G], or None if centroids are not updated
+    best : Tensor, int32 [most, G, width], or None if centroids are not updated
     window_lse : Tensor, float32 [most, H], on the device
     no_rows : Tensor, int32 [most, G, 1], on the device
         The rows of an empty selection.
@@ -102,15 +102,12 @@ class HostBuffers:
         self.recalled, self.counts, self.slots = pinned(kv_heads, index.capacity), pinned(kv_heads), pinned()
         self.queries = pinned(heads, dim, dtype=context.dtype)
         self.out, self.lse = pinned(heads, dim, dtype=torch.float32), pinned(heads, dtype=torch.float32)
-        self.best: Tensor | None = None
-        self.best_counts: Tensor | None = None
-        if index.config.update:
-            self.best, self.best_counts = pinned(kv_heads, index.width), pinned(kv_heads)
+        self.best = pinned(kv_heads, index.width) if index.config.update else None
         self.window_lse = torch.empty((most, heads), dtype=torch.float32, device=context.device)
         self.no_rows = torch.full((most, kv_heads, 1), -1, dtype=torch.int32, device=context.device)
         self.stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
         # One core is left to the thread that launches the steps.
-        self.pool = HostPool(context.library, min(MOST_THREADS, max(1, usable_cores() - 1)), "all")
+        self.pool = HostPool(context.library, min(MOST_THREADS, max(1, usable_cores() - 1)), pinned=True)
         # Not at exit, because a step may still be running then, and the end of the process ends the threads anyway.
         weakref.finalize(self, self.pool.close).atexit = False
 
@@ -173,7 +170,6 @@ class HostCoreAttention:
             out=buffers.out.data_ptr(),
             lse=buffers.lse.data_ptr(),
             best=address(buffers.best),
-            best_count=address(buffers.best_counts),
             error=ctypes.addressof(self._error),
             threads=buffers.pool.threads,
         )

@@ -29,7 +29,6 @@ HostLists = c_struct("plugins/ctkvr/cpu/host_lists.cpp", "HostLists")
 LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16, head_dim_step=32)
 MOST_THREADS = 1024  # most threads of a pool (host_pool.h)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-PINS = {"none": 0, "workers": 1, "all": 2}
 DEFECT = "kvseek is at fault, or a request was dropped while its step ran: report it; execution 'codes' does without"
 ERRORS = {
     1: f"a size that host kernels do not support: head_dim must be a multiple of {LIMITS.head_dim_step} up to "
@@ -109,34 +108,31 @@ class HostPool:
         Number of threads that work on a step: the thread that calls it, and `threads - 1` of the pool's own.
     """
 
-    def __init__(self, library: CpuLibrary, threads: int, pin: str = "workers") -> None:
+    def __init__(self, library: CpuLibrary, threads: int, *, pinned: bool) -> None:
         """Start threads.
 
         Parameters
         ----------
         threads : int
             From 1 to MOST_THREADS. Leave a core for the thread that waits for the GPU meanwhile.
-        pin : str
-            "none": bind no thread. "workers": bind each of the pool's own threads to one of the caller's cores, without the
-            first. "all": also bind each thread that calls a step to the first core, for good; meant for CUDA's host-function
-            thread.
+        pinned : bool
+            Bind each of the pool's own threads to one of the caller's cores, without the first, and each thread that calls a
+            step to the first core, for good: meant for CUDA's host-function thread.
 
         Raises
         ------
         KernelError
             If a value is out of range, or the system refuses to start or to bind threads.
         """
-        if pin not in PINS:
-            raise KernelError(f"pin = {pin!r}: must be one of {tuple(PINS)}; 'workers' is the default")
         self.threads = threads
         self._destroy = library.function("kvseek_ctkvr_pool_destroy", c_void_p)
-        arguments = HostPoolArguments(threads=threads, pin=PINS[pin])
+        arguments = HostPoolArguments(threads=threads, pinned=pinned)
         library.function("kvseek_ctkvr_pool_create", HostPoolArguments)(arguments)
         if arguments.error:
             reason = os.strerror(arguments.error)
             raise KernelError(
-                f"host threads = {threads}, pin = {pin!r}: must be from 1 to {MOST_THREADS}, and what the system allows "
-                f"({reason}); lower it or set pin to 'none'; of an engine, set execution to 'codes' to do without"
+                f"host threads = {threads}: must be from 1 to {MOST_THREADS}, and what the system allows ({reason}); lower it; "
+                "of an engine, set execution to 'codes' to do without"
             )
         self.pointer: int = arguments.pool
 
@@ -244,7 +240,7 @@ class NativeIndex(ReferenceIndex):
         assert layer_rows is not None, "the rows are placed before anything is built"
         rows = torch.empty((*counts.shape, self.config.top_k), dtype=torch.int32)
         best = torch.empty((*counts.shape, self.width), dtype=torch.int32)
-        best_count, error, numbers = torch.empty_like(counts), c_int32(0), (c_int32 * len(slots))(*slots)
+        error, numbers = c_int32(0), (c_int32 * len(slots))(*slots)
         step = describe_step(
             self,
             layer_rows,
@@ -255,7 +251,6 @@ class NativeIndex(ReferenceIndex):
             slots=ctypes.addressof(numbers),
             selected=pointer(rows),
             best=pointer(best),
-            best_count=pointer(best_count),
             error=ctypes.addressof(error),
             threads=torch.get_num_threads(),
             **({} if self.codes is None else describe_codes(self.codes)),
@@ -271,9 +266,8 @@ def describe_codes(codes: CodeStore) -> dict[str, Any]:
     return {
         **arrays,
         "block": codes.block,
-        "bits": codes.bits,
         "padded_dim": codes.signs.shape[0],
-        "code_step": STEPS[codes.bits],
+        "step": STEPS[codes.bits],
     }
 
 

@@ -58,8 +58,6 @@ struct Task {
 
 struct Job {
     const ClusterkvSelectArguments& a;
-    Task* tasks;
-    int64_t task_count;
     int lanes;
 };
 
@@ -176,21 +174,17 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
 }
 
 void select(const ClusterkvSelectArguments& a) {
-    static thread_local Scratch task_memory, work_memory;
-    Job job = {a, nullptr, 0, static_cast<int>(a.group)};
-    job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
-    job.task_count = describe_tasks(
-        a, job.tasks, [&](const Request& request) { return request.length < a.listed ? request.length : a.listed; });
-    if (job.task_count == 0) return;
-    int64_t most = 0;
-    for (int64_t i = 0; i < job.task_count; i++) {
-        Task& task = job.tasks[i];
-        task.clusters = a.clusters[a.requests[task.request].slot], task.cluster_stride = rounded_up(task.clusters);
-        most += parts_of(job, task, SCORE);
+    static thread_local Scratch memory;
+    const Job job = {a, static_cast<int>(a.group)};
+    Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
+    const int64_t count = describe_tasks(
+        a, tasks, [&](const Request& request) { return request.length < a.listed ? request.length : a.listed; });
+    for (Task* task = tasks; task < tasks + count; task++) {
+        task->clusters = a.clusters[a.requests[task->request].slot];
+        task->cluster_stride = rounded_up(task->clusters);
     }
-    lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
-    run_phases<PHASES>(
-        job.tasks, job.task_count, static_cast<int>(a.threads < most ? a.threads : most),
+    run_tasks<PHASES>(
+        tasks, count, a.threads, SCORE, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
         [&](const Task& task, int phase) { return parts_of(job, task, phase); },
         [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
 }

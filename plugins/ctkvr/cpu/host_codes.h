@@ -3,57 +3,37 @@
 #pragma once
 
 #include "host_score.h"
-#include "kernels/cpu/codes/estimate.h"
+#include "kernels/cpu/codes/rerank.h"
 
 namespace kvseek {
 namespace {
 
 static_assert(MAX_HOST_GROUP <= MAX_QUERIES && MAX_HOST_DIM <= MAX_PADDED_DIM, "estimate.h has room for a group");
+static_assert(SCORE_UNIT == ESTIMATE_KEYS, "a unit of scores is one of estimates");
 
-// Rows of the codes of keys first .. first + count - 1; row 0 for a place that is wrong, and the step has failed.
-void find_codes(Job& job, const Task& task, int first, int count, int64_t* rows) {
-    const int row = job.a.padded_dim / FIELDS;
-    for (int i = 0; i < count; i++) {
-        const int32_t place = task.places[first + i];
-        const int64_t extent = extent_at(job, task, place);
-        if (extent < 0) job.fail(BAD_PLACE);
-        rows[i] = extent < 0 ? 0 : (extent * job.a.kv_heads + task.head) * TABLE_EXTENT + place % TABLE_EXTENT;
-        prefetch(job.a.high + rows[i] * row, row);
-        if (job.a.bits == 4) prefetch(job.a.low + rows[i] * row, row);
-    }
-}
+// A task as estimate_candidates knows it.
+struct Recalled {
+    int64_t head, candidate_count, stride;
+    const int32_t *extents, *places;
+    const RoundedQuery* queries;  // [group]
+    float* estimates;             // [group, stride]
+};
 
-// Score the keys of a unit.
+// Score the keys of a unit; none if one of their places is wrong, and the step has failed.
 template <class T>
 void estimate_unit(Job& job, const Task& task, int unit) {
-    alignas(64) uint8_t high[SCORE_UNIT * MAX_ROW], low[SCORE_UNIT * MAX_ROW];
-    alignas(64) int32_t sums[MAX_HOST_GROUP * SCORE_UNIT];
-    alignas(64) float offsets[SCORE_UNIT];
-    RoundedQuery queries[MAX_HOST_GROUP];
-    uint16_t scales[SCORE_UNIT];
-    int64_t rows[SCORE_UNIT];
-    const HostStep& a = job.a;
     const int first = unit * SCORE_UNIT, left = task.count - first, count = left < SCORE_UNIT ? left : SCORE_UNIT;
-    const int row = a.padded_dim / FIELDS;
-    find_codes(job, task, first, count, rows);
-    round_lanes(queries_of<T>(job, task), job.group, a.head_dim, a.signs, a.padded_dim, queries);
-    gather_rows(a.high, row, rows, count, high);
-    if (a.bits == 4) gather_rows(a.low, row, rows, count, low);
-    plane_sums({high, a.bits == 4 ? low : nullptr, 0}, row, count, queries, job.group, sums, SCORE_UNIT);
-    for (int i = 0; i < count; i++) scales[i] = a.scales[rows[i]];
+    for (int i = first; i < first + count; i++)
+        if (extent_at(job, task, task.places[i]) < 0) return job.fail(BAD_PLACE);
+    RoundedQuery queries[MAX_HOST_GROUP];
+    round_lanes(queries_of<T>(job, task), job.group, job.a.head_dim, job.a.signs, job.a.padded_dim, queries);
+    const Recalled recalled = {task.head, task.count, task.stride, task.extents, task.places, queries, task.scores};
+    estimate_candidates(job.a, recalled, job.group, unit);
     NoRequests nothing;
     float* statistics = task.statistics + int64_t{2} * unit * job.group;
-    for (int q = 0; q < job.group; q++) {
-        float* scores = task.scores + q * task.stride + first;
-        const float worth = queries[q].step * (a.code_step / 2);
-        means_of(a).products(static_cast<const int64_t*>(rows), count, queries[q], queries[q].step, offsets);
-        for (int key = 0; key < count; key += LANES) {
-            const int32_t* of_query = sums + q * SCORE_UNIT + key;
-            const Vec of_keys = load_half(scales + key);
-            store(scores + key, scale_sums(of_query, of_keys, a.bits, queries[q].sum, worth, offsets + key));
-        }
-        soften(scores, count, a.scaling, statistics + q, statistics + job.group + q, nothing);
-    }
+    for (int q = 0; q < job.group; q++)
+        soften(task.scores + q * task.stride + first, count, job.a.scaling, statistics + q, statistics + job.group + q,
+               nothing);
 }
 
 }  // namespace

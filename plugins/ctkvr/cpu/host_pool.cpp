@@ -137,7 +137,7 @@ void destroy(HostPool* pool) {
 }
 
 // Give workers their cores; returns 0 or an errno. The calling thread's own cores are as before afterwards.
-int assign_cores(HostPool& pool, int32_t pin) {
+int assign_cores(HostPool& pool) {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return errno;
     int cores[CPU_SETSIZE], count = 0;
@@ -147,7 +147,7 @@ int assign_cores(HostPool& pool, int32_t pin) {
     const int error = may ? 0 : errno;
     if (may && sched_setaffinity(0, sizeof(allowed), &allowed) != 0) return errno;
     for (int i = 0; i < pool.workers; i++) pool.worker[i].core = cores[(i + 1) % count];
-    if (pin == PIN_ALL) pool.caller_core = cores[0];
+    pool.caller_core = cores[0];
     return error;
 }
 
@@ -166,7 +166,7 @@ int start(HostPool& pool) {
 void create(HostPoolArguments& a) {
     a.pool = nullptr;
     a.error = EINVAL;
-    if (a.threads < 1 || a.threads > MAX_HOST_THREADS || a.pin < PIN_NONE || a.pin > PIN_ALL) return;
+    if (a.threads < 1 || a.threads > MAX_HOST_THREADS) return;
     a.error = ENOMEM;
     void* memory = std::aligned_alloc(alignof(HostPool), sizeof(HostPool));
     if (memory == nullptr) return;
@@ -178,7 +178,7 @@ void create(HostPoolArguments& a) {
     pthread_mutex_init(&pool->one_at_a_time, nullptr);
     if (pool->worker != nullptr) {
         for (int i = 0; i < pool->workers; i++) pool->worker[i].core = -1;
-        a.error = a.pin == PIN_NONE ? 0 : assign_cores(*pool, a.pin);
+        a.error = a.pinned ? assign_cores(*pool) : 0;
         if (a.error != 0) pool->workers = 0;  // none runs yet
         if (a.error == 0) a.error = start(*pool);
     } else {

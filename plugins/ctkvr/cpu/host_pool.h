@@ -11,15 +11,10 @@ namespace kvseek {
 struct HostPoolArguments {
     void* pool;       // out; null if `error` is set
     int32_t threads;  // in all: the one that calls, and threads - 1 more
-    int32_t pin;      // HostPin
-    int32_t error;    // out: 0, or the errno of what failed
-};
-
-// Which threads are bound to a core each, of those that the creating thread may run on.
-enum HostPin : int32_t {
-    PIN_NONE = 0,
-    PIN_WORKERS = 1,  // the pool's own, from the second core on
-    PIN_ALL = 2,      // and whoever calls, to the first core, for good: for CUDA's host-function thread
+    // Whether its own threads are bound to a core each, of those that the creating thread may run on, from the second
+    // core on, and whoever calls to the first one, for good: for CUDA's host-function thread.
+    int32_t pinned;
+    int32_t error;  // out: 0, or the errno of what failed
 };
 
 constexpr int32_t MAX_HOST_THREADS = 1024;

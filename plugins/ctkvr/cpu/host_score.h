@@ -13,7 +13,7 @@ alignas(64) const char NO_ROW[2 * MAX_HOST_DIM * sizeof(float)] = {};
 
 // The extent of a place; negative if the slot has none there.
 inline int64_t extent_at(const Job& job, const Task& task, int32_t place) {
-    return place >= 0 && place < job.a.max_extents * TABLE_EXTENT ? task.extents[place / TABLE_EXTENT] : -1;
+    return place >= 0 && place < job.a.max_extents * INDEX_EXTENT ? task.extents[place / INDEX_EXTENT] : -1;
 }
 
 template <class T>
@@ -21,7 +21,7 @@ inline const T* row_at(const Job& job, const Task& task, int32_t place) {
     const HostStep& a = job.a;
     const int64_t extent = extent_at(job, task, place);
     if (extent < 0) return nullptr;
-    const int64_t row = (task.head * TABLE_EXTENT + place % TABLE_EXTENT) * 2 * a.head_dim;
+    const int64_t row = (task.head * INDEX_EXTENT + place % INDEX_EXTENT) * 2 * a.head_dim;
     return static_cast<const T*>(a.rows) + extent * a.extent_stride + row;
 }
 

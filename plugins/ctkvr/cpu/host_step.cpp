@@ -67,7 +67,7 @@ void take_attend_units(Job& job, Task& task) {
 template <class T>
 void work(void* data) {
     Job& job = *static_cast<Job*>(data);
-    if (job.a.bits != 0)
+    if (job.a.high != nullptr)
         take_coded_units<T>(job);
     else
         take_score_units<T>(job);
@@ -93,7 +93,6 @@ void clear(const HostStep& a, int64_t first, int64_t end) {
     }
     for (int64_t i = pair * a.top_k; a.selected != nullptr && i < (pair + pairs) * a.top_k; i++) a.selected[i] = -1;
     for (int64_t i = pair * a.rho; a.best != nullptr && i < (pair + pairs) * a.rho; i++) a.best[i] = -1;
-    for (int64_t i = pair; a.best != nullptr && i < pair + pairs; i++) a.best_count[i] = 0;
 }
 
 void run_step(const HostStep& a) {
@@ -123,17 +122,16 @@ void run_step(const HostStep& a) {
 
 // Codes rank keys for a selection alone: as weights of an attention, estimates would not do.
 bool codes_hold(const HostStep& a) {
-    if (a.bits == 0) return true;
+    if (a.high == nullptr) return true;
     const bool power = a.padded_dim >= FIELDS && (a.padded_dim & (a.padded_dim - 1)) == 0;
-    return (a.bits == 2 || a.bits == 4) && power && a.padded_dim >= a.head_dim && a.padded_dim <= MAX_PADDED_DIM &&
-           a.out == nullptr;
+    return power && a.padded_dim >= a.head_dim && a.padded_dim <= MAX_PADDED_DIM && a.out == nullptr;
 }
 
 bool shape_holds(const HostStep& a) {
     const bool sizes = a.batch >= 0 && a.kv_heads >= 1 && a.heads >= 1 && a.capacity >= 0 && a.top_k >= 1 && a.rho >= 0;
     if (!sizes || a.heads % a.kv_heads != 0 || a.heads / a.kv_heads > MAX_HOST_GROUP) return false;
     if (a.head_dim < HOST_DIM_STEP || a.head_dim > MAX_HOST_DIM || a.head_dim % HOST_DIM_STEP != 0) return false;
-    if ((a.out == nullptr) != (a.lse == nullptr) || (a.best == nullptr) != (a.best_count == nullptr)) return false;
+    if ((a.out == nullptr) != (a.lse == nullptr)) return false;
     if ((a.best != nullptr && a.rho < 1) || !codes_hold(a)) return false;
     return a.dtype >= FLOAT32 && a.dtype <= FLOAT16 && (a.pool != nullptr || a.threads >= 1);
 }

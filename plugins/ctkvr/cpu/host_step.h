@@ -9,19 +9,19 @@ namespace kvseek {
 struct HostStep {
     void* pool;                     // of kvseek_ctkvr_pool_create; null: the threads of the OpenMP runtime
     const void* queries;            // [batch, heads, head_dim]
-    const int32_t* recalled;        // [batch, kv_heads, capacity] places, none twice, in any order
+    const int32_t* recalled;        // [batch, kv_heads, capacity] places, ascending
     const int32_t* recalled_count;  // [batch, kv_heads]; 0: nothing is done for the request
     const int32_t* slots;           // [batch]
     const int32_t* table;           // [table_slots, max_extents]
     const void* rows;               // [extents, kv_heads, 1024, 2, head_dim], contiguous but for the extent stride
     float* out;                     // [batch, heads, head_dim]; null: no attention
     float* lse;                     // [batch, heads] natural logarithm; null with `out`
-    int32_t* selected;              // [batch, kv_heads, top_k] in order of `recalled`, -1 fills up; null: not wanted
-    int32_t* best;                  // [batch, kv_heads, rho] in order of `recalled`, -1 fills up; null: not wanted
-    int32_t* best_count;            // [batch, kv_heads]; null with `best`
+    int32_t* selected;              // [batch, kv_heads, top_k] ascending, -1 fills up; null: not wanted
+    int32_t* best;                  // [batch, kv_heads, rho] ascending, -1 fills up; null: not wanted
     int32_t* error;                 // one HostError, written only if something is wrong
-    const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4] codes of the keys (kernels/reference/codes)
-    const uint8_t* low;       // the same, of codes of 4 bits
+    // Codes that rank the keys (kernels/reference/codes), and `out` is null. All null: keys rank by themselves.
+    const uint8_t* high;      // [extents, kv_heads, 1024, padded_dim / 4]
+    const uint8_t* low;       // the same
     const uint16_t* scales;   // [extents, kv_heads, 1024]
     const int8_t* means;      // [extents, kv_heads, 1024 / block, 2, padded_dim] what codes leave out
     const float* mean_steps;  // [extents, kv_heads, 1024 / block]
@@ -32,11 +32,10 @@ struct HostStep {
     int32_t table_slots, max_extents;
     int32_t dtype;    // of queries and rows: HostType
     int32_t threads;  // without a pool
-    int32_t bits;     // of a code that keys are ranked by: 2 or 4, and `out` is null; 0: by themselves, without codes
     int32_t padded_dim;
     int32_t block;  // neighbouring places that share a mean
     float scaling;
-    float code_step;  // width of a code's cell
+    float step;  // width of a code's cell
 };
 
 enum HostType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };

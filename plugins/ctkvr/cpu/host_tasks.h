@@ -7,12 +7,13 @@
 
 #include "host_dot.h"
 #include "host_step.h"
-#include "kernels/cpu/parallel.h"
+#include "kernels/cpu/candidates.h"
+#include "kernels/cpu/extent_rows.h"
+#include "kernels/cpu/phases.h"
 
 namespace kvseek {
 namespace {
 
-constexpr int64_t TABLE_EXTENT = 1024;
 constexpr int SCORE_UNIT = 256;   // keys
 constexpr int ATTEND_UNIT = 128;  // rows
 constexpr int LINE = 64;
@@ -29,15 +30,13 @@ struct Task {
     Counter taken;
     const int32_t* places;
     const int32_t* extents;
-    float* scores;          // [group, stride], scaled
-    float* statistics;      // [score_units, 2, group]: largest score, sum of e^(score - largest)
-    float* values;          // [stride], by which keys are ranked
-    int32_t* borderline;    // [stride] keys among which a cut lies
-    uint64_t* ranks;        // [stride] their ranks
-    int32_t* rows;          // [stride] chosen keys, as indices of `places`
-    int32_t* best_rows;     // [stride] the same for the centroid update
-    float* partials;        // [attend_units, group, dim + 2]
-    float lowest, highest;  // of the values
+    float* scores;         // [group, stride], scaled
+    float* statistics;     // [score_units, 2, group]: largest score, sum of e^(score - largest)
+    float* values;         // [stride], by which keys are ranked
+    CandidateLists lists;  // [stride] of keys that may be among the best
+    int32_t* rows;         // [stride] chosen keys, as indices of `places`
+    int32_t* best_rows;    // [stride] the same for the centroid update
+    float* partials;       // [attend_units, group, dim + 2]
 };
 
 struct Job {
@@ -81,30 +80,14 @@ class Memory {
     size_t size_ = 0;
 };
 
-// Hands out memory in cache lines; with no memory behind it, only measures.
-class Lines {
-  public:
-    explicit Lines(char* memory) : memory_(memory) {}
-    template <class T>
-    void give(T*& array, int64_t count) {
-        array = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + used);
-        used += (count * static_cast<int64_t>(sizeof(T)) + LINE - 1) / LINE * LINE;
-    }
-    size_t used = 0;
-
-  private:
-    char* memory_;
-};
-
-void lay_out(const Job& job, Task& task, Lines& lines) {
-    lines.give(task.scores, job.group * task.stride);
-    lines.give(task.statistics, int64_t{2} * task.score_units * job.group);
-    lines.give(task.values, task.stride);
-    lines.give(task.borderline, task.stride);
-    lines.give(task.ranks, task.stride);
-    lines.give(task.rows, task.stride);
-    lines.give(task.best_rows, task.extra_units * task.stride);
-    lines.give(task.partials, int64_t{task.attend_units} * job.group * (job.a.head_dim + 2));
+void lay_out(const Job& job, Task& task, Arena& arena) {
+    task.scores = arena.take<float>(job.group * task.stride);
+    task.statistics = arena.take<float>(int64_t{2} * task.score_units * job.group);
+    task.values = arena.take<float>(task.stride);
+    task.lists = {arena.take<int32_t>(task.stride), arena.take<int32_t>(task.stride)};
+    task.rows = arena.take<int32_t>(task.stride);
+    task.best_rows = arena.take<int32_t>(task.extra_units * task.stride);
+    task.partials = arena.take<float>(int64_t{task.attend_units} * job.group * (job.a.head_dim + 2));
 }
 
 Task describe(const Job& job, int64_t request, int64_t head) {
@@ -140,15 +123,15 @@ bool divide(Job& job, Memory& task_memory, Memory& work_memory) {
         task = describe(job, pair / a.kv_heads, pair % a.kv_heads);
         job.unit_count += task.score_units;
     }
-    Lines measured(nullptr);
-    measured.give(job.unit_tasks, job.unit_count);
+    Arena measured(nullptr);
+    measured.take<int>(job.unit_count);
     for (int i = 0; i < job.task_count; i++) lay_out(job, job.tasks[i], measured);
     char* memory = work_memory.reserve(measured.used + LINE);
     if (memory == nullptr) return false;
-    Lines lines(memory);
-    lines.give(job.unit_tasks, job.unit_count);
+    Arena arena(memory);
+    job.unit_tasks = arena.take<int>(job.unit_count);
     for (int i = 0; i < job.task_count; i++) {
-        lay_out(job, job.tasks[i], lines);
+        lay_out(job, job.tasks[i], arena);
         for (int unit = 0; unit < job.tasks[i].score_units; unit++) job.unit_tasks[job.tasks[i].first_unit + unit] = i;
     }
     return true;

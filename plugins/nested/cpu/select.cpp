@@ -47,8 +47,6 @@ struct Task {
 
 struct Job {
     const NestedSelectArguments& a;
-    Task* tasks;
-    int64_t task_count;
     int lanes, row;  // row: bytes of a plane's row
 };
 
@@ -136,17 +134,12 @@ void run_part(const Job& job, const Task& task, int phase, int64_t part) {
 }
 
 void select(const NestedSelectArguments& a) {
-    static thread_local Scratch task_memory, work_memory;
-    Job job = {a, nullptr, 0, static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
-    job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
-    job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.method_fields[0]; });
-    if (job.task_count == 0) return;
-    lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
-    int64_t most = 0;
-    for (int64_t i = 0; i < job.task_count; i++) most += parts_of(job.tasks[i], SCAN);
-    run_phases<PHASES>(
-        job.tasks, job.task_count, static_cast<int>(a.threads < most ? a.threads : most),
-        [](const Task& task, int phase) { return parts_of(task, phase); },
+    static thread_local Scratch memory;
+    const Job job = {a, static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
+    Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
+    const int64_t count = describe_tasks(a, tasks, [](const Request& request) { return request.method_fields[0]; });
+    run_tasks<PHASES>(
+        tasks, count, a.threads, SCAN, [&](Task& task, Arena& arena) { lay_out(job, task, arena); }, parts_of,
         [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
 }
 

@@ -50,8 +50,7 @@ struct Task {
 
 struct Job {
     const SelectArguments& a;
-    Task* tasks;
-    int64_t task_count, blocks;
+    int64_t blocks;
     int lanes, packs;
 };
 
@@ -206,18 +205,14 @@ void run_part(const Job& job, const Task& task, const Levels& levels, int phase,
 }
 
 void select(const SelectArguments& a) {
-    static thread_local Scratch task_memory, work_memory;
-    Job job = {a, nullptr, 0, a.padded_dim / BLOCK, 1, 1};
-    job.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
-    job.lanes = a.mean ? 1 : static_cast<int>(a.group);
-    job.packs = (job.lanes + PACK - 1) / PACK;
-    job.task_count = describe_tasks(a, job.tasks, [](const Request& request) { return request.method_fields[1]; });
-    if (job.task_count == 0) return;
-    lay_out_tasks(job.tasks, job.task_count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
-    const int64_t most = job.task_count * job.blocks;
+    static thread_local Scratch memory;
+    const int lanes = a.mean ? 1 : static_cast<int>(a.group);
+    const Job job = {a, a.padded_dim / BLOCK, lanes, (lanes + PACK - 1) / PACK};
+    Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
+    const int64_t count = describe_tasks(a, tasks, [](const Request& request) { return request.method_fields[1]; });
     const Levels levels(a.levels);
-    run_phases<PHASES>(
-        job.tasks, job.task_count, static_cast<int>(a.threads < most ? a.threads : most),
+    run_tasks<PHASES>(
+        tasks, count, a.threads, VOTE, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
         [&](const Task& task, int phase) { return parts_of(job, task, phase); },
         [&](const Task& task, int phase, int64_t part) { run_part(job, task, levels, phase, part); });
 }

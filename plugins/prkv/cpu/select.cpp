@@ -221,17 +221,14 @@ void note_queries(const PrkvSelectArguments& a) {
 }
 
 void select(const PrkvSelectArguments& a) {
-    static thread_local Scratch task_memory, work_memory;
+    static thread_local Scratch memory;
     const Job job = {a, static_cast<int>(a.padded_dim / FIELDS)};
     const int64_t count = a.batch * a.kv_heads;
-    Task* tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * count));
-    int64_t parts = 0;
-    for (int64_t i = 0; i < count; i++) tasks[i] = describe(a, i), parts += parts_of(tasks[i], SCAN);
-    lay_out_tasks(tasks, count, work_memory, [&](Task& task, Arena& arena) { lay_out(job, task, arena); });
+    Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * count));
+    for (int64_t i = 0; i < count; i++) tasks[i] = describe(a, i);
     note_queries(a);
-    run_phases<PHASES>(
-        tasks, count, static_cast<int>(a.threads < parts ? a.threads : parts),
-        [&](const Task& task, int phase) { return parts_of(task, phase); },
+    run_tasks<PHASES>(
+        tasks, count, a.threads, SCAN, [&](Task& task, Arena& arena) { lay_out(job, task, arena); }, parts_of,
         [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
 }
 

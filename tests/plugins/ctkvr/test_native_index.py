@@ -24,12 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _make(
-    kind: type[ReferenceIndex],
-    library: CpuLibrary,
-    lengths: list[int],
-    group: int,
-    dtype: torch.dtype,
-    config: Config = CONFIG,
+    kind: type[ReferenceIndex], library: CpuLibrary, lengths: list[int], group: int, dtype: torch.dtype, config: Config
 ) -> ReferenceIndex:
     context = dataclasses.replace(make_context(config, 64, group, lengths), codebooks={"signs": rotation_signs(0, 64)})
     pool = torch.full((8, 2, KV_HEADS, 1024, 2, 64), float("nan")).to(dtype)[:, 1]
@@ -44,13 +39,23 @@ def _make(
     return index
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [1, 3, 4])
+CASES = [(group, dtype, "cpu") for group in (1, 3, 4) for dtype in DTYPES]
+CASES += [(3, dtype, "codes") for dtype in DTYPES[:2]]
+
+
+@pytest.mark.parametrize(("group", "dtype", "execution"), CASES)
 def test_the_native_index_selects_what_the_reference_selects(
-    library: CpuLibrary, dtype: torch.dtype, group: int
+    library: CpuLibrary, group: int, dtype: torch.dtype, execution: str
 ) -> None:
-    lengths = [1500, 39, 2100]
-    native, reference = (_make(kind, library, lengths, group, dtype) for kind in (NativeIndex, ReferenceIndex))
+    config = dataclasses.replace(CONFIG, execution=execution)
+    native, reference = (
+        _make(kind, library, [1500, 39, 2100], group, dtype, config) for kind in (NativeIndex, ReferenceIndex)
+    )
+    if native.codes is not None and reference.codes is not None:
+        assert native.bytes_per_token == reference.bytes_per_token == KV_HEADS * (64 * 4 / 8 + 2 + 132 / 256)
+        for index in (native, reference):
+            extend(index, 0, random_keys(300, 64, seed=9).to(dtype))
+        stores.copy(native.codes, reference.codes)  # channels at the border of two cells may differ
     for step, slots in itertools.product(range(4), ([0], [2, 1, 0])):
         queries = random_queries(len(slots), KV_HEADS * group, 64, seed=step).to(dtype)
         found, expected = select_rows(native, queries, slots), select_rows(reference, queries, slots)
@@ -64,31 +69,10 @@ def test_the_native_index_selects_what_the_reference_selects(
             assert torch.equal(found_lists, lists)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_with_codes_it_ranks_as_the_reference_does(library: CpuLibrary, dtype: torch.dtype) -> None:
-    config = dataclasses.replace(CONFIG, execution="codes")
-    native, reference = (
-        _make(kind, library, [1500, 39, 2100], 3, dtype, config) for kind in (NativeIndex, ReferenceIndex)
-    )
-    assert native.codes is not None
-    assert reference.codes is not None
-    assert native.bytes_per_token == reference.bytes_per_token == KV_HEADS * (64 * 4 / 8 + 2 + 132 / 256)
-    grown = random_keys(300, 64, seed=9).to(dtype)
-    for index in (native, reference):
-        extend(index, 0, grown)
-    stores.copy(native.codes, reference.codes)  # channels at the border of two cells may differ
-    for step, slots in itertools.product(range(3), ([0], [2, 1, 0])):
-        queries = random_queries(len(slots), KV_HEADS * 3, 64, seed=step).to(dtype)
-        found, expected = select_rows(native, queries, slots), select_rows(reference, queries, slots)
-        assert torch.equal(found.rows, expected.rows)
-        for index in (native, reference):
-            index.refresh(slots)
-
-
 def test_the_native_index_refuses_what_it_cannot(library: CpuLibrary) -> None:
     context = dataclasses.replace(make_context(CONFIG, 80, 2, [100]), library=library)
     with pytest.raises(KernelError, match=r"head_dim = 80: must be a multiple of 32.*--kernels reference"):
         NativeIndex(context)
-    index = _make(NativeIndex, library, [100], 2, torch.float32)
+    index = _make(NativeIndex, library, [100], 2, torch.float32, CONFIG)
     with pytest.raises(KernelError, match=r"queries: torch\.bfloat16.*must be torch\.float32"):
         select_rows(index, torch.zeros(1, 4, 64, dtype=torch.bfloat16), [0])

@@ -29,7 +29,7 @@ def busy_seconds(thread: str) -> float:
 def test_threads_of_a_pool_wake_up_and_take_part(library: CpuLibrary) -> None:
     case = Case([[2900, 2900]] * 16, 16, 256, torch.float32, top_k=1000, rho=2000)
     before = set(os.listdir("/proc/self/task"))
-    with HostPool(library, 2, "none") as pool, limited(library, 0):  # the slowest instructions: a long step
+    with HostPool(library, 2, pinned=False) as pool, limited(library, 0):  # the slowest instructions: a long step
         (worker,) = set(os.listdir("/proc/self/task")) - before
         shares = []
         for _ in range(40):  # others may need the cores
@@ -49,7 +49,7 @@ def test_an_empty_batch_is_no_error(library: CpuLibrary, pooled: bool) -> None:
 
     def call() -> None:  # in a thread that has run no step before
         case = Case([[30, 20]], 2, 64, torch.float32, 5, 8)
-        with HostPool(library, 2, "none") as pool:
+        with HostPool(library, 2, pinned=False) as pool:
             step = case.step(pool.pointer if pooled else 0)
             step.batch = 0
             host_step(library)(step)
@@ -62,12 +62,11 @@ def test_an_empty_batch_is_no_error(library: CpuLibrary, pooled: bool) -> None:
     assert found == [0]
 
 
-def test_what_cannot_be_names_the_remedy(library: CpuLibrary) -> None:
-    message = (
-        "host threads = 1025, pin = 'none': must be from 1 to 1024, .*Invalid argument.*'none'.*execution to 'codes'"
-    )
+@pytest.mark.parametrize("threads", [0, 1025])
+def test_what_cannot_be_names_the_remedy(library: CpuLibrary, threads: int) -> None:
+    message = rf"host threads = {threads}: must be from 1 to 1024, .*Invalid argument.*execution to 'codes'"
     with pytest.raises(KernelError, match=message):
-        HostPool(library, 1025, "none")
+        HostPool(library, threads, pinned=False)
     assert all("; " in text for text in ERRORS.values()), "each says what to do"
 
 
