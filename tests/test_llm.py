@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 from tests.conftest import BuildEngine
 from tests.support.random_models import SPECIAL_TOKENS, save_random_model
+from tests.support.waiting import wait_for
 from transformers import PreTrainedTokenizerFast
 
 import kvseek
@@ -74,13 +74,6 @@ def llm(directory: Path) -> Iterator[LLM]:
 def expected(directory: Path) -> list[list[int]]:
     """What the engine alone draws for PROMPTS."""
     return Engine.load(directory).generate([Request(tuple(ids), GREEDY.max_tokens) for ids in PROMPTS])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def without_times(output: RequestOutput | None) -> dict[str, Any]:
@@ -221,7 +214,7 @@ def test_a_stop_text_ends_the_output(llm: LLM) -> None:
         assert output.finish_reason == "stop_word"
         assert output.text == whole.text[: whole.text.index(word)]
         assert output.token_ids == whole.token_ids[: len(output.token_ids)]
-    wait_until(lambda: llm.engine.running == 0)  # the engine does not go on to the 800th token
+    wait_for(lambda: llm.engine.running == 0)  # the engine does not go on to the 800th token
 
 
 def test_tokens_that_end_the_output(llm: LLM, expected: list[list[int]]) -> None:
@@ -383,7 +376,7 @@ def test_leaving_a_stream_cancels_its_requests(llm: LLM) -> None:
     for piece in llm.generate(PROMPTS, LONG, stream=True):
         assert piece.output is None
         break
-    wait_until(lambda: llm.engine.running == llm.engine.waiting == 0)
+    wait_for(lambda: llm.engine.running == llm.engine.waiting == 0)
 
 
 @pytest.fixture
@@ -401,7 +394,7 @@ def test_a_keyboard_interrupt_cancels_the_requests(llm: LLM, no_garbage: None) -
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS * 50, LONG)
     timer.join()
-    wait_until(lambda: llm.engine.running == llm.engine.waiting == 0)
+    wait_for(lambda: llm.engine.running == llm.engine.waiting == 0)
     assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 24
 
 
@@ -469,7 +462,7 @@ def test_a_text_is_read_once_for_many_questions(llm: LLM) -> None:
         assert output.prompt_token_ids[: len(prefix.token_ids)] == prefix.token_ids
         (alone,) = llm.generate(output.prompt_token_ids, GREEDY, cache_salt="alone")
         assert output.token_ids == alone.token_ids
-    wait_until(lambda: llm.engine.cache_usage.sessions == 0)
+    wait_for(lambda: llm.engine.cache_usage.sessions == 0)
     assert llm.generate(document, ONE, cache_salt="docs")[0].reused_tokens == 0, "its end has freed all"
     with pytest.raises(RequestError, match="prefix: is closed; make another one"):
         llm.generate("why?", GREEDY, prefix=prefix)
@@ -503,7 +496,7 @@ def test_a_prefix_that_is_dropped_is_closed(llm: LLM) -> None:
     assert llm.engine.cache_usage.sessions == 1
     del prefix
     gc.collect()
-    wait_until(lambda: llm.engine.cache_usage.sessions == 0)
+    wait_for(lambda: llm.engine.cache_usage.sessions == 0)
 
 
 def test_a_conversation_with_a_prefix_has_a_session_of_its_own(llm: LLM) -> None:

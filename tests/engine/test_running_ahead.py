@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_to_end
 from tests.support.steps_ahead import DecoderAhead, run_ahead
+from tests.support.waiting import SECONDS
 
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
@@ -295,15 +296,13 @@ def test_who_asks_the_engine_finds_no_step_under_way(
     try:
         for _ in range(SLOTS):
             service.submit(Request(tuple(PROMPT[:60]), 300), ended.put)
-        tokens = 0
-        while tokens < 200:
+        while ended.qsize() < SLOTS * 300:
             found = service.ask(
                 lambda engine: [engine._in_flight, [s.sampler.pending for s in engine._scheduler.running]]
             )
-            flight, pending = found.result(60)
+            flight, pending = found.result(SECONDS)
             assert flight is None
             assert not any(pending)
-            tokens = service.ask(lambda engine: sum(len(s.generated) for s in engine._scheduler.running)).result(60)
     finally:
         service.close()
     assert any(settled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -96,12 +97,12 @@ def test_waiting_requests_expire_during_a_long_step(slow: tuple[EngineService, S
     service, engine = slow
     _, first = submit(service)
     assert engine.stepping.wait(TIMEOUT)
-    begun = time.perf_counter()
     _, second = submit(service, timeout=0.2)
     end = end_of(second)
-    assert 0.2 <= time.perf_counter() - begun < 5
     assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.TIMEOUT)
-    assert end.error.startswith("timeout = 0.2 s: passed while the request waited for its turn, for 0.")
+    waited = re.match(r"timeout = 0\.2 s: passed while the request waited for its turn, for (\S+) s", end.error)
+    assert waited is not None, end.error
+    assert float(waited[1]) >= 0.2
     engine.go_on.set()
     assert end_of(first).finish_reason is FinishReason.LENGTH
 

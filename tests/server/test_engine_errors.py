@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import tritonclient.grpc as grpc
 from safetensors.torch import load_file, save_file
 from tests.conftest import RandomModel
 from tests.server.soak.calls import OPENAI_ROUTE, ROUTES
-from tests.support.door_processes import Door, doors, engine_process
+from tests.support.door_processes import Door, doors, engine_process, events
 from tests.support.failing_engine import (
     DEAD_ERROR,
     DEAD_PROMPT,
@@ -31,7 +30,7 @@ from tests.support.failing_engine import (
 from tests.support.grpc_inputs import grpc_input, inputs_of
 from tests.support.live_server import LiveServer, live_server
 from tests.support.server_streams import Stream, tokens
-from tests.support.waiting import wait_for
+from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.builder import build
 from kvseek.core.manifest import MANIFEST_FILE, read_manifest, write_manifest
@@ -45,7 +44,6 @@ pytestmark = pytest.mark.server
 SHARD = "rank0-00001-of-00001.safetensors"
 LONG = 1500  # tokens of a request that runs beside the others
 ANSWER = 6  # tokens of a short answer
-SECONDS = 10.0  # in which every client is to have its answer or its error
 ERROR = "must be finite"
 
 
@@ -227,21 +225,46 @@ LAYOUTS = {
 }
 
 
+class Beside:
+    """A stream of LONG tokens that runs while others ask: where one has ended, however fast, the next begins."""
+
+    def __init__(self, server: LiveServer, prompt: Prompt) -> None:
+        self.server = server
+        self.fields = {"text_input": prompt.text, "max_tokens": LONG, "end_id": -1}
+        self.stream = self._begun()
+
+    def ensure_running(self) -> None:
+        """Return with a stream that has begun and not ended; raises AssertionError if one did not end well."""
+        while self.stream.ended_at:
+            self.end()
+            self.stream = self._begun()
+
+    def end(self) -> None:
+        """Wait until the stream has ended as it should."""
+        assert self.stream.join().count == LONG, self.stream.error
+        assert not self.stream.error
+
+    def _begun(self) -> Stream:
+        return Stream(self.server, OPENAI_ROUTE, "tensorrt_llm_bls", self.fields).begun()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_door_tells_of_an_error_of_the_engine(layout: str, poisoned: Poisoned, tmp_path: Path) -> None:
     """Another request runs all the while; the server ends as it should."""
     log = tmp_path / "server.log"
     with live_server(poisoned.directory, log, "--layout", layout) as server:
-        beside = {"text_input": poisoned.healthy.text, "max_tokens": LONG, "end_id": -1}
-        long = Stream(server, OPENAI_ROUTE, "tensorrt_llm_bls", beside)
-        wait_for(lambda: long.count or long.ended_at, "the first token")
+        beside = Beside(server, poisoned.healthy)
+
+        def told(ask: Ask, prompt: Prompt) -> str:
+            beside.ensure_running()
+            return ask(server, prompt)
+
         for name, ask in LAYOUTS[layout].items():
-            assert ERROR in ask(server, poisoned.in_prompt), name
+            assert ERROR in told(ask, poisoned.in_prompt), name
             if "chat" not in name:  # a chat template puts other tokens after those of the prompt
-                assert ERROR in ask(server, poisoned.in_decode), name
-            assert not ask(server, poisoned.healthy), name
-        assert not long.ended_at, "the other request runs while the errors are told"
-        assert long.join().count == LONG, long.error
+                assert ERROR in told(ask, poisoned.in_decode), name
+            assert not told(ask, poisoned.healthy), name
+        beside.end()
         assert server.stop() == 0
         assert not server.tracebacks()
 
@@ -281,13 +304,15 @@ def test_a_prompt_whose_reading_fails_ends_alone(path: str, failing: Door) -> No
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_later_one(failing: Door) -> None:
-    with ThreadPoolExecutor() as pool:
-        for path in PATHS:
-            first = pool.submit(asked, failing, "generate", (5, 6), 1500)
-            time.sleep(0.2)  # the first is to decode alone for some steps
-            assert STEP_ERROR in asked(failing, path, (7, 8), 1500)
-            assert STEP_ERROR in first.result(SECONDS)
-            assert not asked(failing, path, (7, 8))
+    first = {"input_ids": [5, 6], "request_output_len": 3000, "end_id": -1, "streaming": True}
+    for path in PATHS:
+        with failing.post("tensorrt_llm/generate_stream", first, stream=True) as response:
+            stream = events(response)
+            assert "output_ids" in next(stream)  # it decodes alone
+            assert STEP_ERROR in asked(failing, path, (7, 8), 3000)
+            *_, last = stream
+            assert STEP_ERROR in last["error"]
+        assert not asked(failing, path, (7, 8))
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 DOCUMENT = tuple((7 * i) % 380 for i in range(1400))  # of more than one extent
 PROMPT, SHORT, LONG = tuple(range(5, 45)), 8, 2900  # LONG takes many seconds, so that it runs when something happens
 ROUTES = ("grpc", "http_stream")
-ERROR_SECONDS = 2.0  # from the death of a process to the errors of its clients
+ERROR_SECONDS = 20.0  # from the death of a process to the errors of its clients: before --hang_seconds, 60, have passed
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +51,14 @@ def server(directory: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def running(server: LiveServer, route: str, count: int = LONG) -> Stream:
-    stream = tokens(server, route, PROMPT, count)
-    wait_for(lambda: stream.count or stream.ended_at, "the first token")
-    assert stream.count, stream.error
-    return stream
+    return tokens(server, route, PROMPT, count).begun()
 
 
 def check_serves(server: LiveServer) -> list[int]:
     """Both doors give the same tokens; one that has to connect to a process again may take a little. Returns them."""
     found = []
     for route in ROUTES:
-        wait_for(
-            lambda route=route: tokens(server, route, PROMPT, SHORT).join().count == SHORT, f"served by {route}", 20
-        )
+        wait_for(lambda route=route: tokens(server, route, PROMPT, SHORT).join().count == SHORT, f"served by {route}")
         found.append(tokens(server, route, PROMPT, SHORT).join().ids)
     assert found[0] == found[1]
     assert len(found[0]) == SHORT
@@ -199,7 +194,7 @@ def test_sigterm_lets_streams_finish_and_ends_the_others_as_shutdown(server: Liv
     long = [running(server, route) for route in ROUTES]
     short = [running(server, route, 60) for route in ROUTES]
     server.process.terminate()
-    wait_for(lambda: not server.is_ready(), "not ready any more", 5)
+    wait_for(lambda: not server.is_ready(), "not ready any more")
     late = [tokens(server, route, PROMPT, SHORT) for route in ROUTES]
     assert [stream.join().reason for stream in long] == ["shutdown", "shutdown"]
     assert all(0 < stream.count < LONG for stream in long)

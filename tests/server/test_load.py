@@ -144,7 +144,7 @@ def test_a_full_queue_refuses_at_once_and_is_empty_soon_after_its_clients_have_l
 
 def test_a_queue_whose_clients_all_leave_is_empty_soon(server: LiveServer) -> None:
     streams = [tokens(server, ("grpc", "http_stream")[i % 2], PROMPT, 2500) for i in range(40)]
-    wait_for(lambda: server.metric("kvseek:num_requests_waiting") >= 40 - SLOTS, "38 requests wait")
+    wait_for(lambda: server.metric("kvseek:num_requests_waiting") >= 30, "most requests wait")
     for stream in streams:
         stream.leave()
     wait_for(lambda: nothing_is_left(server), "an engine with nothing to do", 15)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
-from tests.server.test_ranks import LIMITS, MARK, PROMPT
+from tests.server.test_ranks import LIMITS, LONG, MARK, PROMPT
 from tests.support.door_processes import write_keys
 from tests.support.live_server import command_line, live_server
 from tests.support.server_streams import tokens
@@ -56,7 +56,7 @@ def endpoint() -> Iterator[str]:
 @pytest.fixture
 def of_two(random_model: RandomModel, build_engine: BuildEngine) -> Path:
     """An engine of two ranks."""
-    return build_engine(random_model("llama"), "full", *LIMITS, "--tp_size", "2")
+    return build_engine(random_model("llama", max_position_embeddings=4000), "full", *LIMITS, "--tp_size", "2")
 
 
 @pytest.mark.server
@@ -64,7 +64,7 @@ def of_two(random_model: RandomModel, build_engine: BuildEngine) -> Path:
 def test_an_engine_on_two_nodes(
     random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model("llama")
+    model = random_model("llama", max_position_embeddings=4000)
     (expected,) = Engine.load(build_engine(model, "full", *LIMITS)).generate([Request(PROMPT, 8)])
     directory = build_engine(model, "full", *LIMITS, "--tp_size", "2")
     key = write_keys(tmp_path / "key", KEY)
@@ -80,9 +80,8 @@ def test_an_engine_on_two_nodes(
         ranks = ranks_of(follower.pid)
         assert len(ranks) == 1
 
-        stream = tokens(server, "grpc", PROMPT, 800)
-        wait_for(lambda: stream.count or stream.ended_at, "the first token")
         engine = server.process_ids()["engine"]
+        stream = tokens(server, "grpc", PROMPT, LONG).begun()
         follower.kill()  # the whole node, with its ranks
         error = stream.join().error
         assert "(node 1 at 127.0.0.1): its connection is closed, so its process or its host has ended" in error
@@ -113,7 +112,7 @@ def test_an_engine_on_two_nodes(
 def test_a_node_with_another_engine_is_told_so(
     random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model("llama")
+    model = random_model("llama", max_position_embeddings=4000)
     directory = build_engine(model, "full", *LIMITS, "--tp_size", "2")
     other = build_engine(model, "full", *LIMITS, "--tp_size", "2", "--max_input_len", "300")
     monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)

@@ -19,7 +19,8 @@ from kvseek.server.serve import main
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 PROMPT = tuple(range(5, 45))
-LIMITS = ("--max_seq_len", "900", "--max_batch_size", "2")
+LONG = 3900  # tokens, so that a request runs when a rank dies
+LIMITS = ("--max_seq_len", "4000", "--max_batch_size", "2")
 MARK = "kvseek.engine.leading.follower"
 
 
@@ -31,7 +32,7 @@ def followers_of(pid: int) -> list[int]:
 
 
 def test_a_server_of_two_ranks(random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path) -> None:
-    model = random_model("llama")
+    model = random_model("llama", max_position_embeddings=4000)
     (expected,) = Engine.load(build_engine(model, "full", *LIMITS)).generate([Request(PROMPT, 8)])
     directory = build_engine(model, "full", *LIMITS, "--tp_size", "2")
     with live_server(directory, tmp_path / "server.log", "--tp_size", "2") as server:
@@ -39,8 +40,7 @@ def test_a_server_of_two_ranks(random_model: RandomModel, build_engine: BuildEng
             assert tokens(server, route, PROMPT, 8).join().ids == expected
         engine = server.process_ids()["engine"]
         (follower,) = followers_of(engine)
-        stream = tokens(server, "grpc", PROMPT, 800)
-        wait_for(lambda: stream.count or stream.ended_at, "the first token")
+        stream = tokens(server, "grpc", PROMPT, LONG).begun()
         os.kill(follower, signal.SIGKILL)
         assert "rank 1" in stream.join().error
         server.wait_replaced("engine", engine)

@@ -22,7 +22,7 @@ from kvseek.server.errors import ServerError
 from kvseek.server.processes import Ask, Program, Questions, last_words
 from kvseek.server.supervisor import Supervisor
 
-TIMEOUT = 30.0
+TIMEOUT = 60.0
 
 
 def program(name: str, code: str, **rest: object) -> Program:
@@ -117,7 +117,7 @@ def test_time_to_start_is_no_steady_running(
     wait_for(lambda: bool(supervisor.failure))
     assert json.loads((tmp_path / "restarts.json").read_text()) == {"never-up": 1}
     supervisor = start(program("up", code), restarts=1)
-    wait_for(lambda: json.loads((tmp_path / "restarts.json").read_text()) == {"up": 3})
+    wait_for(lambda: json.loads((tmp_path / "restarts.json").read_text())["up"] >= 3)
     assert not supervisor.failure
 
 
@@ -204,7 +204,7 @@ def test_programs_end_in_order(start: Callable[..., Supervisor], tmp_path: Path)
         "log.write('up '); log.flush()\n"
         "time.sleep(1000)\n"
     )
-    programs = [Program(name, (sys.executable, "-c", code, name), 5.0) for name in ("engine", "door")]
+    programs = [Program(name, (sys.executable, "-c", code, name), TIMEOUT) for name in ("engine", "door")]
     supervisor = start(*programs)
     wait_for(lambda: (tmp_path / "order").exists() and (tmp_path / "order").read_text() == "up up ")
     supervisor.stop()

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
@@ -88,7 +89,7 @@ def test_a_request_is_a_span_of_its_clients_trace(collector: Collector, path: st
     time.sleep(0.01)
     span.end(ended())
     tracer.close()
-    found, resource = collector.spans.get(timeout=10)
+    found, resource = collector.spans.get(timeout=SECONDS)
     assert collector.paths == ["/v1/traces"]
     assert resource["service.name"] == "kvseek"
     assert (found.name, found.trace_id.hex(), found.parent_span_id.hex()) == ("llm_request", TRACE_ID, PARENT_ID)
@@ -113,7 +114,7 @@ def test_the_environment_names_the_service(collector: Collector, monkeypatch: py
     tracer = RequestTracer(collector.endpoint)
     tracer.start(Request(PROMPT, 5)).end(ended())
     tracer.close()
-    assert collector.spans.get(timeout=10)[1]["service.name"] == "mine"
+    assert collector.spans.get(timeout=SECONDS)[1]["service.name"] == "mine"
 
 
 def test_a_refused_request_is_a_span_with_an_error_and_a_trace_of_its_own(collector: Collector) -> None:
@@ -121,7 +122,7 @@ def test_a_refused_request_is_a_span_with_an_error_and_a_trace_of_its_own(collec
     output = StepOutput(1, finish_reason=FinishReason.ERROR, error="256 requests wait", code=ErrorCode.QUEUE_FULL)
     tracer.start(Request(PROMPT, 5), "no traceparent at all").end(output)
     tracer.close()
-    found, _ = collector.spans.get(timeout=10)
+    found, _ = collector.spans.get(timeout=SECONDS)
     attributes = values(found.attributes)
     assert not found.parent_span_id
     assert found.status.message == "256 requests wait"
@@ -139,12 +140,11 @@ def test_a_client_that_does_not_sample_gets_no_span(collector: Collector) -> Non
 def test_a_collector_that_is_not_there_holds_nobody_up() -> None:
     pytest.importorskip("opentelemetry.sdk")
     tracer = RequestTracer("http://127.0.0.1:9")  # discard: nobody listens
-    started = time.perf_counter()
+    started = time.monotonic()
     for _ in range(100):
         tracer.start(Request(PROMPT, 5)).end(ended())
-    assert time.perf_counter() - started < 1
     tracer.close()
-    assert time.perf_counter() - started < 15
+    assert time.monotonic() - started < SECONDS, "a second or more each, if a span waited for its collector"
 
 
 def test_missing_packages_are_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

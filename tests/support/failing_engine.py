@@ -2,7 +2,8 @@
 
 It takes the arguments of kvseek.server.engine.process. A prompt of FAILING_PROMPT tokens fails while it is read, one of
 HANGING_PROMPT tokens is never read to its end. A decode step of FAILING_SLOTS requests fails as a whole. Once a prompt of
-DEAD_PROMPT tokens is read no call succeeds any more, as after a CUDA error, and the engine cannot be closed.
+DEAD_PROMPT tokens is read no call succeeds any more, as after a CUDA error, and the engine cannot be closed. No step is
+shorter than STEP_SECONDS, so that a long answer still runs when the next request comes through a slow port.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvseek.server.engine import process
 
 FAILING_PROMPT, HANGING_PROMPT, DEAD_PROMPT, FAILING_SLOTS = 33, 34, 35, 2
 PROMPT_ERROR, STEP_ERROR, DEAD_ERROR = "no memory for a layer", "a kernel has failed", "CUDA error: an illegal address"
-HUNG_SECONDS = 2.0
+HUNG_SECONDS, STEP_SECONDS = 2.0, 0.001
 
 
 def main() -> int:
@@ -44,6 +45,7 @@ def main() -> int:
     def failing_launch(self: HostDecoder, tokens: Any, slots: Any, samplers: Any) -> Any:
         if len(slots) == FAILING_SLOTS:
             raise RuntimeError(STEP_ERROR)
+        time.sleep(STEP_SECONDS)
         return launch(self, tokens, slots, samplers)
 
     Retrieval.store_layer, HostDecoder.launch = failing_store, failing_launch  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.server.soak.calls import CallError, Piece, make_call
 from tests.support.live_server import LiveServer
+from tests.support.waiting import wait_for
 
 TIMEOUT = 90.0
 
@@ -39,6 +40,12 @@ class Stream:
     def ids(self) -> list[int]:
         """Token ids so far."""
         return [token for piece in self.pieces for token in piece.ids]
+
+    def begun(self) -> Stream:
+        """Wait for the first token; raises AssertionError if the stream ends before it."""
+        wait_for(lambda: self.pieces or self.ended_at, "the first token")
+        assert self.count, self.error
+        return self
 
     def leave(self) -> None:
         """Give the request up."""

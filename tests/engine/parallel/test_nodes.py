@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support.waiting import wait_for
+from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.core.errors import ConfigError
 from kvseek.engine.leading.commands import decode
@@ -56,9 +56,9 @@ class Rendezvous:
     def finish(self) -> dict[int, Joined]:
         """Let those join that are left."""
         joining = [self.join(2), self.join(3)]
-        joined = dict(self.joined.result(60))
+        joined = dict(self.joined.result(SECONDS))
         for rank, future in zip((2, 3), joining, strict=True):
-            own = future.result(60)
+            own = future.result(SECONDS)
             joined[rank].channel.send(b"to rank %d" % rank)
             assert own.receive() == b"to rank %d" % rank
             own.send(b"back")
@@ -84,7 +84,7 @@ def test_ranks_of_the_other_node_join_and_are_known_by_their_number(rendezvous: 
 
 def test_who_does_not_know_the_key_is_refused(rendezvous: Rendezvous) -> None:
     with pytest.raises(JoinError, match="has another key; give both the same"):
-        rendezvous.join(2, key="another key of some length").result(60)
+        rendezvous.join(2, key="another key of some length").result(SECONDS)
     assert not rendezvous.joined.done()
     rendezvous.finish()
 
@@ -99,7 +99,7 @@ def test_rank_0_without_the_key_is_refused_too() -> None:
             connection.send_bytes(connection.recv_bytes())  # its own nonce
             connection.send_bytes(connection.recv_bytes())  # what it has sealed itself
         with pytest.raises(JoinError, match="has another key"):
-            joining.result(60)
+            joining.result(SECONDS)
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Relayed:
             to_1, to_0 = Connection(relay.accept()[0].detach()), Connection(connect((LOOPBACK, ports.http)).detach())
             for source, target in ((to_0, to_1), (to_1, to_0), (to_1, to_0), (to_0, to_1)):
                 target.send_bytes(source.recv_bytes())  # nonces, who joins, that it is admitted
-            return cls((joined.result(60)[1].channel, own.result(60)), (to_0, to_1))
+            return cls((joined.result(SECONDS)[1].channel, own.result(SECONDS)), (to_0, to_1))
 
     def received(self, to: int, messages: list[bytes], deliver: Callable[[list[bytes]], list[bytes]]) -> list[bytes]:
         """Send messages to a rank, of which it gets what `deliver` makes of them; returns what it takes as sent."""
@@ -223,15 +223,15 @@ def test_strangers_that_stay_hold_up_nobody(
 def test_a_stranger_has_a_deadline_for_all_that_it_sends(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 3.0)
-    with connect((LOOPBACK, rendezvous.nodes.port)) as stranger:
+    with monkeypatch.context() as brief, connect((LOOPBACK, rendezvous.nodes.port)) as stranger:
+        brief.setattr(module, "HANDSHAKE_SECONDS", 0.5)
         stranger.sendall(struct.pack("!i", NONCE_BYTES) + bytes(NONCE_BYTES) + struct.pack("!i", 254))
         began = time.monotonic()
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - began < 30:
+            while time.monotonic() - began < SECONDS:
                 stranger.sendall(b"x")
-                time.sleep(0.25)
-        assert time.monotonic() - began < 30
+                time.sleep(0.05)
+        assert time.monotonic() - began < SECONDS
     rendezvous.finish()
 
 
@@ -262,7 +262,7 @@ def test_ranks_of_another_engine_are_told_why_they_cannot_join(
     rank: int, fingerprint: str, other: dict[str, int], message: str, rendezvous: Rendezvous
 ) -> None:
     with pytest.raises(JoinError, match=f"refuses rank {rank}: {message}"):
-        rendezvous.join(rank, fingerprint, **other).result(60)
+        rendezvous.join(rank, fingerprint, **other).result(SECONDS)
     rendezvous.finish()
 
 
@@ -280,9 +280,9 @@ def test_another_version_cannot_join(rendezvous: Rendezvous, monkeypatch: pytest
 
 
 def test_a_rank_that_has_died_while_it_waited_is_replaced(rendezvous: Rendezvous) -> None:
-    first = rendezvous.join(2).result(60)
+    first = rendezvous.join(2).result(SECONDS)
     with pytest.raises(JoinError, match=r"rank = 2: is there already, from 127.0.0.1"):
-        rendezvous.join(2).result(60)
+        rendezvous.join(2).result(SECONDS)
     first.close()
     rendezvous.finish()
 

@@ -27,7 +27,7 @@ def busy_seconds(thread: str) -> float:
 
 
 def test_threads_of_a_pool_wake_up_and_take_part(library: CpuLibrary) -> None:
-    case = Case([[2900, 2900]] * 3, 16, 256, torch.float32, top_k=1000, rho=2000)
+    case = Case([[2900, 2900]] * 16, 16, 256, torch.float32, top_k=1000, rho=2000)
     before = set(os.listdir("/proc/self/task"))
     with HostPool(library, 2, "none") as pool, limited(library, 0):  # the slowest instructions: a long step
         (worker,) = set(os.listdir("/proc/self/task")) - before
