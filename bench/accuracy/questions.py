@@ -62,10 +62,6 @@ class Suite(Protocol):
 
     settings: Mapping[str, Any]
 
-    def longest(self, length: int, tasks: Sequence[str]) -> int:
-        """Most tokens of prompt and answer together in contexts of this length."""
-        ...
-
     def check(self, config: EngineConfig, name: str) -> None:
         """Raise ConfigError if an engine's model cannot take part."""
         ...

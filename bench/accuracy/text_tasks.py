@@ -422,10 +422,6 @@ class TextSuite:
         self._tokenizer, self._haystack = tokenizer, Haystack(text, tokenizer)
         self._inside = lru_cache(1 << 16)(tokenizer.encode_inside)
 
-    def longest(self, length: int, tasks: Sequence[str]) -> int:
-        """See Suite."""
-        return length
-
     def check(self, config: EngineConfig, name: str) -> None:
         """See Suite: any model can take part."""
 

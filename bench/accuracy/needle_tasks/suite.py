@@ -30,7 +30,7 @@ class NeedleSuite:
         self.settings: Mapping[str, Any] = {"rounds": rounds}
 
     def longest(self, length: int, tasks: Sequence[str]) -> int:
-        """See Suite."""
+        """Most tokens of prompt and answer together in contexts of this length."""
         return length + EXTRA_TOKENS * (self.settings["rounds"] if "multi_turn" in tasks else 1)
 
     def check(self, config: EngineConfig, name: str) -> None:
