@@ -11,8 +11,9 @@ import dataclasses
 import gc
 import itertools
 import json
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,10 @@ from kvseek.bench.variants import Variant
 from kvseek.builder.build import main as build
 from kvseek.builder.build import write_codebooks, write_kernels
 from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import write_config
+from kvseek.core.config_file import read_config, write_config
+from kvseek.core.cuda import KERNELS_FOLDER
 from kvseek.core.errors import ConfigError, KvseekError
-from kvseek.core.manifest import write_manifest
+from kvseek.core.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from kvseek.engine.chat_template import SETTINGS_FILE
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
@@ -112,6 +114,28 @@ def build_variant(
     flags += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     if build(["--model", str(arguments.model), *flags]) != 0:
         raise KvseekError(f"--methods: the build of {variant.label!r} failed; its message stands above")
+
+
+def variant_engines(
+    arguments: argparse.Namespace, listed: Sequence[Sequence[Variant]], directory: Path, longest: int, batch: int
+) -> Iterator[tuple[str, Path]]:
+    """Build engines one after another in `directory`, which the next one replaces; yields their labels with the directory.
+
+    `listed`: of each list one is built, whose weights serve the method's other settings in it too. See build_variant.
+    """
+    for variants in filter(None, listed):
+        build_variant(arguments, variants[0], directory, longest, batch)
+        built, manifest = read_config(directory), read_manifest(directory)
+        for number, one in enumerate(variants):
+            if number:
+                config = dataclasses.replace(built, method_config=dataclasses.asdict(one.settings))
+                write_config(config, directory)
+                if config.device == "cuda":  # whose kernels some methods compile for a budget
+                    shutil.rmtree(directory / KERNELS_FOLDER)
+                    write_own_kernels(directory, config)
+                (directory / MANIFEST_FILE).unlink()
+                write_manifest(directory, manifest.source_model, manifest.fingerprint)
+            yield one.label, directory
 
 
 @contextlib.contextmanager

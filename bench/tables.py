@@ -22,7 +22,7 @@ METHODS = ("full", "nested", "pariskv", "prkv", "clusterkv", "ctkvr")
 INT8 = "nested:weight_only_precision=int8"
 SPARSE = ":prefill_attention=block_sparse"
 CHUNKS = ",prefill_chunk_tokens=4096"
-TASKS = {  # of bench/accuracy/needle.py, and their headings
+TASKS = {  # of the suite needle, and their headings
     "niah_single": "single",
     "niah_multikey": "multikey",
     "niah_multikey_dense": "dense",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,3 +181,19 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def parse_budgets(text: str, budgets: Sequence[int]) -> list[list[Variant]]:
+    """The variants of --methods, each with every one of the budgets (top_k) if its method has them and names none.
+
+    Raises ConfigError, also on a budget that a method cannot have.
+    """
+    return [_with_budgets(variant, budgets) for variant in parse_variants(text)]
+
+
+def _with_budgets(variant: Variant, budgets: Sequence[int]) -> list[Variant]:
+    if not budgets or "top_k" in variant.fields or not hasattr(variant.settings, "top_k"):
+        return [variant]
+    label = variant.label + ("," if ":" in variant.label else ":")
+    found = [dataclasses.replace(variant.with_fields(top_k=k), label=f"{label}top_k={k}") for k in budgets]
+    return [one for one in found if one.settings]

@@ -2,34 +2,29 @@
 
     kvseek evaluate perplexity --model MODEL --methods full,nested,pariskv --top_k 64,256 --text FILE
 
-The engines run as they serve, and draw the text's own tokens (Request.sampling.forced_tokens). What a method loses is the rise of
+The engines run as they serve, and draw the text's own tokens (LLM.score). What a method loses is the rise of
 its loss over the first one's, token by token: of equal tokens, so that it is known far better than either loss.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
-import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvseek.bench.engines import build_variant, free_memory, write_own_kernels
+from kvseek import LLM
+from kvseek.bench.accuracy.haystack import read_text
+from kvseek.bench.engines import free_memory, variant_engines
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import (
     Figure,
-    add_output_flags,
     at_least_one,
-    command,
     figure,
     figures_table,
     numbers,
@@ -37,15 +32,9 @@ from kvseek.bench.output import (
     progress,
     write_result,
 )
-from kvseek.bench.variants import FORM, Variant, parse_variants
-from kvseek.core.command_line import Parser
-from kvseek.core.config import CHOICES, EngineConfig
-from kvseek.core.config_file import read_config
-from kvseek.core.cuda import KERNELS_FOLDER
-from kvseek.core.errors import ConfigError, KvseekError, require
-from kvseek.core.request import FinishReason, Request, SamplingConfig
-from kvseek.engine.engine import Engine
-from kvseek.engine.leading.leader import load_decoder
+from kvseek.bench.variants import FORM, parse_budgets
+from kvseek.core.config import CHOICES
+from kvseek.core.errors import require
 from kvseek.engine.tokenizer import Tokenizer
 
 LIKELY = -math.log(0.5)  # largest loss, by the first engine, of a token that is called likely
@@ -54,11 +43,8 @@ Losses = list[list[float]]  # minus the log probability of each token, by text
 Pair = tuple[float, float]  # losses of one token: by an engine, and by the first engine
 
 
-def make_parser() -> Parser:
-    """Make the parser of `kvseek evaluate`."""
-    whole = Parser(prog="kvseek evaluate", description="Measure what a method loses.")
-    kinds: Any = whole.add_subparsers(dest="evaluation", required=True)
-    parser = kinds.add_parser("perplexity", help="of given text, through the methods' own decode steps")
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `kvseek evaluate perplexity`."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory or GGUF file")
     add("--methods", required=True, help=f"the first is what the others are compared with: comma list of {FORM}")
@@ -71,13 +57,10 @@ def make_parser() -> Parser:
     add("--dtype", default="float32")
     add("--weight_only_precision", choices=CHOICES["weight_only_precision"], help="of all engines")
     add("--threads", type=int, help="CPU threads; torch's choice if left out")
-    add_output_flags(parser, ", after every engine, e.g. bench/results/NAME.json")
-    return whole
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line to settings; raises ConfigError on those that cannot work."""
-    arguments: argparse.Namespace = make_parser().parse_args(argv)
+def read(arguments: argparse.Namespace) -> None:
+    """Read the flags' values; raises ConfigError on those that cannot work."""
     at_least_one(arguments, "prompt_tokens", "tokens", "block")
     fits = arguments.tokens % arguments.block == 0 and arguments.tokens > arguments.block
     limit = f"a multiple of --block = {arguments.block}, twice that or more"
@@ -85,53 +68,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [text if ":" in text else Path(text).name for text in arguments.text]  # without folders of the machine
     require(len(set(names)) == len(names), "--text", names, "of different names", "rename one, or leave it out")
     arguments.text = dict(zip(names, map(read_text, arguments.text), strict=True))
-    top_k = [] if arguments.top_k is None else numbers("top_k", arguments.top_k)
-    variants = parse_variants(arguments.methods)
+    arguments.methods = parse_budgets(
+        arguments.methods, [] if arguments.top_k is None else numbers("top_k", arguments.top_k)
+    )
     if arguments.weight_only_precision:
         precision = {"weight_only_precision": arguments.weight_only_precision}
-        variants = [variant.with_engine(**precision) for variant in variants]
-    arguments.methods = [budgets(variant, top_k) for variant in variants]
-    return arguments
+        arguments.methods = [[one.with_engine(**precision) for one in listed] for listed in arguments.methods]
 
 
-def read_text(name: str) -> str:
-    """The text of a file, or of one in a package, which is not imported; raises ConfigError if there is no such package."""
-    package, colon, inner = name.partition(":")
-    if not colon:
-        return Path(name).read_text(encoding="utf-8")
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"--text = {name!r}: there is no package {package!r}; install it, or name a file")
-    return Path(spec.submodule_search_locations[0], inner).read_text(encoding="utf-8")
-
-
-def budgets(variant: Variant, top_k: Sequence[int]) -> list[Variant]:
-    """The variant with each budget, of a method that has budgets and where none is named; else the variant alone.
-
-    Raises ConfigError on a budget that the method cannot have.
-    """
-    if not top_k or "top_k" in variant.fields or not hasattr(variant.settings, "top_k"):
-        return [variant]
-    label = variant.label + ("," if ":" in variant.label else ":")
-    found = [dataclasses.replace(variant.with_fields(top_k=k), label=f"{label}top_k={k}") for k in top_k]
-    return [one for one in found if one.settings]
-
-
-def engines(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[str, EngineConfig]]:
-    """Name each engine, with what to load `directory` with, where one is built of each variant for all of its budgets."""
-    longest, batch = arguments.prompt_tokens + 1 + arguments.tokens, len(arguments.text)
-    for listed in arguments.methods:
-        build_variant(arguments, listed[0], directory, longest, batch)
-        built = read_config(directory)
-        for one in listed:
-            config = dataclasses.replace(built, method_config=dataclasses.asdict(one.settings))
-            if config.device == "cuda":  # whose kernels some methods compile for a budget
-                shutil.rmtree(directory / KERNELS_FOLDER)
-                write_own_kernels(directory, config)
-            yield one.label, config
-
-
-def texts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def texts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int]]]:
     """Tokens of each text that are read, and that are forced behind them; raises ConfigError if one has too few.
 
     The first that is forced does not count: its loss comes from reading the prompt.
@@ -141,27 +86,17 @@ def texts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[tuple
         ids = tokenizer.encode(text)
         limit = f"<= {len(ids) - forced}, as {name} has {len(ids)} tokens"
         require(len(ids) >= read + forced, "--prompt_tokens", read, limit, "or give a longer text")
-        yield tuple(ids[:read]), tuple(ids[read : read + forced])
+        yield ids[:read], ids[read : read + forced]
 
 
-def score(arguments: argparse.Namespace, directory: Path, config: EngineConfig) -> tuple[Losses, dict[str, float]]:
+def score(arguments: argparse.Namespace, directory: Path) -> tuple[Losses, dict[str, float]]:
     """Load an engine and score every text; also the tokens that its steps attended to, and those in the cache, on average."""
-    with closing(Engine(config, load_decoder(directory, config), Tokenizer(directory))) as engine:
-        requests = [
-            Request(prompt, len(forced), SamplingConfig(forced_tokens=forced, logprobs=0))
-            for prompt, forced in texts(arguments, engine.tokenizer)
-        ]
-        losses: dict[int, list[float]] = {engine.submit(request): [] for request in requests}
-        counts: dict[str, list[float]] = {"attended_tokens": [], "cached_tokens": []}
-        while engine.has_work:
-            for output in engine.step():
-                if output.finish_reason is FinishReason.ERROR:
-                    raise KvseekError(f"{config.method}: {output.error}")
-                if output.cached_tokens and output.logprobs is not None:
-                    losses[output.request_id].append(-output.logprobs.token)
-                    for name, values in counts.items():
-                        values.append(getattr(output, name))
-    return list(losses.values()), {name: statistics.fmean(values) for name, values in counts.items()}
+    with LLM(directory, threads=arguments.threads) as llm:
+        prompts, forced = zip(*texts(arguments, llm.tokenizer), strict=True)
+        outputs = llm.score(prompts, forced)
+    losses = [[-one.token for one in output.logprobs[1:]] for output in outputs if output.logprobs]
+    names = ("attended_tokens", "cached_tokens")
+    return losses, {name: statistics.fmean(getattr(output, name) for output in outputs) for name in names}
 
 
 def risen(pairs: Sequence[Pair]) -> float:
@@ -212,8 +147,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory(prefix="kvseek-evaluate-") as folder:
         directory = Path(folder) / "engine"
-        for name, config in engines(arguments, directory):
-            losses, counts = score(arguments, directory, config)
+        longest = arguments.prompt_tokens + 1 + arguments.tokens
+        for name, _ in variant_engines(arguments, arguments.methods, directory, longest, len(arguments.text)):
+            losses, counts = score(arguments, directory)
             free_memory()
             first = first or losses
             figures = figures_of(losses, first, arguments.block)
@@ -249,10 +185,3 @@ def print_report(report: dict[str, Any]) -> None:
     tokens = f"{report['tokens']} tokens behind {report['prompt_tokens']:,}"
     title = f"{tokens}; rise of perplexity over {report['results'][0]['name']}"
     print_whole(figures_table(title, "", figures, report["results"], "name"))
-
-
-main = command(parse, run, print_report)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from kvseek.bench.accuracy.capture import CapturedLayer, Replay, capture_questions, load_model
-from kvseek.bench.accuracy.needle import add_question_flags, chosen_questions
 from kvseek.bench.accuracy.needle_tasks.tasks import Dialogue, make_dialogues
 from kvseek.bench.accuracy.recall import selecting_methods
+from kvseek.bench.accuracy.tasks import add_question_flags, chosen_questions
 from kvseek.bench.machine import describe
 from kvseek.bench.methods import stages_of
 from kvseek.bench.output import (

@@ -17,7 +17,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class NeedleCase:
-    """What real engines must find in 4K tokens with the method's defaults (tests/bench/accuracy/test_needle.py)."""
+    """What real engines must find in 4K tokens with the method's defaults (tests/bench/accuracy/test_tasks.py)."""
 
     margin: float  # points of 100 that the mean over the tasks may lose
     tasks: str = "niah_single,niah_multivalue,variable_tracking"

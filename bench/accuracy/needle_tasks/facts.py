@@ -35,6 +35,7 @@ from kvseek.bench.accuracy.needle_tasks.vocabulary import (
     VARIABLES,
     encode,
 )
+from kvseek.bench.accuracy.questions import Score
 from kvseek.core.errors import ConfigError
 
 SHORTEST, LONGEST = 5, 14  # tokens of a filler sentence, the full stop counted
@@ -158,24 +159,12 @@ def _listed(answers: Sequence[tuple[list[int], list[int]]]) -> list[int]:
     return [*ids, FULL_STOP]
 
 
-@dataclass(frozen=True)
-class Score:
-    """How good an answer is, from 0 to 1.
-
-    Attributes
-    ----------
-    exact : bool
-        Every token is right; for all values of a key: every value is there, in any order.
-    part : float
-        Share of the tokens that are right at their places, or of the values that are there.
-    """
-
-    exact: bool
-    part: float
-
-
 def score(kind: str, gold: Sequence[int], given: Sequence[int]) -> Score:
-    """Compare an answer's token ids with the right ones; what stands after the first full stop does not count."""
+    """Compare an answer's token ids with the right ones; what stands after the first full stop does not count.
+
+    `exact`: every token is right; for all values of a key: every value is there, in any order. `part`: share of the tokens that
+    are right at their places, or of the values that are there.
+    """
     gold, given = list(gold), list(given)
     if FULL_STOP in given:
         given = given[: given.index(FULL_STOP) + 1]

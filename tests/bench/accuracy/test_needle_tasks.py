@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 from tests.conftest import BuildEngine
 
-from kvseek.bench.accuracy import needle, train_needle
-from kvseek.bench.accuracy.needle import wilson
+from kvseek.bench.accuracy import evaluate, train_needle
 from kvseek.bench.accuracy.needle_tasks import facts, vocabulary
-from kvseek.bench.accuracy.needle_tasks.facts import Score, score, write_context
+from kvseek.bench.accuracy.needle_tasks.facts import score, write_context
 from kvseek.bench.accuracy.needle_tasks.tasks import TASKS, Dialogue, make_dialogues
+from kvseek.bench.accuracy.questions import Score
+from kvseek.bench.accuracy.tasks import wilson
 from kvseek.bench.accuracy.train_needle import make_sequence
 from kvseek.core.errors import ConfigError
 
@@ -172,7 +173,7 @@ def train(folder: Path, *flags: str) -> tuple[int, list[dict[str, Any]]]:
 def test_a_training_writes_a_model_and_goes_on_where_it_was(
     tmp_path: Path, build_engine: BuildEngine, checks: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The loss falls; ended and begun again, the weights are those of one run; the builder and needle.py take them."""
+    """The loss falls; ended and begun again, the weights are those of one run; the builder and the tasks take them."""
     status, log = train(tmp_path / "whole")
     losses = [line["loss"] for line in log if "loss" in line]
     assert (status, len(losses), log[-1]["step"]) == (0, 12, 12)
@@ -188,7 +189,24 @@ def test_a_training_writes_a_model_and_goes_on_where_it_was(
     assert train(tmp_path / "parts", "--jumps", "0")[0] == 1
     assert "was begun with other flags" in capsys.readouterr().err
     engine = build_engine(tmp_path / "whole/model", "full", "--max_seq_len", "512", "--check")
-    assert needle.main(["--engine_dir", str(engine), "--lengths", "300", "--n", "1", "--tasks", "niah_single"]) == 0
+    assert (
+        evaluate.main(
+            [
+                "tasks",
+                "--suite",
+                "needle",
+                "--engine_dir",
+                str(engine),
+                "--lengths",
+                "300",
+                "--n",
+                "1",
+                "--tasks",
+                "niah_single",
+            ]
+        )
+        == 0
+    )
 
 
 def test_sequences() -> None:

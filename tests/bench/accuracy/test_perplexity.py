@@ -12,6 +12,7 @@ from tests.conftest import RandomModel
 
 from kvseek import LLM
 from kvseek.bench.accuracy import perplexity
+from kvseek.bench.accuracy.haystack import read_text
 from kvseek.bench.output import as_text
 from kvseek.cli.main import main
 
@@ -54,7 +55,7 @@ def test_figures_are_those_of_scores(
     assert few["percent"] != 0 != exact["percent"]
     options = {"method": "nested", "method_config": {"top_k": 8}, "cache": CACHE, "max_seq_len": 400}
     with LLM(random_model("llama"), cache_dir=tmp_path / "cache", quiet=True, **options) as llm:
-        ids = [llm.tokenizer.encode(perplexity.read_text(text)) for text in flags[5:7]]
+        ids = [llm.tokenizer.encode(read_text(text)) for text in flags[5:7]]
         scores = llm.score([own[:100] for own in ids], [own[100:141] for own in ids])
     for score, own in zip(scores, few["log_probabilities"], strict=True):
         assert score.logprobs is not None
@@ -91,7 +92,7 @@ def test_figures_by_hand() -> None:
         (["--prompt_tokens", "900"], "--prompt_tokens = 900: must be <= "),
         (
             ["--text", "no_such_package:a.txt"],
-            "--text = 'no_such_package:a.txt': there is no package 'no_such_package'",
+            "text = 'no_such_package:a.txt': there is no package 'no_such_package'",
         ),
         (["--text", "no_such/log.txt"], "No such file"),
         (["--text", "a/log.txt", "b/log.txt"], "--text = ['log.txt', 'log.txt']: must be of different names"),

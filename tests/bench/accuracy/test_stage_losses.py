@@ -260,7 +260,7 @@ def test_command_line_prints_json_and_tables(
     ("flag", "value", "message"),
     [
         ("--tasks", "none", "--tasks: 'none' is unknown; choose from"),
-        ("--lengths", "1024,x", "--lengths = '1024,x': must be a comma list of lengths >= 256"),
+        ("--lengths", "1024,x", "--lengths = '1024,x': must be a comma list of numbers >= 256"),
         ("--n", "0", "--n = 0: must be >= 1"),
         ("--questions", "65", "--questions = 65: must be <= 64"),
         ("--least", "0", "--least = 0.0: must be in (0, 1]"),

@@ -1,4 +1,4 @@
-"""The needle evaluation: how dialogues run, how answers are counted, and, slow, accuracy of real engines at 4K tokens."""
+"""kvseek evaluate tasks: how dialogues run, how answers are counted, and, slow, accuracy of real engines at 4K tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES
 
 from kvseek import LLM, SamplingParams
-from kvseek.bench.accuracy import needle
-from kvseek.bench.accuracy.needle import Cell, compared, print_table
-from kvseek.bench.accuracy.needle_tasks import vocabulary
-from kvseek.bench.accuracy.needle_tasks.facts import Score
-from kvseek.bench.accuracy.needle_tasks.tasks import Dialogue
+from kvseek.bench.accuracy import evaluate, tasks
+from kvseek.bench.accuracy.needle_tasks import suite, vocabulary
+from kvseek.bench.accuracy.questions import Conversation, Score
+from kvseek.bench.accuracy.tasks import Cell, by_depth, compared, print_report
 from kvseek.core.config import BlockSparseConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
@@ -53,14 +52,19 @@ def test_later_rounds_see_the_generated_answers(llm: LLM) -> None:
         history, rounds = list(context), []
         for question in ([70, 71], [80], [90, 91, 92]):
             history += question
-            generated = greedy(llm, history, 4 + needle.EXTRA_TOKENS)
-            rounds.append(("value", question, generated[:4]))
+            generated = greedy(llm, history, 4 + suite.EXTRA_TOKENS)
+            rounds.append((question, generated[:4]))
             history += generated
-        right.append(Dialogue(context, rounds))
-        wrong.append(Dialogue(context, [("value", question, [0, *gold[1:]]) for _, question, gold in rounds]))
-    for dialogues, part in ((right, 1), (wrong, 0.75)):
-        answers = needle.converse(llm, dialogues)
+        right.append(conversation(context, rounds))
+        wrong.append(conversation(context, [(question, [0, *gold[1:]]) for question, gold in rounds]))
+    for conversations, part in ((right, 1), (wrong, 0.75)):
+        answers = tasks.converse(llm, conversations)
         assert [[score.part for score, _ in answer] for answer in answers] == [[part] * 3] * 2
+
+
+def conversation(context: list[int], rounds: list[tuple[list[int], list[int]]]) -> Conversation:
+    questions = [suite.question("value", ids, gold) for ids, gold in rounds]
+    return Conversation(context, questions, vocabulary.FULL_STOP)
 
 
 def test_an_answer_ends_with_its_full_stop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,25 +74,31 @@ def test_an_answer_ends_with_its_full_stop(llm: LLM, monkeypatch: pytest.MonkeyP
     ids = list(output.token_ids)
     monkeypatch.setattr(vocabulary, "FULL_STOP", ids[2])
     gold = ids[: ids.index(ids[2]) + 1]
-    (((score, share),),) = needle.converse(llm, [Dialogue(prompt, [("value", [], gold)])])
+    (((score, share),),) = tasks.converse(llm, [conversation(prompt, [([], gold)])])
     assert (score, share) == (Score(True, 1.0), 1.0)
 
 
 def test_engines_that_cannot_hold_the_questions_are_named(llm: LLM) -> None:
     with pytest.raises(ConfigError, match=r"max_input_len = 300: must be >= 303 .* build with --max_input_len 303"):
-        needle.check_lengths(llm.config, "full", 295, 1)
+        tasks.check_lengths(llm.config, "full", 303)
     with pytest.raises(ConfigError, match=r"the model has 1024 positions: lower --lengths by 40$"):
-        needle.check_lengths(llm.config, "full", 1000, 8)
+        tasks.check_lengths(llm.config, "full", 1064)
     with pytest.raises(ConfigError, match=r"full: vocab_size = \d+: must be 2624, the words of the tasks"):
-        needle.check_vocabulary(llm.config, "full")
+        suite.NeedleSuite(8).check(llm.config, "full")
 
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--tasks", "nothing"), ("--n", "0"), ("--rounds", "0"), ("--lengths", "4096,long")],
+    [
+        ("--tasks", "nothing"),
+        ("--n", "0"),
+        ("--rounds", "0"),
+        ("--lengths", "4096,long"),
+        ("--methods", "full"),
+    ],
 )
 def test_settings_are_checked(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert needle.main(["--engine_dir", "none", flag, value]) == 1
+    assert evaluate.main(["tasks", "--suite", "needle", "--engine_dir", "none", flag, value]) == 1
     assert flag in capsys.readouterr().err
 
 
@@ -100,12 +110,12 @@ def test_answers_are_counted_by_context() -> None:
     assert (cell.right, cell.contexts, cell.questions, cell.seconds) == (["10", "11", "10"], 3, 6, 3.0)
     assert (cell.exact, cell.part, cell.attended_share) == pytest.approx((4 / 6, 5 / 6, 0.5))
     assert cell.by_round == pytest.approx([1, 1 / 3])
-    assert cell.interval == pytest.approx(needle_interval(4 / 6, 3))
+    assert cell.interval == pytest.approx(wilson_interval(4 / 6, 3))
     read = Cell.from_report(json.loads(json.dumps(cell.report())))
-    assert read == replace(cell, part=pytest.approx(cell.part))
+    assert read == cell
 
 
-def needle_interval(share: float, samples: int) -> tuple[float, float]:
+def wilson_interval(share: float, samples: int) -> tuple[float, float]:
     """Wilson's bounds p are where the observed share lies 1.96 standard deviations sqrt(p (1 - p) / n) from p."""
     from scipy.optimize import brentq
 
@@ -116,15 +126,23 @@ def needle_interval(share: float, samples: int) -> tuple[float, float]:
 
 
 def test_methods_are_compared_on_the_same_contexts(capsys: pytest.CaptureFixture[str]) -> None:
-    full = Cell("niah_single", 4096, "full", ["1", "1", "0", "1"])
-    other = Cell("niah_single", 4096, "prkv", ["1", "0", "1"])
-    assert compared(other, full) == "+0.0 (1 lost, 1 gained)"
+    full = Cell("niah_single", 4096, "full", ["1", "1", "0", "1"], [1, 1, 0, 1])
+    other = Cell("niah_single", 4096, "prkv", ["1", "0", "1"], [1, 0, 1])
+    assert compared(other, full) == "+0.0 (1 lost, 1 gained), +0.0 [-100.0, +100.0]"
     assert compared(other, Cell("niah_single", 4096, "full")) == ""
-    dialogue = Cell("multi_turn", 4096, "full", ["1" * 8 + "0" * 4 + "1" * 4])
-    print_table({"engines": {"full": {}, "prkv": {}}, "cells": [c.report() for c in (full, other, dialogue)]})
+    dialogue = Cell("multi_turn", 4096, "full", ["1" * 8 + "0" * 4 + "1" * 4], [0.75])
+    print_report(
+        {
+            "settings": {"depths": 2},
+            "engines": {"full": {}, "prkv": {}},
+            "cells": [c.report() for c in (full, other, dialogue)],
+        }
+    )
     printed = capsys.readouterr().out
     assert "75.0 [30.1, 95.4]" in printed
     assert "3 to 4" in printed
+    assert by_depth(full.parts, 2) == [0.5, 1]
+    assert "niah_single 4,096 full: part by depth, first to last: |=@|" in printed
     assert "multi_turn 4,096 full: exact by 8 rounds: 100.0, 50.0" in printed
 
 
@@ -137,28 +155,28 @@ def test_engines_of_one_method_are_told_apart(needle_folder: Path, build_engine:
     directories = [engine(build_engine, needle_folder), engine(build_engine, needle_folder, "--prkv.static_share", "0")]
     configs = [read_config(directory) for directory in directories]
     names = ["prkv:top_k=128", "prkv:top_k=128,static_share=0.0"]
-    assert needle.engine_names(directories, configs) == names
-    assert needle.engine_names(directories[:1], configs[:1]) == names[:1]
+    assert tasks.engine_names(directories, configs) == names
+    assert tasks.engine_names(directories[:1], configs[:1]) == names[:1]
     eight_bits = replace(configs[0], weight_only_precision="int8", method_config={})
-    assert needle.engine_names(directories[:1], [eight_bits]) == ["prkv:weight_only_precision=int8"]
+    assert tasks.engine_names(directories[:1], [eight_bits]) == ["prkv:weight_only_precision=int8"]
     head = replace(eight_bits, quantize_lm_head=True)
-    assert needle.engine_names(directories[:1], [head]) == ["prkv:weight_only_precision=int8,quantize_lm_head=true"]
+    assert tasks.engine_names(directories[:1], [head]) == ["prkv:weight_only_precision=int8,quantize_lm_head=true"]
     sparse = replace(
         configs[0], prefill_attention="block_sparse", block_sparse=BlockSparseConfig(2048), method_config={}
     )
     named = "prkv:prefill_attention=block_sparse,block_sparse.budget=2048"
-    assert needle.engine_names(directories[:1], [sparse]) == [named]
+    assert tasks.engine_names(directories[:1], [sparse]) == [named]
     chunks = replace(sparse, prefill_chunk_tokens=4096)
-    assert needle.engine_names(directories[:1], [chunks]) == [f"{named},prefill_chunk_tokens=4096"]
-    assert needle.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
+    assert tasks.engine_names(directories[:1], [chunks]) == [f"{named},prefill_chunk_tokens=4096"]
+    assert tasks.engine_names([tmp_path, tmp_path / "b"], [configs[0]] * 2) == [str(tmp_path), str(tmp_path / "b")]
     method = get_method("prkv")
     paper = replace(configs[0], method_config=method.preset("paper")[0])
-    assert needle.engine_names(directories[:1], [paper]) == ["prkv:paper"]
+    assert tasks.engine_names(directories[:1], [paper]) == ["prkv:paper"]
     more = replace(paper, weight_only_precision="int8")
-    assert needle.engine_names(directories[:1], [more]) == ["prkv:paper,weight_only_precision=int8"]
+    assert tasks.engine_names(directories[:1], [more]) == ["prkv:paper,weight_only_precision=int8"]
     cached = replace(configs[0], cache=replace(configs[0].cache, local=128))
     names = ["prkv:top_k=128,cache.full_threshold=256", "prkv:top_k=128,cache.local=128,cache.full_threshold=256"]
-    assert needle.engine_names(directories, [configs[0], cached]) == names
+    assert tasks.engine_names(directories, [configs[0], cached]) == names
 
 
 def test_a_result_file_is_gone_on_with(
@@ -169,7 +187,7 @@ def test_a_result_file_is_gone_on_with(
     asked = ["--engine_dir", str(engine(build_engine, needle_folder)), "--lengths", "300"]
 
     def run(*flags: str) -> str:
-        assert needle.main([*asked, *flags]) == 0
+        assert evaluate.main(["tasks", "--suite", "needle", *asked, *flags]) == 0
         return capsys.readouterr().err
 
     def cells(path: Path) -> dict[str, Any]:
@@ -198,20 +216,20 @@ def test_foreign_result_files_are_named(
 
     def refused(document: Any, message: str) -> None:
         path.write_text(json.dumps(document), encoding="utf-8")
-        assert needle.main([*ask, "--results", str(path)]) == 1
+        assert evaluate.main(["tasks", "--suite", "needle", *ask, "--results", str(path)]) == 1
         assert message in capsys.readouterr().err
 
-    assert needle.main([*ask, "--output", str(path)]) == 0
+    assert evaluate.main(["tasks", "--suite", "needle", *ask, "--output", str(path)]) == 0
     good = json.loads(path.read_text(encoding="utf-8"))
     (name,) = good["engines"]
     other = {**good["engines"][name], "dtype": "bfloat16", "max_batch_size": 64}
     refused({**good, "engines": {name: other}}, "dtype = 'float32': must be 'bfloat16', as in the results so far")
     refused({**good, "settings": {"rounds": 64}}, "has {'rounds': 64}: must have {'rounds': 8}, as this run")
     refused(
-        {"cells": [{"task": "niah_single", "questions": 24}]}, "must be a result file of needle.py that counts contexts"
+        {"cells": [{"task": "niah_single", "questions": 24}]}, "must be a result file of this command that has `parts`"
     )
     refused([], "must be a result file")
-    assert needle.main([]) == 1
+    assert evaluate.main(["tasks", "--suite", "needle"]) == 1
     assert "--engine_dir: must name an engine" in capsys.readouterr().err
 
 
@@ -225,7 +243,7 @@ def test_methods_find_the_needles(
     limits = ("--max_seq_len", str(LENGTH + 128), "--max_batch_size", "4")
     flags = ["--engine_dir", str(build_engine(needle_folder / "model", method, *limits))]
     flags += ["--lengths", str(LENGTH), "--n", str(CONTEXTS), "--tasks", case.tasks, "--json"]
-    assert needle.main(flags) == 0
+    assert evaluate.main(["tasks", "--suite", "needle", *flags]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert len(cells) == (7 if case.tasks == "all" else 1 + case.tasks.count(","))
     assert mean_exact(cells) >= 100 - case.margin
