@@ -622,7 +622,7 @@ def of_100_rows(make: Callable[[Results], Rows]) -> Callable[[Results], Rows]:
             r"`(nested|pariskv)(?:`|:(?=weight))", lambda found: f"`{found[1]}:top_k=100" + _after(found[0]), cell
         )
 
-    return lambda results: ([named(cell) for cell in row] for row in make(results))
+    return lambda results: (tuple(map(named, row)) for row in make(results))
 
 
 def _after(name: str) -> str:
