@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conftest import BuildEngine, RandomModel
+from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_to_end
 from tests.support.steps_ahead import DecoderAhead, run_ahead
 from tests.support.waiting import SECONDS
@@ -88,7 +89,11 @@ def pair_of(random_model: RandomModel, build_engine: BuildEngine) -> Callable[[s
 
     def find(method: str) -> Pair:
         if method not in pairs:
-            pairs[method] = start(build_engine(random_model("llama"), method, *FLAGS, *LIMITS))
+            pairs[method] = start(
+                build_engine(
+                    random_model("llama"), method, *FLAGS, *LIMITS, *method_flags(method, CASES[method].sparse)
+                )
+            )
         return pairs[method]
 
     return find
@@ -289,7 +294,7 @@ def test_a_session_that_ends_meanwhile_keeps_nothing(ahead: Engine) -> None:
 def test_who_asks_the_engine_finds_no_step_under_way(
     random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = start(build_engine(random_model("llama"), "nested", *FLAGS, *LIMITS))
+    pair = start(build_engine(random_model("llama"), "nested", *FLAGS, *LIMITS, "--nested.top_k", "12"))
     settle, settled, ended = pair.ahead.settle, list[bool](), queue.Queue[StepOutput]()
     monkeypatch.setattr(pair.ahead, "settle", lambda: (settled.append(pair.ahead._in_flight is not None), settle())[1])
     service = EngineService(pair.ahead)

@@ -73,10 +73,13 @@ class Server:
         return found
 
 
+FLAGS = ("--kernels", "reference", "--cache.full_threshold", "0")
+
+
 @pytest.fixture(scope="module")
 def server(random_model: RandomModel, build_engine: BuildEngine) -> Iterator[Server]:
     model = random_model("llama")
-    server = Server(build_engine(model, "pariskv", "--kernels", "reference", "--cache.full_threshold", "0"))
+    server = Server(build_engine(model, "pariskv", "--pariskv.top_k", "100", *FLAGS))
     for prompt, tokens in ((PROMPT, 5), (PROMPT, 8), (LONG_PROMPT, 9)):
         assert server.ask(Request(prompt, tokens))[-1].finish_reason is FinishReason.LENGTH
     server.metrics.refused(ErrorCode.QUEUE_FULL)
