@@ -20,6 +20,10 @@ reads a layer's weights once, as a decode step does, and computes in proportion 
 
 where `token_seconds` is learned from the time by which reading made steps longer, for short and for long prompts: the tokens of a
 long prompt attend to many others, and take several times as long.
+
+Where launching a layer takes longer than reading its weights, as it does for small models on a GPU, that prediction makes
+tokens too dear, and packs smaller than they should be. So prompts that are charged are packed by what packs have taken: the time
+of a unit is fitted to its tokens, and a pack has as many tokens as take the time that a unit takes without any.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import linear_regression
 
 SLOWDOWN = 1.8  # average time of a step that also reads, in undisturbed decode steps
 BURST = 4.0  # most that short prompts may spend at once, in undisturbed decode steps
@@ -37,6 +42,8 @@ REST_INTERVAL = 32  # steps
 SAMPLES = 3  # undisturbed steps whose shortest counts
 FIRST_RESTS = 4  # steps between two steps that read nothing, until SAMPLES such steps have been measured
 LEARNING_RATE = 0.5
+FITTED = 8  # numbers of tokens of the last units of short prompts, to which the time of a unit is fitted
+GROWTH = 2  # largest pack, over the largest of those
 LARGEST_SAMPLE = 4.0  # times the expected time; a hiccup, or an index that is built, says little about the next unit
 LARGEST_CHARGE = 100.0  # undisturbed decode steps; reading need not make up for a long pause of the machine
 
@@ -82,6 +89,7 @@ class Pacing:
         self._undisturbed: deque[float] = deque(maxlen=SAMPLES)
         self._since_rest = 0  # steps that read something
         self._short, self._long = Account(), Account()
+        self._fitted: dict[float, float] = {}  # seconds of a unit by its tokens, the latest last
 
     def rests(self, short: bool) -> bool:
         """Whether the next step should read nothing, to measure an undisturbed decode step; `short`: a short prompt waits.
@@ -102,9 +110,31 @@ class Pacing:
     @property
     def pack(self) -> int:
         """Most tokens of a pack of short prompts, of which one step reads all layers."""
-        room = (PACK_STEPS - 1) * self._decode_seconds  # reading all layers takes a decode step, even without tokens
+        room = PACK_STEPS * self._decode_seconds - self._fit()[0] * self._layers
         tokens = int(room / (self._per_token(True) * self._layers)) // SMALLEST_PACK * SMALLEST_PACK
         return min(self._max_pack, max(SMALLEST_PACK, tokens))
+
+    @property
+    def charged_pack(self) -> int:
+        """Most tokens of a pack of short prompts that is charged: as many as take the time that a unit takes without any."""
+        if not self._fitted:
+            return self.pack
+        without, slope = self._fit()
+        most = GROWTH * max(self._fitted)
+        if slope > 0:
+            most = min(most, without / slope)
+        return max(self.pack, min(self._max_pack, int(most)))
+
+    def _fit(self) -> tuple[float, float]:
+        """Seconds of a unit of short prompts without any token, at least those of reading its weights, and of each token.
+
+        Without readings of different numbers of tokens, tokens are taken to cost nothing.
+        """
+        weights, slope = self._decode_seconds / self._layers, 0.0
+        if len(self._fitted) > 1:
+            slope, without = linear_regression(list(self._fitted), list(self._fitted.values()))
+            weights = max(weights, without)
+        return weights, slope
 
     def record(self, seconds: float, works: Sequence[Work] = ()) -> None:
         """Learn from a step with decoding requests.
@@ -144,6 +174,11 @@ class Pacing:
         """Learn the time per token and layer from the time by which reading made a step longer."""
         if not work.token_layers:  # only logits of a prompt's tokens were computed, which says nothing about layers
             return
+        if work.short:
+            self._fitted.pop(tokens := work.token_layers / work.units, None)
+            self._fitted[tokens] = seconds / work.units
+            if len(self._fitted) > FITTED:
+                del self._fitted[next(iter(self._fitted))]
         account, before = self._account(work.short), self._per_token(work.short)
         weights = self._cost(work.short, work.units, 0)
         # Where the weights alone explain the time, tokens are not free: a pack of four times as many takes a step to compute.

@@ -203,7 +203,9 @@ class PromptReader:
 
     def _pack(self, waiting: Sequence[RequestSequence], beside: bool) -> list[RequestSequence]:
         """Choose the first of `waiting`, and the requests behind it that fit into a pack with it."""
-        limit = min(self._pack_tokens, self.pacing.pack) if beside else self._pack_tokens
+        limit = self._pack_tokens
+        if beside:
+            limit = self.pacing.pack if self.work.free else self.pacing.charged_pack
         chosen, tokens = list[RequestSequence](), 0
         for sequence in waiting:
             tokens += len(sequence.request.prompt_ids)

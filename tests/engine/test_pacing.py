@@ -39,9 +39,14 @@ class Machine:
     layers: int = 30
     growth: float = 0.0  # share by which a token costs more for each 1,000 tokens before it
     build: float = 0.0  # seconds
+    launch: float = 0.0  # seconds of a layer, whatever its tokens; a decode step is launched whole
 
     def unit(self, tokens: int, before: int = 0) -> float:
-        return self.decode / self.layers + self.token / self.layers * tokens * (1 + self.growth * before / 1000)
+        return (
+            self.launch
+            + self.decode / self.layers
+            + self.token / self.layers * tokens * (1 + self.growth * before / 1000)
+        )
 
 
 CPU = Machine(decode=0.030, token=0.002)
@@ -295,6 +300,23 @@ def test_packs_without_a_long_prompt_neither_wait_for_debts_nor_make_them() -> N
         server.step()
     assert server.unread[0].request_id == long
     assert server._reader._jobs[reading.Kind.LONG].prefill.progress > 0
+
+
+@pytest.mark.parametrize("tokens", [100, 200, 300])
+def test_short_prompts_that_wait_are_packed_where_launches_are_dear(tokens: int) -> None:
+    """A small model on a GPU, whose layers take longer to launch than to compute."""
+    machine = Machine(decode=0.0007, token=0.5e-6, layers=4, launch=0.0005)
+    server = Server(machine, 2048, window=576)
+    for _ in range(20):
+        server.step()
+    for _ in range(64):
+        server.arrive(tokens)
+    before = len(server.steps)
+    while server.unread:
+        server.step()
+    taken = server.steps[before:]
+    assert len(taken) <= 80, "read one after the other they take over 200"
+    assert sum(taken) <= (len(taken) * SLOWDOWN + BURST + 2) * machine.decode
 
 
 def test_a_burst_of_short_prompts_is_made_up_for() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,12 +79,58 @@ class Node:
     parent: Node | None
     extent: int
     tokens: bytes
-    children: dict[bytes, Node] = field(default_factory=dict, repr=False)
+    children: Siblings = field(default_factory=lambda: Siblings(), repr=False)
 
     @property
     def before(self) -> bytes:
         """The key of the parent, or the root key of a first node."""
         return root_key(self.salt) if self.parent is None else self.parent.key
+
+
+class Siblings:
+    """The nodes that continue one sequence, found by their key, or in the order of their tokens by what they begin with."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, Node] = {}
+        self._ordered: list[Node] = []  # no two have the same tokens
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def get(self, key: bytes) -> Node | None:
+        return self._by_key.get(key)
+
+    def add(self, node: Node) -> None:
+        self._by_key[node.key] = node
+        insort(self._ordered, node, key=_tokens)
+
+    def remove(self, node: Node) -> None:
+        del self._by_key[node.key], self._ordered[bisect_left(self._ordered, node.tokens, key=_tokens)]
+
+    def closest(self, tokens: bytes) -> tuple[Node | None, int]:
+        """Find the node that has most tokens in common with `tokens`, and how many; None if no node has any."""
+        place = bisect_left(self._ordered, tokens, key=_tokens)
+        beside = self._ordered[max(0, place - 1) : place + 1]
+        common, best = max(((common_tokens(one.tokens, tokens), one) for one in beside), key=_count, default=(0, None))
+        return (best, common) if common else (None, 0)
+
+    def continues(self, tokens: bytes) -> bool:
+        """Whether a node begins with `tokens`."""
+        place = bisect_left(self._ordered, tokens, key=_tokens)
+        return place < len(self._ordered) and self._ordered[place].tokens.startswith(tokens)
+
+    def beginnings(self, tokens: bytes) -> list[Node]:
+        """Find the nodes whose tokens `tokens` begin with."""
+        found, place = list[Node](), bisect_right(self._ordered, tokens, key=_tokens)
+        while place:
+            before = self._ordered[place - 1].tokens
+            if tokens.startswith(before):
+                found.append(self._ordered[place - 1])
+                place -= 1
+            else:  # what is shorter lies before all that differ from `tokens` as early as this one
+                common = common_tokens(before, tokens) * TOKEN_BYTES
+                place = bisect_right(self._ordered, tokens[:common], 0, place - 1, key=_tokens)
+        return found
 
 
 @dataclass(frozen=True)
@@ -108,7 +155,7 @@ class PrefixTree:
 
     def __init__(self, sink: int, in_use: Callable[[int], bool]) -> None:
         self._sink, self._in_use = sink, in_use
-        self._first: dict[str | None, dict[bytes, Node]] = {}  # first nodes by salt
+        self._first: dict[str | None, Siblings] = {}  # first nodes by salt
         # By their last use. A node is used whenever one of its descendants is, and counts as used after it: so a node is older
         # than its parent, and the oldest node that nobody uses has no children.
         self._by_use: OrderedDict[Node, None] = OrderedDict()
@@ -121,9 +168,8 @@ class PrefixTree:
         nodes, siblings = self._walk(salt, tokens)
         found = sum(len(node.tokens) for node in nodes)
         rest = tokens[found : found + self._span_bytes(len(nodes))]
-        best = max(siblings.values(), key=lambda node: common_tokens(node.tokens, rest), default=None)
-        common = 0 if best is None else common_tokens(best.tokens, rest)
-        if best is not None and common:
+        best, common = siblings.closest(rest)
+        if best is not None:
             nodes.append(best)
         return Match(tuple(nodes), found // TOKEN_BYTES + common)
 
@@ -150,15 +196,15 @@ class PrefixTree:
         while position < len(tokens):
             parent = nodes[-1] if nodes else None
             span = tokens[position : position + self._span_bytes(len(nodes))]
-            if any(node.tokens.startswith(span) for node in siblings.values()):
+            if siblings.continues(span):
                 break  # of whole extents there is none, or _walk would have found it
-            shorter = [one for one in siblings.values() if span.startswith(one.tokens) and not self._in_use(one.extent)]
+            shorter = [one for one in siblings.beginnings(span) if not self._in_use(one.extent)]
             for old in shorter:
                 self.remove(old)
             node = Node(_key(salt, parent, span), salt, parent, extents[len(nodes)], span)
             self._by_use[node] = None
             # Not `siblings`, as `remove` forgets a salt without sequences.
-            (self._first.setdefault(salt, {}) if parent is None else parent.children)[node.key] = node
+            (self._first.setdefault(salt, Siblings()) if parent is None else parent.children).add(node)
             nodes.append(node)
             added.append(node)
             removed |= dict.fromkeys(shorter, node)
@@ -211,7 +257,8 @@ class PrefixTree:
         """Forget a node, which must have no children."""
         assert not node.children, "a sequence has no holes"
         siblings = self._first[node.salt] if node.parent is None else node.parent.children
-        del siblings[node.key], self._by_use[node]
+        siblings.remove(node)
+        del self._by_use[node]
         if node.parent is None and not siblings:
             del self._first[node.salt]
 
@@ -222,9 +269,9 @@ class PrefixTree:
     def _span_bytes(self, depth: int) -> int:
         return span_bytes(self._sink, depth)
 
-    def _walk(self, salt: str | None, tokens: bytes) -> tuple[list[Node], dict[bytes, Node]]:
+    def _walk(self, salt: str | None, tokens: bytes) -> tuple[list[Node], Siblings]:
         """Find the nodes of whole extents that `tokens` begin with, and the children of the last of them."""
-        nodes, siblings, position = list[Node](), self._first.get(salt, {}), 0
+        nodes, siblings, position = list[Node](), self._first.get(salt, Siblings()), 0
         while len(span := tokens[position : position + self._span_bytes(len(nodes))]) == self._span_bytes(len(nodes)):
             node = siblings.get(_key(salt, nodes[-1] if nodes else None, span))
             if node is None:
@@ -232,6 +279,14 @@ class PrefixTree:
             nodes.append(node)
             position, siblings = position + len(span), node.children
         return nodes, siblings
+
+
+def _tokens(node: Node) -> bytes:
+    return node.tokens
+
+
+def _count(found: tuple[int, Node]) -> int:
+    return found[0]
 
 
 def _key(salt: str | None, parent: Node | None, span: bytes) -> bytes:
