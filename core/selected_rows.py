@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -39,7 +40,7 @@ class RowReport:
         check_types(self)
         for name in ("layers", "kv_heads"):
             given = getattr(self, name)
-            ascends = all(first < second for first, second in zip(given, given[1:], strict=False))
+            ascends = all(first < second for first, second in pairwise(given))
             _require(ascends, name, list(given)[:8], "numbers that ascend", "sort them, each once")
         fits = self.block is None or 1 <= self.block <= MAX_BLOCK
         _require(fits, "block", self.block, f"in [1, {MAX_BLOCK}]", "leave it out for one that fits")
@@ -111,9 +112,9 @@ class SelectedRows(msgspec.Struct, frozen=True):
             raise KeyError(f"layer {layer}, KV head {kv_head}: not among the reported {self.layers}, {self.kv_heads}")
         if layer in self.dense:
             return None
-        blocks, counts = self.lists()
-        place = self.layers.index(layer), self.kv_heads.index(kv_head)
-        return dict(zip((blocks[place[0]] or [])[place[1]], (counts[place[0]] or [])[place[1]], strict=True))
+        blocks, counts = (own[self.layers.index(layer)] or [] for own in self.lists())
+        place = self.kv_heads.index(kv_head)
+        return dict(zip(blocks[place], counts[place], strict=True))
 
     def lists(self) -> tuple[list[list[list[int]] | None], list[list[list[int]] | None]]:
         """Return blocks and counts as lists by layer and KV head; None for a layer that is dense."""

@@ -266,8 +266,8 @@ class Engine:
             )
         if request.sampling.return_selected_rows is not None and not self.decoder.reports_rows:
             raise RequestError(
-                f"{ROWS_FIELD}: is given: must be absent with --runtime tensorrt, --tp_size above 1, or --ctkvr.execution cpu on a "
-                "GPU, where this process does not see all selected rows; leave it out, or build another engine"
+                f"{ROWS_FIELD}: is given: must be absent with --runtime tensorrt, --tp_size above 1, or --ctkvr.execution cpu "
+                "on a GPU, where this process does not see all selected rows; leave it out, or build another engine"
             )
         return request
 

@@ -35,9 +35,7 @@ class RowRecorder:
         Whether the step's selections are those of all requests, as on a GPU. On the CPU requests that are dense are left out.
     """
 
-    def __init__(
-        self, states: Tensor, attended: Sequence[float], wanted: Wanted, sink: int, *, together: bool
-    ) -> None:
+    def __init__(self, states: Tensor, attended: Sequence[float], wanted: Wanted, sink: int, *, together: bool) -> None:
         self._layers, self._requests, place = list[Tensor | None](), list[_Request](), 0
         for state, read in zip(states.tolist(), attended, strict=True):
             dense = bool(state[DENSE])

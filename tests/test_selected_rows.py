@@ -128,11 +128,13 @@ def test_what_cannot_be_reported_is_refused(directory: Callable[[str], Path]) ->
         with pytest.raises(RequestError, match=message):
             RowReport(**fields).fitted(config, 1_000_000)
     with LLM(directory("nested")) as llm:
-        with pytest.raises(RequestError, match="return_selected_rows.layers"):
+        with pytest.raises(RequestError, match=r"return_selected_rows.layers = \[9\]"):
             llm.generate([3], SamplingParams(max_tokens=9, return_selected_rows=RowReport(layers=(9,))))
         decoder: Any = llm.engine.decoder
         decoder.__class__ = type("OneOfSeveral", (type(decoder),), {"reports_rows": False})
-        with pytest.raises(RequestError, match="return_selected_rows: is given: must be absent with --runtime tensorrt"):
+        with pytest.raises(
+            RequestError, match="return_selected_rows: is given: must be absent with --runtime tensorrt"
+        ):
             llm.generate([3], SamplingParams(max_tokens=9, return_selected_rows=True))
     with pytest.raises(RequestError, match="return_selected_rows = 'yes'"):
         SamplingParams(return_selected_rows="yes")  # type: ignore[arg-type]
