@@ -14,6 +14,7 @@ from .config import EngineConfig
 from .errors import ErrorCode, RequestError, require
 from .fields import check_types, check_unicode
 from .guide import Guide
+from .selected_rows import RowReport, SelectedRows
 from .session import Session, check_text
 from .statistics import RequestStatistics
 
@@ -87,6 +88,8 @@ class SamplingConfig:
     forced_tokens : tuple of int
         The first tokens of the output, whatever else is asked for; what follows them is drawn. End tokens and stop words among
         them end the request as others do.
+    return_selected_rows : RowReport or None
+        Return with every token but the first which rows of the context its decode step selected.
     """
 
     temperature: float = 0.0
@@ -107,6 +110,7 @@ class SamplingConfig:
     return_generation_logits: bool = False
     min_p: float = 0.0
     forced_tokens: tuple[int, ...] = ()
+    return_selected_rows: RowReport | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -230,6 +234,8 @@ class Request:
                 f"{name}: needs a token that ends the output once it is complete; leave end_id and ignore_eos at "
                 "their defaults"
             )
+        if self.sampling.return_selected_rows is not None:
+            self.sampling.return_selected_rows.fitted(config, n + self.max_tokens)
         limit = f"in [0, {MAX_PRIORITY}]"
         _require(0 <= self.priority <= MAX_PRIORITY, "priority", self.priority, limit, "larger numbers start first")
         seconds = self.timeout_seconds
@@ -292,6 +298,9 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     context_logits, generation_logits : bytes
         Logits, float32 [tokens, vocabulary] in the byte order of the machine: at tokens of the prompt; from which the token
         was drawn.
+    selected_rows : SelectedRows or None
+        What the step read that drew the token, if the request asked for it; None with the first token, whose prompt is read
+        densely.
     """
 
     request_id: int
@@ -308,3 +317,4 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[LogProbs, ...] = ()
     context_logits: bytes = b""
     generation_logits: bytes = b""
+    selected_rows: SelectedRows | None = None

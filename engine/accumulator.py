@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
+from kvseek.core.selected_rows import SelectedRows
 from kvseek.core.statistics import RequestStatistics
 
 from .tokenizer import Tokenizer
@@ -31,6 +32,8 @@ class Accumulator:
         Tokens, those that spell a stop word included, and their log probabilities.
     prompt_logprobs : list of LogProbs
         Those of the prompt's tokens but the first.
+    selected_rows : list of SelectedRows or None
+        One for each of `token_ids`, if the request asks for them.
     context_logits, generation_logits : list of bytes
         See StepOutput.
     count : int
@@ -48,6 +51,8 @@ class Accumulator:
         self._pieces, self._undecoded = list[str](), list[int]()
         self.token_ids, self.logprobs, self.prompt_logprobs = list[int](), list[LogProbs](), list[LogProbs]()
         self.context_logits, self.generation_logits = list[bytes](), list[bytes]()
+        self.selected_rows = list[SelectedRows | None]()
+        self._reports = request.sampling.return_selected_rows is not None
         self.count = 0
         self.finish_reason: FinishReason | None = None
         self.statistics: RequestStatistics | None = None
@@ -92,6 +97,8 @@ class Accumulator:
             self.token_ids.append(token)
             if output.logprobs is not None:
                 self.logprobs.append(output.logprobs)
+            if self._reports:
+                self.selected_rows.append(output.selected_rows)
             if self._words is not None:
                 self._undecoded.append(token)
         self.finish_reason = reason

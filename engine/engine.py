@@ -18,6 +18,8 @@ from kvseek.core.cuda import check_alive
 from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, LogitsError, RequestError, SamplingError
 from kvseek.core.manifest import verify
 from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.selected_rows import FIELD as ROWS_FIELD
+from kvseek.core.selected_rows import SelectedRows
 from kvseek.core.session import EndedSession
 from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
@@ -262,6 +264,11 @@ class Engine:
                 f"{name}: an engine of runtime {self.config.runtime} does not compute the logits of a prompt; leave it out, or "
                 "build with --runtime torch"
             )
+        if request.sampling.return_selected_rows is not None and not self.decoder.reports_rows:
+            raise RequestError(
+                f"{ROWS_FIELD}: is given: must be absent with --runtime tensorrt, --tp_size above 1, or --ctkvr.execution cpu "
+                "on a GPU, where this process does not see all selected rows; leave it out, or build another engine"
+            )
         return request
 
     def prepare(self, request: Request) -> RequestSequence:
@@ -270,7 +277,10 @@ class Engine:
         sampler, request_id = Sampler(request, self.config.model.vocab_size), next(self._ids)
         statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
         scores = PromptScores(request_id, request) if request.sampling.scores_prompt else None
-        return RequestSequence(request_id, request, sampler, statistics, scores=scores)
+        asked = request.sampling.return_selected_rows
+        most = len(request.prompt_ids) + request.max_tokens
+        report = None if asked is None else asked.fitted(self.config, most)
+        return RequestSequence(request_id, request, sampler, statistics, scores=scores, row_report=report)
 
     def enqueue(self, sequence: RequestSequence) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread.
@@ -489,7 +499,8 @@ class Engine:
         tokens = [LATEST if s.sampler.pending else s.next_input for s in sequences]
         slots = [s.slot for s in sequences]
         samplers = [None if s.replay or s.sampler.greedy else s.sampler for s in sequences]
-        launched = self.decoder.launch(tokens, slots, samplers)
+        wanted = {s.slot: s.row_report for s in sequences if s.row_report is not None and not s.replay}
+        launched = self.decoder.launch(tokens, slots, samplers, wanted)
         for sequence in sequences:
             sequence.steps_in_flight += 1
             if sequence.replay:
@@ -515,10 +526,17 @@ class Engine:
             outputs = [self._fail(step.sequences[number], error) for number in live]
         else:
             self._refresh_seconds, now = step.refresh_seconds, time.perf_counter()
-            cached, attended = step.cached, step.launched.attended
+            cached, attended, selected = step.cached, step.launched.attended, step.launched.selected_rows()
             self._meter.tokens += sum(attended[number] - step.windows[number] for number in live)
             outputs = [
-                self._take_token(step.sequences[number], drawn[number], cached[number], attended[number], now)
+                self._take_token(
+                    (own := step.sequences[number]),
+                    drawn[number],
+                    cached[number],
+                    attended[number],
+                    now,
+                    selected.get(own.slot),
+                )
                 for number in live
                 if step.drawing[number]
             ]
@@ -529,7 +547,13 @@ class Engine:
         return outputs
 
     def _take_token(
-        self, sequence: RequestSequence, drawn: Drawn | int, cached: int, attended: float, now: float
+        self,
+        sequence: RequestSequence,
+        drawn: Drawn | int,
+        cached: int,
+        attended: float,
+        now: float,
+        selected: SelectedRows | None = None,
     ) -> StepOutput:
         """Take the token that was drawn, and end the sequence if it is the last; arguments as RequestStatistics.record_token."""
         try:
@@ -554,6 +578,7 @@ class Engine:
             logprobs=logprobs,
             end_id=token if ends else None,
             generation_logits=b"" if ends else logits,
+            selected_rows=None if ends else selected,
         )
         return output if reason is None else self._end(sequence, output)
 

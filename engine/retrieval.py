@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvseek.core.batch import METHOD_COLUMN, METHOD_FIELDS, REQUEST_FIELDS, Batc
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
+from kvseek.engine.row_recorder import RowRecorder, Wanted
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import Attention, Index
 from kvseek.plugins.registry import method_traits
@@ -68,6 +70,8 @@ class Retrieval:
     ----------
     refresh_seconds : float
         The host's time for the upkeep of the last step.
+    recorder : RowRecorder or None
+        Takes the selections of the step that is being launched, if a request asks for them.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Retrieval:
     ) -> None:
         self.config, self.cache, self.indexes, self.attentions = config, cache, indexes, attentions
         self.observer = Observer()
+        self.recorder: RowRecorder | None = None
         self.hot_rows = hot_rows
         self._shares_entries = method_traits(config).prefix_reuse == "entries"
         self._builds = InFlight(BUILDS_IN_FLIGHT)
@@ -186,6 +191,8 @@ class Retrieval:
         """Select rows and attend to them: queries [batch, H, D] to outputs [batch, H, D]."""
         index = self.indexes[layer]
         selection = index.select(queries, batch)
+        if self.recorder is not None:
+            self.recorder.note(selection)
         self.observer.selected(layer, queries, batch, selection)
         self.observer.op_launched("select")
         out = index.attend(queries, batch, selection, self.attentions[layer])
@@ -197,6 +204,21 @@ class Retrieval:
         out = self.attentions[layer](queries, batch, None)
         self.observer.op_launched("attend")
         return out
+
+    @contextmanager
+    def recording(self, recorder: RowRecorder | None) -> Iterator[None]:
+        """Let a recorder take the selections of the step that is launched in the context."""
+        self.recorder = recorder
+        try:
+            yield
+        finally:
+            self.recorder = None
+
+    def recorder_of(
+        self, states: Tensor, attended: Sequence[float], wanted: Wanted, *, together: bool
+    ) -> RowRecorder | None:
+        """Make a recorder of a step; None if nobody wants to know what it selects."""
+        return RowRecorder(states, attended, wanted, self.cache.config.sink, together=together) if wanted else None
 
     def end_step(self, slots: Sequence[int]) -> None:
         """Start the evictions that may run beside the step, which has been launched, and do the upkeep that is due."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvseek.core.errors import ConfigError, KvseekError, RequestError
     from kvseek.core.guide import Guide, GuideType
+    from kvseek.core.selected_rows import RowReport, SelectedRows
     from kvseek.core.session import EndedSession, Session
 
     from .async_llm import AsyncLLM
@@ -42,7 +43,9 @@ __all__ = [
     "Prefix",
     "RequestError",
     "RequestOutput",
+    "RowReport",
     "SamplingParams",
+    "SelectedRows",
     "Session",
     "__version__",
 ]
@@ -60,7 +63,9 @@ _MODULES = {
     "Prefix": "prefix",
     "RequestError": "core.errors",
     "RequestOutput": "outputs",
+    "RowReport": "core.selected_rows",
     "SamplingParams": "sampling_params",
+    "SelectedRows": "core.selected_rows",
     "Session": "core.session",
 }
 

@@ -78,7 +78,7 @@ class Generation:
         text, self._new.text = self._new.text, ""
         self._text.append(text)
         ids = () if output.token_id is None else (output.token_id,)
-        return OutputPiece(self.index, text, ids, self._new.finish_reason, self.output)
+        return OutputPiece(self.index, text, ids, self._new.finish_reason, self.output, output.selected_rows)
 
     def take(self, output: StepOutput) -> bool:
         """Take an output of the engine; returns False for progress in reading the prompt, and after the end.
@@ -121,5 +121,8 @@ class Generation:
             prompt_logprobs=None
             if self.request.sampling.prompt_logprobs is None
             else (None, *self._new.prompt_logprobs),
+            selected_rows=None
+            if self.request.sampling.return_selected_rows is None
+            else tuple(self._new.selected_rows),
             error=error,
         )

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kvseek.core.request import FinishReason, LogProbs
+from kvseek.core.selected_rows import SelectedRows
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class RequestOutput:
     prompt_logprobs : tuple of LogProbs and None, or None
         The same of the tokens of `prompt_token_ids`, if `SamplingParams.prompt_logprobs` asked for them; None for the first
         token, which nothing precedes. They end early if the request ended while its prompt was read.
+    selected_rows : tuple of SelectedRows and None, or None
+        What each decode step read, for each token of `token_ids`, if `SamplingParams.return_selected_rows` asked for it; None for
+        the first token, which reading the prompt gives.
     error : str
         What failed, with finish_reason "error"; else empty.
     cumulative_logprob, perplexity : float or None
@@ -65,6 +69,7 @@ class RequestOutput:
     tpot_seconds: float = 0.0
     logprobs: tuple[LogProbs, ...] | None = None
     prompt_logprobs: tuple[LogProbs | None, ...] | None = None
+    selected_rows: tuple[SelectedRows | None, ...] | None = None
     error: str = ""
 
     @property
@@ -99,6 +104,8 @@ class OutputPiece:
         New tokens.
     finish_reason : FinishReason or None
         Why the output ended, in the last piece; None in earlier pieces.
+    selected_rows : SelectedRows or None
+        What the step read; see RequestOutput.
     output : RequestOutput or None
         The complete output, with the last piece.
     """
@@ -108,3 +115,4 @@ class OutputPiece:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
+    selected_rows: SelectedRows | None = None

@@ -11,6 +11,7 @@ from kvseek.core import request
 from kvseek.core.errors import RequestError
 from kvseek.core.fields import typed
 from kvseek.core.guide import Guide
+from kvseek.core.selected_rows import RowReport
 
 from .arguments import plain, texts, token_ids
 
@@ -61,6 +62,8 @@ class SamplingParams:
         Draw among the tokens that have at least this share of the likeliest token's probability; 0 is all.
     forced_tokens : sequence of int
         The output begins with these tokens, at most `max_tokens`; see LLM.score.
+    return_selected_rows : bool or RowReport
+        Return which rows of the context each decode step selected, of all layers and KV heads or as RowReport says.
 
     Raises
     ------
@@ -88,6 +91,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     min_p: float = 0.0
     forced_tokens: Sequence[int] | None = ()
+    return_selected_rows: bool | RowReport | None = False
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuse unknown parameters by name; Python's own TypeError would not list the known ones."""
@@ -112,6 +116,9 @@ class SamplingParams:
             biases = {plain(token): plain(bias) for token, bias in biases.items()}
         values["logit_bias"] = typed("logit_bias", {} if biases is None else biases, dict[int, float])
         values["max_tokens"] = typed("max_tokens", values["max_tokens"], int | None)
+        rows = values["return_selected_rows"]
+        if not isinstance(rows, RowReport):
+            values["return_selected_rows"] = RowReport() if typed("return_selected_rows", rows, bool | None) else None
         values["ignore_eos"] = typed("ignore_eos", values["ignore_eos"], bool)
         for name, value in values.items():
             object.__setattr__(self, name, value)

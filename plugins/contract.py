@@ -169,6 +169,8 @@ class Traits:
         Number of a request's last steps whose selected rows a GPU keeps, in layers whose rows lie in host memory; 0: none.
     cache_defaults : mapping
         Defaults of CacheConfig fields, where the method needs others than the engine's.
+    reports_rows : bool
+        Whether `select` on a GPU gives the rows that are read; not where host cores choose them while they attend.
     cpu_library_on_gpu : bool
         Whether the method's index for the GPU calls compiled code of the CPU (kernels/cpu.so).
     cpu_limits : ShapeLimits or None
@@ -195,6 +197,7 @@ class Traits:
     device_layers: int = 0
     kept_steps: int = 1
     cache_defaults: Mapping[str, Any] = field(default_factory=dict)
+    reports_rows: bool = True
     cpu_library_on_gpu: bool = False
     cpu_limits: ShapeLimits | None = None
     prefix_reuse: Literal["entries", "rows", "copies"] = "copies"

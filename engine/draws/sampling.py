@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvseek.core.errors import LogitsError, SamplingError
 from kvseek.core.request import LogProbs, Request
+from kvseek.core.selected_rows import SelectedRows
 
 NO_TOKEN = -1  # stands for a greedy token if the largest logit is not finite
 SEEN = -(1 << 31)  # bit of Sampler.occurrences: the repetition penalty counts the token
@@ -51,10 +52,13 @@ class Launched:
     collect : callable
         Waits until the step has ended, and returns for each request what was drawn for it; to be called once. An int is a token
         of which nothing else was asked for, or NO_TOKEN.
+    selected_rows : callable
+        Returns, by slot, what the requests that ask for it get of their selections; to be called after `collect`.
     """
 
     attended: list[float]
     collect: Callable[[], list[Drawn | int]]
+    selected_rows: Callable[[], Mapping[int, SelectedRows]] = dict
 
 
 class Guiding(Protocol):

@@ -27,6 +27,7 @@ from kvseek.engine.parallel.cuda.gpus import check_gpus
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.parallel.ranks import Ranks
 from kvseek.engine.parallel.reports import STALL_SECONDS
+from kvseek.engine.row_recorder import NOBODY, Wanted
 
 from .commands import Begin, Close, Decode, OfDecoder, OfPrefill, OfRows, Open, digest
 from .followers import TIMEOUT_SECONDS, Followers
@@ -156,8 +157,14 @@ class LeadDecoder(Decoder):
         """See Decoder. The other ranks get every token from this one, whose host has to know it."""
         return False
 
-    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
-        """See Decoder. The step has ended when this returns."""
+    def launch(
+        self,
+        tokens: Sequence[int],
+        slots: Sequence[int],
+        samplers: Sequence[Sampler | None],
+        wanted: Wanted = NOBODY,
+    ) -> Launched:
+        """See Decoder. The step has ended when this returns; nobody can want the rows that it selects."""
         with self._followers.doing(self._decode(tokens, slots)):
             launched = self._decoder.launch(tokens, slots, samplers)
             drawn = launched.collect()

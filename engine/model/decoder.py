@@ -14,6 +14,7 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
 from kvseek.engine.retrieval import Observer, Retrieval
+from kvseek.engine.row_recorder import NOBODY, Wanted
 from kvseek.plugins.registry import method_traits
 
 from .prefill import NO_CALLBACKS, LogitsCallbacks, Prefill, Prompts
@@ -75,6 +76,13 @@ class Decoder(ABC):
         self.retrieval.resume(slot)
 
     @property
+    def reports_rows(self) -> bool:
+        """Whether this process sees the rows that all layers and KV heads select."""
+        config = self.config
+        seen = config.device == "cpu" or method_traits(config).reports_rows
+        return config.runtime == "torch" and config.tp_size == 1 and seen
+
+    @property
     @abstractmethod
     def runs_ahead(self) -> bool:
         """Whether it helps to launch a step before the one before it has been collected, as the host works meanwhile."""
@@ -91,12 +99,18 @@ class Decoder(ABC):
         """
 
     @abstractmethod
-    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
+    def launch(
+        self,
+        tokens: Sequence[int],
+        slots: Sequence[int],
+        samplers: Sequence[Sampler | None],
+        wanted: Wanted = NOBODY,
+    ) -> Launched:
         """Launch a decode step as `decode` runs one, and the draws of the next tokens.
 
         A token may be LATEST: the one that the slot's last step draws, which need not have been collected. Steps are collected
         in the order of their launches. A request without a sampler gets the token with the largest logit, NO_TOKEN if that
-        logit is not finite.
+        logit is not finite. `wanted`: whose selected rows are reported; `reports_rows` says whether any can be.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvseek.core.errors import ErrorCode, KvseekError, TimeoutExpiredError, code_of
 from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
+from kvseek.core.selected_rows import RowReport
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefixes.cache import LeftRows
@@ -98,6 +99,7 @@ class RequestSequence:
     generated: list[int] = field(default_factory=list)
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
     ends_session: bool = False  # the client has ended its session, so that what the request leaves goes with it
+    row_report: RowReport | None = None  # fitted to the request
     prefix: Prefix | None = None  # found at admission, until the slot is open
     resumes: bool = False  # of `prefix`: it has all rows of the prompt, so that nothing is read
     reserved_tokens: int = 0  # to which its extents let it grow, since its last admission

@@ -21,6 +21,7 @@ def traits(config: Config) -> Traits:
     on_host = config.execution == "cpu"
     return Traits(
         cpu_library_on_gpu=on_host,
+        reports_rows=not on_host,
         cpu_limits=LIMITS,
         kept_steps=0 if on_host else 1,
         prefix_reuse="copies" if config.bits else "rows",  # `build` writes codes to extents

@@ -47,6 +47,7 @@ SALT = "cache_salt"
 FINGERPRINT_CHARACTERS = 16
 DONE = b"[DONE]"
 MANY_TOKENS = 512  # whose log probabilities take some 2 ms to write
+MANY_BYTES = 1 << 17  # of selected rows, of which the same holds
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 Pieces = AsyncIterator[tuple[int, Piece]]  # a choice's number and its next piece
@@ -225,9 +226,14 @@ async def _whole(work: Work, arriving: Pieces) -> bytes:
     async for index, piece in arriving:
         pieces[index] = piece
     counts = _usage(work, pieces)
-    tokens = sum(len(piece["tokens"]) for piece in pieces)
     write = partial(work.reply.whole, pieces, counts)
-    return write() if tokens <= MANY_TOKENS else await asyncio.to_thread(write)
+    return write() if _is_small(*pieces) else await asyncio.to_thread(write)
+
+
+def _is_small(*pieces: Piece) -> bool:
+    """Whether an answer of these pieces is written in less time than a thread takes to begin."""
+    tokens = sum(len(piece["tokens"]) for piece in pieces)
+    return tokens <= MANY_TOKENS and sum(each.size for piece in pieces for each in piece["rows"] if each) <= MANY_BYTES
 
 
 async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
@@ -239,10 +245,10 @@ async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
             begun = True
             for event in work.reply.begin(len(work.choices)):
                 yield event
-        tokens, write = len(piece["tokens"]), partial(work.reply.pieces, index, piece)
-        for event in write() if tokens <= MANY_TOKENS else await asyncio.to_thread(write):
+        write = partial(work.reply.pieces, index, piece)
+        for event in write() if _is_small(piece) else await asyncio.to_thread(write):
             yield event
-        piece["tokens"] = ()  # which take memory
+        piece["tokens"], piece["rows"], piece["prompt"] = (), (), None  # which take memory
         last[index] = piece
     if work.usage_in_stream:
         yield work.reply.end(_usage(work, last))

@@ -17,6 +17,7 @@ from kvseek.core.request import (
     SamplingConfig,
     check_words,
 )
+from kvseek.core.selected_rows import RowReport
 from kvseek.core.session import Session, check_text, read_session
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.json_fields import first_character
@@ -58,6 +59,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # padding against eavesdroppers on encrypted lines
 
 
+class RowFields(msgspec.Struct, forbid_unknown_fields=True):
+    """Which selected rows are reported; see RowReport."""
+
+    block: int | None = None
+    layers: list[int] | None = None
+    kv_heads: list[int] | None = None
+
+
 class Parameters(msgspec.Struct, kw_only=True):
     """Fields of both endpoints; None stands for the default of the field."""
 
@@ -83,6 +92,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     forced_tokens: list[int] | None = None
+    return_selected_rows: bool | RowFields | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -143,8 +153,15 @@ class Parameters(msgspec.Struct, kw_only=True):
             logit_bias=self._biases(),
             logprobs=logprobs,
             forced_tokens=tuple(self.forced_tokens or ()),
+            return_selected_rows=self._row_report(),
             **given,
         )
+
+    def _row_report(self) -> RowReport | None:
+        asked = self.return_selected_rows
+        if isinstance(asked, RowFields):
+            return RowReport(asked.block, tuple(asked.layers or ()), tuple(asked.kv_heads or ()))
+        return RowReport() if asked else None
 
     @property
     def session(self) -> Session | None:

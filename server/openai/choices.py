@@ -16,6 +16,7 @@ import msgspec
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import CodedError, ErrorCode, RequestError, renamed
 from kvseek.core.request import DEFAULT_PRIORITY, FinishReason, LogProbs, Request, StepOutput
+from kvseek.core.selected_rows import SelectedRows
 from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.requests.keys import Tenant
@@ -38,6 +39,7 @@ NOT_READ = (
 )
 Json = dict[str, Any]
 Piece = dict[str, Any]  # see Choice
+NO_FIELDS: Json = {}
 LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot write; OpenAI's number
 # Token id, its log probabilities, length of the text before it. The first token of an echoed prompt has no log probabilities.
 Tokens = Sequence[tuple[int, LogProbs | None, int]]
@@ -65,6 +67,8 @@ class Choice:
     - `tokens`: (token id, its LogProbs, length of the text before it) of new tokens, if log probabilities are asked for. The
       first token of an echoed prompt has None for LogProbs. After an echo the end token counts too: lm_eval needs an entry for
       each token that it asked for;
+    - `rows`: what each new token's step read (SelectedRows or None), if selected rows are asked for;
+    - `prompt`: before the first of these, what positions stand for: the prompt's text, and its length before each token;
     - `count`: tokens generated so far;
     - `reused`: tokens of the prompt that were not read, because an earlier prompt began alike;
     - `finish_reason`: "stop" or "length" with the last piece, else None.
@@ -80,6 +84,7 @@ class Choice:
         streaming: bool,
         echo: Echo | None = None,
         names: Mapping[str, str] | None = None,
+        prompt: Echo | None = None,
     ) -> None:
         self.request, self.streaming, self.ended, self.names = request, streaming, False, names or {}
         self._new = Accumulator(request, tokenizer, stop)
@@ -89,6 +94,7 @@ class Choice:
         self._echoes, self._due = echo is not None, echo  # what is due has not been given yet
         self._length = len(self._new.text)  # characters so far, those held back included
         self._tokens: list[tuple[int, LogProbs | None, int]] = []
+        self._prompt = prompt
 
     def push(self, outputs: Sequence[StepOutput]) -> Iterator[dict[str, Any]]:
         """Take outputs of the engine, whose tokens make one piece; raises CodedError if the server ended the request."""
@@ -105,15 +111,17 @@ class Choice:
         reason = None if broken else new.finish_reason
         self.ended = reason is not None
         text = new.text
-        if (self.streaming and (text or self._tokens)) or reason is not None:
+        if (self.streaming and (text or self._tokens or new.selected_rows)) or reason is not None:
             yield {
                 "text": text,
                 "tokens": self._tokens,
+                "rows": new.selected_rows,
+                "prompt": self._prompt,
                 "count": new.count,
                 "reused": 0 if new.statistics is None else new.statistics.reused_tokens,
                 "finish_reason": None if reason is None else REASONS[reason],
             }
-            new.text, self._tokens = "", []
+            new.text, self._tokens, new.selected_rows, self._prompt = "", [], [], None
         if broken:
             raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
 
@@ -174,8 +182,9 @@ def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: Engin
         except RequestError as error:
             raise RequestError(renamed(str(error), names)) from None
         echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))
+        read = None if sampling.return_selected_rows is None else Echo(tokenizer.decode(ids), tokenizer.offsets(ids))
         for own in with_own_seeds(request, body.choices):
-            choices.append(Choice(own, tokenizer, stop, streaming, echo, names))
+            choices.append(Choice(own, tokenizer, stop, streaming, echo, names, read))
     return choices, tokens
 
 
@@ -289,6 +298,7 @@ class ChatReply(Reply):
                 "message": {"role": "assistant", "content": piece["text"], "refusal": None},
                 "logprobs": self._logprobs_of(piece),
                 "finish_reason": piece["finish_reason"],
+                **row_fields(piece),
             }
             for index, piece in enumerate(pieces)
         ]
@@ -301,14 +311,17 @@ class ChatReply(Reply):
     def pieces(self, index: int, piece: Piece) -> list[bytes]:
         """See Reply."""
         events = []
-        if piece["text"] or piece["tokens"]:
-            events.append(self._chunk(index, {"content": piece["text"]}, self._logprobs_of(piece)))
+        rows = row_fields(piece)
+        if piece["text"] or piece["tokens"] or rows:
+            events.append(self._chunk(index, {"content": piece["text"]}, self._logprobs_of(piece), rows=rows))
         if piece["finish_reason"] is not None:
             events.append(self._chunk(index, {}, None, piece["finish_reason"]))
         return events
 
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> bytes:
-        return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+    def _chunk(
+        self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None, rows: Json = NO_FIELDS
+    ) -> bytes:
+        return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **rows})
 
     def _logprobs_of(self, piece: Piece) -> Json | None:
         return chat_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
@@ -333,7 +346,33 @@ class CompletionReply(Reply):
 
     def _choice(self, index: int, piece: Piece) -> Json:
         logprobs = completion_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
-        return {"index": index, "text": piece["text"], "logprobs": logprobs, "finish_reason": piece["finish_reason"]}
+        own = {"index": index, "text": piece["text"], "logprobs": logprobs, "finish_reason": piece["finish_reason"]}
+        return own | row_fields(piece)
+
+
+def row_fields(piece: Piece) -> Json:
+    """Write what the steps of a piece's tokens selected, and with the first of them the text that positions stand for."""
+    rows: Sequence[SelectedRows | None] = piece["rows"]
+    if not rows and piece["prompt"] is None:
+        return NO_FIELDS
+    fields: Json = {"selected_rows": [None if each is None else _row_report(each) for each in rows]}
+    if piece["prompt"] is not None:
+        fields["prompt"] = {"text": piece["prompt"].text, "offsets": piece["prompt"].offsets}
+    return fields
+
+
+def _row_report(rows: SelectedRows) -> Json:
+    blocks, counts = rows.lists()
+    return {
+        "cached_tokens": rows.cached_tokens,
+        "attended_tokens": rows.attended_tokens,
+        "region": [rows.start, rows.stop],
+        "block": rows.block,
+        "layers": rows.layers,
+        "kv_heads": rows.kv_heads,
+        "blocks": blocks,
+        "counts": counts,
+    }
 
 
 def chat_logprobs(tokens: Tokens, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvseek.core.errors import LEADING_NAMES, ErrorCode, RequestError, code_of, renamed
+from kvseek.core.selected_rows import FIELD
 from kvseek.server.http.errors import HttpError, describe
 
 CODES = {
@@ -33,7 +34,7 @@ SAMPLING = (
     "seed",
 )
 LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", "stop", "priority", "timeout")
-TOKENS = ("bad_words", "forced_tokens", "logit_bias", "logprobs", "stop_token_ids", "response_format")
+TOKENS = ("bad_words", "forced_tokens", "logit_bias", "logprobs", "stop_token_ids", "response_format", FIELD)
 TEMPLATE = ("messages", "prompt", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 REUSE = ("cache_salt", "session_id", "retention_priority", "retention_seconds")
 FIELDS = frozenset((*SAMPLING, *LIMITS, *TOKENS, *TEMPLATE, *REUSE))

@@ -22,6 +22,7 @@ WRITE_SECONDS = 60.0  # time for which a client may leave an answer unread befor
 WRITE_BYTES_PER_SECOND = 1 << 20  # and the rate at which it has to read a large one besides
 PIECE_BYTES = 512  # what an output or a message takes in memory besides its contents
 LEAST_WAIT = 0.01  # seconds for which an answer counts whose client has left nothing waiting
+ROWS_IN_MEMORY = 3  # an output's selected rows are there twice, as numbers and as JSON, which is as long again
 LOGPROB_BYTES = 120  # what a token's log probability takes
 LOGIT_BYTES = 4
 LARGEST_AT_ONCE = 4  # requests of the largest number of logits for which there is room at a time
@@ -191,11 +192,12 @@ class UnreadAnswer:
 
 def size_of(output: StepOutput) -> int:
     """Estimate the bytes of memory that an output takes until it is written."""
+    rows = 0 if output.selected_rows is None else ROWS_IN_MEMORY * output.selected_rows.size
     if output.logprobs is None and not output.prompt_logprobs:  # as of most tokens
-        return PIECE_BYTES + logit_bytes(output)
+        return PIECE_BYTES + logit_bytes(output) + rows
     tokens = output.prompt_logprobs if output.logprobs is None else (*output.prompt_logprobs, output.logprobs)
     logprobs = sum(1 + len(each.top) for each in tokens)
-    return PIECE_BYTES + LOGPROB_BYTES * logprobs + logit_bytes(output)
+    return PIECE_BYTES + LOGPROB_BYTES * logprobs + logit_bytes(output) + rows
 
 
 def logit_bytes(output: StepOutput) -> int:

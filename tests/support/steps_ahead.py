@@ -8,6 +8,7 @@ from kvseek.core.batch import LATEST
 from kvseek.engine.draws.sampling import Launched
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cpu.steps import HostDecoder
+from kvseek.engine.row_recorder import NOBODY
 
 
 class DecoderAhead(HostDecoder):
@@ -19,9 +20,9 @@ class DecoderAhead(HostDecoder):
     def runs_ahead(self) -> bool:
         return True
 
-    def launch(self, tokens: Any, slots: Any, samplers: Any) -> Launched:
+    def launch(self, tokens: Any, slots: Any, samplers: Any, wanted: Any = NOBODY) -> Launched:
         self.launches += LATEST in tokens
-        return super().launch(tokens, slots, samplers)
+        return super().launch(tokens, slots, samplers, wanted)
 
 
 def run_ahead(engine: Engine) -> DecoderAhead:

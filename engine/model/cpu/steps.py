@@ -11,6 +11,7 @@ from kvseek.core.batch import LATEST
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, greedy_token, sampled
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.retrieval import Retrieval
+from kvseek.engine.row_recorder import NOBODY, RowsBySlot, Wanted
 
 from .model import HostBatch, TorchModel
 
@@ -32,24 +33,40 @@ class HostDecoder(Decoder):
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
-        states, attended = self.retrieval.begin_step(tokens, slots)
-        requests = HostBatch(self.retrieval, states)
-        logits = self.model.run_layers(requests.batch, requests.attend)
-        self.retrieval.end_step(slots)
-        self.retrieval.check()
+        logits, attended, _ = self._step(tokens, slots, NOBODY)
         return logits, attended
 
     @torch.inference_mode()
-    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
+    def launch(
+        self,
+        tokens: Sequence[int],
+        slots: Sequence[int],
+        samplers: Sequence[Sampler | None],
+        wanted: Wanted = NOBODY,
+    ) -> Launched:
         """See Decoder. The step has ended when this returns."""
         known = [self._latest[slot] if token == LATEST else token for token, slot in zip(tokens, slots, strict=True)]
-        logits, attended = self.decode(known, slots)
+        logits, attended, selected = self._step(known, slots, wanted)
         rows, drawing = sampled(samplers)
         others = iter(self._draws.begin(logits, rows, drawing)() if rows else ())
         drawn = [greedy_token(row) if s is None else next(others) for row, s in zip(logits, samplers, strict=True)]
         tokens_drawn = (one if isinstance(one, int) else one.token for one in drawn)
         self._latest.update(zip(slots, (max(0, token) for token in tokens_drawn), strict=True))
-        return Launched(attended, lambda: drawn)
+        return Launched(attended, lambda: drawn, selected)
+
+    def _step(
+        self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted
+    ) -> tuple[Tensor, list[float], RowsBySlot]:
+        """Run a step; see `decode` for logits and attended tokens, and Launched for the selected rows."""
+        retrieval = self.retrieval
+        states, attended = retrieval.begin_step(tokens, slots)
+        requests = HostBatch(retrieval, states)
+        recorder = retrieval.recorder_of(states, attended, wanted, together=False)
+        with retrieval.recording(recorder):
+            logits = self.model.run_layers(requests.batch, requests.attend)
+        retrieval.end_step(slots)
+        retrieval.check()
+        return logits, attended, dict if recorder is None else recorder.begin()
 
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         return self._draws.begin(logits, range(len(samplers)), samplers)()

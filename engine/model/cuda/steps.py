@@ -16,6 +16,7 @@ from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_er
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, sampled
 from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.retrieval import Retrieval
+from kvseek.engine.row_recorder import NOBODY, RowRecorder, RowsBySlot, Wanted
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,12 @@ class DecodeStep:
             packed = packed.pin_memory()  # PyTorch keeps the block until the copy has been made
         requests.copy_(packed, non_blocking=True)
 
-    def launch(self) -> StepResult:
-        """Run the step on the current stream; its results stay valid until the next launch."""
-        if self._graph is None or self._result is None:
+    def launch(self, replays: bool = True) -> StepResult:
+        """Run the step on the current stream; its results stay valid until the next launch.
+
+        Without `replays` its kernels are launched one by one, so that a recorder can copy what each layer selects.
+        """
+        if not replays or self._graph is None or self._result is None:
             return self._run(replace(self.batch))  # a new Batch, with nothing read back yet
         self._graph.replay()
         return self._result
@@ -155,7 +159,7 @@ class GraphDecoder(Decoder):
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         with wait_on_error(self._device):
-            result, attended = self._launch(tokens, slots)
+            result, attended, _ = self._launch(tokens, slots)
             self.retrieval.end_step(slots)
             wait_for_stream(self._device)
             logits = result.logits[: len(slots)].float().cpu()
@@ -167,12 +171,22 @@ class GraphDecoder(Decoder):
         return True
 
     @torch.inference_mode()
-    def launch(self, tokens: Sequence[int], slots: Sequence[int], samplers: Sequence[Sampler | None]) -> Launched:
-        """See Decoder. Draws are launched behind the step's graph: the host prepares them while the step runs."""
+    def launch(
+        self,
+        tokens: Sequence[int],
+        slots: Sequence[int],
+        samplers: Sequence[Sampler | None],
+        wanted: Wanted = NOBODY,
+    ) -> Launched:
+        """See Decoder. Draws are launched behind the step's graph: the host prepares them while the step runs.
+
+        A step whose selected rows somebody wants is launched kernel by kernel.
+        """
         rows, drawing = sampled(samplers)
         latest = self.retrieval.cache.latest
         with wait_on_error(self._device):
-            result, attended = self._launch(tokens, slots)
+            result, attended, recorder = self._launch(tokens, slots, wanted)
+            selected: RowsBySlot = dict if recorder is None else recorder.begin()
             finish: Callable[[], list[Drawn | int]] = list
             if rows:
                 places = [latest.data_ptr() + latest.element_size() * slots[row] for row in rows]
@@ -189,7 +203,7 @@ class GraphDecoder(Decoder):
                 self.retrieval.check()
             return drawn
 
-        return Launched(attended, collect)
+        return Launched(attended, collect, selected)
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
@@ -210,7 +224,7 @@ class GraphDecoder(Decoder):
     @torch.inference_mode()
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
         with wait_on_error(self._device):
-            result, _ = self._launch(tokens, [slot] * len(tokens))
+            result, _, _ = self._launch(tokens, [slot] * len(tokens))
             return result.logits[len(tokens) - 1 : len(tokens)].to(torch.float32, copy=True)
 
     def step(self, size: int) -> DecodeStep:
@@ -236,11 +250,15 @@ class GraphDecoder(Decoder):
         if self._reader is not None:
             self._reader.close()
 
-    def _launch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[StepResult, list[float]]:
+    def _launch(
+        self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY
+    ) -> tuple[StepResult, list[float], RowRecorder | None]:
         step = self.step(bucket_of(len(slots)))
         states, attended = self.retrieval.begin_step(tokens, slots)
         step.load(states)
-        return step.launch(), attended
+        recorder = self.retrieval.recorder_of(states, attended, wanted, together=True)
+        with self.retrieval.recording(recorder):
+            return step.launch(replays=recorder is None), attended, recorder
 
     def _capture(self, step: DecodeStep) -> None:
         if self._capture_stream is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvseek.core.batch import LATEST, Batch, Selection
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
+from kvseek.core.selected_rows import RowReport
 from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import device_retrieval
@@ -153,6 +154,26 @@ def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
     assert tokens[2] == int(logits[2].argmax())
     for slot in SLOTS:
         decoder.cache.close(slot)
+
+
+def test_selected_rows_are_reported_and_change_nothing(engine: Engine) -> None:
+    """Such a step is launched kernel by kernel, where every layer's kernels write to one buffer of rows."""
+    (expected,) = engine.generate([Request(tuple(PROMPT), 12)])
+    engine.submit(Request(tuple(PROMPT), 12, SamplingConfig(return_selected_rows=RowReport(block=1))))
+    outputs = []
+    while engine.has_work:
+        outputs += [output for output in engine.step() if output.token_id is not None]
+    assert [output.token_id for output in outputs] == expected
+    assert outputs[0].selected_rows is None
+    for output in outputs[1:]:
+        rows = output.selected_rows
+        assert rows is not None
+        assert rows.cached_tokens == output.cached_tokens
+        found = [rows.of(layer, head) for layer in rows.layers for head in rows.kv_heads]
+        assert all(own is not None and len(own) == 20 and set(own.values()) == {1} for own in found)
+        assert all(rows.start <= place < rows.stop for own in found if own for place in own)
+        assert len({tuple(own) for own in found if own}) > len(rows.layers), "layers and heads select rows of their own"
+    assert engine.generate([Request(tuple(PROMPT), 12)]) == [expected], "graphs replay as before"
 
 
 def test_a_seed_repeats(engine: Engine) -> None:

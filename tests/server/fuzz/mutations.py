@@ -73,6 +73,7 @@ OPENAI_OPTIONS: dict[str, Any] = {
     "ignore_eos": True,
     "bad_words": ["ship"],
     "forced_tokens": [5, 6],
+    "return_selected_rows": {"block": 4, "layers": [0]},
     "add_special_tokens": True,
     "add_generation_prompt": False,
     "continue_final_message": True,

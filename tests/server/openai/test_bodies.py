@@ -288,6 +288,8 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"384": 1}}, "logit_bias", r"must be in \[0, 384\)"),
     ({"logit_bias": {"3": 101}}, "logit_bias", "must be in"),
     ({"logit_bias": [1]}, "logit_bias", "got `array`"),
+    ({"return_selected_rows": {"layers": [1 << 20]}}, "return_selected_rows", r"must be in \[0, "),
+    ({"return_selected_rows": {"heads": [1]}}, "return_selected_rows", "there is no such field"),
     ({"forced_tokens": [384]}, "forced_tokens", r"must be in \[0, 384\)"),
     ({"forced_tokens": [5] * 20, "max_tokens": 9}, "forced_tokens", "must be <= 9, the most tokens to generate"),
     ({"stop": ["a"] * 65}, "stop", "must be <= 64"),

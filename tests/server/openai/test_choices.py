@@ -6,14 +6,16 @@ import itertools
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvseek.core.errors import CodedError, ErrorCode
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
+from kvseek.core.selected_rows import RowReport, SelectedRows
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, usage
+from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, Reply, usage
 
 TEXT = "the harbour ⚓ lit at dusk"
 
@@ -163,11 +165,39 @@ def test_the_tokens_own_log_probability_is_among_the_likeliest(tokenizer: Tokeni
     assert sorted(top.values()) == [LOWEST, -1.0], "JSON has no infinity"
 
 
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+def test_selected_rows_come_with_their_tokens(tokenizer: Tokenizer, kind: type[Reply]) -> None:
+    """Also with a token that has no text yet; the first event says what positions stand for."""
+    numbers = (np.array(each, np.int32).tobytes() for each in ([1, 3], [0, 0, 2], [5, 1, 16]))
+    rows = SelectedRows(9, 7.5, 4, 40, 16, (0, 3), (0, 1), (3,), *numbers)
+    request = Request((5,), 50, SamplingConfig(return_selected_rows=RowReport()))
+    one, ids = Choice(request, tokenizer, [], True, prompt=Echo("the", [0])), tokenizer.encode("⚓ lit")
+    steps = [StepOutput(1, token, selected_rows=rows if number else None) for number, token in enumerate(ids)]
+    reply = kind("m", "fp", tokenizer, False, False)
+    events = [json.loads(event) for piece in pieces(one, steps) for event in reply.pieces(0, piece)]
+    told = [report for event in events for report in event["choices"][0]["selected_rows"]]
+    assert told == [None] + (len(ids) - 1) * [
+        {
+            "cached_tokens": 9,
+            "attended_tokens": 7.5,
+            "region": [4, 40],
+            "block": 16,
+            "layers": [0, 3],
+            "kv_heads": [0, 1],
+            "blocks": [[[0], [0, 2]], None],
+            "counts": [[[5], [1, 16]], None],
+        }
+    ]
+    assert [event["choices"][0].get("prompt") for event in events] == [{"text": "the", "offsets": [0]}] + (
+        len(events) - 1
+    ) * [None]
+
+
 def test_events_of_a_chat_are_openais(tokenizer: Tokenizer) -> None:
     reply = ChatReply("m", "fp", tokenizer, False, True)
     begin = list(map(json.loads, reply.begin(2)))
     assert [event["choices"][0]["delta"] for event in begin] == [{"role": "assistant", "content": ""}] * 2
-    piece = {"text": "x", "tokens": [], "count": 1, "finish_reason": "stop"}
+    piece = {"text": "x", "tokens": [], "rows": [], "prompt": None, "count": 1, "finish_reason": "stop"}
     text, finish = map(json.loads, reply.pieces(1, piece))
     assert text["choices"] == [{"index": 1, "delta": {"content": "x"}, "logprobs": None, "finish_reason": None}]
     assert finish["choices"] == [{"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop"}]

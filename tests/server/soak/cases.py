@@ -62,7 +62,7 @@ class GapWatcher:
         self._decoder = decoder
         self.least = float("inf")
 
-    def __call__(self, tokens: Any, slots: Any, samplers: Sequence[Any]) -> Launched:
+    def __call__(self, tokens: Any, slots: Any, samplers: Sequence[Any], wanted: Any) -> Launched:
         logits, attended = self._decoder.decode(tokens, slots)
         drawn: list[Any] = []
         for row, sampler in zip(logits, samplers, strict=True):

@@ -17,7 +17,8 @@ from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.client import chat
 from kvseek.core.manifest import read_manifest
-from kvseek.core.request import Request
+from kvseek.core.request import Request, SamplingConfig
+from kvseek.core.selected_rows import RowReport
 from kvseek.engine.engine import Engine
 from kvseek.server.launch import RunningServer
 
@@ -91,6 +92,32 @@ def test_a_streamed_chat(client: OpenAI, model: str) -> None:
     assert "".join(e.choices[0].delta.content or "" for e in events[:-1]) == whole.choices[0].message.content
     assert len({event.id for event in events}) == 1
     assert all(event.usage is None for event in events[:-1])
+
+
+def test_a_stream_tells_which_rows_its_steps_selected(server: RunningServer, model: str, engine: Engine) -> None:
+    """Those that an engine in this process selects, to the row."""
+    text, asked = "the light was lit at dusk and the ship came in " * 50, {"block": 1, "layers": [1]}
+    ids = tuple(engine.tokenizer.encode(text))
+    sampling = SamplingConfig(return_selected_rows=RowReport(1, (1,)))
+    engine.submit(Request(ids, 4, sampling))
+    expected = []
+    while engine.has_work:
+        expected += [output.selected_rows for output in engine.step() if output.token_id is not None]
+    body = {"model": model, "prompt": text, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}
+    events = post(server, "completions", body | {"return_selected_rows": asked}).text.split("\n\n")
+    choices = [json.loads(event[6:])["choices"][0] for event in events if event.startswith("data: {")]
+    told = [report for choice in choices for report in choice["selected_rows"]]
+    assert [report is None for report in told] == [True, False, False, False]
+    for report, rows in zip(told[1:], expected[1:], strict=True):
+        assert rows is not None
+        assert (report["region"], report["cached_tokens"]) == ([rows.start, rows.stop], rows.cached_tokens)
+        assert (report["blocks"], report["counts"]) == rows.lists()
+        assert report["blocks"][0] is not None, "the step selects"
+    prompt = choices[0]["prompt"]
+    assert (prompt["text"], len(prompt["offsets"])) == (text, len(ids))
+    refused = post(server, "completions", body | {"return_selected_rows": {"layers": [99]}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "return_selected_rows"
 
 
 def test_a_salt_keeps_what_was_read_apart(client: OpenAI, model: str) -> None:

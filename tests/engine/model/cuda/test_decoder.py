@@ -27,6 +27,7 @@ from kvseek.engine.model.cuda.model import KernelModel
 from kvseek.engine.model.cuda.steps import DecodeStep, StepResult
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.row_recorder import Wanted
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "40")
@@ -220,8 +221,8 @@ def test_no_token_is_an_error_of_its_request_alone(
     engine = Engine.load(directories["llama", "full"])
     original = engine.decoder.launch
 
-    def spoil(tokens: list[int], slots: list[int], samplers: list[Sampler | None]) -> Launched:
-        launched = original(tokens, slots, samplers)
+    def spoil(tokens: list[int], slots: list[int], samplers: list[Sampler | None], wanted: Wanted) -> Launched:
+        launched = original(tokens, slots, samplers, wanted)
         drawn = launched.collect()
         return Launched(
             launched.attended, lambda: [NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)]
