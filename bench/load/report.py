@@ -43,6 +43,9 @@ SERVED: Mapping[str, Figure] = {  # of served.py
     "prompt, answer": lambda result: f"{result['prompt_tokens']:,}, {result['output_tokens']:,}",
     **TIMES,
     **ITL,
+    "door, µs a token": lambda result: (
+        f"{result['door_seconds_per_token'] * 1e6:.3g}" if result["asked"] == SERVER else ""
+    ),
 }
 BESIDE: Mapping[str, Figure] = {  # of beside.py
     "method": SERVED["method"],
