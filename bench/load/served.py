@@ -53,7 +53,7 @@ from .beside import PIECE, Streams, measure_beside
 from .cells import Answer, Cell, LoadTestError, figures, prompts
 from .client import Client, send
 from .lengths import ANSWERS, mixture
-from .report import BARE, BESIDE, SERVED, SERVER, captions, comparisons
+from .report import BARE, BESIDE, DOOR, SERVED, SERVER, captions, comparisons
 from .targets import MODEL, bare_answers, openai_server, processor_seconds
 
 LOADS = ("mixture", "arrivals", "reasoning", "beside")
@@ -324,7 +324,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def print_table(document: dict[str, Any]) -> None:
     """Print what was measured of, the tables, and what was left out."""
     print(" ".join(captions(document)))
-    for columns, results in ((SERVED, document["results"]), (BESIDE, document["beside"])):
+    for columns, results in (({**SERVED, **DOOR}, document["results"]), (BESIDE, document["beside"])):
         if results:
             print(f"\n{markdown(rows(columns, results))}")
     compared = (f"{method}: {what}: {ratio:.3f}" for method, what, ratio in comparisons(document))
