@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +115,14 @@ def paper_presets(results: Results) -> Rows:
     for name in ("prkv", "pariskv", "ctkvr", "clusterkv"):
         times = (with_ratio(step(document, f"{name}:paper", offload, 128 * K)) for offload in ("never", "always"))
         yield (f"`{name}:paper`", *times)
+
+
+def budgets(results: Results) -> Rows:
+    document = results("budgets-h200")
+    yield ("", "rows in GPU memory", "rows in host memory")
+    for method in document["methods"]:
+        times = [with_ratio(step(document, method, offload, 128 * K)) for offload in ("never", "always")]
+        yield (f"`{method}`", times[0], times[1] if method != "full" else "")
 
 
 def parts(results: Results) -> Rows:
@@ -330,17 +337,17 @@ def _lost(document: dict[str, Any], method: str, rows: int) -> str:
     return _bold(str(max(fewer, 0)), share) + ("" if measured == rows else f" (with {measured} rows)")
 
 
-def budgets(results: Results) -> Rows:
-    """The rise of perplexity by the number of rows."""
-    entries, methods = results(PERPLEXITY[0])["results"], ("nested", "pariskv")
-    found: dict[int, dict[str, str]] = {}
-    for entry in entries:
-        (variant,) = parse_variants(entry["name"])
-        if variant.method in methods:
-            found.setdefault(variant.settings.top_k, {}).setdefault(variant.method, rise(entry))
-    yield ("rows", *(f"`{method}`" for method in methods))
-    for top_k, rises in sorted(found.items()):
-        yield (f"{top_k:,}", *(rises.get(method, "") for method in methods))
+def loss_and_time(results: Results) -> Rows:
+    """What settings lose of perplexity beside what their steps take, where both were measured, then where only the loss was."""
+    losses, times = results(PERPLEXITY[0])["results"], results("budgets-h200")
+    yield ("", "perplexity over `full`, %", "on the worst text, %", "a step, rows in GPU memory", "rows in host memory")
+    for entry in sorted(losses[1:], key=lambda entry: entry["name"].partition(":")[0]):
+        timed = entry["name"] in times["methods"]
+        steps = [
+            with_ratio(step(times, entry["name"], place, 128 * K)) if timed else "" for place in ("never", "always")
+        ]
+        worst = max(text["percent"] for text in entry["by_text"])
+        yield (f"`{entry['name']}`", rise(entry), f"{worst:+.1f}", *steps)
 
 
 def ctkvr_lists(results: Results) -> Rows:
@@ -556,7 +563,7 @@ def load(results: Results) -> Rows:
 
 
 CODES = {  # what is said of it, and the changes from the defaults under which the result file has it
-    "**2 bits find 8 candidates a row, 4 bits choose**": "defaults",
+    "**the defaults: 2 bits find 8 candidates a row, 4 bits choose**": "defaults",
     "4 candidates a row": "candidates 4",
     "16 candidates a row": "candidates 16",
     "1 bit finds candidates": "first_bits 1",
@@ -667,26 +674,12 @@ def _with_unit(entry: dict[str, Any]) -> str:
     return f"{time} ms{space}{ratio}"
 
 
-def of_100_rows(make: Callable[[Results], Rows]) -> Callable[[Results], Rows]:
-    """A table of results from when `nested` and `pariskv` selected 100 rows if nothing was said: their names tell it."""
-
-    def named(cell: str) -> str:
-        return re.sub(
-            r"`(nested|pariskv)(?:`|:(?=weight))", lambda found: f"`{found[1]}:top_k=100" + _after(found[0]), cell
-        )
-
-    return lambda results: (tuple(map(named, row)) for row in make(results))
-
-
-def _after(name: str) -> str:
-    return "," if name.endswith(":") else "`"
-
-
 SUMMARY = "summary"
-MAKERS: Mapping[str, Callable[[Results], Rows]] = {
+TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the documents
     SUMMARY: summary,
     "one request": one_request,
     "steps with the settings of papers": paper_presets,
+    "steps by the number of rows": budgets,
     "parts of a step": parts,
     "long contexts": long_contexts,
     "throughput": throughput,
@@ -698,7 +691,7 @@ MAKERS: Mapping[str, Callable[[Results], Rows]] = {
     "answers": answers,
     "perplexity": perplexities,
     "losses": losses,
-    "budgets": budgets,
+    "loss and time": loss_and_time,
     "lists of ctkvr": ctkvr_lists,
     "answers with sparse prompts": sparse_answers,
     "settings of sparse prompts": sparse_settings,
@@ -716,7 +709,4 @@ MAKERS: Mapping[str, Callable[[Results], Rows]] = {
     "server": server,
     "load": load,
     "key codes": codes,
-}
-TABLES = {  # by their names in the documents
-    name: make if name in ("perplexity", "losses", "budgets") else of_100_rows(make) for name, make in MAKERS.items()
 }

@@ -88,7 +88,11 @@ def _perplexities(document: Document, common: Document) -> Iterator[Figure]:
     context = document["prompt_tokens"]
     group = f"{document['model']}, {document['tokens']} tokens behind {context:,}"
     for number, entry in enumerate(document["results"]):
-        own: Document = {"method": entry["name"], "rows": _rows(entry["name"], entry.get("settings")), "context": context}
+        own: Document = {
+            "method": entry["name"],
+            "rows": _rows(entry["name"], entry.get("settings")),
+            "context": context,
+        }
         own |= {**common, "fingerprint": entry.get("fingerprint")}
         texts = [("all texts", entry, f"results.{number}")]
         texts += [
@@ -97,7 +101,11 @@ def _perplexities(document: Document, common: Document) -> Iterator[Figure]:
         ]
         for name, text, place in texts:
             spread = Z_95 * text["error"]
-            ends: Document = {"low": text["percent"] - spread, "high": text["percent"] + spread, "place": f"{place}.percent"}
+            ends: Document = {
+                "low": text["percent"] - spread,
+                "high": text["percent"] + spread,
+                "place": f"{place}.percent",
+            }
             at = entry["attended_tokens"]
             yield Figure(PERPLEXITY, f"{group}: {name}", at=at, value=text["percent"], **ends, **own)
         for part, percent in enumerate(entry["by_part"]):
@@ -110,7 +118,11 @@ def _answers(document: Document, common: Document) -> Iterator[Figure]:
     for number, cell in enumerate(document["cells"]):
         engine, questions = cell["engine"], sum(map(len, cell["right"]))
         config = document["engines"].get(engine, {})
-        own: Document = {"method": engine, "rows": _rows(engine, config.get("method_config")), "context": cell["length"]}
+        own: Document = {
+            "method": engine,
+            "rows": _rows(engine, config.get("method_config")),
+            "context": cell["length"],
+        }
         own |= {**common, "fingerprint": document.get("fingerprints", {}).get(engine)}
         exact = "".join(cell["right"]).count("1") / questions
         low, high = (100 * end for end in wilson(exact, len(cell["right"])))
