@@ -13,6 +13,7 @@ from kvseek.bench.accuracy.perplexity import rise
 from kvseek.bench.load import report
 from kvseek.bench.output import GIB, Figure, read_result, rows
 from kvseek.bench.speed.parts import part_groups
+from kvseek.bench.variants import parse_variants
 from kvseek.core.errors import KvseekError
 
 ROOT = Path(__file__).resolve().parents[1]  # also where the folder is reached through a link
@@ -31,6 +32,7 @@ TASKS = {  # of the suite needle, and their headings
     "variable_tracking": "variables",
 }
 
+PERPLEXITY = ("perplexity-cpu-smollm2", "perplexity-methods-cpu-smollm2")
 NEEDLE = ("needle-gpu-32k-layers-together", "needle-h100-128k-layers-together")
 
 Row = tuple[str, ...]
@@ -278,7 +280,7 @@ def _counted(cell: dict[str, Any]) -> str:
 
 
 def perplexities(results: Results) -> Rows:
-    found = results("perplexity-cpu-smollm2")
+    found = results(PERPLEXITY[0])
     first = found["results"][0]
     texts = [f"`{name.rpartition('/')[2].rpartition(':')[2]}`" for name in found["texts"]]
     yield (
@@ -295,6 +297,57 @@ def perplexities(results: Results) -> Rows:
         kinds = (f"{entry[name]:+.1f}" if entry is not first else "" for name in ("likely", "unlikely"))
         attended = f"{entry['attended_tokens']:,.0f}"
         yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", *rises, *kinds)
+
+
+def losses(results: Results) -> Rows:
+    """What each method loses at its default: of perplexity and of needle answers; bold beyond 1 % or a point."""
+    entries = [entry for name in PERPLEXITY for entry in results(name)["results"]]
+    documents = [results(name) for name in NEEDLE]
+    asked = (
+        (document["cells"][0]["length"], sum(c["questions"] for c in document["cells"] if c["engine"] == "full"))
+        for document in documents
+    )
+    lost = (f"needle answers lost of {questions} at {length:,} tokens" for length, questions in asked)
+    yield ("method", "rows by default", "perplexity over `full`, %", "on the worst text, %", *lost)
+    for method in METHODS[1:]:
+        (default,) = parse_variants(method)
+        own = [entry for entry in entries if _is_default(entry["name"], method)]
+        worst = max((text["percent"] for text in own[0]["by_text"]), default=0.0) if own else 0.0
+        shown = (_bold(rise(own[0]), own[0]["percent"]), _bold(f"{worst:+.1f}", worst)) if own else ("not measured", "")
+        cells = (_lost(document, method, default.settings.top_k) for document in documents)
+        yield (f"`{method}`", f"{default.settings.top_k:,}", *shown, *cells)
+
+
+def _is_default(name: str, method: str) -> bool:
+    (variant,), (default,) = parse_variants(name), parse_variants(method)
+    same = (variant.method, variant.settings, variant.cache, variant.engine)
+    return same == (default.method, default.settings, default.cache, default.engine)
+
+
+def _bold(text: str, loss: float) -> str:
+    return f"**{text}**" if loss > 1 else text
+
+
+def _lost(document: dict[str, Any], method: str, rows: int) -> str:
+    """Answers fewer than those of `full`; the rows, where the result is of others than `rows`."""
+    own, full = ([cell for cell in document["cells"] if cell["engine"] == name] for name in (method, "full"))
+    fewer = sum(map(_right, full)) - sum(map(_right, own))
+    measured = document["engines"][method]["method_config"]["top_k"]
+    share = 100 * fewer / sum(cell["questions"] for cell in own)
+    return _bold(str(max(fewer, 0)), share) + ("" if measured == rows else f" (with {measured} rows)")
+
+
+def loss_and_time(results: Results) -> Rows:
+    """What settings lose of perplexity beside what their steps take, where both were measured, then where only the loss was."""
+    losses, times = results(PERPLEXITY[0])["results"], results("budgets-h200")
+    yield ("", "perplexity over `full`, %", "on the worst text, %", "a step, rows in GPU memory", "rows in host memory")
+    for entry in sorted(losses[1:], key=lambda entry: entry["name"].partition(":")[0]):
+        timed = entry["name"] in times["methods"]
+        steps = [
+            with_ratio(step(times, entry["name"], place, 128 * K)) if timed else "" for place in ("never", "always")
+        ]
+        worst = max(text["percent"] for text in entry["by_text"])
+        yield (f"`{entry['name']}`", rise(entry), f"{worst:+.1f}", *steps)
 
 
 def ctkvr_lists(results: Results) -> Rows:
@@ -644,6 +697,8 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "parts of a prompt": prompt_parts,
     "answers": answers,
     "perplexity": perplexities,
+    "losses": losses,
+    "loss and time": loss_and_time,
     "lists of ctkvr": ctkvr_lists,
     "answers with sparse prompts": sparse_answers,
     "settings of sparse prompts": sparse_settings,

@@ -18,7 +18,7 @@ COMMANDS = {
     "cache": ("kvseek.cli.cache", "list or drop the prefixes that a server keeps on disk"),
     "chat": ("kvseek.client.chat", "ask a running server"),
     "bench": ("kvseek.bench.speed.decode", "measure the time per output token"),
-    "evaluate": ("kvseek.bench.accuracy.evaluate", "measure what a method loses"),
+    "evaluate": ("kvseek.bench.evaluate", "measure what a method loses"),
     "completion": ("kvseek.cli.completion", "print a script that completes commands and flags in a shell"),
 }
 INTERRUPTED = 130  # exit status after SIGINT, as shells have it: 128 + 2

@@ -34,7 +34,9 @@ from kvseek.bench.output import (
 )
 from kvseek.bench.variants import FORM, parse_budgets
 from kvseek.core.config import CHOICES
+from kvseek.core.config_file import read_config
 from kvseek.core.errors import require
+from kvseek.core.manifest import read_manifest
 from kvseek.engine.tokenizer import Tokenizer
 
 LIKELY = -math.log(0.5)  # largest loss, by the first engine, of a token that is called likely
@@ -154,7 +156,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             first = first or losses
             figures = figures_of(losses, first, arguments.block)
             own = [[round(-loss, 4) for loss in of_text] for of_text in losses]
-            results.append({"name": name, **figures, **counts, "log_probabilities": own})
+            built = {
+                "settings": read_config(directory).method_config,
+                "fingerprint": read_manifest(directory).fingerprint,
+            }
+            results.append({"name": name, **built, **figures, **counts, "log_probabilities": own})
             progress(f"{name}: perplexity {figures['perplexity']:.3f}, {rise(figures)} %")
             if arguments.output:
                 write_result(arguments.output, document)

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 from kvseek.bench.load.report import SERVER, captions
 from kvseek.bench.output import ResultError, read_result
 
-from .svg import draw_command, element, picture, put_text, rule, short_number, written
+from .svg import draw_command, element, picture, put_text, round_step, rule, short_number, written
 
 WIDTH, HEAD, ROW, FOOT = 1040, 100, 270, 16
 LEFTS, PANEL_WIDTH, PANEL_HEIGHT = (70, 410, 750), 250, 180
@@ -92,7 +92,7 @@ class Area:
         if logarithmic:
             self.ticks = [10.0**n for n in range(math.floor(math.log10(min(values))), _up(math.log10(max(values))) + 1)]
         else:
-            step = _round_step(max(values) / 4)
+            step = round_step(max(values) / 4)
             self.ticks = [step * n for n in range(_up(max(values) / step) + 1)]
 
     def x(self, number: float) -> float:
@@ -112,12 +112,6 @@ class Area:
 def _up(number: float) -> int:
     """The next integer, and never 0 steps."""
     return max(1, math.ceil(number)) if number > 0 else math.floor(number) + 1
-
-
-def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... (or 0.1, 0.2, ...) that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
 
 
 def draw(document: dict[str, Any], file: str) -> str:

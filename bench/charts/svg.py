@@ -7,6 +7,7 @@ bytes with each of its versions, and cannot follow the reader's light or dark mo
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,6 +66,12 @@ def _colours(colours: Sequence[str]) -> str:
 def short_number(count: int) -> str:
     """Multiples of 1,024 as so many K, other numbers as they are."""
     return f"{count:,}" if count % 1024 else f"{count // 1024}K"
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, ... (or 0.1, 0.2, ...) that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
 
 
 def rule(root: ElementTree.Element, start: tuple[float, float], end: tuple[float, float], kind: str) -> None:

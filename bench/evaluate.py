@@ -1,4 +1,4 @@
-"""`kvseek evaluate`: what a method loses, by its kinds of evaluation."""
+"""`kvseek evaluate`: what a method loses, by its kinds of evaluation, and a page of what was found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvseek.bench.accuracy import perplexity, tasks
+from kvseek.bench.charts import report
 from kvseek.bench.output import add_output_flags, command
 from kvseek.core.command_line import Parser
 
@@ -18,6 +19,7 @@ KINDS: dict[str, tuple[Any, str, str]] = {  # with what each is about, and when 
         "right answers to questions on long contexts",
         ", after every few contexts; one there is gone on with",
     ),
+    "report": (report, "one HTML page of result files", ""),
 }
 
 
