@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +113,14 @@ def paper_presets(results: Results) -> Rows:
     for name in ("prkv", "pariskv", "ctkvr", "clusterkv"):
         times = (with_ratio(step(document, f"{name}:paper", offload, 128 * K)) for offload in ("never", "always"))
         yield (f"`{name}:paper`", *times)
+
+
+def budgets(results: Results) -> Rows:
+    document = results("budgets-h200")
+    yield ("", "rows in GPU memory", "rows in host memory")
+    for method in document["methods"]:
+        times = [with_ratio(step(document, method, offload, 128 * K)) for offload in ("never", "always")]
+        yield (f"`{method}`", times[0], times[1] if method != "full" else "")
 
 
 def parts(results: Results) -> Rows:
@@ -490,6 +497,13 @@ def server(results: Results) -> Rows:
     ]
 
 
+def served(results: Results) -> Rows:
+    shown = {name: figure for name, figure in report.SERVED.items() if name not in ("load", "asked", "requests")}
+    yield tuple(shown)
+    for entry in results("served-mixture-h200")["results"]:
+        yield tuple(figure(entry) for figure in shown.values())
+
+
 def load(results: Results) -> Rows:
     """A line a cell, with the medians of both tools; the picture of the document has the other percentiles."""
     found = results("load-cpu-smollm2")["results"]
@@ -503,7 +517,7 @@ def load(results: Results) -> Rows:
 
 
 CODES = {  # what is said of it, and the changes from the defaults under which the result file has it
-    "**2 bits find 8 candidates a row, 4 bits choose**": "defaults",
+    "**the defaults: 2 bits find 8 candidates a row, 4 bits choose**": "defaults",
     "4 candidates a row": "candidates 4",
     "16 candidates a row": "candidates 16",
     "1 bit finds candidates": "first_bits 1",
@@ -614,26 +628,12 @@ def _with_unit(entry: dict[str, Any]) -> str:
     return f"{time} ms{space}{ratio}"
 
 
-def of_100_rows(make: Callable[[Results], Rows]) -> Callable[[Results], Rows]:
-    """A table of results from when `nested` and `pariskv` selected 100 rows if nothing was said: their names tell it."""
-
-    def named(cell: str) -> str:
-        return re.sub(
-            r"`(nested|pariskv)(?:`|:(?=weight))", lambda found: f"`{found[1]}:top_k=100" + _after(found[0]), cell
-        )
-
-    return lambda results: (tuple(map(named, row)) for row in make(results))
-
-
-def _after(name: str) -> str:
-    return "," if name.endswith(":") else "`"
-
-
 SUMMARY = "summary"
-MAKERS: Mapping[str, Callable[[Results], Rows]] = {
+TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the documents
     SUMMARY: summary,
     "one request": one_request,
     "steps with the settings of papers": paper_presets,
+    "steps by the number of rows": budgets,
     "parts of a step": parts,
     "long contexts": long_contexts,
     "throughput": throughput,
@@ -659,9 +659,7 @@ MAKERS: Mapping[str, Callable[[Results], Rows]] = {
     "prompts on a CPU core": cpu_prompts,
     "sampled steps on a CPU core": cpu_sampling,
     "server": server,
+    "served": served,
     "load": load,
     "key codes": codes,
-}
-TABLES = {  # by their names in the documents
-    name: make if name == "perplexity" else of_100_rows(make) for name, make in MAKERS.items()
 }

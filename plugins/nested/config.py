@@ -21,13 +21,13 @@ class Config:
         Seed of the signs of the randomised Hadamard transform.
     """
 
-    top_k: int = 512
-    candidates: int = 3
+    top_k: int = 100
+    candidates: int = 8
     rotation_seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "512 is the default")
-        require(self.candidates >= 1, "candidates", self.candidates, ">= 1", "3 is the default")
+        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "100 is the default")
+        require(self.candidates >= 1, "candidates", self.candidates, ">= 1", "8 is the default")
         in_range = 0 <= self.rotation_seed < 2**63
         require(in_range, "rotation_seed", self.rotation_seed, "in [0, 2**63)", "any such number will do")
 

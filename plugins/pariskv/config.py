@@ -71,13 +71,13 @@ class Config:
         By region length, ascending; the last step has no bound.
     """
 
-    top_k: int = 512
+    top_k: int = 100
     group_reduce: str = "softmax_mean"
     rotation_seed: int = 0
     schedule_steps: tuple[ScheduleStep, ...] = DEFAULT_SCHEDULE
 
     def __post_init__(self) -> None:
-        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "512 is the default")
+        require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "100 is the default")
         known = self.group_reduce in GROUP_REDUCTIONS
         limit = f"one of {GROUP_REDUCTIONS}"
         require(known, "group_reduce", self.group_reduce, limit, "softmax_mean is the default")

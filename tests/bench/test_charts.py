@@ -61,8 +61,7 @@ def test_the_first_screen_states_what_was_measured() -> None:
     """Steps of full and nested, as the picture has them; eight requests of full and pariskv, and layers in host memory."""
     words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     sentences = (
-        r"at 131,072 tokens takes (?P<full>\S+) ms with dense attention and (?P<device>\S+) ms with ",
-        r"the method `nested` and 100 rows a KV head, ",
+        r"at 131,072 tokens takes (?P<full>\S+) ms with dense attention and (?P<device>\S+) ms with the method `nested`, ",
         r"(?P<host>\S+) ms with all rows in host memory; at 524,288 tokens (?P<full_long>\S+), (?P<device_long>\S+) and ",
         r"(?P<host_long>\S+) ms\.",
     )

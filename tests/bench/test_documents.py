@@ -42,15 +42,6 @@ def test_result_files_are_as_the_tools_write_them_and_small(path: Path) -> None:
     assert len(text) <= MOST_BYTES, "cut it down to what the tables read"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_names_tell_the_rows_that_were_measured(path: Path) -> None:
-    """Tables call `nested` and `pariskv` of these files top_k=100: take that of a file with other rows out of of_100_rows."""
-    variants = json.loads(path.read_text(encoding="utf-8")).get("methods", {})
-    for label, variant in variants.items() if isinstance(variants, dict) else ():
-        if label.partition(":")[0] in ("nested", "pariskv"):
-            assert variant["settings"]["top_k"] == 100, label
-
-
 def test_another_figure_in_a_file_is_another_document(tmp_path: Path) -> None:
     """Writing once more changes nothing, and text around a table stays."""
     shutil.copytree(FOLDER, tmp_path / "results")

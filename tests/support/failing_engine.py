@@ -42,11 +42,11 @@ def main() -> int:
     def dead(self: Cache, slot: int) -> None:
         raise RuntimeError(DEAD_ERROR)
 
-    def failing_launch(self: HostDecoder, tokens: Any, slots: Any, samplers: Any) -> Any:
+    def failing_launch(self: HostDecoder, tokens: Any, slots: Any, samplers: Any, wanted: Any) -> Any:
         if len(slots) == FAILING_SLOTS:
             raise RuntimeError(STEP_ERROR)
         time.sleep(STEP_SECONDS)
-        return launch(self, tokens, slots, samplers)
+        return launch(self, tokens, slots, samplers, wanted)
 
     Retrieval.store_layer, HostDecoder.launch = failing_store, failing_launch  # type: ignore[method-assign]
     service.HUNG_SECONDS, service.LOOK_SECONDS = HUNG_SECONDS, 0.2

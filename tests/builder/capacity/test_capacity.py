@@ -192,7 +192,7 @@ def test_numbers_of_llama(llama: Path) -> None:
     assert sizes["window_per_slot"] == 576 * 131072
     assert sizes["rows_per_token"] == 131072 == 32 * 8 * 2 * 128 * 2
     assert sizes["index_per_token"] == 8 * 32 * 114, "114 bytes a layer and KV head"
-    kept, work_space = 128 * MIB + 32 * 8 * 16 * 256 * 4, 8 * (16 + 2 + 1) * 1024
+    kept, work_space = 25 * MIB + 32 * 8 * 16 * 256 * 4, 8 * (16 + 2 + 1) * 1024
     scratch = 8 * 25 << 20  # of a slot, as slots may share extents
     assert sizes["index_per_slot"] == pytest.approx(kept + work_space + scratch, rel=0.01), (
         "hot rows, counts; votes, columns, totals; votes, places, estimates and keys of a region"

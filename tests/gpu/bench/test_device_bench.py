@@ -133,9 +133,7 @@ def test_selections_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         for entry in results
         if entry["method"] == "nested" and entry["batch"] == 1 and entry["context"] == 4096
     )
-    assert nested == SHAPE.num_kv_heads * (
-        (4095 - WINDOW) // 256 * 256 * (64 / 4 + 2 + 132 / 256) + 1536 * (64 / 2 + 2)
-    )
+    assert nested == SHAPE.num_kv_heads * ((4095 - WINDOW) // 256 * 256 * (64 / 4 + 2 + 132 / 256) + 800 * (64 / 2 + 2))
     assert "nested" in capsys.readouterr().out
 
 

@@ -351,11 +351,20 @@ def test_given_tokens_are_scored_by_the_steps_that_generate(engine: Engine) -> N
 
     greedy = told({})
     tokens = {slot: tuple(token for token, *_ in own) for slot, own in greedy.items()}
-    assert told(tokens) == greedy
+    again = told(tokens)
+    for slot, own in greedy.items():  # which requests share a step depends on time, and with it the last bits
+        for (token, likely, attended), (other_token, other_likely, other_attended) in zip(
+            own, again[slot], strict=True
+        ):
+            assert (other_token, other_attended) == (token, attended)
+            assert [one for one, _ in other_likely.top] == [one for one, _ in likely.top]
+            assert other_likely.token == pytest.approx(likely.token, abs=MAX_DIFFERENCE)
     given = {slot: tuple(step[number] for step in TOKENS[:30]) for number, slot in enumerate(SLOTS)}
     other = told(given)
     assert {slot: tuple(token for token, *_ in own[:30]) for slot, own in other.items()} == given
-    assert all(other[slot][0][1].top == greedy[slot][0][1].top and other[slot][9] != greedy[slot][9] for slot in SLOTS)
+    for slot in SLOTS:
+        assert [one for one, _ in other[slot][0][1].top] == [one for one, _ in greedy[slot][0][1].top]
+        assert [one for one, _ in other[slot][9][1].top] != [one for one, _ in greedy[slot][9][1].top]
 
 
 def test_a_service_generates_from_its_own_thread(models: dict[str, Path], on_gpu: BuildEngine, engine: Engine) -> None:

@@ -237,10 +237,10 @@ def check_a_way_that_fails(directory: Path, way: str, name: str, monkeypatch: py
     )
     command = [sys.executable, "-c", program, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAY_SECONDS, check=True)
-    message = (
-        f"rank 1: cannot sum by {name}: RuntimeError: no way to the other GPUs; others wait for it there; the engine's"
-    )
-    assert done.stdout.startswith(message), done
+    # Where rank 0's own attempt has timed out meanwhile, it goes on to the next way, which fails as well; the log has the reason.
+    assert done.stdout.startswith(("rank 1: cannot sum by", "rank 1: SumError: the ranks' GPUs can sum neither")), done
+    assert "the engine's ranks cannot go on without each other" in done.stdout, done
+    assert f"cannot sum by {name}: RuntimeError: no way to the other GPUs" in done.stdout + done.stderr, done
 
 
 def test_a_way_that_fails_on_one_rank_ends_the_engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None
 
 def test_more_candidates_than_shared_memory_holds() -> None:
     torch.manual_seed(5)
-    config = Config(top_k=600)
+    config = Config(top_k=300)
     assert config.top_k * config.candidates > HELD_CANDIDATES
     index = make_index(config, "bfloat16", 128, 4, gpu_context.keys_of_slots([100_000], 128, "bfloat16"))
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,7 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.gpu.server.failing_gpu_engine import DONE, HANGING, HUNG_SECONDS, ILLEGAL, IN_STEP
 from tests.server.test_engine_errors import asked
 from tests.support.door_processes import doors, engine_process
-from tests.support.live_server import live_server
-from tests.support.server_streams import tokens
+from tests.support.metrics import metric
 from tests.support.waiting import wait_for
 
 from kvseek.server.engine.process import STATUS_FAILED
@@ -31,6 +30,7 @@ MODULE = "tests.gpu.server.failing_gpu_engine"
 FAULTS = {HANGING: f"EngineHungError: a step has not ended for {HUNG_SECONDS:g} s", ILLEGAL: "illegal"}
 LIMITS = ("--max_batch_size", "4", "--max_seq_len", "16000", "--max_input_len", "15000")
 ANSWER_SECONDS = 60.0
+ROUTES = ("generate", "generate_stream")
 TAKER = """
 import sys, torch
 taken, size = [], 1 << 30
@@ -95,22 +95,19 @@ def memory_taken() -> Iterator[None]:
 
 
 def test_memory_that_another_process_takes_ends_what_needs_it(directory: Path, tmp_path: Path) -> None:
-    """A long prompt is refused for want of memory, or the engine process ends and is started again; then all is served."""
-    with live_server(directory, tmp_path / "server.log", "--restarts", "20") as server:
-        short, long = tuple(range(5, 45)), tuple((7 * i) % 380 for i in range(14000))
-        expected = tokens(server, "grpc", short, 8).join().ids
+    """A long prompt is refused for want of memory, or the engine process ends; then it, or the next one, serves all."""
+    where = (directory, tmp_path / "engine.sock", ServeSettings(threads=1))
+    short, long = tuple(range(5, 45)), tuple((7 * i) % 380 for i in range(14000))
+    with doors(*where) as door, ThreadPoolExecutor() as pool, ExitStack() as engines:
+        engine = engines.enter_context(engine_process(*where))
+        wait_for(lambda: not asked(door, "generate", short, 8), "the door has found the engine", 120)
         with memory_taken():
-            streams = [tokens(server, route, long, 8) for route in ("grpc", "http_stream")]
-            streams += [tokens(server, route, short, 8) for route in ("grpc", "http_stream")]
-            for stream in streams:
-                stream.join()
-                named = (
-                    "of device memory" in stream.error or "memory" in stream.error or "engine process" in stream.error
-                )
-                assert stream.ids[:8] == expected or stream.reason == "length" or named, stream.error
-        server.wait_ready()
-        wait_for(lambda: tokens(server, "grpc", short, 8).join().ids == expected, "served again", 120)
-        answers = [tokens(server, "grpc", long, 8).join() for _ in range(2)]
-        assert [one.reason for one in answers] == ["length", "length"]
-        assert server.metric("kvseek:num_requests_running") == 0
-        assert server.metric("kvseek:extents_used") == 0
+            asks = [pool.submit(asked, door, path, ids, 8) for ids in (long, short) for path in ROUTES]
+            for error in (ask.result(ANSWER_SECONDS) for ask in asks):
+                assert not error or "memory" in error or "engine process" in error, error
+        if engine.poll() is not None:
+            engines.enter_context(engine_process(*where))
+        wait_for(lambda: not asked(door, "generate", short, 8), "served again", 120)
+        assert [asked(door, path, long, 8) for path in ROUTES] == ["", ""]
+        for name in ("kvseek:num_requests_running", "kvseek:extents_used"):
+            assert metric(f"127.0.0.1:{door.metrics_port}", name) == 0

@@ -76,4 +76,4 @@ def test_bytes_per_token() -> None:
 
 
 def test_candidates_are_so_many_a_row() -> None:
-    assert [Config().candidate_count(n) for n in (0, 350, 800, 100_000)] == [0, 350, 800, 1536]
+    assert [Config().candidate_count(n) for n in (0, 350, 800, 100_000)] == [0, 350, 800, 800]
