@@ -201,7 +201,7 @@ class Tokenizer:
     def begun_bytes(self, prompt_ids: Sequence[int]) -> bytes | None:
         """Return the bytes at a prompt's end that begin a character; None unless bytes are all that a text is made of.
 
-        So they are with vocabularies of the kind of GPT-2's, Llama 3's and Qwen's. These bytes and those of the tokens that follow,
+        So they are with vocabularies of the kind of GPT-2's, Llama 3's and Qwen's. These bytes and those of the next tokens,
         decoded, give what `decode` gives, in less time.
         """
         if not (self._tokenizer and self._joins_bytes):
