@@ -161,17 +161,17 @@ class FrontendConnection:
 
     def send_outputs(self, outputs: list[tuple[int, StepOutput]]) -> None:
         """Send outputs of the engine, in several messages if they have many logits."""
-        logits, message = 0, list[tuple[int, StepOutput]]()
-        for number, output in outputs:
+        logits, sent = 0, 0
+        for place, (number, output) in enumerate(outputs, 1):
             if output.finish_reason is not None:
                 self._handles.pop(number, None)
-            message.append((number, output))
-            logits += len(output.context_logits) + len(output.generation_logits)
-            if logits >= FRAME_BYTES:
-                self.send(Outputs(message))
-                logits, message = 0, []
-        if message:
-            self.send(Outputs(message))
+            if output.context_logits or output.generation_logits:
+                logits += len(output.context_logits) + len(output.generation_logits)
+                if logits >= FRAME_BYTES:
+                    self.send(Outputs(outputs[sent:place]))
+                    logits, sent = 0, place
+        if sent < len(outputs):
+            self.send(Outputs(outputs[sent:]))
 
     def take(self, message: FromFrontend) -> None:
         """Do what a message of the frontend asks for."""

@@ -245,8 +245,8 @@ async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
             begun = True
             for event in work.reply.begin(len(work.choices)):
                 yield event
-        write = partial(work.reply.pieces, index, piece)
-        for event in write() if _is_small(piece) else await asyncio.to_thread(write):
+        write, small = work.reply.pieces, not (piece["tokens"] or piece["rows"]) or _is_small(piece)
+        for event in write(index, piece) if small else await asyncio.to_thread(write, index, piece):
             yield event
         piece["tokens"], piece["rows"], piece["prompt"] = (), (), None  # which take memory
         last[index] = piece
