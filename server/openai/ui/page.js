@@ -282,7 +282,9 @@ class Pane {
   tell(name, read, spans) {
     const order = [...(read?.sums ?? [])].map((share, b) => [share, b]).filter(([share]) => share > 0);
     order.sort(([one, first], [other, second]) => other - one || first - second);
-    const what = !read ? "reading the prompt gave it" : read.dense ? "every row was read" : `${count(order.length)} passages were read; most:`;
+    let what = `${count(order.length)} passages of ${this.block} tokens were read; most:`;
+    if (!read) what = "reading the prompt gave it";
+    else if (read.dense) what = "every row was read";
     this.find(".told").textContent = `${name}: ${what}`;
     const entries = read?.dense ? [] : order.slice(0, MOST_READ);
     this.find(".most").replaceChildren(...entries.map(([share, b]) => {
