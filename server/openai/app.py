@@ -40,6 +40,7 @@ from kvseek.server.settings import ServeSettings
 from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
 from .choices import ChatReply, CompletionReply, Json, Piece, Reply, make_choices, usage
 from .errors import FieldError, openai_error
+from .page import PATHS, page_routes
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
@@ -106,9 +107,10 @@ class OpenAIPort:
             None  # in bytes; until the tokenizer is loaded there is none, and requests are refused
         )
         self._started = int(time.time())
-        open_paths = (HEALTH, MODELS) if open_models else (HEALTH,)
+        open_paths = {HEALTH, *((MODELS,) if open_models else ()), *(PATHS if settings.ui else ())}
+        page = page_routes() if settings.ui else []
         self.server = HttpServer(
-            [*self._routes(), Route(HEALTH, ready), Route("/metrics", metrics)],
+            [*self._routes(), Route(HEALTH, ready), Route("/metrics", metrics), *page],
             ENDPOINTS,
             settings.most_connections(config),
             openai_error,
