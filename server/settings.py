@@ -69,7 +69,10 @@ OPENAI_FLAGS: Flags = {
         _origins,
         "origins, with commas between, whose web pages may ask from a browser (CORS); * stands for all",
     ),
-    "ui": (_yes, "serve a page at / of the OpenAI port that shows what each step of an answer read; alone it means true"),
+    "ui": (
+        _yes,
+        "serve a page at / of the OpenAI port that shows what each step of an answer read; alone it means true",
+    ),
     **KEY_FLAGS,
 }
 SERVE_FLAGS: Flags = {

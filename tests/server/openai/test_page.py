@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ QUESTION = "two ships?"
 KEY = "the-key-of-the-other-server"
 TOKENS, BLOCK, SINK = 6, 16, 4
 Shares = list[float]
+expect.set_options(timeout=SECONDS * 1000)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def passages(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text of each block of tokens. A character whose bytes two blocks have is in the second one."""
     ends = [*range(BLOCK, len(ids), BLOCK), len(ids)]
     before = ["", *(tokenizer.decode_complete(ids[:end])[0] for end in ends)]
-    return [after[len(own) :] for own, after in zip(before, before[1:], strict=False)]
+    return [after[len(own) :] for own, after in pairwise(before)]
 
 
 def test_passages_are_the_text_of_their_tokens(directories: Callable[[str], Path]) -> None:
@@ -79,11 +80,17 @@ def test_passages_are_the_text_of_their_tokens(directories: Callable[[str], Path
 
 def test_shares_are_of_the_rows_that_can_be_selected() -> None:
     rows = {
-        **{"region": [4, 40], "block": 16, "layers": [0, 2, 5], "kv_heads": [1, 3]},
+        "region": [4, 40],
+        "block": 16,
+        "layers": [0, 2, 5],
+        "kv_heads": [1, 3],
         "blocks": [[[0], [0, 2]], None, [[], [1]]],
         "counts": [[[6], [3, 8]], None, [[], [16]]],
     }
-    script = "(rows, ask) => ask.map(([layer, head]) => { const {sums, dense} = page.shares(rows, layer, head, 4); return [...sums, dense]; })"
+    script = """(rows, ask) => ask.map(([layer, head]) => {
+        const {sums, dense} = page.shares(rows, layer, head, 4);
+        return [...sums, dense];
+    })"""
     asked = [(0, 1), (0, "all"), ("all", "all"), (2, 1), (5, 3)]
     assert in_node(script, rows, asked) == [
         [0.5, 0, 0, 0, False],
@@ -113,8 +120,11 @@ class Ports:
         """The passages of the prompt and what a step reads of them, from an answer without a page."""
         key = {"Authorization": f"Bearer {KEY}"}
         body = {
-            **{"model": "tiny", "messages": [{"role": "user", "content": f"{DOCUMENT.strip()}\n\n{QUESTION}"}]},
-            **{"max_tokens": TOKENS, "temperature": 0, "return_selected_rows": {"block": 1}},
+            "model": "tiny",
+            "messages": [{"role": "user", "content": f"{DOCUMENT.strip()}\n\n{QUESTION}"}],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "return_selected_rows": {"block": 1},
         }
         response = requests.post(f"{port.openai_url}/chat/completions", json=body, headers=key, timeout=SECONDS)
         rows = response.json()["choices"][0]["selected_rows"][step]
@@ -154,6 +164,7 @@ def browser() -> Iterator[Browser]:
 def page(ports: Ports, browser: Browser) -> Iterator[Page]:
     """The page, once its server answers; nothing that it does may raise."""
     page, errors = browser.new_page(), list[str]()
+    page.set_default_timeout(SECONDS * 1000)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"http://127.0.0.1:{ports.own.openai_port}/")
     expect(page.get_by_role("status")).to_have_text("Ready.")
@@ -242,7 +253,7 @@ def test_a_keyboard_is_enough(page: Page) -> None:
 def test_two_servers_side_by_side(ports: Ports, page: Page) -> None:
     """Each pane shades what its own server has read; a key goes only to the server that wants it."""
     fill(page)
-    page.get_by_label("Other server").fill(ports.other.openai_url)
+    page.get_by_label("Other server to compare with").fill(ports.other.openai_url)
     page.get_by_role("button", name="Ask").click()
     own, other = page.locator(".pane").first, page.locator(".pane").last
     expect(other.get_by_role("status")).to_contain_text("This server wants an API key")
@@ -267,7 +278,7 @@ def test_two_servers_side_by_side(ports: Ports, page: Page) -> None:
 @pytest.mark.server
 def test_errors_are_words(ports: Ports, page: Page) -> None:
     fill(page, document=DOCUMENT * 20)
-    page.get_by_label("Other server").fill("http://127.0.0.1:1")
+    page.get_by_label("Other server to compare with").fill("http://127.0.0.1:1")
     page.get_by_role("button", name="Ask").click()
     own, other = page.get_by_role("status").first, page.get_by_role("status").last
     expect(own).to_contain_text("max_input_len = 1024; shorten it")
