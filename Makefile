@@ -20,6 +20,7 @@ SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 LOAD := .cache/load
 PERF_ANALYZER := $(LOAD)/perf_analyzer/bin/perf_analyzer
 AIPERF := $(LOAD)/aiperf/bin/aiperf
+LM_EVAL := $(LOAD)/lm_eval/bin/lm_eval
 LOAD_ENGINE := .cache/engines/smollm2-load
 LOAD_RESULT ?= build/load.json
 PERF_ARGS ?=
@@ -28,7 +29,7 @@ COMMIT ?= main
 # Hundreds of processes of the tests import kvseek, and would compile it each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools check check-install lint sizes types links format install model engine clean
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools lm-eval check check-install lint sizes types links format install model engine clean
 
 demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -88,6 +89,14 @@ $(PERF_ANALYZER): | install
 $(AIPERF): | install
 	$(PYTHON) -m venv $(LOAD)/aiperf
 	$(LOAD)/aiperf/bin/pip install -q $(PIP_ARGS) aiperf==0.13.0
+
+lm-eval: $(LM_EVAL) ## lm-evaluation-harness in a folder of its own, which sees kvseek and what it needs; 570 MB
+
+$(LM_EVAL): | install
+	$(PYTHON) -m venv $(LOAD)/lm_eval
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$($(LOAD)/lm_eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvseek.pth
+	$(LOAD)/lm_eval/bin/pip install -q $(PIP_ARGS) 'lm_eval[api]==0.4.13' 'pyarrow<21'
 
 # mypy has one thread, so it runs beside the tests; lint has made the links that it needs.
 check: lint model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls

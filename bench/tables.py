@@ -13,7 +13,7 @@ from kvseek.bench.accuracy.perplexity import rise
 from kvseek.bench.load import report
 from kvseek.bench.output import GIB, Figure, read_result, rows
 from kvseek.bench.speed.parts import part_groups
-from kvseek.bench.variants import parse_variants
+from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import KvseekError
 
 ROOT = Path(__file__).resolve().parents[1]  # also where the folder is reached through a link
@@ -341,13 +341,18 @@ def loss_and_time(results: Results) -> Rows:
     """What settings lose of perplexity beside what their steps take, where both were measured, then where only the loss was."""
     losses, times = results(PERPLEXITY[0])["results"], results("budgets-h200")
     yield ("", "perplexity over `full`, %", "on the worst text, %", "a step, rows in GPU memory", "rows in host memory")
-    for entry in sorted(losses[1:], key=lambda entry: entry["name"].partition(":")[0]):
+    settings = {entry["name"]: parse_variants(entry["name"])[0] for entry in losses[1:]}
+    for entry in sorted(losses[1:], key=lambda one: _method_and_rows(settings[one["name"]])):
         timed = entry["name"] in times["methods"]
         steps = [
             with_ratio(step(times, entry["name"], place, 128 * K)) if timed else "" for place in ("never", "always")
         ]
         worst = max(text["percent"] for text in entry["by_text"])
         yield (f"`{entry['name']}`", rise(entry), f"{worst:+.1f}", *steps)
+
+
+def _method_and_rows(variant: Variant) -> tuple[str, int]:
+    return variant.method, variant.settings.top_k
 
 
 def ctkvr_lists(results: Results) -> Rows:

@@ -1,12 +1,7 @@
-"""lm_eval, the evaluation harness, asks the OpenAI port; it is no dependency: pip install 'lm_eval[api]' 'pyarrow<21'."""
+"""lm_eval, the evaluation harness, asks the OpenAI port."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +9,17 @@ import pytest
 import torch
 from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
+from tests.support import lm_eval
 
 from kvseek.server.launch import RunningServer
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"),
+    lm_eval.needs_lm_eval,
 ]
 
 QUESTIONS = ["the harbour master", "one ship, two ships", "the light was"]
-GENERATE = """
-task: tiny
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["never there"], max_gen_toks: 6, temperature: 0, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
-CHOOSE = """
-task: tiny
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list: [{{metric: acc}}]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -62,33 +34,13 @@ def directory(model_folder: Path, build_engine: BuildEngine) -> Path:
 
 def evaluate(
     server: RunningServer, folder: Path, task: str, rows: list[dict[str, Any]], *arguments: str
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+) -> tuple[dict[str, float], lm_eval.Samples]:
     """Scores of a task with these rows, and the samples that lm_eval logs."""
-    data = folder / "tiny.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "tiny.yaml").write_text(task.format(data=data))
     model = OpenAI(base_url=server.openai_url, api_key="none").models.list().data[0].id
     target = ",".join((f"model={model},base_url={server.openai_url}/completions,num_concurrent=2", *arguments))
-    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "tiny"]
-    command += [
-        "--model_args",
-        target,
-        "--batch_size",
-        "2",
-        "--include_path",
-        str(folder),
-        "--output_path",
-        str(folder / "results"),
-    ]
-    own = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
-    done = subprocess.run(
-        [*command, "--log_samples"], env={**os.environ, **own}, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (results,) = (folder / "results").rglob("results_*.json")
-    (samples,) = (folder / "results").rglob("samples_*.jsonl")
-    logged = [json.loads(line) for line in samples.read_text().splitlines()]
-    return json.loads(results.read_text())["results"]["tiny"], sorted(logged, key=lambda one: int(one["doc_id"]))
+    flags = ("--model", "local-completions", "--model_args", target, "--batch_size", "2")
+    scores, samples = lm_eval.evaluate(folder, {"tiny": (task, rows)}, "lm_eval", *flags)
+    return scores["tiny"], samples["tiny"]
 
 
 def test_a_task_that_generates_text(server: RunningServer, tmp_path: Path) -> None:
@@ -100,7 +52,7 @@ def test_a_task_that_generates_text(server: RunningServer, tmp_path: Path) -> No
     ]
     expected = [*answers[:-1], "something else"]  # the last answer is wrong on purpose
     rows = [{"question": q, "answer": a} for q, a in zip(QUESTIONS, expected, strict=True)]
-    scores, _ = evaluate(server, tmp_path, GENERATE, rows, "tokenized_requests=False", "tokenizer_backend=None")
+    scores, _ = evaluate(server, tmp_path, lm_eval.GENERATE, rows, "tokenized_requests=False", "tokenizer_backend=None")
     assert scores["exact_match,none"] == pytest.approx(2 / 3)
 
 
@@ -123,7 +75,7 @@ def test_a_multiple_choice_task(server: RunningServer, model_folder: Path, tmp_p
     best = [values.index(max(values)) for values in expected]
     answers = [*best[:-1], (best[-1] + 1) % 3]  # the last one is wrong on purpose
     rows = [{"question": q, "choices": choices, "answer": a} for q, a in zip(QUESTIONS, answers, strict=True)]
-    scores, samples = evaluate(server, tmp_path, CHOOSE, rows, f"tokenizer={model_folder}")
+    scores, samples = evaluate(server, tmp_path, lm_eval.CHOOSE, rows, f"tokenizer={model_folder}")
     assert scores["acc,none"] == pytest.approx(2 / 3)
     found = [[float(one[0]) for one in sample["filtered_resps"]] for sample in samples]
     for own, wanted in zip(found, expected, strict=True):
