@@ -555,6 +555,13 @@ def server(results: Results) -> Rows:
     ]
 
 
+def served(results: Results) -> Rows:
+    shown = {name: figure for name, figure in report.SERVED.items() if name not in ("load", "asked", "requests")}
+    yield tuple(shown)
+    for entry in results("served-mixture-h200")["results"]:
+        yield tuple(figure(entry) for figure in shown.values())
+
+
 def load(results: Results) -> Rows:
     """A line a cell, with the medians of both tools; the picture of the document has the other percentiles."""
     found = results("load-cpu-smollm2")["results"]
@@ -712,6 +719,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "prompts on a CPU core": cpu_prompts,
     "sampled steps on a CPU core": cpu_sampling,
     "server": server,
+    "served": served,
     "load": load,
     "key codes": codes,
 }

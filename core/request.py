@@ -281,7 +281,7 @@ class LogProbs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Result of one engine step for one request: a token, prefill progress, or the end.
 
     `token_id` is None when the step gave no token (prefill progress; end by end_id, cancellation or error).

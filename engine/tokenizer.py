@@ -198,17 +198,16 @@ class Tokenizer:
             found = self._texts[token_id] = b"" if self.is_special(token_id) else self.token_bytes(token_id)
         return found
 
-    def byte_decoder(self, prompt_ids: Sequence[int]) -> codecs.IncrementalDecoder | None:
-        """Make what decodes the bytes of the tokens that follow a prompt; None unless bytes are all that a text is made of.
+    def begun_bytes(self, prompt_ids: Sequence[int]) -> bytes | None:
+        """Return the bytes at a prompt's end that begin a character; None unless bytes are all that a text is made of.
 
-        So they are with vocabularies of the kind of GPT-2's, Llama 3's and Qwen's. It gives what `decode` gives, in less time.
+        So they are with vocabularies of the kind of GPT-2's, Llama 3's and Qwen's. These bytes and those of the next tokens,
+        decoded, give what `decode` gives, in less time.
         """
         if not (self._tokenizer and self._joins_bytes):
             return None
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in self.last_with_text(prompt_ids):
-            decoder.decode(self.text_bytes(token))
-        return decoder
+        data = b"".join(map(self.text_bytes, self.last_with_text(prompt_ids)))
+        return data[codecs.utf_8_decode(data, "replace")[1] :]
 
     def _token_bytes(self, token_id: int) -> bytes:
         piece: str | None = self._tokenizer.id_to_token(token_id)
@@ -284,8 +283,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop_words = tuple(stop_words)
         self._held = ""  # text that could begin a stop word
-        self._decoder = tokenizer.byte_decoder(prompt_ids)
-        if self._decoder is not None:
+        self._begun = tokenizer.begun_bytes(prompt_ids)
+        if self._begun is not None:
             return
         # `_context` tokens, which decoders need (many leave out the space at the beginning of a text), then those not given out.
         self._ids = tokenizer.last_with_text(prompt_ids) if prompt_ids else []
@@ -293,9 +292,11 @@ class TextStream:
 
     def push(self, *token_ids: int) -> str:
         """Add tokens; returns the text that is certain now and was not returned before."""
-        if self._decoder is not None:
-            data = b"".join(map(self._tokenizer.text_bytes, token_ids))
-            return "" if self.stopped else self._pass_on(self._decoder.decode(data))
+        if self._begun is not None:
+            data = self._begun + b"".join(map(self._tokenizer.text_bytes, token_ids))
+            text, complete = codecs.utf_8_decode(data, "replace")
+            self._begun = data[complete:]
+            return "" if self.stopped else self._pass_on(text)
         new = [token for token in token_ids if not self._tokenizer.is_special(token)]
         if self.stopped or not new:
             return ""
@@ -311,8 +312,8 @@ class TextStream:
         """End the output; returns the rest of the text."""
         if self.stopped:
             return ""
-        if self._decoder is not None:
-            rest = self._decoder.decode(b"", True)
+        if self._begun is not None:
+            rest = self._begun.decode("utf-8", "replace")
         else:
             rest = self._take(len(self._ids), self._tokenizer.decode(self._ids))
         text = self._pass_on(rest)

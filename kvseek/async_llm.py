@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -23,6 +24,29 @@ from .sampling_params import SamplingParams
 MAKERS = 2  # threads that tokenise, beside the event loop: more would take the engine's cores
 
 
+class _Outbox:
+    """Outputs on their way from the engine's thread to a loop, which is woken once for those of a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._outputs: deque[tuple[asyncio.Queue[StepOutput], StepOutput]] = deque()  # safe between threads
+
+    def put(self, arrived: asyncio.Queue[StepOutput], output: StepOutput) -> None:
+        """Add an output for whoever reads `arrived`; `wake` follows. Raises RuntimeError when the loop has ended."""
+        if self.loop.is_closed():
+            raise RuntimeError("the event loop of the request has been closed")
+        self._outputs.append((arrived, output))
+
+    def wake(self) -> None:
+        """Let the loop hand out what has been put."""
+        self.loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        while self._outputs:
+            arrived, output = self._outputs.popleft()
+            arrived.put_nowait(output)
+
+
 class AsyncLLM(BaseLLM):
     """LLM for programs on asyncio: one prompt a call, any number of calls at once, computed together in batches.
 
@@ -32,6 +56,7 @@ class AsyncLLM(BaseLLM):
     """
 
     _closing: asyncio.Task[None] | None = None  # once `close` has been called
+    _outbox: _Outbox | None = None  # of the loop on which a request was last submitted
 
     def generate(
         self,
@@ -109,13 +134,11 @@ class AsyncLLM(BaseLLM):
 
     async def _pieces(self, generation: Generation) -> AsyncGenerator[OutputPiece, None]:
         """Submit a request and yield its pieces; leaving the iteration before its end cancels it."""
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[StepOutput] = asyncio.Queue()
-
-        def on_output(output: StepOutput) -> None:  # in the engine's thread
-            loop.call_soon_threadsafe(arrived.put_nowait, output)
-
-        handle = self._service.submit(generation.request, on_output)
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[StepOutput]()
+        if self._outbox is None or self._outbox.loop is not loop:
+            self._outbox = _Outbox(loop)
+        on_output = functools.partial(self._outbox.put, arrived)
+        handle = self._service.submit(generation.request, on_output, self._outbox.wake)
         try:
             while generation.output is None:
                 self._service.check_process()

@@ -69,6 +69,7 @@ OPENAI_FLAGS: Flags = {
         _origins,
         "origins, with commas between, whose web pages may ask from a browser (CORS); * stands for all",
     ),
+    "ui": (_yes, "serve a page at / of the OpenAI port that shows what each step of an answer read; alone it means true"),
     **KEY_FLAGS,
 }
 SERVE_FLAGS: Flags = {
@@ -117,6 +118,7 @@ class ServeSettings:
     ranks_key_file: str | None = None
     served_model_name: str | None = None
     cors_origins: tuple[str, ...] = ()
+    ui: bool = False
     api_key_file: str | None = None
     share_prefixes: str = SHARE_BY_KEY
     core_dumps: bool = False
@@ -214,7 +216,8 @@ def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
         shown = "none" if value in (None, ()) else f"{value:g}" if kind is float else value
         shown = str(value).lower() if isinstance(value, bool) else shown
         shown = {"threads": "torch's choice", "disk_bytes": "16GiB"}.get(name, shown)
-        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})")
+        alone: dict[str, Any] = {"nargs": "?", "const": True} if kind is _yes else {}
+        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})", **alone)
 
 
 def settings_of(arguments: argparse.Namespace, flags: Flags) -> ServeSettings:

@@ -58,8 +58,15 @@ def test_outputs_are_those_of_an_llm(directory: Path) -> None:
         (answer,) = llm.chat(CONVERSATION, GREEDY)
 
     async def use(llm: AsyncLLM) -> None:
-        found = await asyncio.gather(*(last(llm.generate(prompt, GREEDY)) for prompt in PROMPTS))
+        loop, before, calls = asyncio.get_running_loop(), llm.engine.step_report.number, list[object]()
+        call_soon = loop.call_soon_threadsafe
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "call_soon_threadsafe", lambda *a, **k: (calls.append(a), call_soon(*a, **k))[1])
+            found = await asyncio.gather(*(last(llm.generate(prompt, GREEDY)) for prompt in PROMPTS))
+            await settle(llm)
         assert [(output.prompt, output.text, output.token_ids) for output in found] == expected
+        steps = llm.engine.step_report.number - before
+        assert len(calls) <= steps + len(PROMPTS), "one for the outputs of a step, one for each prompt's tokens"
         assert (await last(llm.chat(CONVERSATION, GREEDY))).text == answer.text
 
     run(directory, use)
@@ -111,6 +118,29 @@ def test_leaving_the_iteration_cancels_the_request(directory: Path) -> None:
         assert output is not None
 
     run(directory, use)
+
+
+def test_a_loop_that_has_been_closed_ends_its_requests(directory: Path) -> None:
+    llm, closed = AsyncLLM(directory), threading.Event()
+    llm.engine.on_step = lambda report: report.number < 20 or closed.wait(60)
+
+    async def begin() -> AsyncIterator[OutputPiece]:
+        pieces = llm.generate(PROMPTS[0], LONG)
+        await anext(pieces)
+        return pieces
+
+    first = asyncio.new_event_loop()
+    kept = first.run_until_complete(begin())  # noqa: F841  nobody reads it any more, and nobody leaves it
+    first.close()
+    closed.set()
+
+    async def go_on() -> None:
+        async with llm:
+            await settle(llm)
+            assert llm.engine.step_report.number < 30
+            assert (await last(llm.generate(PROMPTS[0], GREEDY))).finish_reason == "length"
+
+    asyncio.run(asyncio.wait_for(go_on(), 60))
 
 
 def test_errors(directory: Path) -> None:

@@ -44,6 +44,11 @@ SERVED: Mapping[str, Figure] = {  # of served.py
     **TIMES,
     **ITL,
 }
+DOOR: Mapping[str, Figure] = {  # what a token costs the processor in the process that clients reach
+    "door, µs a token": lambda result: (
+        f"{result['door_seconds_per_token'] * 1e6:.3g}" if result["asked"] == SERVER else ""
+    ),
+}
 BESIDE: Mapping[str, Figure] = {  # of beside.py
     "method": SERVED["method"],
     "streams": lambda result: str(result["streams"]),

@@ -53,8 +53,8 @@ from .beside import PIECE, Streams, measure_beside
 from .cells import Answer, Cell, LoadTestError, figures, prompts
 from .client import Client, send
 from .lengths import ANSWERS, mixture
-from .report import BARE, BESIDE, SERVED, SERVER, captions, comparisons
-from .targets import MODEL, bare_answers, openai_server
+from .report import BARE, BESIDE, DOOR, SERVED, SERVER, captions, comparisons
+from .targets import MODEL, bare_answers, openai_server, processor_seconds
 
 LOADS = ("mixture", "arrivals", "reasoning", "beside")
 REASONING = (300, 8000)  # tokens of prompt and answer
@@ -198,12 +198,12 @@ class Run:
     def served(self, found: Found) -> None:
         """Measure the server."""
         began = time.monotonic()
-        with openai_server(self.engine_dir, self.settings, self.seconds) as url:
+        with openai_server(self.engine_dir, self.settings, self.seconds) as (url, door):
             self.load_seconds = time.monotonic() - began
             progress(f"{self.variant.label}: the server is ready after {self.load_seconds:.1f} s")
-            uvloop.run(self._served(url, found))
+            uvloop.run(self._served(url, door, found))
 
-    async def _served(self, url: str, found: Found) -> None:
+    async def _served(self, url: str, door: int, found: Found) -> None:
         fields = {"model": MODEL, **sampling(self.arguments)}
         async with Client(url, fields) as client:
 
@@ -219,7 +219,9 @@ class Run:
             await answers(Cell(((longer, PIECE), (PIECE, PIECE)), 2))  # warm
             for load, cell in loads(self.arguments):
                 with found.left_out(self.variant, f"{load}, {cell.name}"):
-                    found.add_cell(self.variant, load, SERVER, cell, await answers(cell))
+                    before = processor_seconds(door)
+                    answered = await answers(cell)
+                    found.add_cell(self.variant, load, SERVER, cell, answered, processor_seconds(door) - before)
             if "beside" in self.arguments.loads:
                 with found.left_out(self.variant, "beside"):
                     async with asyncio.timeout(self.seconds):
@@ -265,8 +267,18 @@ class Found:
         if arguments.device == "cuda":
             self.document["gpu"] = describe_gpu(torch.device("cuda"))
 
-    def add_cell(self, variant: Variant, load: str, asked: str, cell: Cell, answers: Sequence[Answer]) -> None:
+    def add_cell(
+        self,
+        variant: Variant,
+        load: str,
+        asked: str,
+        cell: Cell,
+        answers: Sequence[Answer],
+        door_seconds: float | None = None,
+    ) -> None:
         result = {"method": variant.label, "load": load, "asked": asked, **figures(cell, answers)}
+        if door_seconds is not None:
+            result["door_seconds_per_token"] = door_seconds / sum(answer.tokens for answer in answers)
         self.document["results"].append(result)
         progress(f"{variant.label}, {asked}: {load}, {cell.name}: {result['seconds']:.1f} s")
         self._save()
@@ -312,7 +324,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def print_table(document: dict[str, Any]) -> None:
     """Print what was measured of, the tables, and what was left out."""
     print(" ".join(captions(document)))
-    for columns, results in ((SERVED, document["results"]), (BESIDE, document["beside"])):
+    for columns, results in (({**SERVED, **DOOR}, document["results"]), (BESIDE, document["beside"])):
         if results:
             print(f"\n{markdown(rows(columns, results))}")
     compared = (f"{method}: {what}: {ratio:.3f}" for method, what, ratio in comparisons(document))

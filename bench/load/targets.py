@@ -38,8 +38,10 @@ SHOWN_CHARACTERS = 4000
 
 
 @contextlib.contextmanager
-def openai_server(engine_dir: Path, settings: ServeSettings, ready_seconds: float) -> Iterator[str]:
-    """Start `kvseek repository` and `kvseek openai`, and end both and the engine process; gives the URL with /v1.
+def openai_server(engine_dir: Path, settings: ServeSettings, ready_seconds: float) -> Iterator[tuple[str, int]]:
+    """Start `kvseek repository` and `kvseek openai`, and end both and the engine process.
+
+    Gives the URL with /v1, and the id of the process that clients reach.
 
     Raises LoadTestError, with the end of the log, if the server ends or is not ready in time.
     """
@@ -54,7 +56,7 @@ def openai_server(engine_dir: Path, settings: ServeSettings, ready_seconds: floa
             environment = {**os.environ, "TMPDIR": name}
             server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
-            yield _ready(server, log, time.monotonic() + ready_seconds)
+            yield _ready(server, log, time.monotonic() + ready_seconds), server.pid
         finally:
             server.terminate()
             try:
@@ -63,6 +65,12 @@ def openai_server(engine_dir: Path, settings: ServeSettings, ready_seconds: floa
                 server.kill()  # the engine process ends with its last client, however that ends
                 server.wait()
             _wait_for_engine(folder)
+
+
+def processor_seconds(pid: int) -> float:
+    """Time that all threads of a process have computed so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _ready(server: subprocess.Popen[bytes], log: Path, limit: float) -> str:

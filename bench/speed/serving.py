@@ -9,16 +9,11 @@ All parts use one engine directory, one machine and one run:
 - tokens a second with 1 and with more requests at once;
 - time to first token of one two-token prompt, and of four at once;
 - time per output token of a running stream while a long prompt is read, over that of the stream alone.
-
-    python bench/speed/serving.py --engine_dir .cache/engines/smollm2-nested --streams 64 --commit main
-
-measures instead what the processes around the engine cost: so many streams at once of an engine that computes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import threading
@@ -28,9 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvseek.bench.machine import ROOT, describe, tree_of
+from kvseek.bench.machine import describe
 from kvseek.bench.output import add_output_flags, at_least_one, command
-from kvseek.bench.speed.ports import measure_ports, print_ports
 from kvseek.client.chunk import Chunk
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
@@ -123,9 +117,7 @@ def beside_a_prompt(ask: Ask, text: str, tokens: int) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All parts, or with --streams that one."""
-    if arguments.streams is not None:
-        return measure_streams(arguments)
+    """All parts."""
     engine = Engine.load(arguments.engine_dir, arguments.threads)
     text = engine.tokenizer.decode(engine.tokenizer.encode(arguments.text.read_text())[: arguments.prompt_tokens])
     engine_tpot(engine, 8)  # warm
@@ -160,23 +152,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_streams(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the processes around an engine cost, beside those of --commit."""
-    with contextlib.ExitStack() as stack:
-        trees = {} if arguments.commit is None else {arguments.commit: stack.enter_context(tree_of(arguments.commit))}
-        results = measure_ports(
-            arguments.engine_dir,
-            arguments.text,
-            trees | {"here": ROOT},
-            (arguments.streams, arguments.tokens),
-            [milliseconds / 1e3 for milliseconds in arguments.steps_ms],
-            arguments.rounds,
-            arguments.profile,
-        )
-    own = {"streams": arguments.streams, "tokens": arguments.tokens}
-    return {"benchmark": "ports", "machine": describe(), **own, "results": results}
-
-
 def clients(server: RunningServer) -> dict[str, Ask]:
     """One way to ask for each protocol. The OpenAI port tells no count with a token, so a piece of text counts as one."""
     openai = OpenAIClient(server.openai_url)
@@ -189,9 +164,6 @@ def clients(server: RunningServer) -> dict[str, Ask]:
 
 def print_table(document: dict[str, Any]) -> None:
     """The figures, a line each."""
-    if document["benchmark"] == "ports":
-        print_ports(document)
-        return
     print(f"{document['machine']['cpu']}, {document['threads']} threads, {document['engine']}")
     for name, seconds in document["tpot_seconds"].items():
         over = document["over_engine_seconds"].get(name)
@@ -217,17 +189,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8], help="default: 1 2 4 8")
     parser.add_argument("--text", type=Path, default=Path("examples/harbour_log.txt"), help="the long prompt")
     parser.add_argument("--prompt_tokens", type=int, default=4000, help="of the long prompt (default: %(default)s)")
-    parser.add_argument("--streams", type=int, help="so many at once of an engine that computes nothing, and no more")
-    parser.add_argument("--steps_ms", type=float, nargs="+", default=[20.0, 1.0], help="of that engine; default: 20 1")
-    parser.add_argument("--commit", help="with --streams: measure the processes of this commit too, in turn")
-    parser.add_argument(
-        "--profile", type=Path, help="with --streams: write cProfile's figures of the door to this file"
-    )
     add_output_flags(parser)
     arguments = parser.parse_args(argv)
-    for name in ("streams", "tokens", "rounds"):
-        if getattr(arguments, name) is not None:
-            at_least_one(arguments, name)
+    at_least_one(arguments, "tokens", "rounds")
     return arguments
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,22 @@ class SelectionWorkspace:
         assert self._kernels is not None, "an index of CUDA kernels asks"
         at_once = of_multiprocessor * self._kernels.multiprocessors
         return min(max(at_once // self._kv_heads, 2 * batch), most * batch)
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: int,
+        threads: int,
+        arguments: ctypes.Structure,
+        *,
+        requests: int = 1,
+        shared_bytes: int = 0,
+        even: bool = False,
+    ) -> None:
+        """Launch kvseek_`kernel` as CudaKernels.launch: `blocks` blocks for each KV head, and so for each of `requests`."""
+        assert self._kernels is not None, "an index of CUDA kernels launches"
+        grid = (blocks, self._kv_heads, requests)
+        self._kernels.launch(f"kvseek_{kernel}", grid, threads, arguments, shared_bytes, overlap=True, even=even)
 
     def require(self, batch: int) -> None:
         """Raise KernelError if a batch is larger than the workspace."""

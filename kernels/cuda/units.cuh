@@ -111,4 +111,36 @@ struct Units {
     }
 };
 
+// An amount for Units::divide: the rows that a request selects among.
+struct SelectionLength {
+    __device__ __forceinline__ int operator()(const Request& request) const {
+        return request.dense ? 0 : request.length;
+    }
+};
+
+// Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
+struct Share {
+    int first, last;
+    __device__ __forceinline__ Share(int count, int parts, int index)
+        : first(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index) /
+                                 static_cast<unsigned>(parts))),
+          last(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index + 1) /
+                                static_cast<unsigned>(parts))) {}
+};
+
+// Whether this block is the last of `parts` to come here, which all of them do: it sees what the others wrote, past the
+// L1 cache, and `arrivals` is 0 again. All threads of the block call this.
+__device__ __forceinline__ bool arrive_last(int* arrivals, int parts) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {  // one thread's fences pass on what the barriers before and after it order
+        __threadfence();
+        last = atomicAdd(arrivals, 1) == parts - 1;
+        if (last) *arrivals = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
 }  // namespace kvseek

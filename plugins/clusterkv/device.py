@@ -7,7 +7,6 @@ The paper's cache of recently selected clusters (section IV-D) is the engine's (
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import torch
@@ -60,9 +59,8 @@ class Reranker(SelectionWorkspace):
         self.normalisers = self.new(torch.uint8, heads, self.blocks(self.most, MOST_BLOCKS), lanes, POWER_SUM_BYTES)
         self.finished = self.zeros(self.tasks)
 
-    def launch(self, context: IndexContext, codes: CudaCodeStore, given: dict[str, int]) -> None:
+    def rerank(self, context: IndexContext, codes: CudaCodeStore, given: dict[str, int]) -> None:
         """Rank `candidates`, and write the best rows; `given` is that of SelectionWorkspace.begin."""
-        assert context.cuda is not None, "an index of CUDA kernels launches"
         arguments = RerankArguments(
             **given,
             **codes.arguments("high", "low"),
@@ -70,8 +68,7 @@ class Reranker(SelectionWorkspace):
             listed=self.listed,
             exponent=context.scaling * math.log2(math.e),
         )
-        grid = (self.blocks(given["batch"], MOST_BLOCKS), context.num_kv_heads, 1)
-        context.cuda.launch("kvseek_clusterkv_rerank", grid, THREADS, arguments, overlap=True)
+        self.launch("clusterkv_rerank", self.blocks(given["batch"], MOST_BLOCKS), THREADS, arguments)
 
 
 class Workspace(SelectionWorkspace):
@@ -160,26 +157,13 @@ class CudaIndex(ReferenceIndex):
             scale=self.context.scaling * math.log2(math.e),
             spread_weight=self.config.spread_weight,
         )
-        heads, blocks = self.context.num_kv_heads, work.blocks(batch.size, work.units, SCORE_BLOCKS)
-        self._launch("score", (blocks, heads, 1), SCORE_THREADS, arguments, 0, even=True)
-        self._launch("choose", (1, heads, batch.size), CHOOSE_THREADS, arguments, self._choose_bytes)
+        blocks, given_bytes = work.blocks(batch.size, work.units, SCORE_BLOCKS), self._choose_bytes
+        work.launch("clusterkv_score", blocks, SCORE_THREADS, arguments, even=True)
+        work.launch("clusterkv_choose", 1, CHOOSE_THREADS, arguments, requests=batch.size, shared_bytes=given_bytes)
         if reranker is not None:
             assert isinstance(codes, CudaCodeStore), "code_store makes this kind for a GPU"
-            reranker.launch(self.context, codes, given)
+            reranker.rerank(self.context, codes, given)
         return Selection(rows)
-
-    def _launch(
-        self,
-        kernel: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: ctypes.Structure,
-        shared_bytes: int,
-        even: bool = False,
-    ) -> None:
-        self._kernels.launch(
-            f"kvseek_clusterkv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True, even=even
-        )
 
 
 def choose_bytes(rows: int, units: int, max_extents: int) -> int:

@@ -127,24 +127,18 @@ class CudaIndex(Index):
         arguments.scores, arguments.statistics = self.workspace.scores.data_ptr(), self.workspace.statistics.data_ptr()
         arguments.keys, arguments.selected = address(self.workspace.keys), rows.data_ptr()
         self._recall(arguments, batch)
-        grid = (1 + self.config.update, self.context.num_kv_heads, batch)
-        self._launch("rerank", grid, RERANK_THREADS, arguments, self.workspace.shared_key_bytes)
+        work, blocks = self.workspace, 1 + self.config.update
+        bytes_of_keys = work.shared_key_bytes
+        work.launch("ctkvr_rerank", blocks, RERANK_THREADS, arguments, requests=batch, shared_bytes=bytes_of_keys)
 
     def _recall(self, arguments: ctypes.Structure, batch: int) -> None:
-        heads = self.context.num_kv_heads
-        tiles = -(-self.capacity // TILE)
-        grid = (self.workspace.blocks(batch, tiles), heads, 1)
-        self._launch("probe", (-(-self.ring // PROBE_CENTROIDS), heads, batch), PROBE_THREADS, arguments)
+        work, blocks = self.workspace, self.workspace.blocks(batch, -(-self.capacity // TILE))
+        work.launch("ctkvr_probe", -(-self.ring // PROBE_CENTROIDS), PROBE_THREADS, arguments, requests=batch)
         if self.codes is None:
-            self._launch("recall", grid, RECALL_THREADS, arguments, self._recall_bytes)
+            work.launch("ctkvr_recall", blocks, RECALL_THREADS, arguments, shared_bytes=self._recall_bytes)
         else:
             coded = CodedStepArguments(step=arguments, **self.codes.arguments("high", "low"))
-            self._launch("recall_coded", grid, RECALL_THREADS, coded, self._recall_bytes)
-
-    def _launch(
-        self, kernel: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure, shared_bytes: int = 0
-    ) -> None:
-        self._kernels.launch(f"kvseek_ctkvr_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
+            work.launch("ctkvr_recall_coded", blocks, RECALL_THREADS, coded, shared_bytes=self._recall_bytes)
 
     def _arguments(self, given: dict[str, int], host: HostBuffers | None = None) -> ctypes.Structure:
         copies = {} if host is None else host.targets()

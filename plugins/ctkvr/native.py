@@ -142,12 +142,6 @@ class HostPool:
             self._destroy(self.pointer)
         self.pointer = 0
 
-    def __enter__(self) -> HostPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def host_step(library: CpuLibrary) -> ctypes._NamedFuncPointer:
     """Return kvseek_ctkvr_host_step of a library, which takes a HostStep and writes its results or its `error`."""

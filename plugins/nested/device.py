@@ -65,8 +65,6 @@ class CudaIndex(ReferenceIndex):
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
-        self._kernels = context.cuda
         require_numbered_rows("nested codes on the GPU", context)
         self.workspace = context.share("nested", lambda: Workspace(context))
 
@@ -82,9 +80,8 @@ class CudaIndex(ReferenceIndex):
             scaling=self.context.scaling,
         )
         scan, choose = work.grids(batch.size)
-        for kernel, blocks, threads in (("scan", scan, SCAN_THREADS), ("choose", choose, CHOOSE_THREADS)):
-            grid = (blocks, self.context.num_kv_heads, 1)
-            self._kernels.launch(f"kvseek_nested_{kernel}", grid, threads, arguments, overlap=True, even=True)
+        work.launch("nested_scan", scan, SCAN_THREADS, arguments, even=True)
+        work.launch("nested_choose", choose, CHOOSE_THREADS, arguments, even=True)
         return Selection(rows)
 
 

@@ -96,7 +96,7 @@ class CudaIndex(ReferenceIndex):
 
     def select(self, queries: Tensor, batch: Batch) -> Selection:
         """See ReferenceIndex.select. Launches four kernels."""
-        work, heads = self.workspace, self.context.num_kv_heads
+        work = self.workspace
         queries, rows, given = work.begin(self.context, queries, batch)
         scan, top = work.grids(batch.size)
         arguments = SelectArguments(
@@ -107,16 +107,11 @@ class CudaIndex(ReferenceIndex):
             scan_blocks=scan,
             scaling=self.context.scaling,
         )
-        self._launch("vote", (self.blocks, heads, batch.size), 32 * self._lanes, arguments)
-        self._launch("scan", (scan, heads, 1), SCAN_THREADS, arguments, self._table_bytes)
-        self._launch("rerank", (CHUNKS_OF_SCAN * scan, heads, 1), RERANK_THREADS, arguments)
-        self._launch("top", (top, heads, 1), TOP_THREADS, arguments)
+        work.launch("pariskv_vote", self.blocks, 32 * self._lanes, arguments, requests=batch.size)
+        work.launch("pariskv_scan", scan, SCAN_THREADS, arguments, shared_bytes=self._table_bytes)
+        work.launch("pariskv_rerank", CHUNKS_OF_SCAN * scan, RERANK_THREADS, arguments)
+        work.launch("pariskv_top", top, TOP_THREADS, arguments)
         return Selection(rows)
-
-    def _launch(
-        self, kernel: str, grid: tuple[int, int, int], threads: int, arguments: ctypes.Structure, shared_bytes: int = 0
-    ) -> None:
-        self._kernels.launch(f"kvseek_pariskv_{kernel}", grid, threads, arguments, shared_bytes, overlap=True)
 
     def _encode_arguments(self, slot: int, start: int, tokens: int) -> ctypes.Structure:
         return EncodeArguments(

@@ -132,7 +132,6 @@ class CudaIndex(ReferenceIndex):
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context, CudaBoxes(context) if context.config.page_score == "box" else CudaCodes(context))
         assert context.cuda is not None, "create() makes a CudaIndex only for CUDA kernels"
-        self._kernels = context.cuda
         self.observe = partial(observe, context.cuda)
         self._threads = select_threads(context.head_dim)
         self.workspace = context.share("prkv", lambda: Workspace(context, self.pages_of_extent))
@@ -171,8 +170,7 @@ class CudaIndex(ReferenceIndex):
             most_static=config.most_static,
             scaling=self.context.scaling,
         )
-        grid = (work.blocks(batch.size, MOST_CTAS), self.context.num_kv_heads, 1)
-        self._kernels.launch("kvseek_prkv_select", grid, self._threads, arguments, overlap=True)
+        work.launch("prkv_select", work.blocks(batch.size, MOST_CTAS), self._threads, arguments)
         return Selection(rows)
 
 

@@ -34,6 +34,7 @@ from kvseek.engine.service import EngineService
 from kvseek.server.errors import INTERNAL
 from kvseek.server.processes import leave_no_core
 from kvseek.server.requests.messages import (
+    UNSOUND_REQUESTS,
     Cancel,
     EndSession,
     FromEngine,
@@ -51,16 +52,47 @@ from kvseek.server.requests.messages import (
 from kvseek.server.settings import ServeSettings
 
 from .metrics import EngineMetrics
-from .probe import Probe
 from .tracing import RequestTracer
 
 FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 ENDING_SECONDS = 5.0  # that an orderly end may take then, in which threads or other ranks may wait for ever
+PROBE_SECONDS = 1.0  # between two probes of an engine whose requests have ended with logits that are not finite
+PROBE = Request((0,), 1)
 ALONE_SECONDS = 2.0  # time without frontends after which a shared engine process ends
 P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+
+class Probe:
+    """Asks the engine for a token while it is not ready, as no client may: one that is answered makes it ready again."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+        self._unsound = False
+        self._waits = False  # for an answer
+        self._next_at = 0.0
+
+    def look(self) -> None:
+        """Ask if it is time to; call this again and again."""
+        count = self._service.engine.unsound_in_a_row
+        unsound = count >= UNSOUND_REQUESTS
+        if unsound != self._unsound:
+            self._unsound = unsound
+            if unsound:
+                logger.error("the logits of %d requests in a row were not finite: the server is not ready", count)
+            else:
+                logger.warning("logits are finite again: the server is ready")
+        if unsound and not self._waits and time.monotonic() >= self._next_at:
+            self._next_at, self._waits = time.monotonic() + PROBE_SECONDS, True
+            try:
+                self._service.submit(PROBE, self._on_output)
+            except KvseekError:  # the queue is full of requests that tell as much, or the engine is about to end
+                self._waits = False
+
+    def _on_output(self, output: StepOutput) -> None:
+        self._waits = output.finish_reason is None
 
 
 class Outbox:
@@ -129,17 +161,17 @@ class FrontendConnection:
 
     def send_outputs(self, outputs: list[tuple[int, StepOutput]]) -> None:
         """Send outputs of the engine, in several messages if they have many logits."""
-        logits, message = 0, list[tuple[int, StepOutput]]()
-        for number, output in outputs:
+        logits, sent = 0, 0
+        for place, (number, output) in enumerate(outputs, 1):
             if output.finish_reason is not None:
                 self._handles.pop(number, None)
-            message.append((number, output))
-            logits += len(output.context_logits) + len(output.generation_logits)
-            if logits >= FRAME_BYTES:
-                self.send(Outputs(message))
-                logits, message = 0, []
-        if message:
-            self.send(Outputs(message))
+            if output.context_logits or output.generation_logits:
+                logits += len(output.context_logits) + len(output.generation_logits)
+                if logits >= FRAME_BYTES:
+                    self.send(Outputs(outputs[sent:place]))
+                    logits, sent = 0, place
+        if sent < len(outputs):
+            self.send(Outputs(outputs[sent:]))
 
     def take(self, message: FromFrontend) -> None:
         """Do what a message of the frontend asks for."""

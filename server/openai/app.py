@@ -40,6 +40,7 @@ from kvseek.server.settings import ServeSettings
 from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
 from .choices import ChatReply, CompletionReply, Json, Piece, Reply, make_choices, usage
 from .errors import FieldError, openai_error
+from .page import PATHS, page_routes
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
@@ -106,9 +107,10 @@ class OpenAIPort:
             None  # in bytes; until the tokenizer is loaded there is none, and requests are refused
         )
         self._started = int(time.time())
-        open_paths = (HEALTH, MODELS) if open_models else (HEALTH,)
+        open_paths = {HEALTH, *((MODELS,) if open_models else ()), *(PATHS if settings.ui else ())}
+        page = page_routes() if settings.ui else []
         self.server = HttpServer(
-            [*self._routes(), Route(HEALTH, ready), Route("/metrics", metrics)],
+            [*self._routes(), Route(HEALTH, ready), Route("/metrics", metrics), *page],
             ENDPOINTS,
             settings.most_connections(config),
             openai_error,
@@ -245,8 +247,8 @@ async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
             begun = True
             for event in work.reply.begin(len(work.choices)):
                 yield event
-        write = partial(work.reply.pieces, index, piece)
-        for event in write() if _is_small(piece) else await asyncio.to_thread(write):
+        write, small = work.reply.pieces, not (piece["tokens"] or piece["rows"]) or _is_small(piece)
+        for event in write(index, piece) if small else await asyncio.to_thread(write, index, piece):
             yield event
         piece["tokens"], piece["rows"], piece["prompt"] = (), (), None  # which take memory
         last[index] = piece

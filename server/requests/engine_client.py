@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ ANSWER_SECONDS = 10.0  # most time for a ping: longer than a step of the engine,
 METRICS_SECONDS = 2.0  # most time for metrics, which do not wait for a step, and whose reader waits
 NOT_RUNNING = "the engine is not running: it is being started or restarted; send the request again in some seconds"
 DIED = "the engine process ended while the request was with it, and is being restarted; send the request again"
-Callback = Callable[[Sequence[StepOutput]], None]
+Callback = Callable[[list[StepOutput]], None]
 Answer = TypeVar("Answer", Pong, Metrics, SessionEnded)
 logger = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ def _failure(number: int, message: str, code: ErrorCode = ErrorCode.UNAVAILABLE)
     return StepOutput(number, finish_reason=FinishReason.ERROR, error=message, code=code)
 
 
-def _call(callback: Callback, outputs: Sequence[StepOutput]) -> bool:
+def _call(callback: Callback, outputs: list[StepOutput]) -> bool:
     """Hand outputs over; returns whether the callback took them."""
     try:
         callback(outputs)

@@ -114,13 +114,14 @@ class Arrivals:
         self._waiting: dict[int, tuple[list[StepOutput], int]] = {}  # by the request's place: outputs, and their bytes
         self._arrived: asyncio.Future[None] | None = None  # what `next` waits for
 
-    def put(self, place: int, outputs: Sequence[StepOutput]) -> None:
-        """Add outputs of a request, behind those that wait."""
-        size = sum(map(size_of, outputs))
+    def put(self, place: int, outputs: list[StepOutput]) -> None:
+        """Add outputs of a request, behind those that wait; the list is taken over."""
+        size = size_of(outputs[0]) if len(outputs) == 1 else sum(map(size_of, outputs))
         if (before := self._waiting.get(place)) is None:
-            self._waiting[place] = [*outputs], size
+            self._waiting[place] = outputs, size
         else:
-            self._waiting[place] = [*before[0], *outputs], before[1] + size
+            before[0].extend(outputs)
+            self._waiting[place] = before[0], before[1] + size
         self.answer.add(size)
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
@@ -195,7 +196,7 @@ class Generations:
         """
         arrivals, reserved = Arrivals(answer), [0] * len(submissions)
 
-        def take(place: int, outputs: Sequence[StepOutput]) -> None:
+        def take(place: int, outputs: list[StepOutput]) -> None:
             if reserved[place]:
                 arrived = min(reserved[place], sum(map(logit_bytes, outputs)))
                 reserved[place] -= arrived
@@ -286,12 +287,14 @@ async def _chunks(
         if failed := end.finish_reason is FinishReason.ERROR:
             del outputs[-1]
         if outputs:
-            for part in [[output] for output in outputs] if one_by_one else [outputs]:
+            for part in ([output] for output in outputs) if one_by_one else (outputs,):
                 for chunk in own.push(part):
                     yield place, chunk
                     chunk = {}  # the next one may be long in coming
             # Before the first token, what the prompt has is gathered.
-            given = own.streaming and any(output.token_id is not None for output in outputs)
+            given = own.streaming and (
+                outputs[-1].token_id is not None or any(output.token_id is not None for output in outputs)
+            )
         if failed:
             raise CodedError(end.code, renamed(end.error, own.names))
         kept[place] += size

@@ -192,9 +192,10 @@ class UnreadAnswer:
 
 def size_of(output: StepOutput) -> int:
     """Estimate the bytes of memory that an output takes until it is written."""
+    plain = output.logprobs is None and output.selected_rows is None and not output.prompt_logprobs
+    if plain and not (output.context_logits or output.generation_logits):  # as of most tokens
+        return PIECE_BYTES
     rows = 0 if output.selected_rows is None else ROWS_IN_MEMORY * output.selected_rows.size
-    if output.logprobs is None and not output.prompt_logprobs:  # as of most tokens
-        return PIECE_BYTES + logit_bytes(output) + rows
     tokens = output.prompt_logprobs if output.logprobs is None else (*output.prompt_logprobs, output.logprobs)
     logprobs = sum(1 + len(each.top) for each in tokens)
     return PIECE_BYTES + LOGPROB_BYTES * logprobs + logit_bytes(output) + rows

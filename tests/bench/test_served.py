@@ -62,10 +62,12 @@ def test_every_load_and_a_method_that_cannot_be_loaded(tmp_path: Path, capsys: p
     assert (found["arrivals", SERVER]["rate"], found["arrivals", SERVER]["requests"]) == (8, 4)
     assert found["reasoning", BARE]["output_tokens"] == found["reasoning", SERVER]["output_tokens"] == 160
     for one in found.values():
+        assert ("door_seconds_per_token" in one) == (one["asked"] == SERVER)
         assert 0 < one["ttft_seconds"]["p50"] <= one["ttft_seconds"]["p99"] <= one["seconds"]
         assert 0 < one["tpot_seconds"]["p50"] <= one["tpot_seconds"]["p99"]
         tokens = one["tokens_per_second"] * one["seconds"]
         assert tokens == pytest.approx(one["output_tokens"] * one["requests"], abs=one["requests"])  # means are rounded
+    assert found["reasoning", SERVER]["door_seconds_per_token"] > 0
     parts = [(one["part"], one["streams"]) for one in document["beside"]]
     alone, beside = [("long prompts", 0), ("short prompts", 0)], ["nothing", "short prompts", "long prompts", "both"]
     assert parts == [*alone, *((part, 2) for part in beside)]

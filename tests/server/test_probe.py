@@ -11,15 +11,15 @@ from tests.support.waiting import wait_for
 
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
-from kvseek.server.engine import probe as probe_module
-from kvseek.server.engine.probe import Probe
+from kvseek.server.engine import process
+from kvseek.server.engine.process import Probe
 from kvseek.server.requests.messages import UNSOUND_REQUESTS
 
 
 def test_a_probe_that_is_answered_makes_an_engine_ready_again(
     random_model: RandomModel, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe_module, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(process, "PROBE_SECONDS", 0.0)
     service = EngineService.load(build_engine(random_model("llama"), "full"))
     probe, outputs = Probe(service), queue.Queue[StepOutput]()
     with broken_activations(service.engine):

@@ -127,7 +127,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::attention::THREADS, kvseek:
         }
         await_earlier_kernels();
         if (!has_rows) publish_nothing(a, place);
-        if (arrive_last(a, place)) merge_partials(a, place, shared.weights);
+        // True in one CTA of a list: the one that publishes last.
+        int* arrivals = a.arrivals + (place.request * a.kv_heads + place.kv_head) * TILES + place.tile;
+        if (arrive_last(arrivals, place.units)) merge_partials(a, place, shared.weights);
         __syncthreads();  // before the next unit's rows replace what this one has in shared memory
     }
     await_earlier_kernels();

@@ -56,21 +56,6 @@ __device__ __forceinline__ void publish(const AttendArguments& a, const Place& p
     }
 }
 
-// True in one CTA of a list: the one that publishes last. It sees what the others wrote.
-__device__ __forceinline__ bool arrive_last(const AttendArguments& a, const Place& place) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {  // one thread's fences pass on what the barriers before and after it order
-        __threadfence();
-        int* arrivals = a.arrivals + (place.request * a.kv_heads + place.kv_head) * TILES + place.tile;
-        last = atomicAdd(arrivals, 1) == place.units - 1;
-        if (last) *arrivals = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    return last;
-}
-
 // The tile's first query head, counted over the batch.
 __device__ __forceinline__ long long first_query(const AttendArguments& a, const Place& place) {
     return static_cast<long long>(place.request) * a.kv_heads * GROUP + place.query_head();

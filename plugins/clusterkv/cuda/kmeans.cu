@@ -34,10 +34,9 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::kmeans::THREADS,
     using namespace kvseek::clusterkv::kmeans;
     __shared__ __align__(16) unsigned char shared[ASSIGN_BYTES];
     __shared__ int scratch[WARPS];
-    __shared__ bool last;
     if (is_settled(a, blockIdx.y, a.round)) return;
     assign_part(a, blockIdx.y, blockIdx.x, a.round, reinterpret_cast<__half*>(shared));
-    if (is_last_block(a, blockIdx.y, last)) start_lists(a, blockIdx.y, scratch);
+    if (kvseek::arrive_last(a.arrivals + blockIdx.y, gridDim.x)) start_lists(a, blockIdx.y, scratch);
 }
 
 // grid: tokens / THREADS (rounded up), kv_heads

@@ -9,6 +9,7 @@
 #include "kernels/cuda/batch.cuh"
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/numbers.cuh"
+#include "kernels/cuda/units.cuh"
 #include "kernels/cuda/warp.cuh"
 
 namespace kvseek {
@@ -28,7 +29,7 @@ struct KMeansArguments {
     uint2* list;             // [kv_heads, label_stride] key and cluster, those of a cluster together
     long long* sums;         // [kv_heads, clusters, HEAD_DIM] of unit keys, in steps of 1 / ONE
     int* summed;             // [kv_heads, clusters] keys in these sums
-    unsigned* arrivals;      // [kv_heads] blocks of an assign kernel that are done
+    int* arrivals;           // [kv_heads] blocks of an assign kernel that are done
     const int* table;        // extents of the slot
     Number* centroids;       // [extents, kv_heads, clusters_per_extent, HEAD_DIM] means of keys
     int* sizes;              // [extents, kv_heads, clusters_per_extent]

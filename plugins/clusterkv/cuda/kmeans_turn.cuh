@@ -35,18 +35,6 @@ __device__ __forceinline__ void start_lists(const KMeansArguments& a, int head, 
     }
 }
 
-// Whether the blocks of this head that have come here are all there are. What they wrote is then visible to this one.
-__device__ __forceinline__ bool is_last_block(const KMeansArguments& a, int head, bool& shared) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();  // what the whole block wrote, as of the barrier, is seen before its arrival
-        shared = atomicInc(a.arrivals + head, gridDim.x - 1) == gridDim.x - 1;  // the last one sets it to 0 again
-        __threadfence();
-    }
-    __syncthreads();
-    return shared;
-}
-
 // Put a key on the list of its cluster.
 __device__ __forceinline__ void place_key(const KMeansArguments& a, int head, int token) {
     const long long row = static_cast<long long>(head) * a.label_stride;

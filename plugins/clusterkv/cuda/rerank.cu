@@ -4,7 +4,6 @@
 // The blocks of a task share its candidates. Each estimates its own; the last one to finish ranks all of them.
 #if CLUSTERKV_RERANK_BITS
 #include "kernels/cuda/codes/rank.cuh"
-#include "kernels/cuda/task.cuh"
 #include "kernels/cuda/units.cuh"
 #include "select.cuh"
 
@@ -50,7 +49,6 @@ struct Memory {
     float normaliser[QUERY_LANES];  // log2 of the sum of the exponentials
     unsigned keys[HELD];
     NthMemory<DIGIT_BITS> nth;
-    bool last;
 };
 
 // What candidates are ranked by: no two are equal, for the earlier one of two with the same estimates is larger.
@@ -67,17 +65,6 @@ struct Keys {
         return static_cast<SortKey>(held ? memory.keys[i] : compute(i)) << 32 | ~static_cast<unsigned>(i);
     }
 };
-
-// Whether the task's other blocks are done; what they wrote is then visible to this one. All threads of a block.
-__device__ __forceinline__ bool is_last_block(const RerankArguments& a, const Task& task, const Unit& block,
-                                              Memory& memory) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == block.parts - 1;
-    __syncthreads();
-    if (memory.last) __threadfence();
-    return memory.last;
-}
 
 // Write the best top_k of a task's candidates, and -1 where there are fewer.
 __device__ __forceinline__ void rank(const RerankArguments& a, const Task& task, const Unit& block, Memory& memory,
@@ -135,8 +122,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::reranking::THREA
     auto row_of = [&](int entry) { return task.row(a, candidates[first + entry]); };
     Ranking::estimate(a.high, a.low, a.scales, codes::Means(a), memory.queries, last - first, row_of, a.exponent,
                       memory.normalisers, estimates + static_cast<long long>(first) * QUERY_LANES, normalisers);
-    if (!is_last_block(a, task, block, memory)) return;
+    if (!arrive_last(a.finished + task.number, block.parts)) return;
     rank(a, task, block, memory, candidates, estimates, count);
-    if (threadIdx.x == 0) a.finished[task.number] = 0;
 }
 #endif

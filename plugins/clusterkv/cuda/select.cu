@@ -12,9 +12,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::clusterkv::SCORE_THREADS)
     __shared__ __align__(16) ScoreMemory memory;
     __shared__ float weights[SPREAD ? QUERY_LANES : 1];
     __shared__ Units shares;
-    const Unit share = shares.divide(
-        a.requests, a.batch, gridDim.x, a.units,
-        [](const Request& request) { return request.dense ? 0 : request.length; }, blockIdx.x);
+    const Unit share = shares.divide(a.requests, a.batch, gridDim.x, a.units, SelectionLength(), blockIdx.x);
     const SelectTask task(a, share.request);
     const int clusters = share.exists ? task.clusters(a) : 0, units = (clusters + UNIT - 1) / UNIT;
     UnitRows rows;

@@ -7,6 +7,7 @@
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/task.cuh"
 #include "kernels/cuda/units.cuh"
 
 namespace kvseek {
@@ -44,19 +45,9 @@ struct SelectArguments {
     const float* spreads;  // [extents, kv_heads, EXTENT_CLUSTERS]; not read unless SPREAD
 };
 
-// One (request, KV head); the KV head is blockIdx.y.
-struct SelectTask {
-    int number, head;
-    const Request& request;
-    const int* table;
+struct SelectTask : TaskOf<SelectArguments> {
+    using TaskOf::TaskOf;
 
-    __device__ __forceinline__ SelectTask(const SelectArguments& a, int owner)
-        : number(owner * a.kv_heads + static_cast<int>(blockIdx.y)),
-          head(blockIdx.y),
-          request(a.requests[owner]),
-          table(a.table + static_cast<long long>(request.slot) * a.max_extents) {}
-
-    __device__ __forceinline__ bool idle() const { return request.dense != 0; }
     __device__ __forceinline__ int clusters(const SelectArguments& a) const { return a.clusters[request.slot]; }
     // Where a cluster lies in arrays [extents, kv_heads, EXTENT_CLUSTERS, ...], counted in clusters.
     __device__ __forceinline__ long long cluster_entry(const SelectArguments& a, int cluster) const {

@@ -297,14 +297,8 @@ extern "C" __global__ void __maxnreg__(kvseek::nested::CHOOSE_REGISTERS)
     const int count = collect(a, task, memory, border, scores, own, share.first, places);
     estimate(a, task, memory, count, places, a.estimates + list * a.capacity * LANES, a.normalisers + list * LANES);
     if (threadIdx.x == 0) a.counts[list] = count;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == block.parts - 1;
-    __syncthreads();
-    if (!memory.last) return;
-    __threadfence();
+    if (!arrive_last(a.finished + task.number, block.parts)) return;
     rank(a, task, block, memory);
     for (int i = threadIdx.x; i < BINS / 4; i += CHOOSE_THREADS)
         reinterpret_cast<int4*>(a.totals + task.number * BINS)[i] = make_int4(0, 0, 0, 0);
-    if (threadIdx.x == 0) a.finished[task.number] = 0;
 }

@@ -60,20 +60,8 @@ struct Task : TaskOf<SelectArguments> {
 // Share out keys among the blocks of a launch, of which a task has `most` at most; returns this block's unit. All
 // threads call it.
 __device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int most) {
-    return units.divide(
-        a.requests, a.batch, gridDim.x, most, [](const Request& request) { return request.dense ? 0 : request.length; },
-        blockIdx.x);
+    return units.divide(a.requests, a.batch, gridDim.x, most, SelectionLength(), blockIdx.x);
 }
-
-// Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
-struct Share {
-    int first, last;
-    __device__ __forceinline__ Share(int count, int parts, int index)
-        : first(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index) /
-                                 static_cast<unsigned>(parts))),
-          last(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index + 1) /
-                                static_cast<unsigned>(parts))) {}
-};
 
 }  // namespace nested
 }  // namespace kvseek

@@ -50,24 +50,12 @@ struct Task : TaskOf<SelectArguments> {
 
 // Share out keys among the blocks of the scan, and return the unit of the one with this number. All threads call it.
 __device__ __forceinline__ Unit share_keys(const SelectArguments& a, Units& units, int number) {
-    return units.divide(
-        a.requests, a.batch, a.scan_blocks, a.scan_blocks,
-        [](const Request& request) { return request.dense ? 0 : request.length; }, number);
+    return units.divide(a.requests, a.batch, a.scan_blocks, a.scan_blocks, SelectionLength(), number);
 }
 // Number of the first chunk of a block of the scan, in arrays [kv_heads, chunks, ...].
 __device__ __forceinline__ int first_chunk(const SelectArguments& a, int block) {
     return (static_cast<int>(blockIdx.y) * a.scan_blocks + block) * CHUNKS_OF_SCAN;
 }
-
-// Parts first .. last - 1 of `count` that part `index` of `parts` has to do; sizes differ by one at most.
-struct Share {
-    int first, last;
-    __device__ __forceinline__ Share(int count, int parts, int index)
-        : first(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index) /
-                                 static_cast<unsigned>(parts))),
-          last(static_cast<int>(static_cast<unsigned>(count) * static_cast<unsigned>(index + 1) /
-                                static_cast<unsigned>(parts))) {}
-};
 
 }  // namespace pariskv
 }  // namespace kvseek

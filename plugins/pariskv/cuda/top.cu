@@ -152,17 +152,10 @@ extern "C" __global__ void __launch_bounds__(kvseek::pariskv::TOP_THREADS, 1)
             memory, here, top_k, [&](int i) { return a.keys[static_cast<size_t>(task.scratch_row(a, first + i))]; },
             take);
     }
-    if (active == 1) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) memory.last = atomicAdd(a.finished + task.number, 1) == active - 1;
-    __syncthreads();
-    if (!memory.last) return;
-    __threadfence();
+    if (active == 1 || !arrive_last(a.finished + task.number, active)) return;
     const int listed = (active - 1) * each + min(count - (active - 1) * share, each);
     auto take_listed = [&](int rank, int i, unsigned) { rows[rank] = __ldcg(a.best_places + list + i); };
     if (listed > Top::HELD_KEYS ||
         !Top::take_largest(memory, listed, top_k, Held(a.best_keys + list, listed), take_listed))
         Top::take_by_digits(memory, listed, top_k, [&](int i) { return __ldcg(a.best_keys + list + i); }, take_listed);
-    if (threadIdx.x == 0) a.finished[task.number] = 0;
 }

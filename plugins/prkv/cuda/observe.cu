@@ -27,11 +27,11 @@ struct ObserveArguments {
 };
 
 // The keys that a block takes.
-struct Share {
+struct BlockKeys {
     int head, rows, limit, first, last;
     const Number* keys;
 
-    __device__ __forceinline__ explicit Share(const ObserveArguments& a)
+    __device__ __forceinline__ explicit BlockKeys(const ObserveArguments& a)
         : head(blockIdx.y), rows(GROUP * a.window), limit(a.valid ? a.valid[blockIdx.y] : a.count) {
         const int chunks = gridDim.x, even = (limit + chunks - 1) / chunks, share = (even + KEYS - 1) / KEYS * KEYS;
         first = min(static_cast<int>(blockIdx.x) * share, limit), last = min(first + share, limit);
@@ -51,7 +51,7 @@ struct ObserveMemory {
 // Let the share's keys pass by in blocks: use(first key, products of 8 keys with the warp's rows, number of the eight),
 // then after(first key of the block). Ends with a barrier.
 template <class Use, class After>
-__device__ __forceinline__ void pass_by(const ObserveArguments& a, const Share& share, const WindowRows& rows,
+__device__ __forceinline__ void pass_by(const ObserveArguments& a, const BlockKeys& share, const WindowRows& rows,
                                         ObserveMemory& memory, const Use& use, const After& after) {
     int current = 0;
     if (share.first < share.last) memory.blocks[0].load(share.keys, a.key_stride, share.first, share.last);
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::OBSERVE_THREADS)
     using namespace kvseek;
     using namespace kvseek::prkv;
     __shared__ ObserveMemory memory;
-    const Share share(a);
+    const BlockKeys share(a);
     const int t = threadIdx.x % 4;
     const float exponent_scale = a.scaling * LOG2_E;
     for (int first_row = 0; first_row < share.rows; first_row += BLOCK_ROWS) {
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::OBSERVE_THREADS)
     using namespace kvseek;
     using namespace kvseek::prkv;
     __shared__ ObserveMemory memory;
-    const Share share(a);
+    const BlockKeys share(a);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float exponent_scale = a.scaling * LOG2_E;
     float* scores = a.scores + static_cast<long long>(share.head) * a.count;

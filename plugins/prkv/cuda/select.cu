@@ -41,20 +41,6 @@ __device__ __forceinline__ void record_queries(const SelectArguments& a, const T
         *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(task.queries(a) + i);
 }
 
-// Whether this CTA is the last of its task to come here: then it sees what the others have written, past the L1 cache.
-__device__ __forceinline__ bool arrive_last(const SelectArguments& a, const Task& task, const Unit& unit) {
-    __shared__ int last;
-    __syncthreads();
-    if (threadIdx.x == 0) {  // one thread's fences pass on what the barriers before and after it order
-        __threadfence();
-        last = atomicAdd(a.finished + task.number, 1) == unit.parts - 1;
-        if (last) a.finished[task.number] = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    return last != 0;
-}
-
 // Choose and count pages, and write the static rows, then those of the pages that are not static; -1 fills up.
 __device__ __forceinline__ void choose(const SelectArguments& a, const Task& task, const Unit& unit,
                                        BestMemory& memory) {
@@ -89,9 +75,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
     __shared__ BestMemory memory;
     __shared__ Units units;
     __shared__ PowerSum warp_sums[WARPS][LANES];
-    const Unit unit = units.divide(
-        a.requests, a.batch, gridDim.x, gridDim.x,
-        [](const Request& request) { return request.dense ? 0 : request.length; }, blockIdx.x);
+    const Unit unit = units.divide(a.requests, a.batch, gridDim.x, gridDim.x, SelectionLength(), blockIdx.x);
     const Task task(a, unit.request);
     const int pages = task.pages(), first_page = task.first_page(a);
     Tiles tiles(unit, first_page, pages);
@@ -118,5 +102,5 @@ extern "C" __global__ void __launch_bounds__(kvseek::prkv::THREADS, 1)
         a.normalisers[(blockIdx.y * gridDim.x + blockIdx.x) * LANES + threadIdx.x] =
             PowerSum::of<WARPS>([&](int warp) { return warp_sums[warp][threadIdx.x]; });
     }
-    if (arrive_last(a, task, unit)) choose(a, task, unit, memory);
+    if (arrive_last(a.finished + task.number, unit.parts)) choose(a, task, unit, memory);
 }

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ TOLERANCE = 2e-5  # products of 16-bit numbers are exact in float32, so the type
 
 @pytest.fixture
 def pool(library: CpuLibrary) -> Iterator[HostPool]:
-    with HostPool(library, 2, pinned=False) as pool:
+    with closing(HostPool(library, 2, pinned=False)) as pool:
         yield pool
 
 
@@ -130,7 +131,7 @@ def test_results_depend_neither_on_the_batch_nor_on_threads(library: CpuLibrary,
     together = Case([[1300, 250], [2, 800], [129, 128]], 4, 128, dtype, top_k=200, rho=400)
     assert together.run(library) == 0
     for threads in (2, 5):
-        with HostPool(library, threads, pinned=False) as pool:
+        with closing(HostPool(library, threads, pinned=False)) as pool:
             again = Case(**_fields(together))
             assert again.run(library, pool.pointer) == 0
             assert _same(together, again, slice(None))
@@ -179,7 +180,7 @@ def test_pools_come_and_go(library: CpuLibrary, threads: int) -> None:
     before = threading.active_count()
     for _ in range(3):
         tasks_before = len(os.listdir("/proc/self/task"))
-        with HostPool(library, threads, pinned=False) as pool:
+        with closing(HostPool(library, threads, pinned=False)) as pool:
             assert len(os.listdir("/proc/self/task")) == tasks_before + threads - 1
             case = Case([[700, 300]], 4, 128, torch.bfloat16, top_k=100, rho=250)
             for _ in range(3):
@@ -198,7 +199,7 @@ def test_pinning_the_caller_is_for_its_thread_alone(library: CpuLibrary) -> None
         cores.append(os.sched_getaffinity(0))
 
     before = os.sched_getaffinity(0)
-    with HostPool(library, 2, pinned=True) as pool:
+    with closing(HostPool(library, 2, pinned=True)) as pool:
         thread = threading.Thread(target=call, args=(pool,))
         thread.start()
         thread.join()
@@ -217,7 +218,7 @@ def test_pools_work_side_by_side_and_one_pool_for_many_callers(library: CpuLibra
         check_results(case, TOLERANCE)
         failures.append("")  # came to its end
 
-    with HostPool(library, 2, pinned=False) as first, HostPool(library, 3, pinned=False) as second:
+    with closing(HostPool(library, 2, pinned=False)) as first, closing(HostPool(library, 3, pinned=False)) as second:
         threads = [threading.Thread(target=call, args=(pool, i)) for i, pool in enumerate((first, second, first))]
         for thread in threads:
             thread.start()

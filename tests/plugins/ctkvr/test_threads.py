@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,10 @@ def busy_seconds(thread: str) -> float:
 def test_threads_of_a_pool_wake_up_and_take_part(library: CpuLibrary) -> None:
     case = Case([[2900, 2900]] * 16, 16, 256, torch.float32, top_k=1000, rho=2000)
     before = set(os.listdir("/proc/self/task"))
-    with HostPool(library, 2, pinned=False) as pool, limited(library, 0):  # the slowest instructions: a long step
+    with (
+        closing(HostPool(library, 2, pinned=False)) as pool,
+        limited(library, 0),
+    ):  # the slowest instructions: a long step
         (worker,) = set(os.listdir("/proc/self/task")) - before
         shares = []
         for _ in range(40):  # others may need the cores
@@ -49,7 +53,7 @@ def test_an_empty_batch_is_no_error(library: CpuLibrary, pooled: bool) -> None:
 
     def call() -> None:  # in a thread that has run no step before
         case = Case([[30, 20]], 2, 64, torch.float32, 5, 8)
-        with HostPool(library, 2, pinned=False) as pool:
+        with closing(HostPool(library, 2, pinned=False)) as pool:
             step = case.step(pool.pointer if pooled else 0)
             step.batch = 0
             host_step(library)(step)
