@@ -237,19 +237,6 @@ def _prompt(entry: dict[str, Any], method: str) -> str:
     return seconds if method == "full" else f"{seconds} ({entry['to_baseline']:.2f})"
 
 
-def prompt_parts(results: Results) -> Rows:
-    document = results("prefill-sparse-h200")
-    yield ("tokens", "prompts", "attention", "products, with the activation", "the rest")
-    for entry in document["results"]:
-        if "samples" not in entry["method"]:
-            times, counts = entry["part_seconds"], entry["operations"]
-            rates = [f"{times[name]:.2f} s, {count / times[name] / 1e12:.0f} TFLOP/s" for name, count in counts.items()]
-            kind = "dense" if entry["method"] == "full" else "sparse"
-            yield (f"{entry['tokens']:,}", kind, *rates, f"{times['others']:.2f} s")
-    best = f"{document['best_product_rate'] / 1e12:.0f} TFLOP/s"
-    yield "", "a product of two matrices of 8,192 × 8,192", "", best, ""
-
-
 def answers(results: Results) -> Rows:
     """Needle questions, one a context, in two lengths."""
     documents = [results(name) for name in NEEDLE]
@@ -699,7 +686,6 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "long request": long_request,
     "selections": selections,
     "prompts": prompts,
-    "parts of a prompt": prompt_parts,
     "answers": answers,
     "perplexity": perplexities,
     "losses": losses,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 from tests.conftest import BuildEngine
 
-from kvseek.bench.accuracy import evaluate, train_needle
+from kvseek.bench import evaluate
+from kvseek.bench.accuracy import train_needle
 from kvseek.bench.accuracy.needle_tasks import facts, vocabulary
 from kvseek.bench.accuracy.needle_tasks.facts import score, write_context
 from kvseek.bench.accuracy.needle_tasks.tasks import TASKS, Dialogue, make_dialogues

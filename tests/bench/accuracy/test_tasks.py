@@ -13,7 +13,8 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES
 
 from kvseek import LLM, SamplingParams
-from kvseek.bench.accuracy import evaluate, tasks
+from kvseek.bench import evaluate
+from kvseek.bench.accuracy import tasks
 from kvseek.bench.accuracy.needle_tasks import suite, vocabulary
 from kvseek.bench.accuracy.questions import Conversation, Score
 from kvseek.bench.accuracy.tasks import Cell, by_depth, compared, print_report
