@@ -90,14 +90,13 @@ $(AIPERF): | install
 	$(PYTHON) -m venv $(LOAD)/aiperf
 	$(LOAD)/aiperf/bin/pip install -q $(PIP_ARGS) aiperf==0.13.0
 
-lm-eval: $(LM_EVAL) ## lm_eval, which asks kvseek (bench/accuracy/README.md), in a folder of its own; 570 MB
+lm-eval: $(LM_EVAL) ## lm-evaluation-harness in a folder of its own, which sees kvseek and what it needs; 570 MB
 
-# pip finds in kvseek's environment what both need.
 $(LM_EVAL): | install
 	$(PYTHON) -m venv $(LOAD)/lm_eval
-	path='import sysconfig; print(sysconfig.get_path("purelib"))'; site=$$($(BIN)/python -c "$$path") && \
-	    echo "import site; site.addsitedir('$$site')" > $$($(LOAD)/lm_eval/bin/python -c "$$path")/kvseek.pth
-	$(LOAD)/lm_eval/bin/pip install -q $(PIP_ARGS) 'lm_eval[api,hf]==0.4.13' 'pyarrow<21'
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$($(LOAD)/lm_eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvseek.pth
+	$(LOAD)/lm_eval/bin/pip install -q $(PIP_ARGS) 'lm_eval[api]==0.4.13' 'pyarrow<21'
 
 # mypy has one thread, so it runs beside the tests; lint has made the links that it needs.
 check: lint model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls

@@ -13,7 +13,7 @@ from kvseek.bench.accuracy.perplexity import rise
 from kvseek.bench.load import report
 from kvseek.bench.output import GIB, Figure, read_result, rows
 from kvseek.bench.speed.parts import part_groups
-from kvseek.bench.variants import parse_variants
+from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import KvseekError
 
 ROOT = Path(__file__).resolve().parents[1]  # also where the folder is reached through a link
@@ -237,19 +237,6 @@ def _prompt(entry: dict[str, Any], method: str) -> str:
     return seconds if method == "full" else f"{seconds} ({entry['to_baseline']:.2f})"
 
 
-def prompt_parts(results: Results) -> Rows:
-    document = results("prefill-sparse-h200")
-    yield ("tokens", "prompts", "attention", "products, with the activation", "the rest")
-    for entry in document["results"]:
-        if "samples" not in entry["method"]:
-            times, counts = entry["part_seconds"], entry["operations"]
-            rates = [f"{times[name]:.2f} s, {count / times[name] / 1e12:.0f} TFLOP/s" for name, count in counts.items()]
-            kind = "dense" if entry["method"] == "full" else "sparse"
-            yield (f"{entry['tokens']:,}", kind, *rates, f"{times['others']:.2f} s")
-    best = f"{document['best_product_rate'] / 1e12:.0f} TFLOP/s"
-    yield "", "a product of two matrices of 8,192 × 8,192", "", best, ""
-
-
 def answers(results: Results) -> Rows:
     """Needle questions, one a context, in two lengths."""
     documents = [results(name) for name in NEEDLE]
@@ -341,13 +328,18 @@ def loss_and_time(results: Results) -> Rows:
     """What settings lose of perplexity beside what their steps take, where both were measured, then where only the loss was."""
     losses, times = results(PERPLEXITY[0])["results"], results("budgets-h200")
     yield ("", "perplexity over `full`, %", "on the worst text, %", "a step, rows in GPU memory", "rows in host memory")
-    for entry in sorted(losses[1:], key=lambda entry: entry["name"].partition(":")[0]):
+    settings = {entry["name"]: parse_variants(entry["name"])[0] for entry in losses[1:]}
+    for entry in sorted(losses[1:], key=lambda one: _method_and_rows(settings[one["name"]])):
         timed = entry["name"] in times["methods"]
         steps = [
             with_ratio(step(times, entry["name"], place, 128 * K)) if timed else "" for place in ("never", "always")
         ]
         worst = max(text["percent"] for text in entry["by_text"])
         yield (f"`{entry['name']}`", rise(entry), f"{worst:+.1f}", *steps)
+
+
+def _method_and_rows(variant: Variant) -> tuple[str, int]:
+    return variant.method, variant.settings.top_k
 
 
 def ctkvr_lists(results: Results) -> Rows:
@@ -694,7 +686,6 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "long request": long_request,
     "selections": selections,
     "prompts": prompts,
-    "parts of a prompt": prompt_parts,
     "answers": answers,
     "perplexity": perplexities,
     "losses": losses,

@@ -63,7 +63,7 @@ class KvseekLM(TemplateLM):  # type: ignore[misc]
         for name in [name for name in options if "." in name]:
             kind = "cache" if name.startswith(CACHE_FIELDS) else "method_config"
             fields[kind][name.partition(".")[2]] = options.pop(name)
-        given = {name: value for name, value in fields.items() if value}
+        given: dict[str, Any] = {name: value for name, value in fields.items() if value}
         if not str(batch_size).isdecimal():
             raise ConfigError(f"--batch_size = {batch_size!r}: must be a number, as an engine has a fixed one; e.g. 4")
         if not (Path(model) / MANIFEST_FILE).exists():  # an engine directory has its own

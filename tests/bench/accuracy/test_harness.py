@@ -14,7 +14,7 @@ LAUNCHER = "kvseek.bench.accuracy.harness"
 
 
 def test_the_figures_of_transformers(smollm2_gguf: Path, tmp_path: Path) -> None:
-    """In float32 and with dense attention; `acc` also under selections, which a window holds as a whole."""
+    """In float32 and with dense attention."""
     chosen = [{"question": q, "choices": CHOICES, "answer": place} for place, q in enumerate(QUESTIONS)]
     asked = [{"question": q, "answer": "none"} for q in QUESTIONS]
     tasks = {
@@ -26,9 +26,8 @@ def test_the_figures_of_transformers(smollm2_gguf: Path, tmp_path: Path) -> None
     flags = ("--model", "hf", "--model_args", theirs, "--device", "cpu", "--batch_size", "1")
     scores, samples = lm_eval.evaluate(tmp_path / "hf", tasks, "lm_eval", *flags)
     ours = f"model={smollm2_gguf},method=full,max_seq_len=1024,cache_dir={tmp_path / 'engines'}"
-    own, answers = lm_eval.evaluate(
-        tmp_path / "kvseek", tasks, LAUNCHER, "--model", "kvseek", "--model_args", ours, "--batch_size", "2"
-    )
+    flags = ("--model", "kvseek", "--model_args", ours, "--batch_size", "2")
+    own, answers = lm_eval.evaluate(tmp_path / "kvseek", tasks, LAUNCHER, *flags)
     assert own["choose"]["acc,none"] == scores["choose"]["acc,none"]
     assert own["read"]["word_perplexity,none"] == pytest.approx(scores["read"]["word_perplexity,none"], rel=1e-3)
     for mine, other in zip(answers["choose"], samples["choose"], strict=True):
