@@ -91,9 +91,10 @@ def test_more_requests_than_slots(engine: Engine) -> None:
     assert [len(tokens) for tokens in engine.generate(requests)] == [5, 6, 7, 8, 9, 10, 11]
 
 
-def test_decoding_goes_on_during_a_prefill(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_goes_on_during_a_prefill(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = itertools.count()  # how much a step reads depends on the time that reading took
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments) * 1e-4)
+    engine = Engine.load(directory)
     first = engine.submit(Request(PROMPT[:10], 390))
     while not any(output.token_id is not None for output in engine.step()):
         pass
