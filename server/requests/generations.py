@@ -98,7 +98,9 @@ class Workers:
         """Stop the threads; nothing may be under way."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _release(self, _: asyncio.Future[T]) -> None:
+    def _release(self, call: asyncio.Future[T]) -> None:
+        if not call.cancelled():
+            call.exception()  # asyncio would log it where the client has left and nobody else asks for it
         self.open -= 1
         self._free.release()
 

@@ -192,8 +192,9 @@ def test_usual_flags_of_aiperf(server: RunningServer, directory: Path, tmp_path:
 
 
 def check(found: dict[str, Any]) -> None:
-    for times in (found["ttft_seconds"], found["tpot_seconds"]):
-        assert 0 < times["p50"] <= times["p99"] < found["seconds"]
+    assert found["ttft_seconds"]["p50"] > 0
+    for times in (found["ttft_seconds"], found["tpot_seconds"]):  # no time between tokens that came in one event
+        assert 0 <= times["p50"] <= times["p99"] < found["seconds"]
     assert found["tokens_per_second"] == pytest.approx(len(CELL.lengths) * CELL.output_tokens / found["seconds"])
 
 
