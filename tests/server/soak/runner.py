@@ -27,7 +27,7 @@ ENDED = re.compile(
     r"|Triton ended while the request was with it"
     r"|Triton does not run"
     r"|the server is starting|the server is shutting down"
-    r"|no server answers|the connection broke|the server has ended or is being restarted"
+    r"|no server answers|the connection broke|broke off its answer|the server has ended or is being restarted"
     r"|StatusCode.UNAVAILABLE"
 )
 TIMED_OUT = re.compile(r"timeout")
