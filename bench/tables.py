@@ -117,12 +117,13 @@ def paper_presets(results: Results) -> Rows:
         yield (f"`{name}:paper`", *times)
 
 
-def budgets(results: Results) -> Rows:
-    document = results("budgets-h200")
-    yield ("", "rows in GPU memory", "rows in host memory")
-    for method in document["methods"]:
-        times = [with_ratio(step(document, method, offload, 128 * K)) for offload in ("never", "always")]
-        yield (f"`{method}`", times[0], times[1] if method != "full" else "")
+def short_contexts(results: Results) -> Rows:
+    cells = one(results("short-contexts-h200")["phases"], offload="never")["cells"]
+    batches = sorted({cell["batch"] for cell in cells})
+    yield ("tokens a request", *(f"{batch} at a time" if batch > 1 else "one request" for batch in batches))
+    for context in sorted({cell["context"] for cell in cells}):
+        found = [one(cells, context=context, batch=batch)["results"] for batch in batches]
+        yield (f"{context:,}", *(with_ratio(one(entries, method="nested")) for entries in found))
 
 
 def parts(results: Results) -> Rows:
@@ -678,7 +679,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     SUMMARY: summary,
     "one request": one_request,
     "steps with the settings of papers": paper_presets,
-    "steps by the number of rows": budgets,
+    "short contexts": short_contexts,
     "parts of a step": parts,
     "long contexts": long_contexts,
     "throughput": throughput,
