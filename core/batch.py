@@ -83,8 +83,9 @@ class RequestState:
         )
 
 
-_COLUMNS = {field.name: number for number, field in enumerate(fields(RequestState))}
-METHOD_COLUMN = _COLUMNS["method_fields"]
+COLUMNS = {field.name: number for number, field in enumerate(fields(RequestState))}
+"""Of a packed request's numbers, by the field; those behind METHOD_COLUMN are the method's."""
+METHOD_COLUMN = COLUMNS["method_fields"]
 
 
 def pack(states: Sequence[RequestState]) -> Tensor:
@@ -99,7 +100,7 @@ def pack(states: Sequence[RequestState]) -> Tensor:
 
 def give_scratch(rows: npt.NDArray[np.int32]) -> None:
     """Set the first scratch extent of each of the requests, [batch, 16]; see `pack`."""
-    needed = np.where(rows[:, _COLUMNS["dense"]], 0, extents_for(rows[:, _COLUMNS["length"]]))
+    needed = np.where(rows[:, COLUMNS["dense"]], 0, extents_for(rows[:, COLUMNS["length"]]))
     rows[:, -1] = needed.cumsum() - needed
 
 
@@ -137,7 +138,7 @@ class Batch:
 
     def column(self, name: str) -> Tensor:
         """Copy a field of RequestState of all requests: int32 [batch], on the device of `requests`."""
-        return self.requests[:, _COLUMNS[name]].clone(memory_format=torch.contiguous_format)
+        return self.requests[:, COLUMNS[name]].clone(memory_format=torch.contiguous_format)
 
     @cached_property
     def slots(self) -> list[int]:
@@ -154,7 +155,7 @@ class Batch:
         return Batch(self.requests[list(requests)], self.table)
 
     def _listed(self, name: str) -> list[int]:
-        return [int(number) for number in self.requests[:, _COLUMNS[name]].tolist()]
+        return [int(number) for number in self.requests[:, COLUMNS[name]].tolist()]
 
 
 def most_requests(slots: int) -> int:

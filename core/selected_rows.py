@@ -112,9 +112,12 @@ class SelectedRows(msgspec.Struct, frozen=True):
             raise KeyError(f"layer {layer}, KV head {kv_head}: not among the reported {self.layers}, {self.kv_heads}")
         if layer in self.dense:
             return None
-        blocks, counts = (own[self.layers.index(layer)] or [] for own in self.lists())
-        place = self.kv_heads.index(kv_head)
-        return dict(zip(blocks[place], counts[place], strict=True))
+        selecting = [own for own in self.layers if own not in self.dense]
+        place = selecting.index(layer) * len(self.kv_heads) + self.kv_heads.index(kv_head)
+        ends = np.frombuffer(self.ends, np.int32)
+        part = slice(ends[place - 1] if place else 0, ends[place])
+        blocks, counts = (np.frombuffer(own, np.int32)[part].tolist() for own in (self.blocks, self.counts))
+        return dict(zip(blocks, counts, strict=True))
 
     def lists(self) -> tuple[list[list[list[int]] | None], list[list[list[int]] | None]]:
         """Return blocks and counts as lists by layer and KV head; None for a layer that is dense."""

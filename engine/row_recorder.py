@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import Selection
+from kvseek.core.batch import COLUMNS, Selection
 from kvseek.core.selected_rows import RowReport, SelectedRows
 from kvseek.core.streams import HostCopy
 
@@ -19,7 +19,7 @@ Wanted = Mapping[int, RowReport]
 RowsBySlot = Callable[[], dict[int, SelectedRows]]
 """Waits for what a step has selected, and returns the report of each slot that wants one."""
 NOBODY: Wanted = {}
-SLOT, POSITION, LENGTH, DENSE = 1, 2, 7, 8  # columns of a Batch's requests
+SLOT, POSITION, LENGTH, DENSE = (COLUMNS[name] for name in ("slot", "position", "length", "dense"))
 
 
 class RowRecorder:

@@ -69,10 +69,7 @@ OPENAI_FLAGS: Flags = {
         _origins,
         "origins, with commas between, whose web pages may ask from a browser (CORS); * stands for all",
     ),
-    "ui": (
-        _yes,
-        "serve a page at / of the OpenAI port that shows what each step of an answer read; alone it means true",
-    ),
+    "ui": (_yes, "serve a page at / of the OpenAI port that shows what each step of an answer read"),
     **KEY_FLAGS,
 }
 SERVE_FLAGS: Flags = {
@@ -220,6 +217,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
         shown = str(value).lower() if isinstance(value, bool) else shown
         shown = {"threads": "torch's choice", "disk_bytes": "16GiB"}.get(name, shown)
         alone: dict[str, Any] = {"nargs": "?", "const": True} if kind is _yes else {}
+        text += "; alone it means true" if alone else ""
         parser.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {shown})", **alone)
 
 

@@ -54,7 +54,9 @@ from kvseek.server.settings import ServeSettings
 from .metrics import EngineMetrics
 from .tracing import RequestTracer
 
-FRAME_BYTES = 16 << 20  # bytes of logits after which a message ends, long before it could be too large
+FRAME_BYTES = (
+    16 << 20
+)  # bytes of logits and selected rows after which a message ends, long before it could be too large
 STATUS_FAILED = 3  # exit status when the engine has failed: every further call would fail too
 ENDING_SECONDS = 5.0  # that an orderly end may take then, in which threads or other ranks may wait for ever
 PROBE_SECONDS = 1.0  # between two probes of an engine whose requests have ended with logits that are not finite
@@ -160,16 +162,17 @@ class FrontendConnection:
             self._writer.transport.abort()
 
     def send_outputs(self, outputs: list[tuple[int, StepOutput]]) -> None:
-        """Send outputs of the engine, in several messages if they have many logits."""
-        logits, sent = 0, 0
+        """Send outputs of the engine, in several messages if they have much beside tokens."""
+        large, sent = 0, 0
         for place, (number, output) in enumerate(outputs, 1):
             if output.finish_reason is not None:
                 self._handles.pop(number, None)
-            if output.context_logits or output.generation_logits:
-                logits += len(output.context_logits) + len(output.generation_logits)
-                if logits >= FRAME_BYTES:
+            if output.context_logits or output.generation_logits or output.selected_rows is not None:
+                rows = 0 if output.selected_rows is None else output.selected_rows.size
+                large += len(output.context_logits) + len(output.generation_logits) + rows
+                if large >= FRAME_BYTES:
                     self.send(Outputs(outputs[sent:place]))
-                    logits, sent = 0, place
+                    large, sent = 0, place
         if sent < len(outputs):
             self.send(Outputs(outputs[sent:]))
 

@@ -334,9 +334,10 @@ class HttpServer:
         loop, chosen, absent = asyncio.get_running_loop(), port, OSError(f"{host} has no address")
         try:
             for *_, address in socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+                scope = f"%{address[3]}" if len(address) == 4 and address[3] else ""  # of an IPv6 address of one link
                 try:
                     server = await loop.create_server(
-                        self._connect, str(address[0]), chosen, backlog=BACKLOG, reuse_port=held
+                        self._connect, f"{address[0]}{scope}", chosen, backlog=BACKLOG, reuse_port=held
                     )
                 except OSError as error:
                     if error.errno != errno.EADDRNOTAVAIL:

@@ -234,7 +234,7 @@ async def _whole(work: Work, arriving: Pieces) -> bytes:
 
 def _is_small(*pieces: Piece) -> bool:
     """Whether an answer of these pieces is written in less time than a thread takes to begin."""
-    tokens = sum(len(piece["tokens"]) for piece in pieces)
+    tokens = sum(len(piece["tokens"]) + (len(piece["prompt"].offsets) if piece["prompt"] else 0) for piece in pieces)
     return tokens <= MANY_TOKENS and sum(each.size for piece in pieces for each in piece["rows"] if each) <= MANY_BYTES
 
 

@@ -189,8 +189,8 @@ class Generations:
         """Let the engine serve requests of one call, and give their chunks as they come, each with its request's place.
 
         A chunk is made of all outputs of a request that have come, or `one_by_one`. Requests that have not ended when the context
-        ends are cancelled. What the engine puts out counts as unread: in a stream
-        until the client has read what was made of it, else until `answer` ends.
+        ends are cancelled. What the engine puts out counts as unread: in a stream until the client has read what was made of it,
+        else until `answer` ends.
 
         Entering the context raises UnavailableError if there is no engine, and QueueFullError or RequestError if there is no
         room for the logits that are asked for. Iterating raises CodedError when the engine ends a request with an error, and

@@ -70,10 +70,11 @@ export async function* events(body) {
   for (;;) {
     const { done, value } = await reader.read();
     if (done) throw new Error("The server broke off its answer.");
-    const parts = (rest + value).split("\n\n");
+    const parts = (rest + value).split(/\r?\n\r?\n/);
     rest = parts.pop();
     for (const part of parts) {
-      const data = part.replace(/^data: /, "");
+      const data = part.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n").trim();
+      if (!data) continue; // a comment
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
@@ -153,7 +154,7 @@ class Pane {
 
   /** Asks, and shows the answer while it arrives. */
   async ask(content, maxTokens, signal) {
-    Object.assign(this, { context: null, steps: [], chosen: 0, follows: true, decoder: new TextDecoder() });
+    Object.assign(this, { context: null, steps: [], chosen: 0, follows: true, unreported: false, decoder: new TextDecoder() });
     this.find(".result").hidden = true;
     this.find(".answer").replaceChildren();
     this.find(".told").removeAttribute("aria-live"); // it changes with every token
@@ -173,6 +174,7 @@ class Pane {
       const begun = performance.now();
       const response = await this.fetch("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
       for await (const event of events(response.body)) this.take(event, performance.now() - begun);
+      if (this.unreported) throw new Error("This server does not say which rows it reads; a port of kvseek does.");
       this.say(`Answered with ${count(this.steps.length)} tokens.`);
       this.find(".status").append(element("span", this.find(".answer").textContent, { className: "unseen" })); // to be read out
     } catch (error) {
@@ -188,7 +190,10 @@ class Pane {
       this.find(".prompt").textContent = `${count(event.usage.prompt_tokens)}, ${count(before)}`;
     }
     const choice = event.choices[0];
-    if (!choice?.selected_rows) return;
+    if (!choice?.selected_rows) {
+      this.unreported ||= !this.steps.length && Boolean(choice?.delta?.content);
+      return;
+    }
     if (choice.prompt) this.begin(new Context(choice.prompt), milliseconds);
     choice.selected_rows.forEach((rows, i) => {
       const { bytes } = choice.logprobs.content[i];
@@ -326,6 +331,8 @@ function start() {
     const root = rootOf(byId("other").value);
     if (root !== (other?.root ?? "")) {
       other?.section.remove();
+      byId("other-key").hidden = true; // a key is for the server that it was entered for
+      byId("other-key").querySelector("input").value = "";
       other = root ? new Pane(root, byId("other-key")) : null;
     }
     const text = [area.value.trim(), byId("question").value].filter(Boolean).join("\n\n");

@@ -272,6 +272,12 @@ def test_two_servers_side_by_side(ports: Ports, page: Page) -> None:
     assert boxes[0]["y"] == boxes[1]["y"]
     page.set_viewport_size({"width": 360, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.get_by_label("Other server to compare with").fill(
+        "http://127.0.0.1:1"
+    )  # which must not get the key of the one before
+    page.get_by_role("button", name="Ask").click()
+    expect(page.locator(".pane").last.get_by_role("status")).to_contain_text("cannot be reached")
+    assert page.evaluate("document.querySelector('#other-key input').value") == ""
 
 
 @pytest.mark.slow
