@@ -32,6 +32,7 @@ NEEDLE = ROOT.parent / "shared/needle"
 LEVELS = (*instruction_levels(), 5) if 4 in instruction_levels() else instruction_levels()  # 5: kernels/cpu/level.cpp
 THREADS = torch.get_num_threads()
 WHOLE = ROOT / "tests/server/whole"
+GPU = ROOT / "tests/gpu"
 BuildEngine = Callable[..., Path]
 RandomModel = Callable[..., Path]
 
@@ -55,12 +56,22 @@ def pytest_runtest_setup() -> None:
     torch.set_num_threads(THREADS)
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without a GPU no process imports tests/gpu to skip all of it; tests/test_gpu_imports.py imports it once."""
+    return True if collection_path == GPU and not torch.cuda.is_available() else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    asked = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    if not torch.cuda.is_available() and any(path in GPU.parents for path in asked):
+        terminalreporter.write_line("GPU tests (tests/gpu) were not collected: PyTorch finds no CUDA device", yellow=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available():  # files of tests/gpu that the command line names are collected
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if torch.cuda.device_count() < 2:
         for item in items:
             if item.get_closest_marker("multi_gpu"):
