@@ -64,7 +64,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     asked = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
     if not torch.cuda.is_available() and any(path in GPU.parents for path in asked):
-        terminalreporter.write_line("GPU tests (tests/gpu) were not collected: PyTorch finds no CUDA device", yellow=True)
+        terminalreporter.write_line(
+            "GPU tests (tests/gpu) were not collected: PyTorch finds no CUDA device", yellow=True
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ from tests.support.random_models import save_random_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import CapacityError, EngineDirectoryError, KvseekError, QueueFullError, RequestError
+from kvseek.core.errors import CapacityError, QueueFullError, RequestError
 from kvseek.core.request import FinishReason, Request, SamplingConfig
 from kvseek.engine.cache.memory_layout import layer_extent_bytes
 from kvseek.engine.engine import Engine
@@ -58,15 +58,6 @@ def test_a_request_from_start_to_end(engine: Engine) -> None:
     assert 0.2 < last.statistics.attended_share < 0.5
 
 
-def test_the_end_id_ends_and_is_not_output(engine: Engine) -> None:
-    (tokens,) = engine.generate([Request(PROMPT, 30)])
-    end = tokens[10]
-    engine.submit(Request(PROMPT, 30, end_ids=(end,)))
-    outputs = run_to_end(engine)
-    assert [o.token_id for o in outputs if o.token_id is not None] == tokens[: tokens.index(end)]
-    assert outputs[-1].finish_reason is FinishReason.END_ID
-
-
 def test_a_stop_word_ends_with_the_word(engine: Engine) -> None:
     (tokens,) = engine.generate([Request(PROMPT, 30)])
     word = tuple(tokens[9:12])
@@ -76,19 +67,6 @@ def test_a_stop_word_ends_with_the_word(engine: Engine) -> None:
     assert tuple(found[-3:]) == word
     assert len(found) <= 12
     assert outputs[-1].finish_reason is FinishReason.STOP_WORD
-
-
-def test_a_seed_repeats_and_differs(engine: Engine) -> None:
-    def sample(seed: int) -> list[int]:
-        return engine.generate([Request(PROMPT, 20, SamplingConfig(temperature=1.0, top_p=0.9, seed=seed))])[0]
-
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
-
-
-def test_more_requests_than_slots(engine: Engine) -> None:
-    requests = [Request(PROMPT[i:], 5 + i) for i in range(7)]
-    assert [len(tokens) for tokens in engine.generate(requests)] == [5, 6, 7, 8, 9, 10, 11]
 
 
 def test_decoding_goes_on_during_a_prefill(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,26 +124,6 @@ def test_bad_requests_name_field_and_limit(engine: Engine, request_: Request, me
     assert not engine.has_work
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"temperature": -0.1}, "temperature = -0.1: must be finite and >= 0"),
-        ({"temperature": float("nan")}, "temperature = nan"),
-        ({"top_p": -0.5}, "top_p = -0.5: must be in [0, 1]"),
-        ({"top_p": 1.01}, "top_p = 1.01: must be in [0, 1]"),
-        ({"top_k": -1}, "top_k = -1: must be in [0, 2147483647]"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: must be in [0.01, 100.0]; 1 is no penalty"),
-        ({"repetition_penalty": 1e-38}, "repetition_penalty = 1e-38"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty = nan"),
-        ({"seed": -1}, "seed = -1"),
-    ],
-)
-def test_bad_sampling_names_field_and_limit(values: dict[str, float], message: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingConfig(**values)  # type: ignore[arg-type]
-    assert message in str(caught.value)
-
-
 def test_a_request_that_never_fits_is_refused_with_the_numbers(tmp_path: Path, build_engine: BuildEngine) -> None:
     model = save_random_model(tmp_path / "model", "llama", max_position_embeddings=2048)
     flags = (*WINDOW, "--max_seq_len", "2048", "--max_input_len", "2000")
@@ -219,29 +177,6 @@ def test_slots_without_extents_are_no_room_in_the_queue(tmp_path: Path, build_en
     with pytest.raises(QueueFullError, match="2 requests wait for a slot"):
         engine.submit(Request(PROMPT, 2))
     assert len([o for o in run_to_end(engine) if o.finish_reason is FinishReason.LENGTH]) == 6
-
-
-def test_a_failing_prefill_ends_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, good = engine.decoder, engine.generate([Request(PROMPT, 10)])
-    original = decoder.retrieval.store_layer
-
-    def fail_for_one(number: int, slot: int, *rest: object) -> None:
-        if decoder.cache.tokens[slot] == 33:
-            raise MemoryError("no more room")
-        original(number, slot, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(decoder.retrieval, "store_layer", fail_for_one)
-    first, second = engine.submit(Request(PROMPT, 10)), engine.submit(Request(PROMPT[:33], 10))
-    outputs = run_to_end(engine)
-    (failed,) = [output for output in outputs if output.request_id == second and output.finish_reason]
-    assert failed.finish_reason is FinishReason.ERROR
-    assert failed.error == "MemoryError: no more room"
-    assert [o.token_id for o in outputs if o.request_id == first and o.token_id is not None] == good[0]
-
-
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises((EngineDirectoryError, KvseekError), match="nowhere"):
-        Engine.load(tmp_path / "nowhere")
 
 
 def test_a_prefill_keeps_no_more_than_it_needs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -432,6 +432,9 @@ def test_bad_parameters_are_named(field, value):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"repetition_penalty": 0.0}, r"repetition_penalty = 0.0: must be in \[0.01, 100.0\]; 1 is no penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty = 1e-38"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty = nan"),
         ({"bad_words": ((),)}, "bad_words = \\(\\): must be non-empty"),
         ({"bad_words": ((1,),) * 257}, "bad_words = '257 words': must be <= 256 words"),
         ({"logit_bias": ((1, 101.0),)}, "logit_bias of token 1 = 101.0: must be in"),

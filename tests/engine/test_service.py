@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 
-from kvseek.core.errors import ErrorCode, RequestError, UnavailableError
+from kvseek.core.errors import ErrorCode, UnavailableError
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine import service as service_module
@@ -44,45 +44,6 @@ def collect(outputs: queue.Queue[StepOutput]) -> list[StepOutput]:
     while found[-1].finish_reason is None:
         found.append(outputs.get(timeout=TIMEOUT))
     return found
-
-
-def test_many_threads_submit_at_once(service: EngineService) -> None:
-    answers: dict[int, list[int | None]] = {}
-
-    def ask(number: int) -> None:
-        outputs: queue.Queue[StepOutput] = queue.Queue()
-        service.submit(Request(PROMPT[number:], 5 + number), outputs.put)
-        answers[number] = [o.token_id for o in collect(outputs) if o.token_id is not None]
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
-    assert [len(answers[number]) for number in range(8)] == [5 + number for number in range(8)]
-
-
-def test_bad_requests_raise_in_the_caller(service: EngineService) -> None:
-    with pytest.raises(RequestError, match="input_ids"):
-        service.submit(Request((), 5), lambda output: None)
-
-
-def test_cancel(service: EngineService) -> None:
-    outputs: queue.Queue[StepOutput] = queue.Queue()
-    cancelled = threading.Event()
-
-    def hold(output: StepOutput) -> None:
-        outputs.put(output)
-        if output.token_id is not None:
-            cancelled.wait(TIMEOUT)  # the request does not end before
-
-    handle = service.submit(Request(PROMPT, 400), hold)
-    while outputs.get(timeout=TIMEOUT).token_id is None:
-        pass
-    service.cancel(handle)
-    cancelled.set()
-    assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
-    service.cancel(handle)  # a second time: nothing happens
 
 
 def test_a_failing_callback_ends_its_request_only(service: EngineService) -> None:

@@ -152,20 +152,6 @@ def test_a_late_request_of_a_client_that_has_left_ends_no_other(door: TritonMode
     assert other.reason == "cancelled"
 
 
-def test_stop_ends_the_requests_of_an_id(door: TritonModel) -> None:
-    kept, stopped = running(door, ToyRequest(19_000, "kept")), running(door, ToyRequest(19_000, "stopped"))
-    stopper = ToyRequest(4, "stopped")
-    stopper._tensors["stop"] = np.array([[True]])
-    door.execute([stopper])
-    wait_for(stopped.ended.is_set)
-    wait_for(stopper.ended.is_set)
-    assert not kept.ended.is_set()
-    stopper = ToyRequest(4, "kept")
-    stopper._tensors["stop"] = np.array([[True]])
-    door.execute([stopper])
-    wait_for(kept.ended.is_set)
-
-
 def test_stop_ends_no_request_of_another_client(door: TritonModel) -> None:
     """It is answered like one of an id that nobody has."""
     own = running(door, ToyRequest(19_000, "same", kvseek_call="own", kvseek_owner="first"))

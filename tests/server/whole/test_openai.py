@@ -258,23 +258,6 @@ def test_echo_of_token_ids_and_its_end_token(client: OpenAI, model: str, engine:
         client.completions.create(model=model, prompt=prompt, max_tokens=0)
 
 
-def test_a_stop_text_ends_the_answer(client: OpenAI, model: str) -> None:
-    text = client.completions.create(model=model, prompt="one ship", **GREEDY).choices[0].text
-    word = text[4:7]
-    reply = client.completions.create(model=model, prompt="one ship", stop=["never there", word], **GREEDY)
-    assert reply.choices[0].text == text[: text.index(word)]
-    assert reply.choices[0].finish_reason == "stop"
-
-
-def test_a_bias_and_bad_words_change_the_answer(client: OpenAI, model: str) -> None:
-    sampled: dict[str, Any] = {"model": model, "prompt": "one ship", "max_tokens": 3, "temperature": 0}
-    assert client.completions.create(logit_bias={"70": 100}, **sampled).choices[0].finish_reason == "length"
-    told = client.completions.create(logit_bias={"70": 100}, logprobs=0, **sampled).choices[0].logprobs
-    assert told is not None
-    assert told.tokens is not None
-    assert len(set(told.tokens)) == 1
-
-
 def test_the_clients_errors(client: OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature = -1") as bad:
         client.chat.completions.create(model=model, messages=TALK, temperature=-1)
@@ -350,12 +333,3 @@ def test_the_chat_command_sends_the_whole_conversation(
     prompt = templated(engine, talk)
     (expected,) = engine.generate([Request(prompt, 5, end_ids=(1,))])
     assert (second["prompt_tokens"], second["text"]) == (len(prompt), engine.tokenizer.decode(expected))
-
-
-def test_the_chat_command_asks_this_port(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--openai_url", server.openai_url, "--prompt", "one ship", "--max_tokens", "5", "--temperature", "0"]
-    assert chat.main([*arguments, "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)
-    assert first["output_tokens"] <= 5
-    assert first["prompt_tokens"] > 0
-    assert first["finish_reason"] in ("length", "stop")

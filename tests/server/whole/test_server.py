@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.server.launch import RunningServer
-from kvseek.server.serve import main
 
 pytestmark = pytest.mark.server
 
@@ -59,13 +57,6 @@ def test_streamed_text_is_the_engines(server: RunningServer, engine: Engine) -> 
     assert last.num_input_tokens == len(ids)
     assert last.cached_tokens == len(ids) + 11
     assert 0 < last.attended_tokens < last.cached_tokens
-
-
-def test_a_plain_tensorrt_llm_request_over_http(server: RunningServer) -> None:
-    url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
-    body = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "bad_words": "", "stop_words": ""}
-    reply = requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=TIMEOUT).json()
-    assert reply["text_output"] == PROMPT + answer(server), "TensorRT-LLM's models echo the prompt unless told not to"
 
 
 def infer(server: RunningServer, model: str, *inputs: tuple[str, str, Any], **options: Any) -> Any:
@@ -176,20 +167,6 @@ def test_token_ids_streaming_and_not(server: RunningServer, engine: Engine) -> N
         server, **base, stop_words_list=("INT32", stop), exclude_input_in_output=("BOOL", [True])
     )
     assert stopped["output_ids"].tolist() == [[first_two]]
-
-
-def test_stop_words_cut_the_text(server: RunningServer) -> None:
-    whole = answer(server, options=replace(SHORT, max_tokens=30))
-    word = whole[len(whole) // 2 :][:3]
-    cut = answer(server, options=replace(SHORT, max_tokens=30, stop_words=(word,)))
-    assert cut == whole[: whole.index(word)]
-
-
-def test_streams_run_at_once_and_do_not_mix(server: RunningServer) -> None:
-    prompts = [PROMPT[i:] for i in range(5)]
-    expected = [answer(server, prompt) for prompt in prompts]
-    with ThreadPoolExecutor(5) as pool:
-        assert list(pool.map(lambda prompt: answer(server, prompt), prompts)) == expected
 
 
 def test_prefill_progress_only_when_asked_for(server: RunningServer) -> None:
@@ -306,15 +283,6 @@ def test_no_duration_is_told_that_triton_cannot_know(server: RunningServer) -> N
         assert all(int(part.get("ns", 0)) == 0 for part in counted.values())
         assert all(int(batch["compute_infer"].get("ns", 0)) == 0 for batch in model["batch_stats"])
     assert metric(server.metrics_url, "kvseek:e2e_request_latency_seconds_sum") > 0
-
-
-def test_a_busy_port_is_named(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert main(["--engine_dir", str(directory), "--grpc_port", str(port), "--http_port", "0"]) == 1
-    assert f"--grpc_port = {port}: cannot listen on 127.0.0.1" in capfd.readouterr().err
 
 
 def serve(directory: Path) -> list[str]:
