@@ -80,7 +80,6 @@ def test_they_are_what_each_layer_selected(method: str, directory: Callable[[str
                 if found is not None and noted is not None:
                     assert found == {SINK + place: 1 for place in sorted(noted[head])}
     for rows in (outputs[1].selected_rows or ())[1:]:
-        assert rows is not None
         assert (rows.dense, rows.size) == ((0, 1, 2), 0)
     fine, coarse_rows = (outputs[0].selected_rows or ())[1], (blocks.selected_rows or ())[1]
     assert fine is not None

@@ -104,7 +104,6 @@ def test_stored_weights_are_those_of_a_dequantised_model(
     ids = Tokenizer(tmp_path / "engine").encode(text.read_text(encoding="utf-8"))[:300]
     (plain, before), (quantised, after) = (reference(path, ids, 128) for path in (model, other))
     cost = found.quantised
-    assert cost is not None
     assert found.weight_only_precision == precision
     assert found.perplexity == pytest.approx(plain, rel=1e-4)
     assert cost.perplexity == pytest.approx(quantised, rel=1e-4)
@@ -113,17 +112,6 @@ def test_stored_weights_are_those_of_a_dequantised_model(
     assert 0 < cost.mean_kl_divergence == pytest.approx(float(divergence), rel=0.02)
     same = (before.argmax(dim=-1) == after.argmax(dim=-1)).double().mean()
     assert cost.same_token_share == pytest.approx(float(same), abs=1.01 / len(before)), "but for a tie"
-
-
-def test_int8_is_closer_than_fp8(model: Path, text: Path, tmp_path: Path) -> None:
-    """Gaussian weights lie within a few standard deviations, where 256 equal steps are finer than three bits of fraction."""
-    costs = {}
-    for precision in ("int8", "fp8"):
-        found = calibrated(model, tmp_path / precision, text, "--weight_only_precision", precision)
-        assert found.quantised is not None
-        costs[precision] = found.quantised
-    assert 0 < 4 * costs["int8"].mean_kl_divergence < costs["fp8"].mean_kl_divergence
-    assert costs["fp8"].same_token_share < costs["int8"].same_token_share < 1
 
 
 def written(model: Path, directory: Path, dtype: str, precision: str = "none") -> EngineConfig:
@@ -154,7 +142,6 @@ def test_sixteen_bits(dtype: str, model: Path, text: Path, tmp_path: Path) -> No
     expected, _ = reference(model, ids, 512)
     assert (found.dtype, found.window, sum(steps)) == (dtype, 300, calibrator.units)
     assert found.perplexity == pytest.approx(expected, rel=0.03)
-    assert found.quantised is not None
     assert found.quantised.perplexity_ratio == pytest.approx(1, abs=0.03)
 
 
@@ -205,8 +192,6 @@ def test_slices_of_the_vocabulary_projection_change_nothing(
     assert max(heads) == 7, "logits of so many tokens at once"
     assert sum(heads) == 2 * sliced.predictions == 2 * (200 - 3)
     assert sliced.perplexity == pytest.approx(whole.perplexity, rel=1e-6)
-    assert sliced.quantised is not None
-    assert whole.quantised is not None
     assert sliced.quantised.mean_kl_divergence == pytest.approx(whole.quantised.mean_kl_divergence, rel=1e-4)
     assert sliced.quantised.same_token_share == whole.quantised.same_token_share
 
@@ -283,7 +268,6 @@ def test_one_layer_is_in_memory_at_a_time(text: Path, tmp_path: Path, monkeypatc
 def test_smollm2(smollm2_gguf: Path, tmp_path: Path) -> None:
     flags = ("--weight_only_precision", "int8", "--calibrate_tokens", "256")
     found = calibrated(smollm2_gguf, tmp_path / "engine", HARBOUR_LOG, *flags)
-    assert found.quantised is not None
     assert 5 < found.perplexity < 200, "it has read English"
     assert found.quantised.perplexity_ratio == pytest.approx(1, abs=0.01)
     assert found.quantised.same_token_share > 0.9
@@ -301,7 +285,6 @@ def test_what_is_printed_and_kept(model: Path, tmp_path: Path, text: Path, capsy
     output = capsys.readouterr().err
     found = Calibration.load(tmp_path / "engine")
     cost = found.quantised
-    assert cost is not None
     lines = [line.split() for line in output.splitlines()]
     table = [
         ["weights", "float32", "int8"],

@@ -161,7 +161,6 @@ def test_after_a_real_kill(output: Path) -> None:
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         for child in children:
-            assert child.stdout is not None
             assert child.stdout.readline() == "writing\n"
         left = [output.with_name(f".{output.name}.{child.pid}.partial") for child in children]
         children[0].kill()

@@ -60,8 +60,6 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stand_in)
     spec = importlib.util.spec_from_file_location("repositorys_model", ROOT / "model_repository/model.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.TritonPythonModel()

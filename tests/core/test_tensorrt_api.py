@@ -84,10 +84,6 @@ def test_bytes_of_the_weights() -> None:
     assert sizes[True, "engine"] == matrix + layers + 64 * 2
 
 
-def test_sizes_may_be_equal() -> None:
-    assert Sizes(4, 4, 4).maximum == 4
-
-
 def test_engines_without_it_never_meet_it(model: Path, tmp_path: Path) -> None:
     """Building, inspecting and asking what fits import nothing of builder/tensorrt/ for engines of runtime torch.
 

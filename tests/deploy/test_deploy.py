@@ -422,7 +422,6 @@ def command(template: Any) -> list[str]:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The plan that docs/parallelism.md prints and the manifest asks memory for."""
     found = PLAN.search((ROOT / "docs/parallelism.md").read_text(encoding="utf-8"))
-    assert found is not None
     _, *words = " ".join(found.groups()).split()
     model = save(tmp_path_factory.mktemp("models") / "Llama-3.1-8B", LLAMA)
     return document([str(model) if word == model.name else word for word in words])
@@ -569,5 +568,4 @@ def test_all_places_name_the_projects_version() -> None:
         assert set(re.findall(r"kvseek:(\d[\d.]*)-[cg]pu", (ROOT / name).read_text())) == {version}, name
     assert f'"version": "{version}"' in (ROOT / "docs/builder.md").read_text()
     newest = re.search(r"^## \[(\d[\d.]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest is not None
     assert newest[1] == version

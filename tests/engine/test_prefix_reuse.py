@@ -217,14 +217,6 @@ def test_two_requests_go_on_differently_from_one_partial_extent(method: str, loa
     assert (tokens, statistics.reused_tokens) == (plain(third), 1500)
 
 
-def test_a_salt_separates(load: Load) -> None:
-    engine, kept = load(), []
-    for salt in (None, "a", "b", "a", None):
-        ((_, statistics),) = ask(engine, Request(DOCUMENT, 3, cache_salt=salt))
-        kept.append(statistics.reused_tokens)
-    assert kept == [0, 0, 0, 2299, 2299]
-
-
 @pytest.mark.parametrize("method", NAMES)
 def test_a_cancelled_request_keeps_what_all_layers_have_read(method: str, load: Load, plain: Plain) -> None:
     engine = load(method)

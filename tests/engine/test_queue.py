@@ -82,7 +82,6 @@ def test_requests_for_which_slots_are_free_do_not_count_as_waiting() -> None:
 def test_removal() -> None:
     queue = filled(make(1), make(2), make(3))
     removed = queue.remove(2)
-    assert removed is not None
     assert removed.request_id == 2
     assert queue.remove(2) is None
     assert drain(queue) == [1, 3]

@@ -106,20 +106,6 @@ def raise_(error: Exception) -> None:
     raise error
 
 
-def test_closing_ends_requests_and_refuses_new_ones(service: EngineService) -> None:
-    outputs: queue.Queue[StepOutput] = queue.Queue()
-
-    def slowly(output: StepOutput) -> None:
-        time.sleep(0.02)
-        outputs.put(output)
-
-    service.submit(Request(PROMPT, 400), slowly)
-    service.close()
-    assert collect(outputs)[-1].finish_reason is FinishReason.CANCELLED
-    with pytest.raises(UnavailableError, match="shutting down"):
-        service.submit(Request(PROMPT, 5), outputs.put)
-
-
 def test_the_engines_thread_answers_what_it_is_asked(service: EngineService) -> None:
     asked = service.ask(lambda engine: (engine is service.engine, threading.current_thread().name))
     assert asked.result(TIMEOUT) == (True, "kvseek-engine")

@@ -82,12 +82,6 @@ def test_methods_that_copy_rows_have_sessions_too(load: Load) -> None:
     assert engine.end_session("a") == EndedSession(3, 2202)
 
 
-def test_without_a_session_the_least_recently_used_makes_room(engine: Engine) -> None:
-    for first in (3, 4, 5):
-        read(engine, text(first))
-    assert [read(engine, text(first)) > 0 for first in (5, 4, 3)] == [True, True, False]
-
-
 @pytest.mark.parametrize(("one", "other", "kept"), [(80, 60, 3), (60, 80, 4), (60, 60, 4), (10, 0, 3)])
 def test_the_lower_priority_makes_room_first(engine: Engine, one: int, other: int, kept: int) -> None:
     """Of equal priorities the least recently used."""

@@ -16,8 +16,7 @@ from tests.support.door_processes import engine_process
 from tests.support.waiting import SECONDS, until
 
 from kvseek.core.errors import ErrorCode, TimeoutExpiredError, UnavailableError
-from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
+from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.messages import FromFrontend, Outputs, Submit, frame, read_frame
 from kvseek.server.settings import ServeSettings
@@ -165,39 +164,5 @@ def test_a_door_that_goes_takes_no_outputs_of_another_along(engine_socket: Path)
                 await ended.wait()
             assert len(tokens) == 40
         kept.close()
-
-    asyncio.run(run())
-
-
-def test_guides_are_compiled_beside_other_requests(engine_socket: Path) -> None:
-    """A request without a guide does not wait for guides that take long to compile; one that is cancelled before ends so."""
-    guide = Guide(GuideType.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999999937}')
-    slow = Request((1, 2, 3), 5, SamplingConfig(guide=guide), end_ids=(1,))
-
-    async def run() -> None:
-        client, leaving = (EngineClient(engine_socket, asyncio.get_running_loop()) for _ in range(2))
-        await until(lambda: client.connected)
-        await until(lambda: leaving.connected)
-        ends: dict[int, StepOutput] = {}
-
-        def take(name: int, outputs: Sequence[StepOutput]) -> None:
-            if outputs[-1].finish_reason is not None:
-                ends[name] = outputs[-1]
-
-        numbers = [submit(client, slow, partial(take, name)) for name in range(4)]
-        submit(leaving, slow, partial(take, 100))
-        await asyncio.sleep(0.05)  # the engine has read them
-        leaving.close()
-        submit(client, Request((1, 2, 3), 3), partial(take, 200))
-        client.cancel(numbers[2])
-        await until(lambda: {*range(4), 200} <= ends.keys())
-        order = list(ends)
-        assert order.index(200) < order.index(3), "not behind the guides"
-        assert order.index(2) < order.index(3)
-        assert ends[200].finish_reason is FinishReason.LENGTH
-        assert ends[2].finish_reason is FinishReason.CANCELLED
-        assert ends[3].code is ErrorCode.INVALID
-        assert ends[3].error.startswith("guided_decoding_guide: cannot be followed: fuel exhausted")
-        client.close()
 
     asyncio.run(run())

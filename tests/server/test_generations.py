@@ -287,47 +287,6 @@ def test_an_error_of_the_engine_keeps_its_code_and_gets_the_clients_names() -> N
     asyncio.run(run())
 
 
-def test_a_caller_that_is_cancelled_cancels_its_request() -> None:
-    async def run() -> None:
-        client = Client()
-        generations = make(client)
-        entered = asyncio.Event()
-
-        async def serve() -> None:
-            async with generate(generations, Served()) as chunks:
-                entered.set()
-                await anext(chunks)
-
-        task = asyncio.create_task(serve())
-        await entered.wait()
-        task.cancel()
-        await asyncio.wait([task])
-        assert client.cancelled == [7]
-        assert generations.open == 0
-        generations.close()
-
-    asyncio.run(run())
-
-
-def test_stop_ends_the_requests_of_an_id() -> None:
-    async def run() -> None:
-        client = Client()
-        generations = make(client)
-        own = call("mine")
-        with generations.stoppable(own):
-            async with generate(generations, Served(), own=own):
-                generations.stop("", "owner")
-                generations.stop("another", "owner")
-                generations.stop("mine", "another owner")
-                generations.stop("mine", "")
-                assert client.cancelled == []
-                generations.stop("mine", "owner")
-                assert client.cancelled == [7]
-        generations.close()
-
-    asyncio.run(run())
-
-
 def test_refusals_are_counted_by_their_code() -> None:
     async def run() -> None:
         client = Client()

@@ -73,7 +73,6 @@ def test_an_engine_on_two_nodes(
     flags = ("--threads", "1", "--hang_seconds", "8")
     start = lambda name: node(directory, tmp_path / name, *place, "--ranks_key_file", str(key), *flags)  # noqa: E731
     with start("node.log") as follower, live_server(directory, tmp_path / "server.log", *place) as server:
-        assert follower.stdout is not None
         assert follower.stdout.readline() == f"ready: ranks 1 follow rank 0 at {endpoint}\n"
         for route in ("grpc", "http_stream"):
             assert tokens(server, route, PROMPT, 8).join().ids == expected
@@ -93,7 +92,6 @@ def test_an_engine_on_two_nodes(
         with start("node2.log") as second:  # the node is there again
             server.wait_ready()
             assert tokens(server, "grpc", PROMPT, 8).join().ids == expected
-            assert second.stdout is not None
             second.stdout.readline()
             ranks, engine = ranks_of(second.pid), server.process_ids()["engine"]
             os.kill(ranks[0], signal.SIGSTOP)

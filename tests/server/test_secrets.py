@@ -74,7 +74,6 @@ def test_no_process_leaves_a_core_dump_or_readable_memory(server: RunningServer)
         limits = Path(f"/proc/{pid}/limits").read_text()
         assert re.search(r"Max core file size +0 +0 ", limits), name
     scratch = re.search(r"--model-repository=(\S+?)/models", command_line(pids["triton"]).replace("\0", " "))
-    assert scratch is not None
     regions = list(SHARED_MEMORY.glob(f"{SHARED_MEMORY_PREFIX}{Path(scratch[1]).name}*"))
     assert regions
     assert {region.stat().st_mode & 0o777 for region in regions} == {0o600}

@@ -309,7 +309,6 @@ def test_no_child_outlives_a_killed_launcher(tmp_path: Path, stopped: bool) -> N
         "time.sleep(1000)\n"
     )
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
         for pid in pids if stopped else ():

@@ -22,8 +22,6 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def load(name: str) -> ModuleType:
     """A script of docker/, which is no package."""
     spec = importlib.util.spec_from_file_location(name, DOCKER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -102,7 +102,6 @@ def doors(
     command += ["--triton_metrics", triton_metrics, *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         ports = {name: int(port) for name, port in re.findall(r"(\w+) 127\.0\.0\.1:(\d+)", line)}
         openai = re.findall(r"OpenAI http://127\.0\.0\.1:(\d+)/v1", line) or ["0"]

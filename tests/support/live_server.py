@@ -153,7 +153,6 @@ def live_server(directory: Path, log: Path, *flags: str) -> Iterator[LiveServer]
     errors = log.with_suffix(".errors")
     with errors.open("w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process:
         try:
-            assert process.stdout is not None
             ready = process.stdout.readline()
             assert ready, f"kvseek serve has ended: {errors.read_text()[-4000:]}"
             yield LiveServer(process, ready, log)

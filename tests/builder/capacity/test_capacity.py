@@ -103,7 +103,6 @@ def planner(model: Path, *flags: str, **values: str) -> FitSearch:
 
 def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     """Requests of full length that a scheduler admits over the cache that loading would make, here on the CPU."""
-    assert attempt.memory is not None
     config = own.config(context, batch)
     layout = lay_out_rows(config, own.dtype, attempt.memory.device_row_bytes)
     assert layout == attempt.memory.rows
@@ -127,14 +126,12 @@ def test_the_largest_batch_is_admitted_and_a_larger_one_is_not(small: Path, meth
     own = planner(small, "--cache.offload", offload, method=method, gpu="1.2GiB", host="1.05GiB")
     context = 8192
     most = own.largest_batch(context)
-    assert most.best is not None
     assert 1 <= most.best.batch < 64
     assert most.best.limit is None
     assert admitted(own, context, most.best.batch, most.best) == most.best.batch
     more = own.attempt(context, most.best.batch + 1)
     assert more.limit == most.limit in (DEVICE, HOST)
     if more.limit == HOST:
-        assert more.memory is not None
         assert more.memory.rows.host_bytes + GIB > own.options.host_memory
     elif more.memory is not None:
         assert admitted(own, context, more.batch, more) < more.batch
@@ -146,7 +143,6 @@ def test_the_largest_batch_is_admitted_and_a_larger_one_is_not(small: Path, meth
 def test_the_longest_context_is_a_border(small: Path, method: str) -> None:
     own = planner(small, method=method, gpu="1.2GiB", host="1.05GiB")
     most = own.longest_context(3)
-    assert most.best is not None
     assert most.best.context % 1024 == 0
     assert own.attempt(most.best.context, 3).limit is None
     assert own.attempt(most.best.context + 1024, 3).limit == most.limit in (DEVICE, HOST)
@@ -231,7 +227,6 @@ def test_shorter_prompts_leave_more_room(llama: Path) -> None:
     assert own.config(65536, 2).max_input_len == 65536, "a prompt may be as long as the context"
     assert short.attempt(65536, 1).memory != own.attempt(65536, 1).memory
     most = short.longest_context(2).best
-    assert most is not None
     assert most.context > 870_400, "what prompts of any length leave"
 
 
@@ -319,7 +314,6 @@ def test_what_is_planned_is_built_and_loaded(tp_size: int, tmp_path: Path) -> No
     layout = host_rows(config, torch.float32)
     cache = Cache(config, torch.float32, CPU, RowStorage(config, torch.float32, CPU, layout))
     attempt = own.attempt(4096, 3)
-    assert attempt.memory is not None
     assert attempt.memory.rows == layout
     assert attempt.memory.window_bytes == cache.window.nbytes == 3 * own.slot_window_bytes
     assert own.token_row_bytes == cache.rows.pool.rows[0].nbytes // 1024
@@ -368,8 +362,6 @@ def test_a_rank_is_planned_as_an_engine_of_its_size(tmp_path: Path) -> None:
                     "token_index_bytes",
                 )
             mine, others = whole.attempt(8192, 2).memory, own.attempt(8192, 2).memory
-            assert mine is not None
-            assert others is not None
             of_sums = symmetric_bytes(2) + NCCL_BYTES if flags is arguments else 0
             assert (mine.rows, mine.work_bytes) == (others.rows, others.work_bytes + of_sums)
 
@@ -400,7 +392,6 @@ def test_host_memory_is_that_of_all_ranks(small: Path) -> None:
     for flags in (("--tp_size", "2"), ()):
         own = search(on_cpu(small, *flags, host="3GiB"))
         most = own.largest_batch(65536)
-        assert most.best is not None
         assert most.limit == HOST
         assert most.best.memory is not None
         more = own.attempt(65536, most.best.batch + 1)
@@ -410,8 +401,6 @@ def test_host_memory_is_that_of_all_ranks(small: Path) -> None:
     always = ("--cache.offload", "always")
     two = planner(small, *always, "--tp_size", "2", host="2GiB").attempt(65536, 8)
     one = planner(small, *always, host="2GiB").attempt(65536, 8)
-    assert two.memory is not None
-    assert one.memory is not None
     assert 2 * two.memory.rows.host_bytes == one.memory.rows.host_bytes
     assert two.limit == one.limit
 

@@ -117,7 +117,6 @@ def test_gguf_with_llama3_rope_factors(tmp_path: Path) -> None:
     plain = model_config(LLAMA | {"head_dim": 32})
     factors = frequencies(plain)[0] / frequencies(scaled)[0]
     found = open_checkpoint(write_gguf(tmp_path / "a.gguf", model, "llama", factors)).config.rope_scaling
-    assert found is not None
     assert dataclasses.replace(found, factor=round(found.factor, 5)) == RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
     with pytest.raises(ConfigError, match=r"rope_freqs\.weight = .* must be those of Llama 3\.1's scaling"):
         _ = open_checkpoint(write_gguf(tmp_path / "b.gguf", model, "llama", factors.sqrt())).config

@@ -59,7 +59,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def note(rank: int) -> Member:
         member = start(rank)
-        assert member.process is not None
         pids.append(member.process.pid)
         return member
 

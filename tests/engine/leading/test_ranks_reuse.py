@@ -46,7 +46,6 @@ def ask(engine: Engine, request: Request) -> tuple[list[int], int, int]:
     number = engine.submit(request)
     outputs = [output for output in run_to_end(engine) if output.request_id == number]
     statistics = outputs[-1].statistics
-    assert statistics is not None
     assert engine._cache.extents.used == 0
     tokens = [output.token_id for output in outputs if output.token_id is not None]
     return tokens, statistics.reused_tokens, statistics.reused_extents

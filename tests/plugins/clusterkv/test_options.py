@@ -220,7 +220,6 @@ def test_the_rerank_has_room_for_every_batch_that_loading_has_counted(slots: int
 def test_candidates_are_no_more_than_the_longest_region_and_shared_memory() -> None:
     """A region of two extents has 2,048 rows; so many fit the block that lists clusters, and 32,768 do not."""
     index = device_index(Config(top_k=4096), 1, 2)
-    assert index.reranker is not None
     assert index.reranker.listed == 2 * EXTENT_TOKENS
     message = r"32768 rows of them \(candidates x top_k\) need \d+ bytes.*lower candidates x top_k or max_seq_len"
     with pytest.raises(KernelError, match=message):

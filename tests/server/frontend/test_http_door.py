@@ -118,7 +118,6 @@ def test_streams_have_every_token_and_one_end(door: Door, engine: Engine) -> Non
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        (f"{TEXT_MODEL}/generate", TEXT | {"max_tokens": 2**40}, 400, "max_tokens = 1099511627776: must be in"),
         (f"{TEXT_MODEL}/generate", TEXT | {"max_tokens": 0}, 400, "max_tokens = 0: must be >= 1"),
         (f"{TEXT_MODEL}/generate", TEXT | {"max_tokens": 30_000}, 400, "must be <= max_seq_len = 20000"),
         (f"{TEXT_MODEL}/generate", TEXT | {"text_input": "word " * 1300}, 400, "must be <= max_input_len = 800"),
@@ -126,7 +125,6 @@ def test_streams_have_every_token_and_one_end(door: Door, engine: Engine) -> Non
         (f"{TEXT_MODEL}/generate", TEXT | {"stream": True}, 400, "stream = true: must be false with generate"),
         (f"{TOKEN_MODEL}/generate", TOKENS | {"input_ids": [99_999]}, 400, "input_ids = 99999: must be in [0, "),
         (f"{TEXT_MODEL}/generate", b"[" * 300_000, 400, "not a JSON object"),
-        (f"{TEXT_MODEL}/generate", b'{"text_input":' + b"[" * 600_000, 400, "nests too deeply"),
         (f"{TEXT_MODEL}/generate", b"x" * (2 << 20), 413, "must be <= "),
         ("nothing/generate", TEXT, 404, "model nothing is not found"),
         (f"{TEXT_MODEL}/versions/2/generate", TEXT, 404, "has no version 2"),

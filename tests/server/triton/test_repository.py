@@ -230,7 +230,6 @@ def openai_url(triton: OwnTriton, repository: Path, temporary: Path, tmp_path_fa
             start_new_session=True,
         )
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("listening: OpenAI http://127.0.0.1:"), line
         yield line.split()[-1]

@@ -69,7 +69,6 @@ def test_a_chat_is_the_engines_answer_to_the_templated_tokens(client: OpenAI, mo
     assert reply.usage is not None
     counts = reply.usage
     assert (counts.prompt_tokens, counts.completion_tokens, counts.total_tokens) == (len(prompt), 12, len(prompt) + 12)
-    assert counts.prompt_tokens_details is not None
     assert counts.prompt_tokens_details.cached_tokens == 0
     assert reply.system_fingerprint is not None
     assert reply.model == model
@@ -85,7 +84,6 @@ def test_a_streamed_chat(client: OpenAI, model: str) -> None:
     assert events[0].choices[0].delta.role == "assistant"
     assert events[-1].choices == []
     assert (told := events[-1].usage) is not None
-    assert whole.usage is not None
     assert told.total_tokens == whole.usage.total_tokens
     assert cached(told) == told.prompt_tokens - 1, "the server has just read the same prompt"
     assert events[-2].choices[0].finish_reason == "length"
@@ -109,7 +107,6 @@ def test_a_stream_tells_which_rows_its_steps_selected(server: RunningServer, mod
     told = [report for choice in choices for report in choice["selected_rows"]]
     assert [report is None for report in told] == [True, False, False, False]
     for report, rows in zip(told[1:], expected[1:], strict=True):
-        assert rows is not None
         assert (report["region"], report["cached_tokens"]) == ([rows.start, rows.stop], rows.cached_tokens)
         assert (report["blocks"], report["counts"]) == rows.lists()
         assert report["blocks"][0] is not None, "the step selects"
@@ -126,7 +123,6 @@ def test_a_salt_keeps_what_was_read_apart(client: OpenAI, model: str) -> None:
     for salt in ("a", "b", "a"):
         body = {"ignore_eos": True, "cache_salt": salt}
         reply = client.chat.completions.create(model=model, messages=TALK, n=2, **(GREEDY | {"extra_body": body}))
-        assert reply.usage is not None
         found.append(reply.usage.prompt_tokens - cached(reply.usage))
     assert found == [found[0], found[0], 1]
     assert found[0] > 1
@@ -151,7 +147,6 @@ def test_completions_of_texts_and_of_token_ids_are_alike(client: OpenAI, model: 
     expected = [engine.tokenizer.decode(tokens) for tokens in engine.generate([Request(tuple(i), 12) for i in ids])]
     several = client.completions.create(model=model, prompt=texts, **GREEDY)
     assert [(c.index, c.text) for c in several.choices] == list(enumerate(expected))
-    assert several.usage is not None
     assert several.usage.prompt_tokens == sum(map(len, ids))
     assert [c.text for c in client.completions.create(model=model, prompt=ids, **GREEDY).choices] == expected
     for prompt in (texts[0], ids[0]):
@@ -173,8 +168,6 @@ def test_choices_differ_and_can_be_repeated(client: OpenAI, model: str) -> None:
 def test_log_probabilities(client: OpenAI, model: str, engine: Engine) -> None:
     reply = client.chat.completions.create(model=model, messages=TALK, logprobs=True, top_logprobs=3, **GREEDY)
     told = reply.choices[0].logprobs
-    assert told is not None
-    assert told.content is not None
     assert len(told.content) == 12
     assert all(each.logprob == each.top_logprobs[0].logprob for each in told.content), "greedy: the likeliest"
     assert all(len(each.top_logprobs) == 3 for each in told.content)
@@ -184,8 +177,6 @@ def test_log_probabilities(client: OpenAI, model: str, engine: Engine) -> None:
     events = [e.choices[0].logprobs.content for e in streamed if e.choices[0].logprobs is not None]
     assert [each for content in events if content for each in content] == told.content
     completion = client.completions.create(model=model, prompt="one ship", logprobs=2, **GREEDY).choices[0].logprobs
-    assert completion is not None
-    assert completion.tokens is not None
     assert len(completion.tokens) == 12
     ids = engine.generate([Request(tuple(engine.tokenizer.encode("one ship")), 12)])[0]
     asked: dict[str, Any] = GREEDY | {"temperature": 2, "extra_body": {"ignore_eos": True, "forced_tokens": ids}}
@@ -220,11 +211,7 @@ def test_echo_with_log_probabilities_of_the_prompt(
         assert choice.text == text + engine.tokenizer.decode(generated)
         assert choice.finish_reason == "length"
         told = choice.logprobs
-        assert told is not None
         assert told.token_logprobs is not None
-        assert told.top_logprobs is not None
-        assert told.tokens is not None
-        assert told.text_offset is not None
         assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == len(prompt) + tokens
         assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None), "nothing precedes the first token"
         values = prompt_logprobs(judge, prompt)
@@ -236,12 +223,10 @@ def test_echo_with_log_probabilities_of_the_prompt(
         assert "".join(token for _, token in spelt) == text
         assert all(text[at:].startswith(token) for at, token in spelt)
         assert told.text_offset[len(prompt) : len(prompt) + 1] == [len(text)][:tokens]
-    assert reply.usage is not None
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (sum(map(len, ids)), 2 * tokens)
     events = list(client.completions.create(prompt=texts[0], stream=True, **asked))
     assert "".join(event.choices[0].text for event in events) == reply.choices[0].text
     streamed = [n for e in events if (one := e.choices[0].logprobs) for n in one.token_logprobs or ()]
-    assert reply.choices[0].logprobs is not None
     assert streamed[1:] == pytest.approx((reply.choices[0].logprobs.token_logprobs or [])[1:], abs=2e-4)
 
 
@@ -252,7 +237,6 @@ def test_echo_of_token_ids_and_its_end_token(client: OpenAI, model: str, engine:
     assert client.completions.create(**asked).choices[0].text == "the light was lit" + engine.tokenizer.decode(drawn)
     ended = client.completions.create(logprobs=0, extra_body={"stop_token_ids": drawn}, **asked).choices[0]
     assert (ended.text, ended.finish_reason) == ("the light was lit", "stop")
-    assert ended.logprobs is not None
     assert len(ended.logprobs.tokens or ()) == len(prompt) + 1, "lm_eval cuts off the last one"
     with pytest.raises(openai.BadRequestError, match="max_tokens = 0: must be >= 1"):
         client.completions.create(model=model, prompt=prompt, max_tokens=0)
