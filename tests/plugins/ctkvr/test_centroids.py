@@ -56,14 +56,6 @@ def test_a_new_centroid_is_less_the_mean_of_its_prompt() -> None:
     assert torch.equal(index.means, means)
 
 
-def test_another_prompt_brings_its_own_mean() -> None:
-    bench = make(SMALL, [777])
-    bench.step(one_query(3))
-    other = -2 * head_queries(300, seed=50)
-    bench.build(0, other)
-    check_prompt(bench.index, 0, other, 49)
-
-
 def test_a_region_that_grew_from_nothing_has_no_mean() -> None:
     bench = make(SMALL, [300], room=100)
     bench.context.lengths[0] = 0  # another request without retrieval tokens takes the slot

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.index_cases import KV_HEADS, NativePair, check_near, extend, keys_of_slots, select_rows
+from tests.plugins.index_cases import KV_HEADS, NativePair, check_near, keys_of_slots, select_rows
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
@@ -99,18 +99,6 @@ def test_encoding_equals_the_reference(library: CpuLibrary, level: int, dtype: t
     keys[0][:, 8] *= 1e6  # and one whose weights float16 cannot hold
     pair = OwnEntries(library, Config(), 1, dim, keys)
     check_index(pair.expected, pair.found)
-
-
-def test_keys_appended_equal_keys_built_at_once(library: CpuLibrary) -> None:
-    torch.manual_seed(0)
-    keys = keys_of_slots([2300], 64)
-    pair = OwnEntries(library, Config(), 1, 64, keys)
-    found = pair.found
-    found.context.lengths[0] = 0
-    found.build(0, keys[0][:, :0], keys[0])
-    for start in range(0, 2300, 256):
-        extend(found, 0, keys[0][:, start : start + 256])
-    check_index(pair.expected, found)
 
 
 @settings(max_examples=20, deadline=None)
