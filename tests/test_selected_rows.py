@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
-from tests.plugins.cases import CASES, method_flags
 from tests.support.device_stand_ins import make_decoder
 from tests.support.prefill import run_prefill
+from tests.test_score import LIMITS, WINDOW, directory
 from torch import Tensor
 
 from kvseek import LLM, RequestError, RowReport, SamplingParams
@@ -20,9 +20,8 @@ from kvseek.core.config_file import read_config
 from kvseek.engine.retrieval import Observer
 from kvseek.plugins.registry import METHODS
 
+__all__ = ["directory"]  # a fixture
 PROMPTS = [[i * 13 % 101 + 3 for i in range(170)], [5, 6, 7]]  # the second attends densely
-WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
-LIMITS = ("--max_batch_size", "3", "--max_seq_len", "240", "--max_input_len", "200")
 SINK, LAYERS, KV_HEADS, TOKENS = 4, 3, 2, 20
 
 
@@ -36,15 +35,6 @@ class Notes(Observer):
         position = int(batch.column("position")[0])
         rows = None if selection is None else [[p for p in own if p >= 0] for own in selection.rows[0].tolist()]
         self.rows[position, layer] = rows
-
-
-@pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine) -> Callable[[str], Path]:
-    def build(method: str) -> Path:
-        few = method_flags(method, CASES[method].sparse)
-        return build_engine(random_model("llama"), method, *WINDOW, *LIMITS, *few)
-
-    return build
 
 
 @pytest.mark.parametrize("method", METHODS)

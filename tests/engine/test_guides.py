@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.draws import OneRequest, allowed_tokens
 from tests.support.random_models import VOCABULARY, save_tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tests.support.sentencepiece import save_sentencepiece
+from transformers import AutoTokenizer
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import RequestError, SamplingError, UnavailableError
@@ -23,7 +23,7 @@ from kvseek.core.guide import MAX_BYTES, MAX_DEPTH, MAX_REFERENCES, MAX_TEXT_CHA
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
-from kvseek.engine.tokenizer import SPACE, TOKENIZER_FOLDER, Tokenizer
+from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 
 END, PAD = 1, 2
 SCHEMA = {
@@ -152,7 +152,7 @@ def test_vocabularies_of_both_kinds(request, tmp_path, name):
         file = request.getfixturevalue("smollm2_gguf")
         AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(directory)
     else:
-        sentencepiece().save_pretrained(directory)
+        save_sentencepiece(directory)
     tokenizer = Tokenizer(tmp_path)
     size = len(tokenizer._tokenizer.get_vocab())
     model = ModelConfig("llama", size, 64, 128, 2, 2, 1, 32, 1e-5, 1e4, 512, eos_token_ids=(2,))
@@ -162,38 +162,6 @@ def test_vocabularies_of_both_kinds(request, tmp_path, name):
         drawn = generate(guides, params, ends=(2,), vocabulary=size)
         assert drawn[-1] == 2
         assert follows(json.loads(tokenizer.decode(drawn[:-1], skip_special_tokens=False)))
-
-
-def sentencepiece() -> PreTrainedTokenizerFast:
-    """A tokenizer of the kind of Llama 2's."""
-    words = [
-        f"{SPACE}the",
-        f"{SPACE}Lady",
-        f"{SPACE}Tre",
-        "law",
-        "ny",
-        "ship",
-        "year",
-        "cargo",
-        "tea",
-        SPACE,
-        *'{}[],:"\\null',
-    ]
-    pieces = dict.fromkeys(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words])
-    scores = [(piece, -float(number)) for number, piece in enumerate(pieces)]
-    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unk_id=0, byte_fallback=True))
-    backend.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend(SPACE), tokenizers.normalizers.Replace(" ", SPACE)]
-    )
-    backend.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace(SPACE, " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def test_white_space_ends(guides, tokenizer):

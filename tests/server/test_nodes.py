@@ -127,13 +127,26 @@ def test_a_node_with_another_engine_is_told_so(
             leader.terminate()
 
 
+PLACE = ("--rdzv_endpoint", "127.0.0.1:7000")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--nnodes", "2", "--rdzv_endpoint", "127.0.0.1:7000"), "variable KVSEEK_RANKS_KEY: the key has 0 characters"),
         (("--nnodes", "2"), "rdzv_endpoint = None: must be HOST:PORT with nnodes = 2"),
         (("--node_rank", "1"), "node_rank = 1: must be in [0, 0]"),
-        (("--rdzv_endpoint", "127.0.0.1:7000"), "rdzv_endpoint = '127.0.0.1:7000': must be left out with nnodes = 1"),
+        (PLACE, "rdzv_endpoint = '127.0.0.1:7000': must be left out with nnodes = 1"),
+        ((*PLACE, "--nnodes", "3"), "nnodes = 3: must be a divisor of tp_size = 2"),
+        ((*PLACE, "--nnodes", "2", "--node_rank", "2"), "node_rank = 2: must be in [0, 1]"),
+        ((*PLACE, "--nnodes", "2", "--replicas", "2"), "nnodes = 2: must be 1 with --replicas"),
+        (
+            (*PLACE, "--nnodes", "2", "--node_rank", "1", "--http_port", "80"),
+            "http_port = 80: must be left out with --node_rank 1",
+        ),
+        (
+            (*PLACE, "--nnodes", "2", "--node_rank", "1", "--max_logits", "9"),
+            "max_logits = 9: must be left out with --node_rank 1",
+        ),
     ],
 )
 def test_what_nodes_cannot_be_is_refused_at_once(
@@ -143,34 +156,7 @@ def test_what_nodes_cannot_be_is_refused_at_once(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("KVSEEK_RANKS_KEY", raising=False)
-    assert main(["--engine_dir", str(of_two), *flags]) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--nnodes", "3"), "nnodes = 3: must be a divisor of tp_size = 2"),
-        (("--nnodes", "2", "--node_rank", "2"), "node_rank = 2: must be in [0, 1]"),
-        (("--nnodes", "2", "--replicas", "2"), "nnodes = 2: must be 1 with --replicas"),
-        (
-            ("--nnodes", "2", "--node_rank", "1", "--http_port", "80"),
-            "http_port = 80: must be left out with --node_rank 1",
-        ),
-        (
-            ("--nnodes", "2", "--node_rank", "1", "--max_logits", "9"),
-            "max_logits = 9: must be left out with --node_rank 1",
-        ),
-    ],
-)
-def test_what_does_not_fit_the_engine_or_the_node_is_refused(
-    flags: tuple[str, ...],
-    message: str,
-    of_two: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    """Keys: tests/engine/parallel/test_nodes.py."""
     monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)
-    assert main(["--engine_dir", str(of_two), "--rdzv_endpoint", "127.0.0.1:7000", *flags]) == 1
+    assert main(["--engine_dir", str(of_two), *flags]) == 1
     assert message in capsys.readouterr().err

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,6 @@ from pathlib import Path
 import pytest
 from tests.support.door_processes import write_keys
 from tests.support.live_server import command_line
-from tests.support.waiting import wait_for
 
 from kvseek.client import chat
 from kvseek.client.errors import ClientError
@@ -105,27 +102,3 @@ def test_core_dumps_can_be_asked_for() -> None:
             assert Child(program, None, guard, SECONDS).process.wait(SECONDS) == (not asked)
     finally:
         guard.end()
-
-
-@pytest.mark.parametrize("fails", [OSError("busy"), RuntimeError("unforeseen")])
-def test_what_cannot_be_cleaned_up_ends_no_server(
-    fails: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    from kvseek.server.supervisor import Supervisor
-
-    def clean_up() -> None:
-        raise fails
-
-    command = (sys.executable, "-c", "import time; time.sleep(1000)")
-    program = Program("one", command, 5.0, clean_up=clean_up)
-    supervisor = Supervisor([program], 3, SECONDS, tmp_path / "log", tmp_path / "restarts.json")
-    supervisor.start()
-    try:
-        supervisor.wait_until(lambda: bool(supervisor.process_ids()), SECONDS)
-        first = supervisor.process_ids()["one"]
-        os.kill(first, signal.SIGKILL)
-        wait_for(lambda: supervisor.process_ids().get("one", first) != first)
-        supervisor.check()
-    finally:
-        supervisor.stop()
-    assert "one: what it has left behind could not be removed" in caplog.text

@@ -131,6 +131,21 @@ def test_restarts_that_cannot_be_written_end_nothing(start: Callable[..., Superv
     supervisor.check()
 
 
+@pytest.mark.parametrize("fails", [OSError("busy"), RuntimeError("unforeseen")])
+def test_what_cannot_be_cleaned_up_ends_nothing(
+    fails: Exception, start: Callable[..., Supervisor], caplog: pytest.LogCaptureFixture
+) -> None:
+    def clean_up() -> None:
+        raise fails
+
+    supervisor = start(program("one", SLEEP, clean_up=clean_up))
+    before = supervisor.process_ids()["one"]
+    os.kill(before, signal.SIGKILL)
+    wait_for(lambda: supervisor.process_ids().get("one", before) != before)
+    supervisor.check()
+    assert "one: what it has left behind could not be removed" in caplog.text
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_log_that_nobody_asked_for_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
     monkeypatch.setattr(supervisor_module, "LOOK_AT_LOG_SECONDS", 0.05)

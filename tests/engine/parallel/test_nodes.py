@@ -320,8 +320,6 @@ def write_key(folder: Path, key: str) -> Path:
     ("nnodes", "endpoint", "message"),
     [
         (0, None, "nnodes = 0: must be >= 1"),
-        (1, "host:1", "rdzv_endpoint = 'host:1': must be left out with nnodes = 1"),
-        (2, None, "rdzv_endpoint = None: must be HOST:PORT with nnodes = 2"),
         (2, "host", "rdzv_endpoint = 'host': must be HOST:PORT with nnodes = 2"),
         (2, "host:0", "rdzv_endpoint = 'host:0': must be HOST:PORT"),
         (2, "host:70000", "rdzv_endpoint = 'host:70000': must be HOST:PORT"),
