@@ -169,11 +169,11 @@ def test_spreads_and_codes_grow_with_evictions(update: int) -> None:
         assert rows[head].tolist() == expected_rows(index, keys, own, head)
 
 
-def test_bytes_per_token_are_those_of_the_arrays() -> None:
-    index = built(Config(), random_keys(10, DIM))
-    assert index.codes is not None
+@pytest.mark.parametrize("config", [Config(), Config(**OLD_DEFAULTS)], ids=["codes", "centroids alone"])
+def test_bytes_per_token_are_those_of_the_arrays(config: Config) -> None:
+    index = built(config, random_keys(10, DIM))
     arrays = (index.centroids, index.sizes, index.starts, index.places, index.spreads)
-    arrays += tuple(getattr(index.codes, name) for name in stores.ARRAYS)
+    arrays += tuple(getattr(index.codes, name) for name in stores.ARRAYS if config.rerank_bits)
     held = sum(array.nbytes for array in arrays) / (index.context.extents.capacity * EXTENT_TOKENS)
     assert index.bytes_per_token == held
 

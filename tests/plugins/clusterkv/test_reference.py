@@ -239,13 +239,6 @@ def test_default_sizes() -> None:
     assert traits(whole(dense_layers=5)).device_layers == 5
 
 
-def test_bytes_per_token_are_those_of_the_arrays() -> None:
-    index = built(whole(), random_keys(10, DIM))
-    arrays = (index.centroids, index.sizes, index.starts, index.places)
-    held = sum(array.nbytes for array in arrays) / (index.context.extents.capacity * EXTENT_TOKENS)
-    assert index.bytes_per_token == held
-
-
 def test_costs_follow_the_region() -> None:
     model = ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 1e-5, 5e5, 131_072)
     found = costs(whole(), model, 131_072, 2)

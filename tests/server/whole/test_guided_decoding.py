@@ -75,14 +75,6 @@ def test_answers_follow_their_schema(client: OpenAI, model: str) -> None:
     check(reply.choices[0].text)
 
 
-def test_a_json_object(client: OpenAI, model: str) -> None:
-    braces = {"response_format": {"type": "json_object"}, "logit_bias": {"95": 100}}  # prefers } wherever it may stand
-    reply = client.chat.completions.create(model=model, messages=TALK, max_tokens=300, **braces)  # type: ignore[call-overload]
-    content = reply.choices[0].message.content
-    assert content.startswith("{")
-    assert isinstance(json.loads(content), dict)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_followed_is_refused_by_name(client: OpenAI, model: str, stream: bool) -> None:
     for schema, message in (
@@ -164,33 +156,18 @@ def test_tensorrt_llms_inputs(server: RunningServer, directory: Path) -> None:
     assert json_value.json()["text_output"][0] in '{["-0123456789tfn'
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_faults_of_tensorrt_llms_inputs(server: RunningServer) -> None:
+    """Others: tests/engine/test_guides.py, and their names tests/server/frontend/test_refusals.py."""
+    for fields, message in (
         (
             {"guided_decoding_guide": "a+"},
             "guided_decoding_guide_type is missing: must be one of json, json_schema, regex",
         ),
         (
-            {"guided_decoding_guide_type": "xml"},
-            "guided_decoding_guide_type = 'xml': must be one of json, json_schema, reg",
-        ),
-        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide = '': must be the regex for"),
-        (
-            {"guided_decoding_guide_type": "json", "guided_decoding_guide": "{}"},
-            "guided_decoding_guide = '{}': must be absent",
-        ),
-        (
             {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"},
             "guided_decoding_guide: cannot be followed",
         ),
-        (
-            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+", "end_id": -1},
-            "guided_decoding_guide: needs a token that ends the output",
-        ),
-    ],
-)
-def test_faults_of_tensorrt_llms_inputs(server: RunningServer, fields: dict[str, Any], message: str) -> None:
-    reply = generate(server, "tensorrt_llm_bls", text_input="one ship", max_tokens=9, **fields)
-    assert reply.status_code == 400
-    assert message in reply.json()["error"]
+    ):
+        reply = generate(server, "tensorrt_llm_bls", text_input="one ship", max_tokens=9, **fields)
+        assert reply.status_code == 400
+        assert message in reply.json()["error"]

@@ -23,7 +23,7 @@ from tests.support.waiting import wait_for
 from kvseek.client import chat
 from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
-from kvseek.client.http_client import NO_KEEP_ALIVE, HttpClient
+from kvseek.client.http_client import HttpClient
 from kvseek.client.options import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
@@ -221,28 +221,17 @@ def test_chat_prints_the_answer(server: RunningServer, protocol: str, capsys: py
     assert "error: temperature = -1.0: must be finite and >= 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http", "http without streaming"])
-def test_a_client_that_leaves_ends_generation(server: RunningServer, protocol: str) -> None:
+def test_clients_that_leave_their_streams_end_generation(server: RunningServer) -> None:
+    """Over HTTP: tests/server/frontend/test_http_door.py."""
     tokens = metric(server.metrics_url, "kvseek:generation_tokens_total")
-    if protocol == "grpc":
-        streams = [grpc_client(server).generate_stream(PROMPT, ENDLESS) for _ in range(3)]
-    elif protocol == "http":
-        streams = [HttpClient(server.http_url, TIMEOUT).generate_stream(PROMPT, ENDLESS) for _ in range(3)]
-    else:
-        url = f"http://{server.http_url}/v2/models/tensorrt_llm_bls/generate"
-        body = {"text_input": PROMPT, "max_tokens": ENDLESS.max_tokens, "end_id": -1}
-        for _ in range(3):
-            with pytest.raises(requests.Timeout):
-                requests.post(url, json=body, headers=NO_KEEP_ALIVE, timeout=0.1)
-        streams = []
+    streams = [grpc_client(server).generate_stream(PROMPT, ENDLESS) for _ in range(3)]
     for stream in streams:
         next(stream)
     for stream in streams:
         stream.close()  # type: ignore[attr-defined]
     wait_for(lambda: metric(server.metrics_url, "kvseek:num_requests_running") == 0)
-    assert metric(server.metrics_url, "kvseek:generation_tokens_total") - tokens < 2 * ENDLESS.max_tokens, (
-        "3 x were asked for"
-    )
+    more = metric(server.metrics_url, "kvseek:generation_tokens_total") - tokens
+    assert more < 2 * ENDLESS.max_tokens, "3 x were asked for"
 
 
 def test_no_duration_is_told_that_triton_cannot_know(server: RunningServer) -> None:
