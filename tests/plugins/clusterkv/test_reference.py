@@ -213,6 +213,16 @@ def test_growth_keeps_the_pace_and_the_list(update: int) -> None:
     assert torch.equal(index.read_clusters(index.centroids, 0)[:, :4], before), "the prompt's clusters stay as they are"
 
 
+def test_a_region_that_starts_empty() -> None:
+    keys = random_keys(40, DIM)
+    index = built(whole(top_k=10), keys[:, :0])
+    assert index.counts == [0]
+    for start in range(0, 40, 8):
+        grow(index, 0, keys[:, start : start + 8])
+    check_invariants(index, 0, keys)
+    assert index.counts == [1]
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     per_cluster=st.integers(1, 1024),

@@ -140,3 +140,28 @@ def test_probes_kept_for_the_prompt_let_the_update_help_with_centring_too() -> N
     )
     assert sum(on[1:]) > sum(off[1:]) + 0.03, (off, on)
     assert all(worse < better - 0.05 for better, worse in zip(off[1:], locked_in[1:], strict=True)), (off, locked_in)
+
+
+def test_tokens_that_were_generated_long_ago_are_still_found() -> None:
+    # 5,000 tokens after a prompt of 500, 1,024 of them recent: most can be found through updated lists alone.
+    generator = torch.Generator().manual_seed(0)
+    topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 4, DIM, generator=generator), dim=-1)
+    asked = 3 * topics.repeat_interleave(2, dim=0)
+
+    def keys(count: int) -> Tensor:
+        own = torch.eye(4)[torch.randint(0, 4, (count,), generator=generator)]
+        return topical(3 * topics, own, 1.0, generator)
+
+    bench = Bench(Config(top_k=64, recent=1024, probes=8, **BY_KEYS), [keys(500)], room=5000, group=2)
+    bench.build(0, topical(asked, torch.eye(4)[torch.arange(64) % 4], 0.3, generator))
+    found = total = 0
+    for burst in range(20):
+        bench.grow(0, keys(250))
+        weights = torch.eye(4)[torch.randint(0, 4, (16,), generator=generator)]
+        for query in topical(asked, weights, 0.3, generator).unbind(dim=1):
+            rows = bench.step(query)
+            if burst >= 12:
+                best = exact_rows(query, bench.keys(0), 64)
+                found += sum(len({*a} & {*b}) for a, b in zip(rows.tolist(), best.tolist(), strict=True))
+                total += best.numel()
+    assert found / total > 0.85, found / total
