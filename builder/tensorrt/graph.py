@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
-from kvseek.core.tensorrt_api import TYPE_NAMES
-from kvseek.engine.tensorrt.messages import why
+from kvseek.core.tensorrt_api import TYPE_NAMES, why
 
 # Classes of `tensorrt` and `tensorrt_rtx`, neither of which is imported here. A network's methods return None if TensorRT refuses
 # the arguments; the logger is told why.

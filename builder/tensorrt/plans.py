@@ -11,7 +11,7 @@ import torch
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KernelError
-from kvseek.engine.tensorrt.messages import logger, why
+from kvseek.core.tensorrt_api import logger, why
 from kvseek.engine.tensorrt.plan_files import PlanEntry, PlanIndex, PlanLimits, Sizes, write_plan_index
 from kvseek.plugins.tensorrt.plugin import add_attention_layer
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -46,23 +45,6 @@ def retrieval_tokens(cache: CacheConfig, tokens: int) -> int:
     the last of which was due when the step of the latest token began.
     """
     return max(0, tokens - 1 - cache.sink - cache.local) // cache.update * cache.update
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """The passage of `count` tokens from a slot's window to places start .. start + count - 1 of its retrieval region."""
-
-    slot: int
-    start: int
-    count: int
-
-
-@dataclass(frozen=True)
-class PreparedEviction:
-    """An eviction whose rows and index entries are written, or being written, while its tokens are still in the window."""
-
-    eviction: Eviction
-    work: SideWork
 
 
 class Cache:
@@ -107,7 +89,8 @@ class Cache:
         self.load_ahead = device.type == "cuda"
         self._offload_stream, self._evict_stream, self._load_stream = (SideStream(device) for _ in range(3))
         self._offloads, self._loads = InFlight(COPIES_IN_FLIGHT), InFlight(LOADS_IN_FLIGHT)
-        self._prepared: dict[int, PreparedEviction] = {}
+        # By slot: an eviction whose rows and index entries are being written while its tokens are still in the window.
+        self._prepared: dict[int, SideWork] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._sources: dict[int, tuple[int, ...]] = {}  # by slot: extents that stay until the prompt has been read
 
@@ -223,7 +206,7 @@ class Cache:
     def settle(self, slot: int) -> None:
         """Make the current stream wait for the eviction of a slot that is being prepared."""
         if slot in self._prepared:
-            self._prepared[slot].work.wait()
+            self._prepared[slot].wait()
 
     def shared_places(self, slot: int) -> int:
         """Return the number of a slot's first places that lie in shared extents."""
@@ -240,18 +223,15 @@ class Cache:
 
     # Decode steps.
 
-    def begin_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> list[Eviction]:
+    def begin_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> None:
         """Count one more token per slot, after moving the oldest `update` tokens of full rings to the retrieval region.
 
-        Returns these evictions. The current stream waits for those whose copies and index entries `end_step` has started;
-        the others are made here.
+        The current stream waits for evictions whose copies and index entries `end_step` has started; the others are made here.
         """
-        passed, tokens, lengths, full = list[Eviction](), self.tokens, self.lengths, self.ring + self.config.sink
         for slot in slots:
-            if tokens[slot] - lengths[slot] == full:
-                passed.append(self._evict(slot, indexes))
-            tokens[slot] += 1
-        return passed
+            if self.tokens[slot] - self.lengths[slot] == self.ring + self.config.sink:
+                self._evict(slot, indexes)
+            self.tokens[slot] += 1
 
     def end_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> None:
         """Start, beside the current stream, the evictions that are due within `evict_ahead` steps.
@@ -331,41 +311,39 @@ class Cache:
             window[:, at : at + count] = rows[:, sink + n - first :][:, :count]
             n += count
 
-    def _evict(self, slot: int, indexes: Sequence[Index]) -> Eviction:
+    def _evict(self, slot: int, indexes: Sequence[Index]) -> None:
         """Move the oldest `update` tokens of a full ring to the retrieval region."""
         if slot not in self._prepared:
             self._prepare(slot, indexes)
-        prepared = self._prepared.pop(slot)
-        prepared.work.wait()
-        eviction = prepared.eviction
-        self.lengths[slot] += eviction.count
+        self._prepared.pop(slot).wait()
+        start = self.lengths[slot]
+        self.lengths[slot] += self.config.update
         for index in indexes:
-            index.publish(slot, eviction.start, eviction.count)
-        return eviction
+            index.publish(slot, start, self.config.update)
 
     def _prepare(self, slot: int, indexes: Sequence[Index]) -> None:
         """Copy the oldest `update` rows of the ring to pool and indexes; the rows stay in the window until `_evict`.
 
         The ring holds at least `update` tokens then, because `evict_ahead` is at most `local`.
         """
-        eviction = Eviction(slot, self.lengths[slot], self.config.update)
-        stop = eviction.start + eviction.count
+        start = self.lengths[slot]
+        stop = start + self.config.update
         if stop > self.extents.room(slot):
             raise CapacityError(
                 f"slot {slot} with {self.tokens[slot]} tokens needs room for {stop} retrieval tokens, "
                 f"{self.extents.room(slot)} are reserved; open it for more tokens"
             )
-        spans = self.extents.spans(slot, eviction.start, stop)
+        spans = self.extents.spans(slot, start, stop)
 
         def work() -> None:
-            leaving = torch.arange(eviction.start, stop, device=self.window.device) % self.ring + self.config.sink
+            leaving = torch.arange(start, stop, device=self.window.device) % self.ring + self.config.sink
             rows = self.window[:, slot].index_select(2, leaving)
             self.rows.write(0, rows, spans)
             keys = rows[:, :, :, 0].contiguous()
             for layer, index in enumerate(indexes):
-                index.append(slot, eviction.start, keys[layer])
+                index.append(slot, start, keys[layer])
 
-        self._prepared[slot] = PreparedEviction(eviction, self._evict_stream.run(work))
+        self._prepared[slot] = self._evict_stream.run(work)
 
 
 def _windows(config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:

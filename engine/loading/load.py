@@ -92,13 +92,13 @@ def _load_cuda(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cac
     device, dtype = kernels.device, getattr(torch, config.dtype)
     assert ranks is None or isinstance(ranks, DeviceRanks), "ranks of an engine on GPUs compute there"
     try:
-        runtime = load_runtime(directory, config, device, ranks)
-        layout = divide_device_memory(maker, runtime.footprint, ranks)
+        footprint, make_decoder = load_runtime(directory, config, device, ranks)
+        layout = divide_device_memory(maker, footprint, ranks)
         if ranks is not None:
             ranks.check_host_memory(layout.rows.host_bytes)
             ranks.reporter.doing("allocates rows", more=layout.rows.host_bytes / PINNED_BYTES_PER_SECOND)
         cache = make_cache(config, dtype, device, RowStorage(config, dtype, device, layout.rows))
-        decoder = runtime.decoder(device_retrieval(config, cache, maker.over(cache), kernels), kernels)
+        decoder = make_decoder(device_retrieval(config, cache, maker.over(cache), kernels), kernels)
         if ranks is not None:
             ranks.reporter.doing("captures decode steps")  # the sums of each count as steps
         _prepare(decoder)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,51 +31,33 @@ from kvseek.kernels.cuda.layer.products import product_kernels
 
 from .indexes import without_hot_rows
 
-
-class Runtime(Protocol):
-    """Weights or plans on a device."""
-
-    @property
-    def footprint(self) -> Footprint:
-        """Device memory that the runtime holds."""
-
-    def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
-        """Make the decoder that runs these weights or plans.
-
-        Raises
-        ------
-        ConfigError
-            If max_batch_size exceeds the largest bucket of decode steps, or the kernels do not support a size of the model.
-        """
+MakeDecoder = Callable[[Retrieval, CudaKernels], Decoder]
+"""Makes the decoder that runs weights or plans on a device. Raises ConfigError if max_batch_size exceeds the largest bucket of
+decode steps, or the kernels do not support a size of the model."""
 
 
-@dataclass(frozen=True)
-class TorchRuntime:
-    """The runtime "torch": weights by name (engine/model/weights.py)."""
-
-    config: EngineConfig
-    weights: dict[str, Tensor]
-    ranks: DeviceRanks | None = None
-
-    @property
-    def footprint(self) -> Footprint:
-        return Footprint(sum(tensor.nbytes for tensor in self.weights.values()))
-
-    def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
-        make = LayerKernels if self.ranks is None else partial(RankLayerKernels, ranks=self.ranks)
-        model = KernelModel(
-            self.weights,
-            retrieval,
-            layer_kernels(retrieval, kernels, make),
-            prompt_attention(retrieval, kernels),
-            device_products(self.config, kernels, self.ranks),
-        )
-        reader: GraphDecoder | None = None
-        if self.config.cache.cached_prefill == "sparse":
-            cold = without_hot_rows(retrieval)
-            model.reader = reader = GraphDecoder(model.with_retrieval(cold), cold)
-            reader.prepare()
-        return GraphDecoder(model, retrieval, CompiledDraws(DeviceDraw(kernels)), reader=reader)
+def torch_decoder(
+    config: EngineConfig,
+    weights: dict[str, Tensor],
+    ranks: DeviceRanks | None,
+    retrieval: Retrieval,
+    kernels: CudaKernels,
+) -> Decoder:
+    """Make the decoder of the runtime "torch", of weights by name (engine/model/weights.py); see MakeDecoder."""
+    make = LayerKernels if ranks is None else partial(RankLayerKernels, ranks=ranks)
+    model = KernelModel(
+        weights,
+        retrieval,
+        layer_kernels(retrieval, kernels, make),
+        prompt_attention(retrieval, kernels),
+        device_products(config, kernels, ranks),
+    )
+    reader: GraphDecoder | None = None
+    if config.cache.cached_prefill == "sparse":
+        cold = without_hot_rows(retrieval)
+        model.reader = reader = GraphDecoder(model.with_retrieval(cold), cold)
+        reader.prepare()
+    return GraphDecoder(model, retrieval, CompiledDraws(DeviceDraw(kernels)), reader=reader)
 
 
 def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRanks | None = None) -> Products:
@@ -94,8 +74,10 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
 
 def load_runtime(
     directory: Path, config: EngineConfig, device: torch.device, ranks: DeviceRanks | None = None
-) -> Runtime:
+) -> tuple[Footprint, MakeDecoder]:
     """Load the runtime that `config.runtime` names from an engine directory, or the part of a rank.
+
+    Returns the device memory that it holds, and what makes its decoder.
 
     Raises
     ------
@@ -110,7 +92,8 @@ def load_runtime(
         )
 
         return load_plans(directory, config, device)
-    return TorchRuntime(config, read_weights(directory, config, device, ranks), ranks)
+    weights = read_weights(directory, config, device, ranks)
+    return Footprint(sum(one.nbytes for one in weights.values())), partial(torch_decoder, config, weights, ranks)
 
 
 def read_weights(directory: Path, config: EngineConfig, device: torch.device, ranks: Ranks | None) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,29 +26,13 @@ from .plan_files import check_version, read_plan_index
 from .session import OUTSIDE_OF_GRAPHS, Session
 
 
-@dataclass(frozen=True)
-class TensorRtRuntime:
-    """TensorRT plans, and the bytes of their files, which hold mostly weights; a Runtime of engine/loading/runtime.py."""
+def load_plans(
+    directory: Path, config: EngineConfig, device: torch.device
+) -> tuple[Footprint, Callable[[Retrieval, CudaKernels], Decoder]]:
+    """Load the plans of an engine directory, with the module config.tensorrt.module; returns and raises as load_runtime.
 
-    config: EngineConfig
-    session: Session
-    file_bytes: int
-
-    @property
-    def footprint(self) -> Footprint:
-        return Footprint(self.file_bytes, outside=self.file_bytes, plan_work=self.session.memory.nbytes)
-
-    def decoder(self, retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
-        plans, ops, draws = self.session.plans, layer_kernels(retrieval, kernels), CompiledDraws(DeviceDraw(kernels))
-        if self.config.tensorrt.form == "segments":
-            segments = SegmentsModel(plans, retrieval, ops, prompt_attention(retrieval, kernels))
-            return GraphDecoder(segments, retrieval, draws)
-        whole = WholeModel(plans[0], serving, retrieval, ops)
-        return GraphDecoder(whole, retrieval, draws)
-
-
-def load_plans(directory: Path, config: EngineConfig, device: torch.device) -> TensorRtRuntime:
-    """Load the plans of an engine directory, with the module config.tensorrt.module; raises as load_runtime does."""
+    What the plans take is the size of their files, which hold mostly weights.
+    """
     api = import_tensorrt(config.tensorrt.module)
     index = read_plan_index(directory, config)
     check_version(index, api)
@@ -56,4 +40,13 @@ def load_plans(directory: Path, config: EngineConfig, device: torch.device) -> T
         register(api)  # a plan with plugin layers loads only after their classes have been registered
     files = [directory / entry.file for entry in index.segments]
     contexts = (OUTSIDE_OF_GRAPHS, *buckets_for(config.max_batch_size))
-    return TensorRtRuntime(config, Session(api, files, device, contexts), sum(file.stat().st_size for file in files))
+    session, file_bytes = Session(api, files, device, contexts), sum(file.stat().st_size for file in files)
+
+    def make_decoder(retrieval: Retrieval, kernels: CudaKernels) -> Decoder:
+        plans, ops, draws = session.plans, layer_kernels(retrieval, kernels), CompiledDraws(DeviceDraw(kernels))
+        if index.form == "segments":
+            segments = SegmentsModel(plans, retrieval, ops, prompt_attention(retrieval, kernels))
+            return GraphDecoder(segments, retrieval, draws)
+        return GraphDecoder(WholeModel(plans[0], serving, retrieval, ops), retrieval, draws)
+
+    return Footprint(file_bytes, outside=file_bytes, plan_work=session.memory.nbytes), make_decoder

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.streams import SideStream, on_default_stream, stream_handle
-from kvseek.core.tensorrt_api import TYPE_NAMES
-
-from .messages import logger, why
+from kvseek.core.tensorrt_api import TYPE_NAMES, logger, why
 
 ALIGNMENT = 256  # bytes: the alignment that TensorRT demands of tensors and of its work space
 OUTSIDE_OF_GRAPHS = 0  # number of the context for calls that no graph captures

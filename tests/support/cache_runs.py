@@ -10,7 +10,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.index_context import IndexContext
-from kvseek.engine.cache.cache import EVICT_AHEAD, Cache, Eviction
+from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.kernels.reference.attention.attend import window_rows
@@ -128,8 +128,9 @@ class CacheRun:
             return
         sink, update = cache.config.sink, cache.config.update
         full = [slot for slot in slots if cache.tokens[slot] - sink - cache.lengths[slot] == cache.ring]
-        due = [Eviction(slot, cache.lengths[slot], update) for slot in full]
-        assert cache.begin_step(slots, self.indexes) == due
+        due = [cache.lengths[slot] + update * (slot in full) for slot in slots]
+        cache.begin_step(slots, self.indexes)
+        assert [cache.lengths[slot] for slot in slots] == due
         rows = {slot: cache.state(slot, 0, (), dense=False).write_row for slot in slots}
         for layer in range(LAYERS):
             keys = [rows_of(self.requests[s], layer, torch.tensor([cache.tokens[s] - 1]))[:, 0] for s in slots]

@@ -34,7 +34,7 @@ from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval
-from kvseek.engine.loading.runtime import TorchRuntime
+from kvseek.engine.loading.runtime import torch_decoder
 from kvseek.plugins.contract import LAST_QUERIES
 
 SPARE_EXTENTS = 8  # of the pool, for questions and what they leave
@@ -73,7 +73,7 @@ def make_engine(bench: Bench, config: EngineConfig, variant: Variant, rows: RowS
     cache.window.normal_()
     codebooks = variant.entry.traits(variant.settings).codebooks(config.model.head_dim)
     retrieval = device_retrieval(config, cache, IndexMaker(config, codebooks, None, kernels).over(cache), kernels)
-    return bare_engine(config, TorchRuntime(config, bench.weights.tensors).decoder(retrieval, kernels))
+    return bare_engine(config, torch_decoder(config, bench.weights.tensors, None, retrieval, kernels))
 
 
 @torch.inference_mode()

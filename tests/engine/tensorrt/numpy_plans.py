@@ -22,10 +22,10 @@ from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network import NetworkWriter
 from kvseek.core.batch import BUCKETS
 from kvseek.core.config import EngineConfig, TensorRtConfig
+from kvseek.core.tensorrt_api import logger
 from kvseek.engine.model.cuda.steps import GraphDecoder
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.tensorrt.messages import logger
 from kvseek.engine.tensorrt.models import SegmentsModel, WholeModel
 
 FORMS = ("segments", "engine")
