@@ -44,7 +44,7 @@ class Observer:
         """
 
     def prompt_op_launched(self, name: str) -> None:
-        """Take note that the kernels of an operation of a layer have been launched for a chunk of a prompt, on a GPU.
+        """Take note that the kernels of an operation of a layer have been launched for a chunk of a prompt.
 
         Those of a layer in OPS, without "select".
         """

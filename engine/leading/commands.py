@@ -16,8 +16,6 @@ from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Reuse
 
-Arguments = tuple[int | bool | tuple[int, ...], ...]
-
 
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the engine directory with this configuration, that of all ranks, and use so many threads.
@@ -43,12 +41,6 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     reuse: Reuse | None
 
 
-class Close(msgspec.Struct, frozen=True, tag=True):
-    """Cache.close."""
-
-    slot: int
-
-
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """Decoder.prefill, with a callback for the slots `asked`; `number` is what the following commands call the prefill."""
 
@@ -57,26 +49,26 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     asked: tuple[int, ...]
 
 
-class OfPrefill(msgspec.Struct, frozen=True, tag=True):
-    """A method of the prefill of this number; after `finish` nothing more is said of it."""
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """A method of the cache, of the decoder, of PrefixRows, or of the prefill of this number, which ends with `finish`.
 
-    number: int
-    method: Literal["advance", "drop", "finish"]
-    arguments: Arguments = ()
+    The decoder's `prepare` on GPUs runs steps, whose sums all ranks compute.
+    """
 
-
-class OfDecoder(msgspec.Struct, frozen=True, tag=True):
-    """A method of Decoder. `prepare` on GPUs runs steps, whose sums all ranks compute."""
-
-    method: Literal["resume", "prepare"]
-    arguments: Arguments = ()
-
-
-class OfRows(msgspec.Struct, frozen=True, tag=True):
-    """A method of PrefixRows."""
-
-    method: Literal["reserve", "complete", "keep", "forget"]
-    arguments: Arguments
+    method: Literal[
+        "cache.close",
+        "decoder.prepare",
+        "decoder.resume",
+        "prefill.advance",
+        "prefill.drop",
+        "prefill.finish",
+        "rows.complete",
+        "rows.forget",
+        "rows.keep",
+        "rows.reserve",
+    ]
+    arguments: tuple[int | bool | tuple[int, ...], ...] = ()
+    number: int = 0
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -87,7 +79,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     digest: int
 
 
-Command = Open | Close | Begin | Decode | OfPrefill | OfDecoder | OfRows
+Command = Open | Begin | Decode | Call
 _decoder = msgspec.msgpack.Decoder(Load | Command)
 
 
@@ -104,9 +96,7 @@ def decode(message: bytes) -> Load | Command:
 
 def name_of(command: Command) -> str:
     """Name a command, for whoever looks at what a rank is doing."""
-    return (
-        command.method.capitalize() if isinstance(command, OfPrefill | OfDecoder | OfRows) else type(command).__name__
-    )
+    return command.method.partition(".")[2].capitalize() if isinstance(command, Call) else type(command).__name__
 
 
 def digest(cache: Cache) -> int:

@@ -38,20 +38,7 @@ from kvseek.engine.parallel.ranks import Ranks, find_store
 from kvseek.engine.parallel.reports import Reporter
 from kvseek.engine.parallel.watch import end_with_rank_0
 
-from .commands import (
-    Begin,
-    Close,
-    Command,
-    Decode,
-    Load,
-    OfDecoder,
-    OfPrefill,
-    OfRows,
-    Open,
-    decode,
-    digest,
-    name_of,
-)
+from .commands import Begin, Call, Command, Decode, Load, Open, decode, digest, name_of
 
 READY = b""  # what a rank answers to Load if nothing is wrong; anything else is an error
 logger = logging.getLogger(__name__)
@@ -69,17 +56,17 @@ class Follower:
         match command:
             case Open(slot, tokens, reuse):
                 self._decoder.cache.open(slot, tokens, self._prefix(reuse))
-            case Close(slot):
-                self._close(slot)
             case Begin(number, prompts, asked):
                 self._prefills[number] = self._decoder.prefill(prompts, dict.fromkeys(asked, _ignore))
-            case OfPrefill(number, method, arguments):
-                prefill = self._prefills.pop(number) if method == "finish" else self._prefills[number]
-                getattr(prefill, method)(*arguments)
-            case OfDecoder(method, arguments):
-                getattr(self._decoder, method)(*arguments)
-            case OfRows(method, arguments):
-                getattr(self._rows, method)(*arguments)
+            case Call("cache.close", (int(slot),)):
+                self._close(slot)
+            case Call(method, arguments, number):
+                of, _, name = method.partition(".")
+                if of == "prefill":
+                    target: object = self._prefills.pop(number) if name == "finish" else self._prefills[number]
+                else:
+                    target = self._rows if of == "rows" else self._decoder
+                getattr(target, name)(*arguments)
             case Decode(tokens, slots, expected):
                 found = digest(self._decoder.cache)
                 if found != expected:

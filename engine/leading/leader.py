@@ -29,7 +29,7 @@ from kvseek.engine.parallel.ranks import Ranks
 from kvseek.engine.parallel.reports import STALL_SECONDS
 from kvseek.engine.row_recorder import NOBODY, Wanted
 
-from .commands import Begin, Close, Decode, OfDecoder, OfPrefill, OfRows, Open, digest
+from .commands import Begin, Call, Decode, Open, digest
 from .followers import TIMEOUT_SECONDS, Followers
 
 # Units of prompts that are launched before rank 0 waits for the first of them: some hundred launches, which keep the GPU busy.
@@ -52,7 +52,7 @@ class LeadCache(Cache):
             super().open(slot, tokens, prefix)
 
     def close(self, slot: int) -> None:
-        with self._followers.doing(Close(slot)):
+        with self._followers.doing(Call("cache.close", (slot,))):
             super().close(slot)
 
 
@@ -64,19 +64,19 @@ class LeadPrefixRows(PrefixRows):
         self._followers = followers
 
     def reserve(self, slot: int, tokens: int) -> None:
-        with self._followers.doing(OfRows("reserve", (slot, tokens))):
+        with self._followers.doing(Call("rows.reserve", (slot, tokens))):
             super().reserve(slot, tokens)
 
     def complete(self, slot: int, kept: int, places: int) -> None:
-        with self._followers.doing(OfRows("complete", (slot, kept, places))):
+        with self._followers.doing(Call("rows.complete", (slot, kept, places))):
             super().complete(slot, kept, places)
 
     def keep(self, slot: int, extents: Sequence[int], begins: bool) -> None:
-        with self._followers.doing(OfRows("keep", (slot, tuple(extents), begins))):
+        with self._followers.doing(Call("rows.keep", (slot, tuple(extents), begins))):
             super().keep(slot, extents, begins)
 
     def forget(self, extents: Sequence[int]) -> None:
-        with self._followers.doing(OfRows("forget", (tuple(extents),))):
+        with self._followers.doing(Call("rows.forget", (tuple(extents),))):
             super().forget(extents)
 
 
@@ -101,12 +101,12 @@ class LeadPrefill(Prefill):
         return self._prefill.progress
 
     def drop(self, slot: int) -> None:
-        self._followers.tell(OfPrefill(self._number, "drop", (slot,)))
+        self._followers.tell(Call("prefill.drop", (slot,), self._number))
         self._prefill.drop(slot)
 
     def advance(self, max_tokens: int) -> int:
         """See Prefill; any exception is a RankError."""
-        with self._followers.doing(OfPrefill(self._number, "advance", (max_tokens,))):
+        with self._followers.doing(Call("prefill.advance", (max_tokens,), self._number)):
             self._launches.wait()
             work = self._prefill.advance(max_tokens)
             self._launches.add()
@@ -114,7 +114,7 @@ class LeadPrefill(Prefill):
 
     def finish(self) -> Tensor:
         """See Prefill; any exception is a RankError."""
-        with self._followers.doing(OfPrefill(self._number, "finish")):
+        with self._followers.doing(Call("prefill.finish", number=self._number)):
             return self._prefill.finish()
 
     def _advance(self, max_tokens: int) -> int:
@@ -145,7 +145,7 @@ class LeadDecoder(Decoder):
             return LeadPrefill(prefill, self._followers, self._launches, number, prompts, on_logits)
 
     def resume(self, slot: int) -> None:
-        with self._followers.doing(OfDecoder("resume", (slot,))):
+        with self._followers.doing(Call("decoder.resume", (slot,))):
             super().resume(slot)
 
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
@@ -176,7 +176,7 @@ class LeadDecoder(Decoder):
             return self._decoder.draw(logits, samplers)
 
     def prepare(self) -> None:
-        with self._followers.doing(OfDecoder("prepare")):
+        with self._followers.doing(Call("decoder.prepare")):
             self._decoder.prepare()
 
     def prefix_rows(self) -> PrefixRows:

@@ -77,11 +77,11 @@ def _load_cpu(directory: Path, maker: IndexMaker, ranks: Ranks | None, make_cach
     if ranks is not None:
         products = RankProducts(products, ranks, config.model.vocab_size)
     if library is None:
-        model = TorchModel(weights, retrieval, TorchOperations(config.model), products, causal_attention)
+        model = TorchModel(weights, retrieval, TorchOperations(config.model), causal_attention, products)
     else:
         ops = NativeOperations(library, config.model, dtype)
         attention = partial(native_attention, library=library)
-        model = TorchModel(weights, retrieval, ops, products, attention)
+        model = TorchModel(weights, retrieval, ops, attention, products)
     draws: Draws = TorchDraws() if library is None else CompiledDraws(NativeDraw(library))
     return HostDecoder(model, retrieval, draws)
 

@@ -1,18 +1,34 @@
-"""One decoder layer and the head, without a cache: the products that Llama, Qwen2 and Qwen3 compute around attention.
+"""The layers and the head of Llama, Qwen2 and Qwen3: products around attention, and how prompts pass them.
 
 What stands between the products is in operations.py. Models differ in biases and QK-norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.streams import to_device
 from kvseek.core.weight_only import HEAD
+from kvseek.engine.model.prefill import (
+    NO_CALLBACKS,
+    AttendChunk,
+    BlockReader,
+    Continuation,
+    LayerwiseModel,
+    LogitsCallbacks,
+    Prefill,
+    Prompts,
+    Stream,
+)
+from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.reference.products import Products
+from kvseek.engine.retrieval import Retrieval
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
@@ -168,3 +184,72 @@ class Head:
         """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]; `prompt` is that of Product."""
         normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)
         return self.project(normed, prompt=prompt).float()
+
+
+class WeightsModel(LayerwiseModel[Stream]):
+    """A model whose layers are made of weights. How its decode steps run is in cpu/model.py and cuda/model.py.
+
+    Parameters
+    ----------
+    weights : dict of str to Tensor
+        Weights as engine/model/weights.py loads them.
+    ops : LayerOperations
+        What a layer computes between its products.
+    attention : callable
+        Causal attention over a prompt.
+    products : Products
+        Makes the products of the weights.
+
+    Attributes
+    ----------
+    reader : BlockReader or None
+        What reads the rest of a prompt sparsely, in an engine that does (cache.cached_prefill).
+    """
+
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        retrieval: Retrieval,
+        ops: LayerOperations,
+        attention: CausalAttention,
+        products: Products,
+    ) -> None:
+        super().__init__(retrieval, attention)
+        self.ops = ops
+        self.embed = products.embedding(weights["embed.weight"])
+        self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
+        self.head = Head.of(self.model, weights, products)
+        self.reader: BlockReader | None = None
+
+    @abstractmethod
+    def rotate(self, start: int, stop: int, length: int) -> Rotation:
+        """Return the rotation of positions start .. stop - 1 of a prompt of `length` tokens."""
+
+    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
+        if self.reader is not None and self.retrieval.resumes([slot for slot, _ in prompts]):
+            return Continuation(self.reader, self.retrieval, prompts)
+        return super().prefill(prompts, on_logits)
+
+    def begin_prompt(self, prefill: Prefill) -> Stream:
+        residual = self.embed(to_device(prefill.ids, torch.int64, self.retrieval.cache.window.device))
+        return Stream.begin(residual, prefill.borders, self.rotate, self.model.short_reach)
+
+    def read_chunk(
+        self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
+    ) -> Tensor:
+        weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_op_launched
+        rotation = prompt.rotation_of(start, stop, self.rotate)
+        qkv = weights.project(self.ops, x, None, mark, prompt=True)
+        q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
+        mark("rope")
+        out = attend(q)
+        mark("attend")
+        self.add(x, weights.finish(self.ops, x, out.flatten(1), mark, prompt=True))
+        return q
+
+    def add(self, x: Tensor, delta: Tensor) -> None:
+        """Add what a layer's last product has computed to the residual stream x [rows, hidden] in place."""
+        x += delta
+
+    def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
+        return self.head(prompt.rows(spans), prompt=True)

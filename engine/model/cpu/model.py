@@ -1,4 +1,4 @@
-"""The model on the CPU: Llama, Qwen2 and Qwen3. layer.py has a layer's products, operations.py what stands between them.
+"""The model on the CPU: what its decode steps compute. layer.py has all else.
 
 In a decode step, requests that attend to every row and requests that retrieve attend apart.
 """
@@ -14,18 +14,8 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch
-from kvseek.core.rope import RotaryEmbedding
-from kvseek.engine.model.layer import Head, Layer
-from kvseek.engine.model.prefill import (
-    NO_CALLBACKS,
-    AttendChunk,
-    Continuation,
-    LayerwiseModel,
-    LogitsCallbacks,
-    Prefill,
-    Prompts,
-    Stream,
-)
+from kvseek.core.rope import RotaryEmbedding, Rotation
+from kvseek.engine.model.layer import WeightsModel
 from kvseek.engine.model.reference.attention import CausalAttention
 from kvseek.engine.model.reference.operations import LayerOperations
 from kvseek.engine.model.reference.products import Products
@@ -82,20 +72,8 @@ def _groups(batch: Batch) -> list[Group]:
     return groups
 
 
-class TorchModel(LayerwiseModel[Stream]):
-    """Runs prompts and decode steps on the CPU; a BlockReader of engine/model/prefill.py.
-
-    Parameters
-    ----------
-    weights : dict of str to Tensor
-        Weights as engine/model/weights.py loads them.
-    ops : LayerOperations
-        What a layer computes between its products: by compiled kernels or by PyTorch.
-    products : Products
-        Makes the matrix products.
-    attention : callable
-        Causal attention over a prompt.
-    """
+class TorchModel(WeightsModel):
+    """Runs prompts and decode steps on the CPU; a BlockReader of engine/model/prefill.py. Parameters as WeightsModel."""
 
     most_tokens = sys.maxsize  # of a block
 
@@ -104,43 +82,20 @@ class TorchModel(LayerwiseModel[Stream]):
         weights: dict[str, Tensor],
         retrieval: Retrieval,
         ops: LayerOperations,
-        products: Products,
         attention: CausalAttention,
+        products: Products,
     ) -> None:
-        super().__init__(retrieval, attention)
-        self.ops, self.windows = ops, retrieval.cache.window.unbind()
-        embed = weights["embed.weight"]
-        self.embed = products.embedding(embed)
-        self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
-        self.head = Head.of(self.model, weights, products)
-        self.rope = RotaryEmbedding(self.model, embed.device)
+        super().__init__(weights, retrieval, ops, attention, products)
+        self.rope = RotaryEmbedding(self.model, retrieval.cache.window.device)
+        self.reader, self.windows = self, retrieval.cache.window.unbind()
 
-    def prefill(self, prompts: Prompts, on_logits: LogitsCallbacks = NO_CALLBACKS) -> Prefill:
-        if self.retrieval.resumes([slot for slot, _ in prompts]):
-            return Continuation(self, self.retrieval, prompts)
-        return super().prefill(prompts, on_logits)
+    def rotate(self, start: int, stop: int, length: int) -> Rotation:
+        return self.rope(start, stop, length)
 
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
         states, _ = self.retrieval.begin_step(tokens, [slot] * len(tokens))
         requests = HostBatch(self.retrieval, states)
         return self.run_layers(requests.batch, requests.attend, slice(len(tokens) - 1, None))
-
-    def begin_prompt(self, prefill: Prefill) -> Stream:
-        residual = self.embed(torch.tensor(prefill.ids))
-        return Stream.begin(residual, prefill.borders, self.rope, self.model.short_reach)
-
-    def read_chunk(
-        self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
-    ) -> Tensor:
-        weights, x = self.layers[layer], prompt.residual[start:stop]
-        qkv, rotation = weights.project(self.ops, x, None, prompt=True), prompt.rotation_of(start, stop, self.rope)
-        q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
-        out = attend(q)
-        x += weights.finish(self.ops, x, out.flatten(1), prompt=True)
-        return q
-
-    def logits_of(self, prompt: Stream, spans: Sequence[tuple[int, int]]) -> Tensor:
-        return self.head(prompt.rows(spans), prompt=True)
 
     def run_layers(self, batch: Batch, attend: Attend, asked: slice = slice(None)) -> Tensor:
         """Run a decode step: write each token's rows to the window, and compute logits of the requests `asked`.
