@@ -1,4 +1,4 @@
-"""The decoder as a TensorRT network, read top to bottom; engine/model/cpu/model.py is the same computation.
+"""The decoder as a TensorRT network, read top to bottom; engine/model/layer.py is the same computation.
 
 Attention is not part of it: a function adds it where it belongs. There are two, for two forms of the decoder: segments cut at
 attention, and one network with attention as layers.

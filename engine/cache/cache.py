@@ -190,7 +190,7 @@ class Cache:
         self._loads.finish(slot)
         self.extents.let_go(self._sources.pop(slot, ()))
 
-    # Prefixes (prefix_rows.py).
+    # Prefixes (prefixes/cache.py).
 
     def load_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> SideWork:
         """Start to copy a layer's keys and values of a slot's prefix to the first of `keys` and `values`, [G, n, D].

@@ -16,7 +16,7 @@ from kvseek.core.ranks import rank_config
 from kvseek.core.streams import BoundedLaunches
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix, Reuse
-from kvseek.engine.cache.prefixes.rows import PrefixRows
+from kvseek.engine.cache.prefixes.cache import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
 from kvseek.engine.loading.load import load_rank

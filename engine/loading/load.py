@@ -22,9 +22,8 @@ from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import Draws
 from kvseek.engine.loading.supported import needs_cpu_library
-from kvseek.engine.model.cpu.model import TorchModel
 from kvseek.engine.model.cpu.products import HostProducts, bfloat16_works
-from kvseek.engine.model.cpu.steps import HostDecoder
+from kvseek.engine.model.cpu.steps import HostDecoder, TorchModel
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.reference.attention import causal_attention
 from kvseek.engine.model.reference.operations import TorchOperations

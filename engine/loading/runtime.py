@@ -13,9 +13,8 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.draws.compiled import CompiledDraws
-from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.cuda.products import KernelProducts
-from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.prefill import logits_at_once
 from kvseek.engine.model.prompt_windows import SHORTEST_BLOCK

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefixes.rows import PrefixRows
+from kvseek.engine.cache.prefixes.cache import PrefixRows
 from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
 from kvseek.engine.retrieval import Observer, Retrieval
 from kvseek.engine.row_recorder import NOBODY, Wanted

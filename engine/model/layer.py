@@ -187,7 +187,7 @@ class Head:
 
 
 class WeightsModel(LayerwiseModel[Stream]):
-    """A model whose layers are made of weights. How its decode steps run is in cpu/model.py and cuda/model.py.
+    """A model whose layers are made of weights. How its decode steps run is in cpu/steps.py and cuda/steps.py.
 
     Parameters
     ----------

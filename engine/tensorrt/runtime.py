@@ -13,8 +13,7 @@ from kvseek.core.cuda import CudaKernels
 from kvseek.core.tensorrt_api import import_tensorrt
 from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.draws.compiled import CompiledDraws
-from kvseek.engine.model.cuda.model import layer_kernels, prompt_attention
-from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.cuda.steps import GraphDecoder, layer_kernels, prompt_attention
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw

@@ -23,8 +23,7 @@ from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.draws.sampling import greedy_token
 from kvseek.engine.loading.indexes import host_retrieval
-from kvseek.engine.model.cuda.model import KernelModel
-from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference.operations import TorchOperations

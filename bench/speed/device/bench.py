@@ -35,8 +35,7 @@ from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
 from kvseek.engine.loading.runtime import device_products
 from kvseek.engine.loading.supported import needs_cpu_library
-from kvseek.engine.model.cuda.model import KernelModel, layer_kernels, prompt_attention
-from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.weights import fill_weight, weight_shapes
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import Index

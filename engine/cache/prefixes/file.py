@@ -7,7 +7,7 @@ A file `KEY.safetensors` has the tensors
     rows       [layers, G, m, 2, D]: rows of the tokens behind the sink
 
 and in its metadata the engine that wrote it, the keys of the node and of its parent, and the SHA-256 of all tensors. The key
-is a hash of the parent's key and the tokens (prefix_tree.chained_key), so these need no checksum of their own.
+is a hash of the parent's key and the tokens (tree.chained_key), so these need no checksum of their own.
 
 Written and read here, not by the safetensors package, because the rows of an extent go from one buffer to the file and back
 without further copies, and outside of Python's interpreter lock.
@@ -106,7 +106,7 @@ class Entry:
     first : bool
         Whether it is the first node of a sequence.
     tokens : bytes
-        Packed as prefix_tree.pack_tokens packs them.
+        Packed as tree.pack_tokens packs them.
     data_start, size : int
         Bytes before the tensors, and of the whole file.
     """

@@ -30,8 +30,7 @@ from kvseek.core.sizes import readable
 from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
-from kvseek.engine.cache.prefixes.cache import PrefixCache
-from kvseek.engine.cache.prefixes.rows import PrefixRows
+from kvseek.engine.cache.prefixes.cache import PrefixCache, PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.model.activation_memory import prefill_bytes, work_bytes

@@ -22,8 +22,7 @@ from kvseek.core.selected_rows import RowReport
 from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import device_retrieval
-from kvseek.engine.model.cuda.model import KernelModel
-from kvseek.engine.model.cuda.steps import GraphDecoder
+from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.retrieval import OPS, Observer
 from kvseek.engine.service import EngineService

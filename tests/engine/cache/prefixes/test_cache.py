@@ -19,8 +19,7 @@ from kvseek.core.session import Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.prefix import Prefix
-from kvseek.engine.cache.prefixes.cache import PrefixCache
-from kvseek.engine.cache.prefixes.rows import PrefixRows
+from kvseek.engine.cache.prefixes.cache import PrefixCache, PrefixRows
 from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.retrieval import Retrieval

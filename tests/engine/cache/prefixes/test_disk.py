@@ -22,8 +22,7 @@ from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.file import HEADER_BYTES, Origin, RowShape, file_name
 from kvseek.engine.cache.prefixes.folder import open_folder
-from kvseek.engine.cache.prefixes.loader import LEAST_TOKENS
-from kvseek.engine.cache.prefixes.store import PrefixStore
+from kvseek.engine.cache.prefixes.store import LEAST_TOKENS, PrefixStore
 from kvseek.engine.cache.prefixes.tree import chained_key, pack_tokens, root_key
 
 SHAPE = RowShape(LAYERS, 1, 2, "float32", 2 * 2 * 4, SINK)
