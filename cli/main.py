@@ -14,7 +14,7 @@ COMMANDS = {
     "serve": ("kvseek.server.serve", "serve an engine directory with Triton"),
     "repository": ("kvseek.server.triton.repository", "write a model repository for a tritonserver of your own"),
     "tritonserver": ("kvseek.server.triton.command", "run tritonserver, also the one of the wheel nvidia-pytriton"),
-    "openai": ("kvseek.server.openai.command", "an OpenAI port for an engine that such a tritonserver serves"),
+    "openai": ("kvseek.server.serve_openai", "an OpenAI port for an engine that such a tritonserver serves"),
     "cache": ("kvseek.cli.cache", "list or drop the prefixes that a server keeps on disk"),
     "chat": ("kvseek.client.chat", "ask a running server"),
     "bench": ("kvseek.bench.speed.decode", "measure the time per output token"),

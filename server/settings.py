@@ -193,9 +193,9 @@ class ServeSettings:
         """Most bytes of answers that a frontend may leave unread, and that a frontend's clients may."""
         return OTHER_UNREAD_BYTES + LARGEST_AT_ONCE * LOGIT_BYTES * self.max_logits
 
-    def unread_answers(self, config: EngineConfig, seconds: float = WRITE_SECONDS) -> UnreadAnswers:
-        """Make the room for the answers that a frontend's clients have not read; `seconds`: see UnreadAnswers."""
-        return UnreadAnswers(self.most_unread_bytes, seconds, self.max_logits, config.model.vocab_size)
+    def unread_answers(self, config: EngineConfig) -> UnreadAnswers:
+        """Make the room for the answers that a frontend's clients have not read."""
+        return UnreadAnswers(self.most_unread_bytes, WRITE_SECONDS, self.max_logits, config.model.vocab_size)
 
     def to_json(self) -> str:
         """Write the settings as JSON, for the command line of another process."""

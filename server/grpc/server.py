@@ -99,8 +99,8 @@ class GrpcServer:
 
     Parameters
     ----------
-    triton : str
-        Triton's own gRPC endpoint, as gRPC names it.
+    triton : str or None
+        Triton's own gRPC endpoint, as gRPC names it; without one the server cannot be started.
     unread : UnreadAnswers
         Counts answers to inference requests.
     max_connections : int
@@ -120,7 +120,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        triton: str,
+        triton: str | None,
         state: ServerState,
         schemas: Mapping[str, ModelSchema],
         unread: UnreadAnswers,
@@ -132,7 +132,7 @@ class GrpcServer:
         self._state, self._schemas, self._refused = state, schemas, refused
         self._unread, self._max_connections = unread, max_connections
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, *TO_TRITON])
+        self._channel = grpc.aio.insecure_channel(triton or "", options=[*unlimited, *TO_TRITON])
         self._stream_infer = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
         self._leaving: set[asyncio.Task[None]] = set()  # calls of clients that have left
         self._server: grpc.aio.Server | None = None

@@ -190,11 +190,16 @@ def schemas(layout: RepositoryLayout, config: EngineConfig) -> Mapping[str, Mode
     return {name: own[model] for name, model in layout.names.items()}
 
 
-def body_limit(served: type[TokenRequest], config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Return the most bytes of a body for a model: a prompt of max_input_len tokens, escaped, and the other fields."""
-    if served.takes_text:
+def body_limit(takes_text: bool, config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Return the most bytes of a body: a prompt of max_input_len tokens, as escaped text or as ids, and the other fields."""
+    if takes_text:
         return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
     return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
+
+
+def largest_body(config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Return the most bytes of a body that may have either; loads the tokenizer, which may take a second."""
+    return max(body_limit(takes_text, config, tokenizer) for takes_text in (True, False))
 
 
 def _request_id(raw: msgspec.Raw | None) -> str:

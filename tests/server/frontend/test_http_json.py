@@ -135,10 +135,10 @@ def test_wrong_shapes_are_refused(tokens: ModelSchema) -> None:
 def test_the_largest_prompt_fits_into_a_body_and_no_more() -> None:
     tokenizer: Any = SimpleNamespace(longest_token_bytes=16)
     worst = json.dumps({"text_input": "\x00" * (800 * 16), "max_tokens": 1}).encode()
-    limit = body_limit(TextRequest, CONFIG, tokenizer)
+    limit = body_limit(True, CONFIG, tokenizer)
     assert len(worst) < limit < len(worst) + 2**20
     ids = json.dumps(TOKENS | {"input_ids": [2**31 - 1] * 800}).encode()
-    assert len(ids) < body_limit(TokenRequest, CONFIG, tokenizer) < len(ids) + 2**20
+    assert len(ids) < body_limit(False, CONFIG, tokenizer) < len(ids) + 2**20
 
 
 def test_chunks_have_scalars_where_there_is_one_value() -> None:
