@@ -35,7 +35,7 @@ from kvseek.server.requests.keys import Tenant
 from kvseek.server.settings import ServeSettings
 
 from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
-from .choices import ChatReply, CompletionReply, Json, Piece, Reply, make_choices, usage
+from .choices import Json, Piece, Reply, make_choices, usage
 from .errors import FieldError, openai_error
 from .page import PATHS, page_routes
 
@@ -176,9 +176,8 @@ class OpenAIRoutes:
             raise FieldError("model", f"model is missing: must be {self._model}; add it")
         self._check_model(body.model)
         choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config)
-        kind: type[Reply] = ChatReply if chat else CompletionReply
         with_usage = body.usage_in_stream
-        reply = kind(self._model, self._fingerprint, self._tokenizer, body.top() is not None, with_usage)
+        reply = Reply(chat, self._model, self._fingerprint, self._tokenizer, body.top() is not None, with_usage)
         ready = [self._generations.submission(choice, call) for choice in choices]
         return Work(ready, body.choices, prompt_tokens, reply, bool(body.stream), with_usage)
 
