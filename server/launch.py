@@ -104,6 +104,8 @@ def running_server(
     if not ready_seconds > 0:
         raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
     check_log(log)
+    if settings.ui:
+        settings.check_page(read_config(engine_dir))
     if settings.disk_dir is not None:
         most, shape = settings.disk_bytes or DEFAULT_DISK_BYTES, RowShape.of(read_config(engine_dir))
         check_directory(Path(settings.disk_dir), most, shape)

@@ -14,6 +14,7 @@ from pathlib import Path
 import uvloop
 
 from kvseek.core.command_line import Parser
+from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError, text_of
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
@@ -52,6 +53,7 @@ async def run(arguments: argparse.Namespace) -> None:
     own = settings_of(arguments, OPENAI_FLAGS)
     given = {name: value for name in OPENAI_FLAGS if (value := getattr(own, name)) != getattr(ServeSettings, name)}
     settings_here = dataclasses.replace(settings, **given)  # the rest is the repository's, its keys among them
+    settings_here.check_page(read_config(engine_dir))
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -15,6 +15,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
+from kvseek.plugins.registry import reports_rows
 
 from .errors import ServerError
 from .requests.keys import SHARE_ALL, SHARE_BY_KEY, Keys, read_keys
@@ -179,6 +180,12 @@ class ServeSettings:
         """The API keys of the server; raises ServerError if their file cannot be used."""
         keys = () if self.api_key_file is None else read_keys(Path(self.api_key_file))
         return Keys(keys, apart=self.share_prefixes == SHARE_BY_KEY)
+
+    def check_page(self, config: EngineConfig) -> None:
+        """Raise ServerError if the page is asked for and the engine cannot tell what it would show."""
+        limit = "left out with --runtime tensorrt, --tp_size above 1, or --ctkvr.execution cpu on a GPU"
+        remedy = "selected rows cannot be reported there; build another engine to see them"
+        _require(not self.ui or reports_rows(config), "ui", self.ui, limit, remedy)
 
     def most_requests(self, config: EngineConfig) -> int:
         """Return how many requests may run or wait at a time."""

@@ -21,9 +21,12 @@ from tests.support.waiting import is_running, wait_for
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
+from kvseek.server import serve_openai
 from kvseek.server.launch import LOOPBACK
 from kvseek.server.ports import Ports
 from kvseek.server.serve import main
+from kvseek.server.settings import ServeSettings
+from kvseek.server.triton.repository import write_models
 
 KEY = "a key of the test's own"
 
@@ -160,3 +163,14 @@ def test_what_nodes_cannot_be_is_refused_at_once(
     monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)
     assert main(["--engine_dir", str(of_two), *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_page_that_could_show_nothing_is_refused_at_once(
+    of_two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by the engine, with each question that the page sends."""
+    write_models(tmp_path / "models", of_two, ServeSettings())
+    assert main(["--engine_dir", str(of_two), "--ui"]) == 1
+    assert serve_openai.main(["--repository", str(tmp_path / "models"), "--openai_port", "0", "--ui"]) == 1
+    refusal = "error: --ui = True: must be left out with --runtime tensorrt, --tp_size above 1, or "
+    assert capsys.readouterr().err.count(refusal) == 2
