@@ -13,7 +13,7 @@ COMMANDS = {
     "build": ("kvseek.builder.build", "turn a checkpoint into an engine directory; plan, inspect, verify or check one"),
     "serve": ("kvseek.server.serve", "serve an engine directory with Triton"),
     "repository": ("kvseek.server.triton.repository", "write a model repository for a tritonserver of your own"),
-    "tritonserver": ("kvseek.server.triton.command", "run tritonserver, also the one of the wheel nvidia-pytriton"),
+    "tritonserver": ("kvseek.server.triton.find", "run tritonserver, also the one of the wheel nvidia-pytriton"),
     "openai": ("kvseek.server.serve_openai", "an OpenAI port for an engine that such a tritonserver serves"),
     "cache": ("kvseek.cli.cache", "list or drop the prefixes that a server keeps on disk"),
     "chat": ("kvseek.client.chat", "ask a running server"),

@@ -25,12 +25,10 @@ from kvseek.server.http.health import ServerState
 from kvseek.server.kserve.inputs import ModelSchema
 from kvseek.server.requests.keys import NO_KEYS, REFUSAL, Keys, Tenant
 from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, UnreadError
-from kvseek.server.triton.durations import clear_durations
-from kvseek.server.triton.relay import TO_TRITON
+from kvseek.server.triton.relay import TO_TRITON, clear_durations
 
-from .call import SERVICE, GrpcCall, describe
+from .call import SERVICE, Collected, GrpcCall, asks_for_several, describe
 from .checks import admit
-from .single import Collected, asks_for_several
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")

@@ -1,6 +1,8 @@
 """The OpenAI port (docs/openai.md): its endpoints.
 
-A generation reads the body, has the engine generate all choices, and writes the answer, whole or as a stream.
+A generation reads the body, has the engine generate all choices, and writes the answer, whole or as a stream. The page on which
+people ask about a document and see what each step read of it is as good as public: its files, in the folder `ui/`, have no data,
+and it asks the port's own endpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -36,8 +38,7 @@ from kvseek.server.settings import ServeSettings
 
 from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
 from .choices import Json, Piece, Reply, make_choices, usage
-from .errors import FieldError, openai_error
-from .page import PATHS, page_routes
+from .fields import FieldError, openai_error
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
@@ -46,7 +47,20 @@ FINGERPRINT_CHARACTERS = 16
 DONE = b"[DONE]"
 MANY_TOKENS = 512  # whose log probabilities take some 2 ms to write
 MANY_BYTES = 1 << 17  # of selected rows, of which the same holds
-T = TypeVar("T")
+FOLDER = Path(__file__).parent / "ui"
+PATHS = {
+    "/": ("index.html", "text/html"),
+    "/ui/page.js": ("page.js", "text/javascript"),
+    "/ui/page.css": ("page.css", "text/css"),
+}
+HEADERS = {
+    # Of other servers the page reads what the user names as the other server, and nothing else.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self' "
+    "http: https:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 Handler = Callable[[Request], Awaitable[Response]]
 Pieces = AsyncIterator[tuple[int, Piece]]  # a choice's number and its next piece
 
@@ -238,3 +252,15 @@ def _usage(work: Work, last: Sequence[Piece]) -> Json:
     reused = [piece["reused"] for piece in last]
     cached = sum(min(reused[first : first + work.answers]) for first in range(0, len(reused), work.answers))
     return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached)
+
+
+def page_routes() -> list[BaseRoute]:
+    """Make the routes of the page's files."""
+    return [_route(path, (FOLDER / name).read_bytes(), kind) for path, (name, kind) in PATHS.items()]
+
+
+def _route(path: str, data: bytes, kind: str) -> Route:
+    async def answer(_: Request) -> Response:
+        return Response(data, media_type=kind, headers=HEADERS)
+
+    return Route(path, answer)

@@ -23,7 +23,7 @@ from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.http.content import PIECE_BYTES, Writer
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.server import IDLE_SECONDS, MOST_PIPELINED, SPARE_CONNECTIONS, HttpServer
-from kvseek.server.openai.errors import openai_error
+from kvseek.server.openai.fields import openai_error
 from kvseek.server.requests.unread import UnreadAnswers
 
 ABSENT = "192.0.2.1"  # reserved for documentation, so no machine has it
