@@ -91,7 +91,10 @@ class Generation:
             )
         if not self._new.push(output):
             return False
-        if output.cached_tokens:
+        if output.earlier and (times := output.statistics) is not None:  # of all steps, not only of the last one
+            self._steps, self._cached = times.generated_tokens - 1, times.cached_token_steps
+            self._attended = times.attended_token_steps
+        elif output.cached_tokens:
             self._steps += 1
             self._cached += output.cached_tokens
             self._attended += output.attended_tokens

@@ -24,9 +24,6 @@ from .sampling_params import SamplingParams
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Taken = TypeVar("Taken")
-PORTION = (
-    512  # outputs that are taken together where nobody waits for them, as the engine's thread has to wait meanwhile
-)
 
 
 class LLM(BaseLLM):
@@ -316,7 +313,7 @@ class LLM(BaseLLM):
     def _run(
         self, generations: Sequence[Generation], take: Callable[[Generation, StepOutput], Taken], at_once: bool
     ) -> Iterator[Taken]:
-        """Submit requests and yield what `take` makes of their outputs: `at_once`, or in portions until a request ends.
+        """Submit requests and yield what `take` makes of their outputs: `at_once`, or when a request ends.
 
         Requests that have not ended when the iteration is left are cancelled.
         """
@@ -326,14 +323,14 @@ class LLM(BaseLLM):
 
         def gather(output: StepOutput) -> None:
             outputs.append(output)
-            if output.finish_reason is not None or len(outputs) == PORTION:
+            if output.finish_reason is not None:
                 arrive()
 
         calls = (outputs.append, arrive) if at_once else (gather,)
         running: dict[int, Generation] = {}  # by the service's number
         try:
             for generation in generations:
-                number = self._service.submit(generation.request, *calls)
+                number = self._service.submit(generation.request, *calls, whole=not at_once)
                 running[number] = generation
             while running:
                 self._service.check_process()  # in a fork nothing would ever arrive

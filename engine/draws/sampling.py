@@ -194,9 +194,9 @@ class Sampler:
             raise drawn.error
         else:
             token = drawn.token
-        self.generated.append(token)
         if self.guide is not None and token not in self._end_ids:
             self.guide.accept(token)
+        self.generated.append(token)
         return token
 
 

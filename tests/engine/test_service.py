@@ -130,10 +130,10 @@ class BrokenEngine:
     def has_work(self) -> bool:
         return self.requests > 0
 
-    def prepare(self, request: Request) -> Any:
+    def prepare(self, request: Request, whole: bool) -> Any:
         if request.max_tokens == 13:
             raise MemoryError("no room for a sampler")
-        return SimpleNamespace(request_id=next(self.ids), request=request)
+        return SimpleNamespace(request_id=next(self.ids), request=request, unsent=tuple)
 
     def enqueue(self, sequence: Any) -> None:
         self.requests += 1
