@@ -27,7 +27,7 @@ from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
-from kvseek.engine.draws.sampling import Drawn, Launched, Sampler, greedy_token, overflow_remedy
+from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Launched, Sampler, greedy_token, overflow_remedy
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.model.decoder import Decoder
@@ -428,7 +428,8 @@ class Engine:
     def _time_out(self) -> list[StepOutput]:
         """End running requests whose time limit has passed, with the tokens that they have."""
         now = time.perf_counter()
-        late = [s for s in self._scheduler.running if s.deadline is not None and s.deadline <= now]
+        limited = [s for s in self._scheduler.running if s.request.timeout_seconds is not None]
+        late = [s for s in limited if s.deadline is not None and s.deadline <= now]
         return [self._end(sequence, sequence.ended(FinishReason.TIMEOUT)) for sequence in late]
 
     def _grow(self) -> list[StepOutput]:
@@ -569,7 +570,20 @@ class Engine:
             self._meter.tokens += sum(compress(attended, live)) - sum(compress(step.windows, live))
             of_each = zip(sequences, step.requests.drawing, drawn, step.cached, attended, strict=True)
             for sequence, draws, token, cached, read in compress(of_each, live):
-                if draws:
+                if not draws:
+                    continue
+                generated, request = sequence.generated, sequence.request
+                # A quarter of the time of `_take_token`, which takes all other tokens.
+                if (
+                    sequence.quiet
+                    and token.__class__ is int
+                    and token != NO_TOKEN
+                    and token not in request.end_ids
+                    and len(generated) + 1 < request.max_tokens
+                ):
+                    generated.append(token)
+                    sequence.statistics.record_token(cached, read, now)
+                else:
                     rows = selected.get(sequence.slot) if selected else None
                     outputs += self._take_token(sequence, token, cached, read, now, rows)
         for sequence, keep in step.leaving:

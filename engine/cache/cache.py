@@ -276,30 +276,35 @@ class Cache:
                     logger.warning("no device memory to prepare the next eviction of slot %d ahead of time", slot)
 
     def describe(self, slots: Sequence[int], rows: npt.NDArray[np.int32]) -> None:
-        """Write what indexes and attention read about requests, after `begin_step` has counted their last tokens.
+        """Write what indexes and attention read about requests as long as no token leaves their windows.
 
         Parameters
         ----------
         rows : array, int32 [batch, 16]
-            As RequestState.packed; all columns from `slot` to `length` are written. A slot that occurs several times has so many
-            new tokens, of which each request has one more than the one before it.
+            As RequestState.packed; the columns `slot`, `ring_first` and `length` are written. `place` writes those between.
         """
-        tokens = np.array([self.tokens[slot] for slot in slots], dtype=np.int32)
+        lengths = np.array([self.lengths[slot] for slot in slots], dtype=np.int32)
+        rows[:, 1], rows[:, 5], rows[:, 7] = slots, lengths % self.ring, lengths
+
+    def place(self, slots: Sequence[int], rows: npt.NDArray[np.int32]) -> None:
+        """Write where the latest tokens of described requests lie, after `begin_step` has counted them.
+
+        A slot that occurs several times has so many new tokens, of which each request has one more than the one before it.
+        """
+        tokens, sink = np.array([self.tokens[slot] for slot in slots], dtype=np.int32), self.config.sink
         if len(set(slots)) < len(slots):
             tokens -= np.array([slots[number + 1 :].count(slot) for number, slot in enumerate(slots)], dtype=np.int32)
-        sink, lengths = self.config.sink, np.array([self.lengths[slot] for slot in slots], dtype=np.int32)
         position = tokens - 1
-        rows[:, 1], rows[:, 2] = slots, position
+        rows[:, 2] = position
         rows[:, 3] = np.where(position < sink, position, sink + (position - sink) % self.ring)
         rows[:, 4] = np.minimum(tokens, sink)
-        rows[:, 5] = lengths % self.ring
-        rows[:, 6] = np.maximum(0, tokens - sink) - lengths
-        rows[:, 7] = lengths
+        rows[:, 6] = tokens - rows[:, 4] - rows[:, 7]
 
     def state(self, slot: int, token: int, method_fields: tuple[int, ...], dense: bool) -> RequestState:
         """Return what indexes and attention read about one request; see `describe`."""
         rows = np.zeros((1, REQUEST_FIELDS), dtype=np.int32)
         self.describe([slot], rows)
+        self.place([slot], rows)
         names = ("slot", "position", "write_row", "sink_rows", "ring_first", "ring_rows", "length")
         fields = dict(zip(names, rows[0, 1 : 1 + len(names)].tolist(), strict=True))
         return RequestState(token=token, dense=dense, method_fields=method_fields, **fields)

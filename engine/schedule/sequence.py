@@ -110,6 +110,11 @@ class RequestSequence:
     progress: float = 0.0
     finished: bool = False
 
+    @cached_property
+    def quiet(self) -> bool:
+        """Whether a token that does not end it only has to be counted: no output has it, and nothing follows the text."""
+        return self.whole and not self.request.stop_words and self.request.sampling.guide is None
+
     def ended(self, reason: FinishReason) -> StepOutput:
         """Make the last output, without a token, of a request that ends without an error."""
         return StepOutput(self.request_id, finish_reason=reason, statistics=self.statistics, earlier=self.unsent())
@@ -191,7 +196,7 @@ class RequestSequence:
         """Return the tokens that have rows once it decodes, all but the latest, packed as `packed_prompt`."""
         return self.packed_prompt + pack_tokens(self.generated[:-1])
 
-    @cached_property
+    @property
     def deadline(self) -> float | None:
         """Time at which the request's own time limit passes, in seconds of time.perf_counter; None: it has no limit."""
         limit, waited = self.request.timeout_seconds, self.request.waited_seconds

@@ -90,8 +90,9 @@ class DecodeStep:
 
     def load(self, states: Tensor) -> None:
         """Upload the requests of the next launch, int32 [at most `size`, 16], on the current stream; the host does not wait."""
-        packed = torch.cat((states, self._padding.expand(self.size - states.shape[0], -1)))
-        requests = self.batch.requests
+        packed, requests = states, self.batch.requests
+        if len(states) < self.size:
+            packed = torch.cat((states, self._padding.expand(self.size - len(states), -1)))
         if requests.is_cuda:
             packed = packed.pin_memory()  # PyTorch keeps the block until the copy has been made
         requests.copy_(packed, non_blocking=True)
@@ -189,7 +190,8 @@ class GraphDecoder(Decoder):
             selected: RowsBySlot = dict if recorder is None else recorder.begin()
             finish: Callable[[], list[Drawn | int]] = list
             if rows:
-                places = [latest.data_ptr() + latest.element_size() * slots[row] for row in rows]
+                first, size = latest.data_ptr(), latest.element_size()
+                places = [first + size * slots[row] for row in rows]
                 finish = self._sampling.begin(result.logits, rows, drawing, places)
             copies = HostCopy([result.tokens])
             self.retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
