@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +19,7 @@ from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.row_recorder import RowRecorder, Wanted
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
-from kvseek.plugins.contract import Attention, Index
+from kvseek.plugins.contract import LAST_QUERIES, Attention, Index
 from kvseek.plugins.registry import method_traits
 
 # Operations of a step, in order: "begin" and "head" once a step, the others once a layer.
@@ -158,10 +158,30 @@ class Retrieval:
             self._adopt(layer, slot, keys[:, sink + shared : sink + length])
             self.cache.write_prompt(layer, slot, keys, values)
             return
-        work = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
+        self._build(layer, slot, keys[:, sink : sink + length], queries)
+        self.cache.write_prompt(layer, slot, keys, values)
+
+    def store_pack(
+        self, layer: int, spans: Mapping[int, tuple[int, int]], keys: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
+        """Store a layer of several prompts as `store_layer` does with each: that of a slot has the rows first .. stop - 1.
+
+        Prompts that stay in the window are written to it at once.
+        """
+        short = {slot: span for slot, span in spans.items() if not self.cache.lengths[slot]}
+        self.cache.write_windows(layer, short, keys, values)
+        for slot, (first, stop) in spans.items():
+            last = queries[:, first:stop][:, -LAST_QUERIES:].contiguous()
+            if slot in short:
+                self._builds.make_room()
+                self._build(layer, slot, keys[:, first:first], last)
+            else:
+                self.store_layer(layer, slot, keys[:, first:stop], values[:, first:stop], last)
+
+    def _build(self, layer: int, slot: int, keys: Tensor, queries: Tensor) -> None:
+        work = self.indexes[layer].build(slot, keys, queries)
         if work is not None:
             self._builds.add(slot, work)
-        self.cache.write_prompt(layer, slot, keys, values)
 
     def _adopt(self, layer: int, slot: int, keys: Tensor) -> None:
         """Begin the index of a layer with the entries that the slot shares, and the keys [G, n, D] of the places behind them."""

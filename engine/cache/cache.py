@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from kvseek.core.batch import REQUEST_FIELDS, RequestState
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.core.streams import InFlight, SideStream, SideWork
+from kvseek.core.streams import InFlight, SideStream, SideWork, to_device
 from kvseek.plugins.contract import Index
 
 from .memory_layout import slot_count
@@ -107,6 +107,7 @@ class Cache:
         self.load_ahead = device.type == "cuda"
         self._offload_stream, self._evict_stream, self._load_stream = (SideStream(device) for _ in range(3))
         self._offloads, self._loads = InFlight(COPIES_IN_FLIGHT), InFlight(LOADS_IN_FLIGHT)
+        self._packed: tuple[dict[int, tuple[int, int]], list[Tensor]] | None = None  # see `write_windows`
         self._prepared: dict[int, PreparedEviction] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._sources: dict[int, tuple[int, ...]] = {}  # by slot: extents that stay until the prompt has been read
@@ -173,6 +174,20 @@ class Cache:
         shared = self.shared_places(slot)
         first = self.config.sink + shared if shared else 0  # of the tokens whose rows are written here
         self._write_tail(layer, slot, torch.stack((keys[:, first:], values[:, first:]), dim=2), first)
+
+    def write_windows(self, layer: int, spans: Mapping[int, tuple[int, int]], keys: Tensor, values: Tensor) -> None:
+        """Store a layer's rows of prompts that stay in the window at once: that of a slot has the rows first .. stop - 1."""
+        if not spans:
+            return
+        if self._packed is None or self._packed[0] != spans:  # the layers of a pack follow each other
+            counts, firsts = [stop - first for first, stop in spans.values()], [first for first, _ in spans.values()]
+            rows = np.concatenate([np.arange(*span) for span in spans.values()])
+            numbers = rows, np.repeat(list(spans), counts), rows - np.repeat(firsts, counts)
+            on_device = [to_device(torch.from_numpy(part), torch.int64, self.window.device) for part in numbers]
+            self._packed = dict(spans), on_device
+        own, slots, positions = self._packed[1]
+        pairs = torch.stack((keys, values), dim=2).transpose(0, 1)
+        self.window[layer][slots, :, positions] = pairs.index_select(0, own)
 
     def write_prefix(self, layer: int, slot: int) -> Tensor:
         """Store a layer's rows of a slot that has no more tokens than its prefix, in window and pool.
