@@ -399,7 +399,8 @@ class Engine:
         # Running requests come before waiting ones, also where both want the last extents.
         outputs += [*self._grow(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
-        outputs += self._read(beside=bool(decoding or self._in_flight))
+        beside = decoding or ([] if self._in_flight is None else self._in_flight.requests.sequences)
+        outputs += self._read(beside)
         outputs += self._decode(decoding, begun)
         self._report_step(started)
         if self._prefixes.store is not None:
@@ -461,8 +462,11 @@ class Engine:
                 ends.append(self._fail(sequence, error, ErrorCode.INTERNAL))
         return ends
 
-    def _read(self, beside: bool) -> list[StepOutput]:
-        readings, outputs = self._reader.read(self._scheduler.unread(), beside), list[StepOutput]()
+    def _read(self, beside: Sequence[RequestSequence]) -> list[StepOutput]:
+        """Read parts of prompts beside requests that decode."""
+        unread, outputs = self._scheduler.unread(), list[StepOutput]()
+        watched = bool(unread) and any(not sequence.whole for sequence in beside)
+        readings = self._reader.read(unread, bool(beside), watched)
         firsts = self._draw_first(readings)
         for reading in readings:
             outputs += self._outputs_of(reading, firsts.get(reading.sequence.request_id))

@@ -133,7 +133,7 @@ class BrokenEngine:
     def prepare(self, request: Request, whole: bool) -> Any:
         if request.max_tokens == 13:
             raise MemoryError("no room for a sampler")
-        return SimpleNamespace(request_id=next(self.ids), request=request, unsent=tuple)
+        return SimpleNamespace(request_id=next(self.ids), request=request, unsent=lambda: (7,) * whole)
 
     def enqueue(self, sequence: Any) -> None:
         self.requests += 1
@@ -165,7 +165,8 @@ def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
     outputs: list[queue.Queue[StepOutput]] = [queue.Queue() for _ in range(4)]
     handles = [service.submit(Request(PROMPT, 5), outputs[0].put)]
     assert engine.stepping.wait(TIMEOUT)
-    handles += [service.submit(Request(PROMPT, 5), one.put) for one in outputs[1:]]  # these have not been started
+    # These have not been started; of the tokens of the last one, nobody has been told.
+    handles += [service.submit(Request(PROMPT, 5), one.put, whole=one is outputs[-1]) for one in outputs[1:]]
     service.cancel(handles[3])
     asked = service.ask(lambda engine: engine.waiting)
     engine.go_on.set()
@@ -174,6 +175,7 @@ def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
     for one in outputs:
         (end,) = collect(one)
         assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+        assert end.earlier == (7,) * (one is outputs[-1])
         assert "the engine has failed (RuntimeError: CUDA error: an illegal memory access" in end.error
     with pytest.raises(UnavailableError, match=r"has failed \(RuntimeError: CUDA error.*start the server again"):
         service.submit(Request(PROMPT, 5), outputs[0].put)
