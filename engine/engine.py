@@ -302,11 +302,8 @@ class Engine:
             )
         return request
 
-    def prepare(self, request: Request, whole: bool = False) -> RequestSequence:
-        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread.
-
-        `whole`: the last output has all tokens, and no other has one; but not if something is returned with each token.
-        """
+    def prepare(self, request: Request) -> RequestSequence:
+        """Make the sequence of a request, for `enqueue`; raises as `check`. Safe from any thread."""
         request = self.check(request)
         sampler, request_id = Sampler(request, self.config.model.vocab_size), next(self._ids)
         statistics = RequestStatistics(len(request.prompt_ids), time.perf_counter())
@@ -314,14 +311,16 @@ class Engine:
         asked = request.sampling.return_selected_rows
         most = len(request.prompt_ids) + request.max_tokens
         report = None if asked is None else asked.fitted(self.config, most)
-        whole = whole and asked is None and not request.sampling.scores_tokens
-        return RequestSequence(request_id, request, sampler, statistics, scores=scores, row_report=report, whole=whole)
+        return RequestSequence(request_id, request, sampler, statistics, scores=scores, row_report=report)
 
-    def enqueue(self, sequence: RequestSequence) -> None:
+    def enqueue(self, sequence: RequestSequence, whole: bool = False) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread.
 
-        One that is not ready starts only after `compile_guide`.
+        One that is not ready starts only after `compile_guide`. `whole`: the last output has all tokens, and no other has one;
+        but not if something is returned with each token.
         """
+        sequence.whole = whole and sequence.row_report is None and not sequence.request.sampling.scores_tokens
+        sequence.statistics.submitted_at = time.perf_counter()
         self._queue.push(sequence, self._scheduler.free_slots)
 
     def compile_guide(self, sequence: RequestSequence) -> StepOutput | None:

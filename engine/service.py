@@ -131,12 +131,11 @@ class EngineService:
         """Why the engine has failed; empty if it has not."""
         return self._failure
 
-    def submit(self, request: Request, on_output: Callback, flush: Flush = _nothing, *, whole: bool = False) -> int:
+    def submit(self, request: Request, on_output: Callback, flush: Flush = _nothing) -> int:
         """Queue a request and return a handle for `cancel`, the outputs' request_id.
 
         `on_output` gets every output; the output with a finish_reason is the last. It may be called before `submit` returns.
-        `flush` is called after it: once for all outputs of a step whose requests have an equal one. `whole`: tokens may come
-        together with the last output; see Engine.prepare.
+        `flush` is called after it: once for all outputs of a step whose requests have an equal one.
         A guide is compiled later, in a thread of its own; if that fails, the only output has the error.
 
         Raises
@@ -148,12 +147,18 @@ class EngineService:
         UnavailableError
             After `drain` or `close`, when the engine has failed, or in a fork of the process.
         """
+        return self.start(self._engine.prepare(request), on_output, flush)
+
+    def start(
+        self, sequence: RequestSequence, on_output: Callback, flush: Flush = _nothing, *, whole: bool = False
+    ) -> int:
+        """Queue what Engine.prepare has made of a request; see `submit`, and Engine.enqueue for `whole`."""
         self.check_process()
-        sequence = self._engine.prepare(request, whole)
+        request = sequence.request
         with self._lock:
             if self._refusal:
                 raise UnavailableError(self._refusal)
-            self._engine.enqueue(sequence)
+            self._engine.enqueue(sequence, whole)
             # `_deliver` takes the same lock to look for the callback, so no output can come before the callback is known.
             self._callbacks[sequence.request_id] = on_output, flush, sequence
         if request.timeout_seconds is not None:

@@ -330,7 +330,7 @@ class LLM(BaseLLM):
         running: dict[int, Generation] = {}  # by the service's number
         try:
             for generation in generations:
-                number = self._service.submit(generation.request, *calls, whole=not at_once)
+                number = self._service.start(generation.sequence, *calls, whole=not at_once)
                 running[number] = generation
             while running:
                 self._service.check_process()  # in a fork nothing would ever arrive

@@ -329,7 +329,7 @@ def test_a_request_that_fails_takes_no_other_with_it(
         return drawn[-1]
 
     monkeypatch.setattr(Sampler, "take", fail)
-    params = [GREEDY, SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), GREEDY]
+    params = [GREEDY, SamplingParams(max_tokens=24, temperature=1.0, logprobs=0, ignore_eos=True), GREEDY]
     with pytest.raises(
         GenerationError, match=r"^1 of 3 requests failed, the first is prompts\[1\]: .*not a number"
     ) as raised:

@@ -75,8 +75,8 @@ def test_tokens_that_nobody_watches_come_with_the_end(
     (tokens,) = engine.generate([Request(PROMPT, 30)])
     ends = (tokens[11],) if end == "end_id" else ()
     request = Request(PROMPT, 30, end_ids=ends, stop_words=(tuple(tokens[9:12]),) if end == "stop_word" else ())
-    sequence = engine.prepare(request, whole=True)
-    engine.enqueue(sequence)
+    sequence = engine.prepare(request)
+    engine.enqueue(sequence, whole=True)
     outputs = list[StepOutput]()
     while engine.has_work:
         outputs += engine.step()
@@ -94,7 +94,7 @@ def test_tokens_that_nobody_watches_come_with_the_end(
 
 
 def test_what_comes_with_each_token_comes_with_it(engine: Engine) -> None:
-    engine.enqueue(engine.prepare(Request(PROMPT, 5, SamplingConfig(logprobs=0)), whole=True))
+    engine.enqueue(engine.prepare(Request(PROMPT, 5, SamplingConfig(logprobs=0))), whole=True)
     found = [output for output in run_to_end(engine) if output.logprobs is not None]
     assert len(found) == 5
     assert not found[-1].earlier
