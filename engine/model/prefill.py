@@ -25,7 +25,7 @@ from kvseek.core.streams import SideWork, wait_for_stream
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
 from kvseek.engine.model.prompt_windows import row_tokens
-from kvseek.engine.model.reference.attention import CausalAttention, PackAttention
+from kvseek.engine.model.reference.attention import BlockAttention, CausalAttention
 from kvseek.engine.model.repeated_tokens import RepeatedTokens
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
@@ -353,7 +353,7 @@ class LayerwisePrefill(Prefill):
         """Attend in the chunk that begins with row `start` of this layer; see AttendChunk."""
         assert self._rows is not None, "the chunk's keys and values have been written"
         model, (keys, values), parts = self._model, self._rows, list[Tensor]()
-        if len(self.slots) > 1 and isinstance(model.attention, PackAttention):  # a pack is one chunk
+        if len(self.slots) > 1 and isinstance(model.attention, BlockAttention):  # a pack is one chunk
             return model.attention.attend_pack(queries, keys, values, self.borders, model.scaling)
         for piece in pieces_of(self.borders, start, start + queries.shape[1]):
             own = queries[:, piece.start - start : piece.stop - start]

@@ -110,21 +110,28 @@ class PromptAttention:
     def attend_pack(
         self, queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...], scaling: float
     ) -> Tensor:
-        """Attend causally in each prompt of a pack to itself; see PackAttention.
+        """Attend causally in each prompt of a pack to itself; see BlockAttention.
 
         Prompts that are filled up to the same number of tokens are one call, with the bits that each of them gets alone.
         """
         if self._pack is None or self._pack[0] != borders:  # the layers of a pack follow each other
             self._pack = borders, packed_prompts(borders, self._window, queries.device)
-        tokens, out = queries.transpose(0, 1), torch.empty_like(queries.transpose(0, 1))
+        tokens, (heads, _, dim) = queries.transpose(0, 1), queries.shape
+        out = torch.empty_like(tokens)
+        for first, stop in pairwise(borders):
+            if stop - first > self._window:
+                one_prompt = slice(first, stop)
+                out[one_prompt] = self(queries[:, one_prompt], keys[:, one_prompt], values[:, one_prompt], scaling)
         for one in self._pack[1]:
-            shape = one.number, one.size
-            filled = tokens.index_select(0, one.rows).unflatten(0, shape).transpose(1, 2)
-            own = (part.index_select(1, one.rows).unflatten(1, shape).transpose(0, 1) for part in (keys, values))
+            filled = tokens.index_select(0, one.rows).view(one.number, one.size, heads, dim).transpose(1, 2)
+            own_keys, own_values = (
+                part.index_select(1, one.rows).view(-1, one.number, one.size, dim).transpose(0, 1)
+                for part in (keys, values)
+            )
             if self.refusal is None:
-                found, _ = cudnn_attention(filled, *own, scaling, causal=True)
+                found, _ = cudnn_attention(filled, own_keys, own_values, scaling, causal=True)
             else:
-                found = causal_attention_batch(filled, *own, scaling)
+                found = causal_attention_batch(filled, own_keys, own_values, scaling)
             out.index_copy_(0, one.own, found.transpose(1, 2).flatten(0, 1).index_select(0, one.places))
         return out
 
@@ -201,13 +208,16 @@ class PackedPrompts:
 def packed_prompts(borders: Sequence[int], most: int, device: torch.device) -> list[PackedPrompts]:
     """Distribute the prompts of a pack to calls of at most `most` rows; prompt i has rows borders[i] .. borders[i + 1] - 1.
 
+    Longer ones are left out.
+
     Numbers of prompts are powers of two, for which the last prompt stands several times, so that plans are few.
     """
     alike, calls = defaultdict[int, list[tuple[int, int]]](list), list[PackedPrompts]()
     for first, stop in pairwise(borders):
-        alike[filled_up(stop - first)].append((first, stop))
+        if stop - first <= most:
+            alike[filled_up(stop - first)].append((first, stop))
     for size, prompts in alike.items():
-        together = floor_power_of_two(max(1, most // size))
+        together = floor_power_of_two(most // size)
         for chosen in (prompts[at : at + together] for at in range(0, len(prompts), together)):
             number = power_of_two(len(chosen))
             spans = [*chosen, *[chosen[-1]] * (number - len(chosen))]

@@ -138,8 +138,8 @@ def test_prompts_of_a_pack_are_few_calls() -> None:
 def test_a_prompt_of_a_pack_attends_to_itself(dtype: torch.dtype) -> None:
     """What is no number in one of them stays there."""
     kernels: Any = SimpleNamespace(device=torch.device("cpu"))
-    attention, borders = PromptAttention(kernels, MODEL, dtype, 2048, 4096), (0, 300, 320, 720, 721)
-    queries, keys = (torch.randn(heads, 721, 32).to(dtype) for heads in (4, 2))
+    attention, borders = PromptAttention(kernels, MODEL, dtype, 2048, 4096), (0, 300, 320, 720, 721, 2821)
+    queries, keys = (torch.randn(heads, 2821, 32).to(dtype) for heads in (4, 2))
     values = keys + 1
     values[:, 310] = torch.nan
     found = attention.attend_pack(queries, keys, values, borders, 0.2)
