@@ -75,24 +75,52 @@ class DrawLayout:
         scored = np.array([sampler.params.scores_tokens for sampler in samplers], dtype=np.bool_)
         return cls(rows, samplers, places, head, scored, refused)
 
+    def pack(self, device: torch.device, work: int) -> tuple[Tensor, dict[int, Drawn]]:
+        """Complete the rows of a draw and copy them to the device; the host does not wait.
 
-@dataclass(frozen=True)
-class DrawRows:
-    """The requests of one draw.
+        Returns
+        -------
+        buffer : Tensor, uint8, on the device
+            A DrawRow for each request, `work` bytes of zeros for each (DrawKernel.work_bytes), and the lists that the rows
+            point to.
+        refused : dict of int to Drawn
+            As `refused`, with those whose guide failed before the draw.
+        """
+        refused, lists = dict(self.refused), list[tuple[int, int, Words]]()
+        for number, sampler in enumerate(self.samplers):
+            if sampler.varies:
+                try:
+                    lists += [(number * ROW_BYTES, field, words) for field, words in _lists(sampler)]
+                except Exception as error:  # whatever it is, it is one request's
+                    refused[number] = Drawn(error=error)
+        head, zeros = self.head.size, len(self.samplers) * work
+        size = head + sum(words.nbytes for *_, words in lists)
+        on_host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")  # all but the zeros
+        buffer = torch.empty(size + zeros, dtype=torch.uint8, device=device)
+        buffer[head : head + zeros].zero_()
+        array = on_host.numpy()
+        rows, data = array[:head].reshape(self.head.shape), memoryview(array)  # type: ignore[arg-type]
+        rows[:] = self.head
+        column(rows, "number", np.int32)[:] = [sampler.number for sampler in self.samplers]
+        at = head
+        for begin, field, words in lists:
+            POINTER.pack_into(data, begin + field, buffer.data_ptr() + zeros + at)
+            if field == BANNED:
+                COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
+            data[at : at + words.nbytes] = words.tobytes()
+            at += words.nbytes
+        buffer[:head].copy_(on_host[:head], non_blocking=True)
+        if lists:
+            buffer[head + zeros :].copy_(on_host[head:], non_blocking=True)
+        return buffer, refused
 
-    Attributes
-    ----------
-    buffer : Tensor, uint8, on the device that draws
-        A DrawRow for each request, `work` bytes of zeros for each, and the lists that the rows point to.
-    refused : dict of int to Drawn
-        As that of the layout, with those whose guide failed before the draw.
-    """
+    @property
+    def logit_rows(self) -> list[int]:
+        """Rows of the logits that requests ask for."""
+        each = zip(self.rows, self.samplers, strict=True)
+        return [row for row, one in each if one.params.return_generation_logits]
 
-    buffer: Tensor
-    layout: DrawLayout
-    refused: dict[int, Drawn]
-
-    def results(self, tokens: Tensor, logits: Sequence[Tensor]) -> list[Drawn | int]:
+    def results(self, tokens: Tensor, logits: Sequence[Tensor], refused: dict[int, Drawn]) -> list[Drawn | int]:
         """Read what a kernel wrote.
 
         Parameters
@@ -100,21 +128,16 @@ class DrawRows:
         tokens : Tensor, int32 [requests, DRAWN_WORDS], on the CPU
         logits : sequence of Tensor [vocabulary], on the CPU
             Those of `logit_rows`.
+        refused : dict of int to Drawn
+            As `pack` returns it.
         """
-        found, samplers = tokens.numpy(), self.layout.samplers
+        found, rest = tokens.numpy(), iter(logits)
         drawn: list[Drawn | int] = found[:, 0].tolist()
-        rest = iter(logits)
-        for number in np.flatnonzero((found[:, 1] != DRAWN) | self.layout.scored).tolist():
-            drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), samplers[number], rest)
-        for number, one in self.refused.items():
+        for number in np.flatnonzero((found[:, 1] != DRAWN) | self.scored).tolist():
+            drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), self.samplers[number], rest)
+        for number, one in refused.items():
             drawn[number] = one
         return drawn
-
-    @property
-    def logit_rows(self) -> list[int]:
-        """Rows of the logits that requests ask for."""
-        each = zip(self.layout.rows, self.layout.samplers, strict=True)
-        return [row for row, one in each if one.params.return_generation_logits]
 
 
 def column(rows: npt.NDArray[np.uint8], name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -122,37 +145,6 @@ def column(rows: npt.NDArray[np.uint8], name: str, dtype: npt.DTypeLike) -> npt.
     field = getattr(DrawRow, name)
     values: npt.NDArray[Any] = rows[:, field.offset : field.offset + field.size].view(dtype)[:, 0]
     return values
-
-
-def pack_rows(layout: DrawLayout, device: torch.device, work: int = 0) -> DrawRows:
-    """Complete the rows of a draw and copy them to the device; the host does not wait. `work` is DrawKernel.work_bytes."""
-    refused, lists = dict(layout.refused), list[tuple[int, int, Words]]()
-    for number, sampler in enumerate(layout.samplers):
-        if sampler.varies:
-            try:
-                lists += [(number * ROW_BYTES, field, words) for field, words in _lists(sampler)]
-            except Exception as error:  # whatever it is, it is one request's
-                refused[number] = Drawn(error=error)
-    head, zeros = layout.head.size, len(layout.samplers) * work
-    size = head + sum(words.nbytes for *_, words in lists)
-    on_host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")  # all but the zeros
-    buffer = torch.empty(size + zeros, dtype=torch.uint8, device=device)
-    buffer[head : head + zeros].zero_()
-    array = on_host.numpy()
-    rows, data = array[:head].reshape(layout.head.shape), memoryview(array)  # type: ignore[arg-type]
-    rows[:] = layout.head
-    column(rows, "number", np.int32)[:] = [sampler.number for sampler in layout.samplers]
-    at = head
-    for begin, field, words in lists:
-        POINTER.pack_into(data, begin + field, buffer.data_ptr() + zeros + at)
-        if field == BANNED:
-            COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
-        data[at : at + words.nbytes] = words.tobytes()
-        at += words.nbytes
-    buffer[:head].copy_(on_host[:head], non_blocking=True)
-    if lists:
-        buffer[head + zeros :].copy_(on_host[head:], non_blocking=True)
-    return DrawRows(buffer, layout, refused)
 
 
 def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
@@ -241,15 +233,15 @@ class CompiledDraws:
             layout = self._layout
             if layout is None or (layout.rows, layout.samplers, layout.places) != given:
                 layout = self._layout = DrawLayout.of(*given, logits.device)
-            packed = pack_rows(layout, logits.device, self._kernel.work_bytes)
-            tokens = self._kernel(logits, packed.buffer, len(rows))
-            copies = HostCopy([tokens, *(logits[row] for row in packed.logit_rows)])
+            buffer, refused = layout.pack(logits.device, self._kernel.work_bytes)
+            tokens = self._kernel(logits, buffer, len(rows))
+            copies = HostCopy([tokens, *(logits[row] for row in layout.logit_rows)])
         except Exception as error:  # too little memory, say: requests that draw nothing go on
             failed: list[Drawn | int] = [Drawn(error=error) for _ in rows]
             return lambda: failed
 
         def finish() -> list[Drawn | int]:
             found, *logits_copied = copies.wait()
-            return packed.results(found, logits_copied)
+            return layout.results(found, logits_copied, refused)
 
         return finish
