@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.request import LogProbs
-from kvseek.core.streams import HostCopy, to_device
+from kvseek.core.streams import HostCopy, everything_launched, to_device
 from kvseek.engine.draws.reference import MOST_INVERSE, least_weight, merged_biases
 from kvseek.engine.draws.sampling import Drawn, Sampler, not_finite
 from kvseek.kernels.draw_rows import DRAWN, NOT_FINITE, ROW_BYTES, DrawnToken, DrawRow
@@ -238,7 +238,13 @@ class CompiledDraws:
             copies = HostCopy([tokens, *(logits[row] for row in layout.logit_rows)])
         except Exception as error:  # too little memory, say: requests that draw nothing go on
             failed: list[Drawn | int] = [Drawn(error=error) for _ in rows]
-            return lambda: failed
+            wait = everything_launched(logits.device)
+
+            def fail() -> list[Drawn | int]:
+                wait()
+                return failed
+
+            return fail
 
         def finish() -> list[Drawn | int]:
             found, *logits_copied = copies.wait()
