@@ -313,17 +313,21 @@ def fastest_attention(model: Any, tokens: int, ranks: Ranks) -> Iterator[str]:
         return
     config, times = model.config, torch.zeros(2, device=ranks.device)
     kinds = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    shapes = [(1, count, tokens, config.head_dim) for count in heads]
+    q, k, v = (torch.randn(one, device=ranks.device, dtype=model.dtype, requires_grad=True) for one in shapes)
     for number, kind in enumerate(kinds):
-        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        shapes = [(1, count, tokens, config.head_dim) for count in heads]
-        q, k, v = (torch.randn(one, device=ranks.device, dtype=model.dtype, requires_grad=True) for one in shapes)
-        for _ in range(2):
-            torch.cuda.synchronize()
-            start = time.monotonic()
-            with sdpa_kernel(kind):
-                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
-            torch.cuda.synchronize()
-            times[number] = time.monotonic() - start
+        try:
+            for _ in range(2):  # the first one compiles
+                torch.cuda.synchronize()
+                start = time.monotonic()
+                with sdpa_kernel(kind):
+                    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+                torch.cuda.synchronize()
+                times[number] = time.monotonic() - start
+        except RuntimeError as error:  # this GPU or PyTorch has no such kernel
+            print(f"{kind.name}: {error}", file=sys.stderr)
+            times[number] = math.inf
     chosen = kinds[int(ranks.mean(times).argmin())]
     with sdpa_kernel(chosen):
         yield f"{chosen.name}, of {dict(zip((kind.name for kind in kinds), times.tolist(), strict=True))} s"
@@ -333,8 +337,11 @@ def train(arguments: argparse.Namespace) -> None:
     """Measure, train for the time that is given, measure again, and write the model."""
     require(not arguments.output_dir.exists(), "--output_dir", str(arguments.output_dir), "new", "name another")
     ranks, source, data = Ranks(arguments.device), open_checkpoint(arguments.model), Data.read(arguments.data)
-    lengths = sorted(numbers("lengths", arguments.lengths, 256))
+    lengths, measured = (sorted(numbers(name, getattr(arguments, name), 256)) for name in ("lengths", "measured"))
     longest = lengths[-1]
+    require(
+        measured[-1] <= longest, "--measured", measured[-1], f"<= {longest}, the longest of --lengths", "change one"
+    )
     has = max(map(len, data.texts.values()))
     require(has >= longest, "--lengths", longest, f"<= {has}, the tokens of the longest text", "give longer texts")
     model = load_model(source, arguments.rope_theta, longest)
@@ -354,9 +361,9 @@ def train(arguments: argparse.Namespace) -> None:
         log(attention=attention, ranks=ranks.count)
         for name, theta in (("own RoPE", source.config.rope_theta), ("new RoPE", arguments.rope_theta)):
             set_rope(model, theta)
-            log(perplexity=f"before, {name}", of=perplexities(model, data, lengths, ranks))
+            log(perplexity=f"before, {name}", of=perplexities(model, data, measured, ranks))
         _steps(arguments, model, data, lengths, ranks, log)
-        log(perplexity="after", of=perplexities(model, data, lengths, ranks))
+        log(perplexity="after", of=perplexities(model, data, measured, ranks))
     if ranks.rank == 0:
         source.tokenizer().save(arguments.output_dir)
         model.to(torch.bfloat16).save_pretrained(arguments.output_dir)
@@ -433,6 +440,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         help="of the model; what is logged stands beside it in OUTPUT_DIR.jsonl",
     )
+    add("--measured", default="8192,16384,32768,65536", help="lengths behind which perplexity is measured")
     add("--device", choices=("cpu", "cuda"), default="cuda")
     add("--rope_theta", type=float, default=3e6, help="base of the rotary embedding")
     add("--learning_rate", type=float, default=5e-4, help="the largest")

@@ -44,12 +44,13 @@ def test_learns_and_is_served(random_model: RandomModel, folders: tuple[Path, Pa
     found = stretch.Data.read(data)
     assert {length: len(ids) for length, (ids, _) in found.tasks.items()} == {512: 8, 1280: 2}
     training = ["train", "--model", str(model), "--data", str(data), "--output_dir", str(output), "--device", "cpu"]
-    assert stretch.main([*training, *lengths, "--steps", "12", "--learning_rate", "0.01", "--log_every", "1"]) == 0
+    steps = ["--measured", "512,1280", "--steps", "12", "--learning_rate", "0.01", "--log_every", "1"]
+    assert stretch.main([*training, *lengths, *steps]) == 0
     lines = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
     own, new, after = (line["of"]["novel"] for line in lines if "perplexity" in line)
-    steps = [line["loss"] for line in lines if "loss" in line]
-    assert len(steps) == 12
-    assert steps[-1] < 0.8 * steps[0]
+    found_losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(found_losses) == 12
+    assert found_losses[-1] < 0.8 * found_losses[0]
     assert own.keys() == {"512", "1280"}
     assert own != new
     assert after["1280"] < new["1280"]
