@@ -232,7 +232,7 @@ def losses(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model.lm_head(part).float(), gold, reduction="none")
 
     parts = zip(hidden.split(CHUNK), wanted.split(CHUNK), strict=True)
-    return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts])
+    return torch.cat([checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
 
 
 class Ranks:
@@ -347,8 +347,9 @@ def train(arguments: argparse.Namespace) -> None:
     model = load_model(source, arguments.rope_theta, longest)
     model.to(ranks.device, torch.bfloat16 if arguments.device == "cuda" else torch.float32)
     contexts = partial(create_selective_checkpoint_contexts, list(ATTENTION))
+    settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
     for layer in model.model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+        layer.forward = partial(checkpoint, layer.forward, **settings)
 
     def log(**figures: Any) -> None:
         if ranks.rank == 0:
