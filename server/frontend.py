@@ -27,12 +27,12 @@ from kvseek.core.liveness import answer_at
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.grpc.checks import message_limit
 from kvseek.server.grpc.server import GrpcServer
-from kvseek.server.http.content import BODY_SECONDS, BodyReader
+from kvseek.server.http.content import BODY_SECONDS, BodyReader, largest_body
 from kvseek.server.http.health import ServerState
 from kvseek.server.http.metrics import ENDPOINTS, MAX_METRICS_CONNECTIONS, MetricsRoutes
 from kvseek.server.http.server import SPARE_CONNECTIONS, HttpServer
 from kvseek.server.kserve import generate
-from kvseek.server.kserve.inputs import largest_body, schemas
+from kvseek.server.kserve.inputs import schemas
 from kvseek.server.kserve.metadata import MetadataRoutes
 from kvseek.server.openai.app import OpenAIRoutes
 from kvseek.server.requests.engine_client import EngineClient

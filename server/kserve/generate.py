@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from kvseek.core.errors import RequestError
-from kvseek.server.http.content import BodyReader, Writer, trace_of
+from kvseek.server.http.content import BodyReader, Writer, body_limit, trace_of
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import shortened
@@ -28,7 +28,7 @@ from kvseek.server.requests.models import LOGITS, SEVERAL, Chunk, Logits, Reques
 from kvseek.server.requests.translation import scalar
 from kvseek.server.requests.unread import UnreadAnswer
 
-from .inputs import ModelSchema, body_limit
+from .inputs import ModelSchema
 
 ADMINISTRATION = "is closed: it would let clients change the server; use the flags of kvseek serve and restart it"
 CLOSED = {  # paths of Triton's HTTP endpoint that are closed on purpose (docs/security.md)

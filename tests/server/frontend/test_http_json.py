@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvseek.core.errors import RequestError
+from kvseek.server.http.content import body_limit
 from kvseek.server.kserve.generate import LOGITS_AT_A_TIME, chunk_to_json, logits_to_json
-from kvseek.server.kserve.inputs import ModelSchema, body_limit
+from kvseek.server.kserve.inputs import ModelSchema
 from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, Logits, TextRequest, TokenRequest
 
 CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)
