@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
-from kvseek.builder.calibration.calibrate import Calibration, Calibrator, Text
+from kvseek.builder.calibration import Calibration, Calibrator, Text
 from kvseek.builder.capacity.report import print_fit
 from kvseek.builder.checking.comparison import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvseek.builder.calibration.calibrate import CALIBRATION_FILE, Calibration
+from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
 from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
