@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from tests.builder.checkpoints.drawn_checkpoints import ABSENT, Case, Files, Shape, cases, outcome
 
-from kvseek.builder.checking import reference
+from kvseek.builder import checking
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -104,7 +104,7 @@ FOUND: dict[str, Case] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
-    with reference.quiet():
+    with checking.quiet():
         yield
 
 
