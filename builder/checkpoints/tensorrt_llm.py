@@ -146,6 +146,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
         (tp_size, _, embedding_axis), model, ends = self._mapping, self.config, self._last_layers
         module, _, kind = name.rpartition(".")
         pipeline_rank, prefix = 0, ""
+        axis: int | None
         if module == "model.embed_tokens":
             theirs, axis = "transformer.vocab_embedding", embedding_axis
         elif module in ENDS:
@@ -166,10 +167,10 @@ class TensorRtLlmCheckpoint(Checkpoint):
             shape[0], rows = starts[-1], slice(starts[which], starts[which + 1])
             copies = max(1, tp_size // model.num_kv_heads) if which else 1
         elif axis is None or (kind == "bias" and axis == 1):  # each holds the whole bias of a sum over the ranks
-            axis, copies = 0, tp_size
+            axis, copies = None, tp_size
         else:
             shape[axis] = -(-shape[axis] // tp_size)
-        return Shard(ranks, f"{prefix}{theirs}.{kind}", tuple(shape), rows, axis, copies)
+        return Shard(ranks, f"{prefix}{theirs}.{kind}", tuple(shape), rows, axis or 0, copies)
 
     def _own_tokenizer(self) -> ModelTokenizer:
         return load_tokenizer_directory(self.path, "pass --tokenizer DIR, the model's Hugging Face directory")
