@@ -101,7 +101,7 @@ class BuildOptions(EngineOptions):
     check: bool | None = None  # compare with transformers; None: if the model is small
     calibrate: Path | None = None  # a text; None: no calibration
     calibrate_tokens: int = CALIBRATE_TOKENS
-    calibrate_window: int | None = None  # None: as builder/calibration/calibrate.py chooses
+    calibrate_window: int | None = None  # None: as builder/calibration.py chooses
 
     @property
     def settings(self) -> dict[str, Any]:
