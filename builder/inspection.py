@@ -133,7 +133,8 @@ def print_faults(directory: Path, console: Console) -> int:
     for fault in faults:
         console.print(f"{fault.kind:8} {fault.name}{': ' * bool(fault.detail)}{fault.detail}", soft_wrap=True)
     if not faults:
-        console.print(f"{directory}: {len(manifest.files)} files, {readable(total)}, as kvseek build wrote them")
+        told = f"{directory}: {len(manifest.files)} files, {readable(total)}, as kvseek build wrote them"
+        console.print(told, soft_wrap=True)
         return 0
     remedy = "build the engine again, or copy it again from where it was built, and delete what is foreign"
     console.print(
