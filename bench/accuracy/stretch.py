@@ -131,7 +131,7 @@ def pack(arguments: argparse.Namespace) -> None:
             arrays[f"tasks:{length}"], arrays[f"answers:{length}"] = made
             print(f"tasks of {length:,} tokens: {len(made[0])}", flush=True)
     stored = io.BytesIO()
-    np.savez(stored, **arrays)  # type: ignore[arg-type]  # names are keywords of its own to mypy
+    np.savez(stored, **arrays)
     arguments.output.write_bytes(lzma.compress(stored.getvalue(), filters=FILTERS))
     print(f"{arguments.output}: {arguments.output.stat().st_size:,} bytes")
 
@@ -231,7 +231,7 @@ def losses(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     def chunk(part: Tensor, gold: Tensor) -> Tensor:
         return F.cross_entropy(model.lm_head(part).float(), gold, reduction="none")
 
-    parts = zip(hidden.split(CHUNK), wanted.split(CHUNK), strict=True)
+    parts = zip(torch.split(hidden, CHUNK), torch.split(wanted, CHUNK), strict=True)
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
 
 
@@ -264,7 +264,7 @@ class Optimizer:
         self.own, self.ranks, self.rate = list(model.parameters()), ranks, rate
         self.copies = [one.detach().float().clone() for one in self.own]
         self.gradients = torch.zeros(sum(one.numel() for one in self.own), device=ranks.device)
-        parts = self.gradients.split([one.numel() for one in self.own])
+        parts = torch.split(self.gradients, [one.numel() for one in self.own])
         self.parts = [part.view_as(one) for part, one in zip(parts, self.own, strict=True)]
         for copied, part in zip(self.copies, self.parts, strict=True):
             copied.grad = part
@@ -322,7 +322,8 @@ def fastest_attention(model: Any, tokens: int, ranks: Ranks) -> Iterator[str]:
                 torch.cuda.synchronize()
                 start = time.monotonic()
                 with sdpa_kernel(kind):
-                    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+                    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                    torch.autograd.backward(out.sum())
                 torch.cuda.synchronize()
                 times[number] = time.monotonic() - start
         except RuntimeError as error:  # this GPU or PyTorch has no such kernel
@@ -347,7 +348,7 @@ def train(arguments: argparse.Namespace) -> None:
     model = load_model(source, arguments.rope_theta, longest)
     model.to(ranks.device, torch.bfloat16 if arguments.device == "cuda" else torch.float32)
     contexts = partial(create_selective_checkpoint_contexts, list(ATTENTION))
-    settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
     for layer in model.model.layers:
         layer.forward = partial(checkpoint, layer.forward, **settings)
 
@@ -384,7 +385,7 @@ def _steps(
         length = int(np.random.default_rng([arguments.seed, step]).choice(lengths, p=shares))
         ids, labels = data.batch(length, lengths[-1], np.random.default_rng([arguments.seed, step, ranks.rank]))
         loss = losses(model, ids.to(ranks.device), labels.to(ranks.device)).mean()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step(done)
         step, seen = step + 1, seen + ids.numel() * ranks.count
         spent = time.monotonic() - start
