@@ -126,8 +126,9 @@ def paired(losses: Losses, first: Losses) -> list[list[Pair]]:
 
 
 def by_part(listed: Sequence[Sequence[Pair]], block: int) -> list[dict[str, Any]]:
-    """The rise in each of PARTS parts of the steps, see with_error."""
+    """The rise in each of PARTS parts of the steps, see with_error; of each part and text there are at least two blocks."""
     part = -(-len(listed[0]) // PARTS)
+    block = max(1, min(block, part // 2))
     return [with_error([pairs[at : at + part] for pairs in listed], block) for at in range(0, len(listed[0]), part)]
 
 
