@@ -128,21 +128,15 @@ class Bench:
     weights : RandomWeights
     """
 
-    def __init__(
-        self, arguments: argparse.Namespace, cells: Sequence[Cell], layers: int | None = None, *, alone: bool = False
-    ) -> None:
-        """Measure what the variants need and plan for them.
-
-        `layers` cuts the shape to its first ones. `alone`: variants will be loaded by load_alone, not all at once.
-        """
+    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], *, alone: bool = False) -> None:
+        """Measure what the variants need and plan for them. `alone`: load_alone will load each, not all at once."""
         from kvseek.core.cuda import cuda_device
 
         self.arguments, self.cells, self.alone = arguments, list(cells), alone
         self.device = cuda_device()
         torch.cuda.set_device(self.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
-        shape = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
-        self.model = dataclasses.replace(shape, num_layers=layers or shape.num_layers)
+        self.model = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}
