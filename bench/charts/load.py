@@ -90,8 +90,7 @@ def draw(document: dict[str, Any], file: str) -> str:
                 if least <= 0:
                     raise ResultError(f"a result of {least}: must be > 0; measure again")
                 marks = [
-                    Mark(x, value, " ".join(filter(None, (tool, NAMES.get(name), f"{x:,}: {value:.4g}"))))
-                    for x, value in values
+                    Mark(x, value, " ".join(filter(None, (tool, name, f"{x:,}: {value:.4g}")))) for x, value in values
                 ]
                 drawn.append(Line(marks, colours[tool], name == "p99"))
             panel = Panel(heading, row.below, drawn, log_y=logarithmic, zero=True)
