@@ -27,10 +27,10 @@ from kvseek.bench.output import (
     Figure,
     add_output_flags,
     at_least_one,
+    command,
     figures_table,
     numbers,
     print_whole,
-    run_command,
 )
 from kvseek.bench.speed.contestants import (
     OUTSIDE,
@@ -368,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvseek.bench.speed.device.main import main as device_main
 
         return device_main(argv)
-    return run_command(argv, parse, run, print_report)
+    return command(parse, run, print_report)(argv)
 
 
 if __name__ == "__main__":

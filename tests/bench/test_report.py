@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import RandomModel
 
 from kvseek.bench.accuracy.tasks import Cell, Results
-from kvseek.bench.output import read_result, write_result
+from kvseek.bench.output import write_result
 from kvseek.bench.tables import FOLDER
 from kvseek.cli.main import main
 
@@ -60,12 +60,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         asked.cells[length, "niah_single", "full"] = Cell("niah_single", length, "full", ["1", "0"], [1.0, 0.5], 1.0)
     path = tmp_path_factory.mktemp("results") / "tasks.json"
     write_result(path, asked.document())
-    losses = read_result(FOLDER / f"{FILES[0]}.json")
-    timed = read_result(FOLDER / "budgets-h200.json")["methods"]
-    for entry in losses["results"]:  # as files have them that are measured today
-        entry["settings"] = timed.get(entry["name"], {}).get("settings")
-    write_result(path.with_name("perplexity.json"), losses)
-    return [path.with_name("perplexity.json"), *(FOLDER / f"{name}.json" for name in FILES[1:]), path]
+    return [*(FOLDER / f"{name}.json" for name in FILES), path]
 
 
 @pytest.fixture(scope="module")
