@@ -301,6 +301,8 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     selected_rows : SelectedRows or None
         What the step read that drew the token, if the request asked for it; None with the first token, whose prompt is read
         densely.
+    earlier : tuple of int
+        With the last output of a request whose tokens are only wanted at its end: all before `token_id`.
     """
 
     request_id: int
@@ -318,3 +320,4 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     context_logits: bytes = b""
     generation_logits: bytes = b""
     selected_rows: SelectedRows | None = None
+    earlier: tuple[int, ...] = ()

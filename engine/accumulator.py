@@ -85,13 +85,18 @@ class Accumulator:
             self.prompt_logprobs += output.prompt_logprobs
         if output.context_logits:
             self.context_logits.append(output.context_logits)
-        token, reason = output.token_id, output.finish_reason
+        token, reason, earlier = output.token_id, output.finish_reason, output.earlier
         if self.finish_reason is not None or (token is None and reason is None):
             return False
         if output.generation_logits:
             self.generation_logits.append(output.generation_logits)
         if output.statistics is not None:
             self.statistics = output.statistics
+        if earlier:
+            self.count += len(earlier)
+            self.token_ids += earlier
+            if self._words is not None:
+                self._undecoded += earlier
         if token is not None:
             self.count += 1
             self.token_ids.append(token)

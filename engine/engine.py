@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -26,11 +27,12 @@ from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
-from kvseek.engine.draws.sampling import Drawn, Launched, Sampler, greedy_token, overflow_remedy
+from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Launched, Sampler, greedy_token, overflow_remedy
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
+from kvseek.engine.row_recorder import Wanted
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.pacing import Work
 from kvseek.engine.schedule.reading import PromptReader, Reading
@@ -45,13 +47,43 @@ SOUND_ENDS = (FinishReason.END_ID, FinishReason.STOP_WORD, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True)
-class InFlightStep:
-    """A decode step that has been launched and not collected. Lists are by request, in the order of `sequences`.
+class StepRequests:
+    """The requests of a decode step, which the next step has too as long as none ends or joins.
 
     Attributes
     ----------
+    samplers : list of Sampler or None
+        None where the token with the largest logit is enough, and where no token is drawn.
     drawing : list of bool
         Whether the token that is drawn is new; not where a request takes in again what it has generated.
+    wanted : mapping
+        By slot, the requests that ask for the rows which the step selects.
+    """
+
+    sequences: list[RequestSequence]
+    slots: list[int]
+    samplers: list[Sampler | None]
+    drawing: list[bool]
+    wanted: Wanted
+
+    @classmethod
+    def of(cls, sequences: list[RequestSequence]) -> StepRequests:
+        """Collect what the next step has to know of these requests."""
+        return cls(
+            sequences,
+            [s.slot for s in sequences],
+            [None if s.replay or s.sampler.greedy else s.sampler for s in sequences],
+            [not s.replay for s in sequences],
+            {s.slot: s.row_report for s in sequences if s.row_report is not None and not s.replay},
+        )
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A decode step that has been launched and not collected. Lists are by request.
+
+    Attributes
+    ----------
     cached : list of int
         Tokens that each request has in the cache, that of the step included.
     windows : list of int
@@ -68,8 +100,7 @@ class InFlightStep:
     """
 
     launched: Launched
-    sequences: list[RequestSequence]
-    drawing: list[bool]
+    requests: StepRequests
     cached: list[int]
     windows: list[int]
     refresh_seconds: float
@@ -282,11 +313,14 @@ class Engine:
         report = None if asked is None else asked.fitted(self.config, most)
         return RequestSequence(request_id, request, sampler, statistics, scores=scores, row_report=report)
 
-    def enqueue(self, sequence: RequestSequence) -> None:
+    def enqueue(self, sequence: RequestSequence, whole: bool = False) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread.
 
-        One that is not ready starts only after `compile_guide`.
+        One that is not ready starts only after `compile_guide`. `whole`: the last output has all tokens, and no other has one;
+        but not if something is returned with each token.
         """
+        sequence.whole = whole and sequence.row_report is None and not sequence.request.sampling.scores_tokens
+        sequence.statistics.submitted_at = time.perf_counter()
         self._queue.push(sequence, self._scheduler.free_slots)
 
     def compile_guide(self, sequence: RequestSequence) -> StepOutput | None:
@@ -364,7 +398,8 @@ class Engine:
         # Running requests come before waiting ones, also where both want the last extents.
         outputs += [*self._grow(), *self._admit()]
         decoding, begun = self._scheduler.decoding(), time.perf_counter()
-        outputs += self._read(beside=bool(decoding or self._in_flight))
+        beside = decoding or ([] if self._in_flight is None else self._in_flight.requests.sequences)
+        outputs += self._read(beside)
         outputs += self._decode(decoding, begun)
         self._report_step(started)
         if self._prefixes.store is not None:
@@ -393,7 +428,8 @@ class Engine:
     def _time_out(self) -> list[StepOutput]:
         """End running requests whose time limit has passed, with the tokens that they have."""
         now = time.perf_counter()
-        late = [s for s in self._scheduler.running if s.deadline is not None and s.deadline <= now]
+        limited = [s for s in self._scheduler.running if s.request.timeout_seconds is not None]
+        late = [s for s in limited if s.deadline is not None and s.deadline <= now]
         return [self._end(sequence, sequence.ended(FinishReason.TIMEOUT)) for sequence in late]
 
     def _grow(self) -> list[StepOutput]:
@@ -425,8 +461,11 @@ class Engine:
                 ends.append(self._fail(sequence, error, ErrorCode.INTERNAL))
         return ends
 
-    def _read(self, beside: bool) -> list[StepOutput]:
-        readings, outputs = self._reader.read(self._scheduler.unread(), beside), list[StepOutput]()
+    def _read(self, beside: Sequence[RequestSequence]) -> list[StepOutput]:
+        """Read parts of prompts beside requests that decode."""
+        unread, outputs = self._scheduler.unread(), list[StepOutput]()
+        watched = bool(unread) and any(not sequence.whole for sequence in beside)
+        readings = self._reader.read(unread, bool(beside), watched)
         firsts = self._draw_first(readings)
         for reading in readings:
             outputs += self._outputs_of(reading, firsts.get(reading.sequence.request_id))
@@ -462,11 +501,13 @@ class Engine:
             return []
         sequence.progress = max(sequence.progress, reading.progress)
         scores = [] if sequence.scores is None else sequence.scores.pop(sequence.progress)
-        outputs = scores or [StepOutput(sequence.request_id, prefill_progress=sequence.progress)]
+        outputs = scores
+        if not scores and not sequence.whole:
+            outputs = [StepOutput(sequence.request_id, prefill_progress=sequence.progress)]
         if reading.logits is not None and sequence.request.max_tokens == 0:
             outputs.append(self._end(sequence, sequence.ended(FinishReason.LENGTH)))
         elif first is not None:
-            outputs.append(self._take_token(sequence, first, 0, 0.0, time.perf_counter()))
+            outputs += self._take_token(sequence, first, 0, 0.0, time.perf_counter())
         return outputs
 
     def _decode(self, decoding: list[RequestSequence], begun: float) -> list[StepOutput]:
@@ -476,13 +517,13 @@ class Engine:
         with a guide or bad words may draw next depends on the token before, so a step with one is launched later.
         """
         outputs, failure = list[StepOutput](), None
-        if any(s.sampler.pending and s.sampler.reads_tokens for s in decoding):
+        if any([s.sampler.reads_tokens and s.sampler.pending for s in decoding]):  # noqa: C419  half a generator's time
             outputs += self.settle()
         decoding = [s for s in decoding if not s.finished and s.sampler.number < s.request.max_tokens]
         before, self._in_flight = self._in_flight, None
         if decoding:
             try:
-                self._in_flight = self._launch(decoding, begun)
+                self._in_flight = self._launch(decoding, begun, before)
             except Exception as error:  # rows and indexes of its requests are in doubt, so these end; others go on
                 failure = error
         if before is not None:
@@ -494,52 +535,60 @@ class Engine:
             outputs += self.settle()
         return outputs
 
-    def _launch(self, sequences: list[RequestSequence], begun: float) -> InFlightStep:
-        drawing = [not s.replay for s in sequences]
-        tokens = [LATEST if s.sampler.pending else s.next_input for s in sequences]
-        slots = [s.slot for s in sequences]
-        samplers = [None if s.replay or s.sampler.greedy else s.sampler for s in sequences]
-        wanted = {s.slot: s.row_report for s in sequences if s.row_report is not None and not s.replay}
-        launched = self.decoder.launch(tokens, slots, samplers, wanted)
+    def _launch(self, sequences: list[RequestSequence], begun: float, before: InFlightStep | None) -> InFlightStep:
+        """Launch a step; `before` is the one that is in flight."""
+        if before is not None and before.requests.sequences == sequences and all(before.requests.drawing):
+            requests, tokens = before.requests, [LATEST] * len(sequences)
+        else:
+            requests = StepRequests.of(sequences)
+            tokens = [LATEST if s.sampler.pending else s.next_input for s in sequences]
+        slots = requests.slots
+        launched = self.decoder.launch(tokens, slots, requests.samplers, requests.wanted)
         for sequence in sequences:
-            sequence.steps_in_flight += 1
             if sequence.replay:
                 sequence.replay -= 1
             else:
                 sequence.sampler.pending += 1
-        cached, work = [self._cache.tokens[slot] for slot in slots], self._reader.work
-        windows = [held - self._cache.lengths[slot] for slot, held in zip(slots, cached, strict=True)]
+        cached, lengths = self._cache.tokens, self._cache.lengths
+        held = [cached[slot] for slot in slots]
+        windows = [cached[slot] - lengths[slot] for slot in slots]
         refresh_seconds = self.decoder.retrieval.refresh_seconds
-        return InFlightStep(launched, sequences, drawing, cached, windows, refresh_seconds, begun, work)
+        return InFlightStep(launched, requests, held, windows, refresh_seconds, begun, self._reader.work)
 
     def _collect(self, step: InFlightStep) -> list[StepOutput]:
         """Wait for a step's tokens, take them, and close the slots that had to stay until the step had ended."""
-        for sequence, draws in zip(step.sequences, step.drawing, strict=True):
-            sequence.steps_in_flight -= 1
+        sequences, outputs = step.requests.sequences, list[StepOutput]()
+        for sequence, draws in zip(sequences, step.requests.drawing, strict=True):
             sequence.sampler.pending -= draws
-        live = [number for number, sequence in enumerate(step.sequences) if not sequence.finished]
-        self._decoded += len(live)
+        live = [not sequence.finished for sequence in sequences]
+        self._decoded += sum(live)
         self._refresh_seconds = 0.0
         try:
             drawn = step.launched.collect()
         except Exception as error:
-            outputs = [self._fail(step.sequences[number], error) for number in live]
+            outputs += [self._fail(sequence, error) for sequence in compress(sequences, live)]
         else:
             self._refresh_seconds, now = step.refresh_seconds, time.perf_counter()
-            cached, attended, selected = step.cached, step.launched.attended, step.launched.selected_rows()
-            self._meter.tokens += sum(attended[number] - step.windows[number] for number in live)
-            outputs = [
-                self._take_token(
-                    (own := step.sequences[number]),
-                    drawn[number],
-                    cached[number],
-                    attended[number],
-                    now,
-                    selected.get(own.slot),
-                )
-                for number in live
-                if step.drawing[number]
-            ]
+            attended, selected = step.launched.attended, step.launched.selected_rows()
+            self._meter.tokens += sum(compress(attended, live)) - sum(compress(step.windows, live))
+            of_each = zip(sequences, step.requests.drawing, drawn, step.cached, attended, strict=True)
+            for sequence, draws, token, cached, read in compress(of_each, live):
+                if not draws:
+                    continue
+                generated, request = sequence.generated, sequence.request
+                # A quarter of the time of `_take_token`, which takes all other tokens.
+                if (
+                    sequence.quiet
+                    and token.__class__ is int
+                    and token != NO_TOKEN
+                    and token not in request.end_ids
+                    and len(generated) + 1 < request.max_tokens
+                ):
+                    generated.append(token)
+                    sequence.statistics.record_token(cached, read, now)
+                else:
+                    rows = selected.get(sequence.slot) if selected else None
+                    outputs += self._take_token(sequence, token, cached, read, now, rows)
         for sequence, keep in step.leaving:
             self._scheduler.close(sequence, keep)
         self._reader.note_step(step.work, max(step.begun, self._collected_at))
@@ -554,20 +603,23 @@ class Engine:
         attended: float,
         now: float,
         selected: SelectedRows | None = None,
-    ) -> StepOutput:
-        """Take the token that was drawn, and end the sequence if it is the last; arguments as RequestStatistics.record_token."""
+    ) -> Sequence[StepOutput]:
+        """Take the token that was drawn, and end the sequence if it is the last; arguments as RequestStatistics.record_token.
+
+        Returns an output, unless nobody wants one before the end.
+        """
         try:
             token = sequence.sampler.take(drawn)
         except SamplingError as error:
-            return self._fail(sequence, error, ErrorCode.INVALID)
+            return (self._fail(sequence, error, ErrorCode.INVALID),)
         except Exception as error:  # the model's numbers, such as NaN, allow no token
-            return self._fail(sequence, error)
-        logprobs, logits = (None, b"") if isinstance(drawn, int) else (drawn.logprobs, drawn.logits)
+            return (self._fail(sequence, error),)
         statistics, ends = sequence.statistics, token in sequence.request.end_ids
         statistics.record_token(cached, attended, now)
-        if not ends:
-            sequence.generated.append(token)
         reason = FinishReason.END_ID if ends else self._finish_reason(sequence)
+        if sequence.whole and reason is None:
+            return ()
+        logprobs, logits = (None, b"") if isinstance(drawn, int) else (drawn.logprobs, drawn.logits)
         output = StepOutput(
             sequence.request_id,
             None if ends else token,
@@ -579,8 +631,9 @@ class Engine:
             end_id=token if ends else None,
             generation_logits=b"" if ends else logits,
             selected_rows=None if ends else selected,
+            earlier=sequence.unsent(1),
         )
-        return output if reason is None else self._end(sequence, output)
+        return (output if reason is None else self._end(sequence, output),)
 
     def _finish_reason(self, sequence: RequestSequence) -> FinishReason | None:
         generated, request = sequence.generated, sequence.request
@@ -636,7 +689,7 @@ class Engine:
         self._reader.drop(sequence)
         self._scheduler.remove(sequence)
         keep = output.finish_reason is not FinishReason.ERROR
-        if sequence.steps_in_flight and self._in_flight is not None:
+        if self._in_flight is not None and sequence in self._in_flight.requests.sequences:
             self._in_flight.leaving.append((sequence, keep))
         else:
             self._scheduler.close(sequence, keep)

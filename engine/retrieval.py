@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.row_recorder import RowRecorder, Wanted
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
-from kvseek.plugins.contract import Attention, Index
+from kvseek.plugins.contract import LAST_QUERIES, Attention, Index
 from kvseek.plugins.registry import method_traits
 
 # Operations of a step, in order: "begin" and "head" once a step, the others once a layer.
@@ -56,6 +57,24 @@ class Observer:
         """Take note that a step of these slots has been launched; the indexes' upkeep, which may move rows, comes next."""
 
 
+@dataclass(frozen=True)
+class _Regions:
+    """Retrieval regions of a step's requests, which the next step has too, as long as no token leaves their windows.
+
+    Attributes
+    ----------
+    states : array, int32 [batch, 16]
+        Packed requests of the last step.
+    rows : array, float64 [batch]
+        Rows that a step selects of each region, averaged over the layers.
+    """
+
+    slots: list[int]
+    lengths: list[int]
+    states: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.float64]
+
+
 class Retrieval:
     """A cache, and one index and one attention per layer over it.
 
@@ -89,6 +108,7 @@ class Retrieval:
         self._shares_entries = method_traits(config).prefix_reuse == "entries"
         self._builds = InFlight(BUILDS_IN_FLIGHT)
         self._selecting: set[int] = set()  # slots that did not attend to everything in their last step
+        self._regions: _Regions | None = None  # of the last step
         self.refresh_seconds = 0.0
         self._budget = lru_cache(maxsize=1024)(self._budget_of)  # a slot's length changes only at evictions
 
@@ -138,10 +158,30 @@ class Retrieval:
             self._adopt(layer, slot, keys[:, sink + shared : sink + length])
             self.cache.write_prompt(layer, slot, keys, values)
             return
-        work = self.indexes[layer].build(slot, keys[:, sink : sink + length], queries)
+        self._build(layer, slot, keys[:, sink : sink + length], queries)
+        self.cache.write_prompt(layer, slot, keys, values)
+
+    def store_pack(
+        self, layer: int, spans: Mapping[int, tuple[int, int]], keys: Tensor, values: Tensor, queries: Tensor
+    ) -> None:
+        """Store a layer of several prompts as `store_layer` does with each: that of a slot has the rows first .. stop - 1.
+
+        Prompts that stay in the window are written to it at once.
+        """
+        short = {slot: span for slot, span in spans.items() if not self.cache.lengths[slot]}
+        self.cache.write_windows(layer, short, keys, values)
+        for slot, (first, stop) in spans.items():
+            last = queries[:, first:stop][:, -LAST_QUERIES:].contiguous()
+            if slot in short:
+                self._builds.make_room()
+                self._build(layer, slot, keys[:, first:first], last)
+            else:
+                self.store_layer(layer, slot, keys[:, first:stop], values[:, first:stop], last)
+
+    def _build(self, layer: int, slot: int, keys: Tensor, queries: Tensor) -> None:
+        work = self.indexes[layer].build(slot, keys, queries)
         if work is not None:
             self._builds.add(slot, work)
-        self.cache.write_prompt(layer, slot, keys, values)
 
     def _adopt(self, layer: int, slot: int, keys: Tensor) -> None:
         """Begin the index of a layer with the entries that the slot shares, and the keys [G, n, D] of the places behind them."""
@@ -174,18 +214,27 @@ class Retrieval:
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
         self.cache.begin_step(slots, self.indexes)
-        states = np.zeros((len(slots), REQUEST_FIELDS), dtype=np.int32)
+        lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions
+        changed = regions is None or regions.lengths != lengths or regions.slots != slots
+        if regions is None or changed:
+            regions = self._regions = self._find_regions(slots, lengths)
+        states, rows = regions.states, regions.rows
         states[:, 0] = tokens
+        self.cache.place(slots, states)
+        dense, near = self._are_dense(states[:, 2] + 1, states[:, 7], rows), states[:, 4] + states[:, 6]
+        if changed or (dense != states[:, 8]).any():
+            states[:, 8] = dense
+            give_scratch(states)
+            self._selecting.difference_update(slots)
+            self._selecting.update(slot for slot, is_dense in zip(slots, dense.tolist(), strict=True) if not is_dense)
+        return torch.from_numpy(states.copy()), (near + np.where(dense, states[:, 7], rows)).tolist()
+
+    def _find_regions(self, slots: Sequence[int], lengths: list[int]) -> _Regions:
+        budgets = [self._budget(length) for length in lengths]
+        states = np.zeros((len(slots), REQUEST_FIELDS), dtype=np.int32)
         self.cache.describe(slots, states)
-        budgets = [self._budget(self.cache.lengths[slot]) for slot in slots]
-        rows, lengths, near = np.array([rows for rows, _ in budgets]), states[:, 7], states[:, 4] + states[:, 6]
-        dense = self._are_dense(states[:, 2] + 1, lengths, rows)
-        states[:, 8] = dense
         states[:, METHOD_COLUMN : METHOD_COLUMN + METHOD_FIELDS] = [fields for _, fields in budgets]
-        give_scratch(states)
-        for slot, is_dense in zip(slots, dense.tolist(), strict=True):
-            (self._selecting.discard if is_dense else self._selecting.add)(slot)
-        return torch.from_numpy(states), (near + np.where(dense, lengths, rows)).tolist()
+        return _Regions(list(slots), lengths, states, np.array([rows for rows, _ in budgets]))
 
     def attend(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
         """Select rows and attend to them: queries [batch, H, D] to outputs [batch, H, D]."""
@@ -233,11 +282,6 @@ class Retrieval:
         for index in self.indexes:
             index.refresh(selecting)
         self.refresh_seconds = time.perf_counter() - begun
-
-    def check(self) -> None:
-        """Raise the error that the last step left behind; the step has ended."""
-        for index in self.indexes:
-            index.check()
 
     def _are_dense(self, tokens: Counts, lengths: Counts, rows: Counts) -> npt.NDArray[np.bool_]:
         """Whether requests of so many tokens attend to everything, if steps select so many of `lengths` retrieval tokens."""

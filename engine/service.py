@@ -63,7 +63,7 @@ class EngineService:
             queue.SimpleQueue()
         )  # with guides; None: the service is closed
         # By request id; each is taken out by the request's last output.
-        self._callbacks: dict[int, tuple[Callback, Flush]] = {}
+        self._callbacks: dict[int, tuple[Callback, Flush, RequestSequence]] = {}
         self._ending = 0  # callbacks that are being given a last output
         # Guards _callbacks, _ending, _refusal and _failure; never held while a callback runs.
         self._lock = threading.Lock()
@@ -147,14 +147,20 @@ class EngineService:
         UnavailableError
             After `drain` or `close`, when the engine has failed, or in a fork of the process.
         """
+        return self.start(self._engine.prepare(request), on_output, flush)
+
+    def start(
+        self, sequence: RequestSequence, on_output: Callback, flush: Flush = _nothing, *, whole: bool = False
+    ) -> int:
+        """Queue what Engine.prepare has made of a request; see `submit`, and Engine.enqueue for `whole`."""
         self.check_process()
-        sequence = self._engine.prepare(request)
+        request = sequence.request
         with self._lock:
             if self._refusal:
                 raise UnavailableError(self._refusal)
-            self._engine.enqueue(sequence)
+            self._engine.enqueue(sequence, whole)
             # `_deliver` takes the same lock to look for the callback, so no output can come before the callback is known.
-            self._callbacks[sequence.request_id] = on_output, flush
+            self._callbacks[sequence.request_id] = on_output, flush, sequence
         if request.timeout_seconds is not None:
             self._deadlines.set()
         if request.sampling.guide is None:
@@ -286,7 +292,7 @@ class EngineService:
             except Exception as error:  # without this thread no request with a guide would ever start
                 logger.exception("a guide could not be compiled")
                 self._engine.cancel_waiting(sequence.request_id)
-                output = _failure(sequence.request_id, f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+                output = _failure(sequence, f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
             if output is None:
                 self._wake()
             else:
@@ -323,10 +329,11 @@ class EngineService:
         failure = f"the engine has failed ({reason}): no further requests; start the server again"
         with self._lock:
             self._failure = self._refusal = failure
+            running = [sequence for *_, sequence in self._callbacks.values()]
         self._closed = True
         self._deadlines.set()
-        for handle in self._handles():
-            self._deliver_alone(_failure(handle, failure, ErrorCode.UNAVAILABLE))
+        for sequence in running:
+            self._deliver_alone(_failure(sequence, failure, ErrorCode.UNAVAILABLE))
         self._refuse_asked()
 
     def _handles(self) -> list[int]:
@@ -358,7 +365,7 @@ class EngineService:
             else:
                 failed.add(output.request_id)
                 self._engine.cancel(output.request_id)
-                flush = self._deliver_last(_failure(output.request_id, NOT_PASSED_ON, ErrorCode.INTERNAL))
+                flush = self._deliver_last(_failure(callback[2], NOT_PASSED_ON, ErrorCode.INTERNAL))
             flushes[flush] = None
         for flush in flushes:
             _try(flush)
@@ -388,8 +395,9 @@ class EngineService:
         return not self._callbacks and not self._ending
 
 
-def _failure(handle: int, error: str, code: ErrorCode) -> StepOutput:
-    return StepOutput(handle, finish_reason=FinishReason.ERROR, error=error, code=code)
+def _failure(sequence: RequestSequence, error: str, code: ErrorCode) -> StepOutput:
+    earlier = sequence.unsent()
+    return StepOutput(sequence.request_id, finish_reason=FinishReason.ERROR, error=error, code=code, earlier=earlier)
 
 
 def _try(function: Callable[..., object], *arguments: object) -> bool:

@@ -66,8 +66,10 @@ def token_ids(name: str, value: Any, wanted: str = "a text or a sequence of toke
     if hasattr(value, "tolist") and not isinstance(value, BYTES):
         listed = value.tolist()
     if isinstance(listed, Sequence) and not isinstance(listed, str | BYTES):
-        ids = [plain(number) for number in listed]
-        if all(type(number) is int for number in ids):
+        ids = list(listed)
+        if not set(map(type, ids)) <= {int}:
+            ids = [plain(number) for number in ids]
+        if set(map(type, ids)) <= {int}:
             return ids
     raise RequestError(f"{name} = {value!r:.80}: must be {wanted}; convert it")
 

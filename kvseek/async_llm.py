@@ -138,7 +138,7 @@ class AsyncLLM(BaseLLM):
         if self._outbox is None or self._outbox.loop is not loop:
             self._outbox = _Outbox(loop)
         on_output = functools.partial(self._outbox.put, arrived)
-        handle = self._service.submit(generation.request, on_output, self._outbox.wake)
+        handle = self._service.start(generation.sequence, on_output, self._outbox.wake)
         try:
             while generation.output is None:
                 self._service.check_process()

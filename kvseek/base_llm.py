@@ -194,10 +194,10 @@ class BaseLLM:
                 session=own_session,
                 max_tokens_by_default=params.max_tokens is None,
             )
-            self.engine.check(request)
+            sequence = self.engine.prepare(request)
         except (RequestError, CapacityError) as error:
             raise type(error)(renamed(str(error), names)) from None
-        return Generation(index, text, request, self.tokenizer, params.stop or (), names)
+        return Generation(index, text, sequence, self.tokenizer, params.stop or (), names)
 
     def _tokens(self, prompt: Any, prefix: Prefix | None) -> tuple[str | None, list[int]]:
         """Return a prompt's text, None if it is token ids, and its tokens."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvseek.core.errors import KvseekError, UnavailableError, renamed
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.request import FinishReason, StepOutput
 from kvseek.engine.accumulator import Accumulator
+from kvseek.engine.schedule.sequence import RequestSequence
 from kvseek.engine.tokenizer import Tokenizer
 
 from .outputs import OutputPiece, RequestOutput
@@ -45,8 +46,8 @@ class Generation:
 
     Attributes
     ----------
-    request : Request
-        The request for the engine.
+    sequence : RequestSequence
+        The request as the engine has prepared it.
     output : RequestOutput or None
         The complete output; None before the end.
     stops : bool
@@ -57,16 +58,16 @@ class Generation:
         self,
         index: int,
         prompt: str | None,
-        request: Request,
+        sequence: RequestSequence,
         tokenizer: Tokenizer,
         stop: Sequence[str],
         names: Mapping[str, str],
     ) -> None:
-        self.index, self.request, self._names = index, request, names
+        self.index, self.sequence, self._names = index, sequence, names
         self.output: RequestOutput | None = None
         self.stops = bool(stop)
         self._prompt = prompt
-        self._new = Accumulator(request, tokenizer, stop)
+        self._new = Accumulator(sequence.request, tokenizer, stop)
         self._text: list[str] = []  # of the pieces that have been given
         self._steps, self._cached = 0, 0  # decode steps, and tokens in the cache, summed over them
         self._attended = 0.0  # of those, attended to
@@ -91,7 +92,10 @@ class Generation:
             )
         if not self._new.push(output):
             return False
-        if output.cached_tokens:
+        if output.earlier and (times := output.statistics) is not None:  # of all steps, not only of the last one
+            self._steps, self._cached = times.generated_tokens - 1, times.cached_token_steps
+            self._attended = times.attended_token_steps
+        elif output.cached_tokens:
             self._steps += 1
             self._cached += output.cached_tokens
             self._attended += output.attended_tokens
@@ -102,12 +106,12 @@ class Generation:
         return True
 
     def _complete(self, reason: FinishReason, error: str) -> RequestOutput:
-        steps = max(1, self._steps)
+        steps, request = max(1, self._steps), self.sequence.request
         times = self._new.statistics
         return RequestOutput(
             index=self.index,
             prompt=self._prompt,
-            prompt_token_ids=self.request.prompt_ids,
+            prompt_token_ids=request.prompt_ids,
             text="".join((*self._text, self._new.text)),
             token_ids=tuple(self._new.token_ids),
             finish_reason=reason,
@@ -117,12 +121,8 @@ class Generation:
             queue_seconds=0.0 if times is None else times.queue_seconds,
             ttft_seconds=0.0 if times is None else times.ttft_seconds,
             tpot_seconds=0.0 if times is None else times.tpot_seconds,
-            logprobs=None if self.request.sampling.logprobs is None else tuple(self._new.logprobs),
-            prompt_logprobs=None
-            if self.request.sampling.prompt_logprobs is None
-            else (None, *self._new.prompt_logprobs),
-            selected_rows=None
-            if self.request.sampling.return_selected_rows is None
-            else tuple(self._new.selected_rows),
+            logprobs=None if request.sampling.logprobs is None else tuple(self._new.logprobs),
+            prompt_logprobs=None if request.sampling.prompt_logprobs is None else (None, *self._new.prompt_logprobs),
+            selected_rows=None if request.sampling.return_selected_rows is None else tuple(self._new.selected_rows),
             error=error,
         )

@@ -24,9 +24,6 @@ from .sampling_params import SamplingParams
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Taken = TypeVar("Taken")
-PORTION = (
-    512  # outputs that are taken together where nobody waits for them, as the engine's thread has to wait meanwhile
-)
 
 
 class LLM(BaseLLM):
@@ -303,37 +300,31 @@ class LLM(BaseLLM):
         return self._pieces(generations) if typed("stream", stream, bool) else self._outputs(generations)
 
     def _outputs(self, generations: Sequence[Generation]) -> list[RequestOutput]:
-        for _ in self._run(generations, Generation.take, any(one.stops for one in generations)):
+        for _ in self._run(generations, Generation.take, watched=False):
             pass
         return [one.output for one in generations if one.output is not None]
 
     def _pieces(self, generations: Sequence[Generation]) -> Iterator[OutputPiece]:
         """Yield the pieces of requests as they come."""
-        for piece in self._run(generations, Generation.push, True):
+        for piece in self._run(generations, Generation.push, watched=True):
             if piece is not None:
                 yield piece
 
     def _run(
-        self, generations: Sequence[Generation], take: Callable[[Generation, StepOutput], Taken], at_once: bool
+        self, generations: Sequence[Generation], take: Callable[[Generation, StepOutput], Taken], *, watched: bool
     ) -> Iterator[Taken]:
-        """Submit requests and yield what `take` makes of their outputs: `at_once`, or in portions until a request ends.
+        """Submit requests and yield what `take` makes of their outputs; `watched`: somebody wants each token as it comes.
 
         Requests that have not ended when the iteration is left are cancelled.
         """
         outputs: deque[StepOutput] = deque()
         arrived: SimpleQueue[None] = SimpleQueue()  # has an item where there are outputs
         arrive = partial(arrived.put, None)
-
-        def gather(output: StepOutput) -> None:
-            outputs.append(output)
-            if output.finish_reason is not None or len(outputs) == PORTION:
-                arrive()
-
-        calls = (outputs.append, arrive) if at_once else (gather,)
         running: dict[int, Generation] = {}  # by the service's number
         try:
             for generation in generations:
-                number = self._service.submit(generation.request, *calls)
+                whole = not watched and not generation.stops
+                number = self._service.start(generation.sequence, outputs.append, arrive, whole=whole)
                 running[number] = generation
             while running:
                 self._service.check_process()  # in a fork nothing would ever arrive

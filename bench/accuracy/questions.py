@@ -27,11 +27,18 @@ class Score:
 
 @dataclass(frozen=True)
 class Question:
-    """A question as token ids, which may begin the answer, the most tokens of the answer, and its score by text and token ids."""
+    """A question as token ids, which may begin the answer, the most tokens of the answer, and its score by text and token ids.
+
+    Attributes
+    ----------
+    gold : sequence of int
+        Tokens of a right answer, for training; empty if the suite has none.
+    """
 
     ids: Sequence[int]
     max_tokens: int
     score: Callable[[str, Sequence[int]], Score]
+    gold: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

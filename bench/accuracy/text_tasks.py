@@ -453,11 +453,12 @@ class TextSuite:
         source = Source(choices, size, number, self.settings["depths"], partial(self._passage, choices))
         asked = {**IN_HAYSTACK, **OF_ITEMS}[task](source)
         head, tail = self._around(asked)
-        answer = 3 * len(self._inside(asked.answer)) // 2 + SLACK
+        gold = self._inside(asked.answer)
+        answer = 3 * len(gold) // 2 + SLACK
         stated = [(depth, self._inside(f" {sentence}")) for depth, sentence in asked.inserted]
         items = [token for item in asked.items for token in self._inside(item)]
         room = length - answer - len(head) - len(tail) - len(items) - sum(len(ids) for _, ids in stated)
-        question = Question(tail, answer, lambda text, _: asked.score(text))
+        question = Question(tail, answer, lambda text, _: asked.score(text), gold)
         return [*head, *self._filled(max(0, room), stated, choices), *items], question, room
 
     def _around(self, asked: Asked) -> tuple[list[int], list[int]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from kvseek.core.batch import REQUEST_FIELDS, RequestState
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.core.streams import InFlight, SideStream, SideWork
+from kvseek.core.streams import InFlight, SideStream, SideWork, to_device
 from kvseek.plugins.contract import Index
 
 from .memory_layout import slot_count
@@ -107,6 +107,7 @@ class Cache:
         self.load_ahead = device.type == "cuda"
         self._offload_stream, self._evict_stream, self._load_stream = (SideStream(device) for _ in range(3))
         self._offloads, self._loads = InFlight(COPIES_IN_FLIGHT), InFlight(LOADS_IN_FLIGHT)
+        self._packed: tuple[dict[int, tuple[int, int]], list[Tensor]] | None = None  # see `write_windows`
         self._prepared: dict[int, PreparedEviction] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._sources: dict[int, tuple[int, ...]] = {}  # by slot: extents that stay until the prompt has been read
@@ -173,6 +174,20 @@ class Cache:
         shared = self.shared_places(slot)
         first = self.config.sink + shared if shared else 0  # of the tokens whose rows are written here
         self._write_tail(layer, slot, torch.stack((keys[:, first:], values[:, first:]), dim=2), first)
+
+    def write_windows(self, layer: int, spans: Mapping[int, tuple[int, int]], keys: Tensor, values: Tensor) -> None:
+        """Store a layer's rows of prompts that stay in the window at once: that of a slot has the rows first .. stop - 1."""
+        if not spans:
+            return
+        if self._packed is None or self._packed[0] != spans:  # the layers of a pack follow each other
+            counts, firsts = [stop - first for first, stop in spans.values()], [first for first, _ in spans.values()]
+            rows = np.concatenate([np.arange(*span) for span in spans.values()])
+            numbers = rows, np.repeat(list(spans), counts), rows - np.repeat(firsts, counts)
+            on_device = [to_device(torch.from_numpy(part), torch.int64, self.window.device) for part in numbers]
+            self._packed = dict(spans), on_device
+        own, slots, positions = self._packed[1]
+        pairs = torch.stack((keys, values), dim=2).transpose(0, 1)
+        self.window[layer][slots, :, positions] = pairs.index_select(0, own)
 
     def write_prefix(self, layer: int, slot: int) -> Tensor:
         """Store a layer's rows of a slot that has no more tokens than its prefix, in window and pool.
@@ -276,30 +291,35 @@ class Cache:
                     logger.warning("no device memory to prepare the next eviction of slot %d ahead of time", slot)
 
     def describe(self, slots: Sequence[int], rows: npt.NDArray[np.int32]) -> None:
-        """Write what indexes and attention read about requests, after `begin_step` has counted their last tokens.
+        """Write what indexes and attention read about requests as long as no token leaves their windows.
 
         Parameters
         ----------
         rows : array, int32 [batch, 16]
-            As RequestState.packed; all columns from `slot` to `length` are written. A slot that occurs several times has so many
-            new tokens, of which each request has one more than the one before it.
+            As RequestState.packed; the columns `slot`, `ring_first` and `length` are written. `place` writes those between.
         """
-        tokens = np.array([self.tokens[slot] for slot in slots], dtype=np.int32)
+        lengths = np.array([self.lengths[slot] for slot in slots], dtype=np.int32)
+        rows[:, 1], rows[:, 5], rows[:, 7] = slots, lengths % self.ring, lengths
+
+    def place(self, slots: Sequence[int], rows: npt.NDArray[np.int32]) -> None:
+        """Write where the latest tokens of described requests lie, after `begin_step` has counted them.
+
+        A slot that occurs several times has so many new tokens, of which each request has one more than the one before it.
+        """
+        tokens, sink = np.array([self.tokens[slot] for slot in slots], dtype=np.int32), self.config.sink
         if len(set(slots)) < len(slots):
             tokens -= np.array([slots[number + 1 :].count(slot) for number, slot in enumerate(slots)], dtype=np.int32)
-        sink, lengths = self.config.sink, np.array([self.lengths[slot] for slot in slots], dtype=np.int32)
         position = tokens - 1
-        rows[:, 1], rows[:, 2] = slots, position
+        rows[:, 2] = position
         rows[:, 3] = np.where(position < sink, position, sink + (position - sink) % self.ring)
         rows[:, 4] = np.minimum(tokens, sink)
-        rows[:, 5] = lengths % self.ring
-        rows[:, 6] = np.maximum(0, tokens - sink) - lengths
-        rows[:, 7] = lengths
+        rows[:, 6] = tokens - rows[:, 4] - rows[:, 7]
 
     def state(self, slot: int, token: int, method_fields: tuple[int, ...], dense: bool) -> RequestState:
         """Return what indexes and attention read about one request; see `describe`."""
         rows = np.zeros((1, REQUEST_FIELDS), dtype=np.int32)
         self.describe([slot], rows)
+        self.place([slot], rows)
         names = ("slot", "position", "write_row", "sink_rows", "ring_first", "ring_rows", "length")
         fields = dict(zip(names, rows[0, 1 : 1 + len(names)].tolist(), strict=True))
         return RequestState(token=token, dense=dense, method_fields=method_fields, **fields)

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from kvseek.core.request import LogProbs
-from kvseek.core.streams import HostCopy, to_device
+from kvseek.core.streams import HostCopy, everything_launched, to_device
 from kvseek.engine.draws.reference import MOST_INVERSE, least_weight, merged_biases
 from kvseek.engine.draws.sampling import Drawn, Sampler, not_finite
 from kvseek.kernels.draw_rows import DRAWN, NOT_FINITE, ROW_BYTES, DrawnToken, DrawRow
 
 ALLOWED, BANNED = DrawRow.allowed.offset, DrawRow.banned.offset
 POINTER, COUNT = Struct("<Q"), Struct("<i")
-NUMBERS = Struct("<Q2i")  # the fields `latest`, `row` and `number` of a DrawRow
+NEUTRAL = bytes(DrawRow(greedy=True, likeliest=-1, repetition_penalty=1.0))
 Words = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
 
 
@@ -37,93 +37,114 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class DrawRows:
-    """The requests of one draw.
+class DrawLayout:
+    """What does not change from a draw to the next as long as both are for the same requests.
 
     Attributes
     ----------
-    buffer : Tensor, uint8, on the device that draws
-        A DrawRow for each request that is drawn for, `work` bytes of zeros for each, and the lists that the rows point to.
-    rows : list of int
-        The row of the logits of each request that is drawn for.
+    rows, samplers, places : list
+        As Draws.begin is given them.
+    head : array, uint8 [requests, ROW_BYTES]
+        The DrawRow of each request, but for `number` and what `_lists` returns.
+    scored : array, bool [requests]
+        Whether something is returned with the token.
+    refused : dict of int to Drawn
+        By request, why nothing is drawn for it; a row that changes nothing stands in its place.
     """
 
-    buffer: Tensor
     rows: list[int]
-    _samplers: list[Sampler]
-    _refused: list[Drawn | None]  # for all requests: those whose guide failed before the draw
+    samplers: list[Sampler]
+    places: list[int]
+    head: npt.NDArray[np.uint8]
+    scored: npt.NDArray[np.bool_]
+    refused: dict[int, Drawn]
 
-    def results(self, tokens: Tensor, logits: Sequence[Tensor]) -> list[Drawn | int]:
-        """Read what a kernel wrote, for all requests.
+    @classmethod
+    def of(cls, rows: list[int], samplers: list[Sampler], places: list[int], device: torch.device) -> DrawLayout:
+        """Write the rows of these requests, and copy to the device what they point to."""
+        prepared, refused = list[bytes](), dict[int, Drawn]()
+        for number, sampler in enumerate(samplers):
+            try:
+                prepared.append(_prepared(sampler, device).row)
+            except Exception as error:  # whatever it is, it is one request's
+                refused[number] = Drawn(error=error)
+                prepared.append(NEUTRAL)
+        head = np.frombuffer(b"".join(prepared), dtype=np.uint8).reshape(len(rows), ROW_BYTES).copy()
+        column(head, "latest", np.uint64)[:] = places
+        column(head, "row", np.int32)[:] = rows
+        scored = np.array([sampler.params.scores_tokens for sampler in samplers], dtype=np.bool_)
+        return cls(rows, samplers, places, head, scored, refused)
 
-        Parameters
-        ----------
-        tokens : Tensor, int32 [drawn for, DRAWN_WORDS], on the CPU
-        logits : sequence of Tensor [vocabulary], on the CPU
-            Those of `logit_rows`.
+    def pack(self, device: torch.device, work: int) -> tuple[Tensor, dict[int, Drawn]]:
+        """Complete the rows of a draw and copy them to the device; the host does not wait.
+
+        Returns
+        -------
+        buffer : Tensor, uint8, on the device
+            A DrawRow for each request, `work` bytes of zeros for each (DrawKernel.work_bytes), and the lists that the rows
+            point to.
+        refused : dict of int to Drawn
+            As `refused`, with those whose guide failed before the draw.
         """
-        found = tokens.numpy()
-        drawn: list[Drawn | int] = found[:, 0].tolist()
-        rest = iter(logits)
-        for number, (sampler, status) in enumerate(zip(self._samplers, found[:, 1].tolist(), strict=True)):
-            if status != DRAWN or sampler.params.scores_tokens:
-                drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), sampler, rest)
-        if len(drawn) == len(self._refused):
-            return drawn
-        others = iter(drawn)
-        return [next(others) if one is None else one for one in self._refused]
+        refused, lists = dict(self.refused), list[tuple[int, int, Words]]()
+        for number, sampler in enumerate(self.samplers):
+            if sampler.varies:
+                try:
+                    lists += [(number * ROW_BYTES, field, words) for field, words in _lists(sampler)]
+                except Exception as error:  # whatever it is, it is one request's
+                    refused[number] = Drawn(error=error)
+        head, zeros = self.head.size, len(self.samplers) * work
+        size = head + sum(words.nbytes for *_, words in lists)
+        on_host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")  # all but the zeros
+        buffer = torch.empty(size + zeros, dtype=torch.uint8, device=device)
+        buffer[head : head + zeros].zero_()
+        array = on_host.numpy()
+        rows, data = array[:head].reshape(self.head.shape), memoryview(array)  # type: ignore[arg-type]
+        rows[:] = self.head
+        column(rows, "number", np.int32)[:] = [sampler.number for sampler in self.samplers]
+        at = head
+        for begin, field, words in lists:
+            POINTER.pack_into(data, begin + field, buffer.data_ptr() + zeros + at)
+            if field == BANNED:
+                COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
+            data[at : at + words.nbytes] = words.tobytes()
+            at += words.nbytes
+        buffer[:head].copy_(on_host[:head], non_blocking=True)
+        if lists:
+            buffer[head + zeros :].copy_(on_host[head:], non_blocking=True)
+        return buffer, refused
 
     @property
     def logit_rows(self) -> list[int]:
         """Rows of the logits that requests ask for."""
-        return [row for row, one in zip(self.rows, self._samplers, strict=True) if one.params.return_generation_logits]
+        each = zip(self.rows, self.samplers, strict=True)
+        return [row for row, one in each if one.params.return_generation_logits]
+
+    def results(self, tokens: Tensor, logits: Sequence[Tensor], refused: dict[int, Drawn]) -> list[Drawn | int]:
+        """Read what a kernel wrote.
+
+        Parameters
+        ----------
+        tokens : Tensor, int32 [requests, DRAWN_WORDS], on the CPU
+        logits : sequence of Tensor [vocabulary], on the CPU
+            Those of `logit_rows`.
+        refused : dict of int to Drawn
+            As `pack` returns it.
+        """
+        found, rest = tokens.numpy(), iter(logits)
+        drawn: list[Drawn | int] = found[:, 0].tolist()
+        for number in np.flatnonzero((found[:, 1] != DRAWN) | self.scored).tolist():
+            drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), self.samplers[number], rest)
+        for number, one in refused.items():
+            drawn[number] = one
+        return drawn
 
 
-def pack_rows(
-    rows: Sequence[int],
-    samplers: Sequence[Sampler],
-    device: torch.device,
-    work: int = 0,
-    places: Sequence[int] = (),
-) -> DrawRows:
-    """Write the requests of a draw, each with its row of the logits, and copy them to the device; the host does not wait.
-
-    `work` and `places` are DrawKernel.work_bytes and those of Draws.begin.
-    """
-    refused, drawn, packed = list[Drawn | None](), list[Sampler](), list[bytes]()
-    numbers, lists = list[tuple[int, int, int]](), list[tuple[int, int, Words]]()
-    for row, sampler, place in zip(rows, samplers, places or [0] * len(samplers), strict=True):
-        try:
-            prepared = _prepared(sampler, device).row
-            if sampler.varies:
-                lists += [(len(drawn) * ROW_BYTES, field, words) for field, words in _lists(sampler)]
-        except Exception as error:  # whatever it is, it is one request's
-            refused.append(Drawn(error=error))
-            continue
-        refused.append(None)
-        drawn.append(sampler)
-        packed.append(prepared)
-        numbers.append((place, row, sampler.number))
-    head, zeros = len(drawn) * ROW_BYTES, len(drawn) * work
-    size = head + sum(words.nbytes for *_, words in lists)
-    on_host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")  # all but the zeros
-    buffer = torch.empty(size + zeros, dtype=torch.uint8, device=device)
-    buffer[head : head + zeros].zero_()
-    data = memoryview(on_host.numpy())  # type: ignore[arg-type]
-    data[:head] = b"".join(packed)
-    for begin, changing in zip(range(DrawRow.latest.offset, size, ROW_BYTES), numbers, strict=False):
-        NUMBERS.pack_into(data, begin, *changing)
-    at = head
-    for begin, field, words in lists:
-        POINTER.pack_into(data, begin + field, buffer.data_ptr() + zeros + at)
-        if field == BANNED:
-            COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
-        data[at : at + words.nbytes] = words.tobytes()
-        at += words.nbytes
-    buffer[:head].copy_(on_host[:head], non_blocking=True)
-    if lists:
-        buffer[head + zeros :].copy_(on_host[head:], non_blocking=True)
-    return DrawRows(buffer, [row for _, row, _ in numbers], drawn, refused)
+def column(rows: npt.NDArray[np.uint8], name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return the field of DrawRow of all rows, uint8 [requests, ROW_BYTES], to be written to."""
+    field = getattr(DrawRow, name)
+    values: npt.NDArray[Any] = rows[:, field.offset : field.offset + field.size].view(dtype)[:, 0]
+    return values
 
 
 def _lists(sampler: Sampler) -> list[tuple[int, Words]]:
@@ -202,20 +223,31 @@ class CompiledDraws:
 
     def __init__(self, kernel: DrawKernel) -> None:
         self._kernel = kernel
+        self._layout: DrawLayout | None = None  # of the last draw
 
     def begin(
         self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = ()
     ) -> Callable[[], list[Drawn | int]]:
         try:
-            packed = pack_rows(rows, samplers, logits.device, self._kernel.work_bytes, places)
-            tokens = self._kernel(logits, packed.buffer, len(packed.rows))
-            copies = HostCopy([tokens, *(logits[row] for row in packed.logit_rows)])
+            given = list(rows), list(samplers), list(places) or [0] * len(rows)
+            layout = self._layout
+            if layout is None or (layout.rows, layout.samplers, layout.places) != given:
+                layout = self._layout = DrawLayout.of(*given, logits.device)
+            buffer, refused = layout.pack(logits.device, self._kernel.work_bytes)
+            tokens = self._kernel(logits, buffer, len(rows))
+            copies = HostCopy([tokens, *(logits[row] for row in layout.logit_rows)])
         except Exception as error:  # too little memory, say: requests that draw nothing go on
             failed: list[Drawn | int] = [Drawn(error=error) for _ in rows]
-            return lambda: failed
+            wait = everything_launched(logits.device)
+
+            def fail() -> list[Drawn | int]:
+                wait()
+                return failed
+
+            return fail
 
         def finish() -> list[Drawn | int]:
             found, *logits_copied = copies.wait()
-            return packed.results(found, logits_copied)
+            return layout.results(found, logits_copied, refused)
 
         return finish

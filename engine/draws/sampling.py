@@ -189,14 +189,16 @@ class Sampler:
         An int is a greedy token.
         """
         if isinstance(drawn, int):
-            token = accept(drawn)
+            if drawn == NO_TOKEN:
+                raise not_finite(None)
+            token = drawn
         elif drawn.error is not None:
             raise drawn.error
         else:
             token = drawn.token
-        self.generated.append(token)
         if self.guide is not None and token not in self._end_ids:
             self.guide.accept(token)
+        self.generated.append(token)
         return token
 
 
@@ -255,13 +257,6 @@ def check_finite(logits: Tensor) -> None:
     best = float(logits.max())  # a NaN anywhere comes out as the maximum
     if not math.isfinite(best):
         raise not_finite(best)
-
-
-def accept(token: int) -> int:
-    """Return a greedy token that a decoder chose; raises LogitsError if it is NO_TOKEN."""
-    if token == NO_TOKEN:
-        raise not_finite(None)
-    return token
 
 
 def not_finite(largest: float | None) -> LogitsError:

@@ -40,14 +40,16 @@ def causal_attention_device(queries: Tensor, keys: Tensor, values: Tensor, scali
     nor copies. It does not support float32. The memory-efficient kernel does, but reads keys and values of every query head,
     so these are copied for it. torch.nn.attention.bias chooses between the two kernels by dtype.
     """
+    return causal_attention_batch(queries[None], keys[None], values[None], scaling)[0].transpose(0, 1)
+
+
+def causal_attention_batch(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """See causal_attention_device: queries [B, H, q, D] and keys, values [B, G, n, D] to [B, H, q, D]."""
     from torch.nn.attention.bias import causal_lower_right
 
-    heads, q = queries.shape[:2]
+    heads, q = queries.shape[1:3]
     shared = queries.dtype is not torch.float32
     if not shared:
-        keys, values = (part.repeat_interleave(heads // keys.shape[0], dim=0) for part in (keys, values))
-    mask = causal_lower_right(q, keys.shape[1])
-    out = F.scaled_dot_product_attention(
-        queries[None], keys[None], values[None], attn_mask=mask, scale=scaling, enable_gqa=shared
-    )
-    return out[0].transpose(0, 1)
+        keys, values = (part.repeat_interleave(heads // keys.shape[1], dim=1) for part in (keys, values))
+    mask = causal_lower_right(q, keys.shape[2])
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=shared)

@@ -25,7 +25,7 @@ from kvseek.core.streams import SideWork, wait_for_stream
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
 from kvseek.engine.model.prompt_windows import row_tokens
-from kvseek.engine.model.reference.attention import CausalAttention
+from kvseek.engine.model.reference.attention import BlockAttention, CausalAttention
 from kvseek.engine.model.repeated_tokens import RepeatedTokens
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
@@ -353,6 +353,8 @@ class LayerwisePrefill(Prefill):
         """Attend in the chunk that begins with row `start` of this layer; see AttendChunk."""
         assert self._rows is not None, "the chunk's keys and values have been written"
         model, (keys, values), parts = self._model, self._rows, list[Tensor]()
+        if len(self.slots) > 1 and isinstance(model.attention, BlockAttention):  # a pack is one chunk
+            return model.attention.attend_pack(queries, keys, values, self.borders, model.scaling)
         for piece in pieces_of(self.borders, start, start + queries.shape[1]):
             own = queries[:, piece.start - start : piece.stop - start]
             rows = keys[:, piece.first : piece.stop], values[:, piece.first : piece.stop]
@@ -388,18 +390,15 @@ class LayerwisePrefill(Prefill):
     def _end_layer(self) -> None:
         assert self._rows is not None, "the layer's chunks have been read"
         keys, values = self._rows
-        for slot, (first, stop) in zip(self.slots, pairwise(self.borders), strict=True):
-            if slot not in self.dropped:
-                own = keys[:, first:stop], values[:, first:stop]
-                self.retrieval.store_layer(self._layer, slot, *own, self._last_queries(first, stop))
+        each = zip(self.slots, pairwise(self.borders), strict=True)
+        spans = {slot: span for slot, span in each if slot not in self.dropped}
+        if len(self.slots) > 1:
+            self.retrieval.store_pack(self._layer, spans, keys, values, self._queries[0])
+        elif spans:
+            last = torch.cat(self._queries, dim=1)[:, -LAST_QUERIES:].contiguous()
+            self.retrieval.store_layer(self._layer, self.slots[0], keys, values, last)
         self._layer, self._row = self._layer + 1, self._first
         self._rows, self._queries = None, []  # freed before the next layer allocates its own
-
-    def _last_queries(self, first: int, stop: int) -> Tensor:
-        """Return the last queries of the prompt in rows first .. stop - 1, contiguous [H, w, D] as an index takes them."""
-        if len(self.slots) == 1:
-            return torch.cat(self._queries, dim=1)[:, -LAST_QUERIES:]
-        return self._queries[0][:, first:stop][:, -LAST_QUERIES:].contiguous()
 
     def _score(self) -> None:
         """Compute the logits of the next unit of rows, and pass them to their callbacks."""

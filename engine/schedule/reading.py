@@ -92,12 +92,15 @@ class PromptReader:
         self._last_read = dict.fromkeys(Kind, 0)  # the last of them that has read this kind
         self._alone: set[int] = set()  # requests whose pack failed; each of them is read alone
 
-    def read(self, unread: Sequence[RequestSequence], beside: bool) -> list[Reading]:
+    def read(self, unread: Sequence[RequestSequence], beside: bool, watched: bool = True) -> list[Reading]:
         """Read a part of the prompts of `unread`; `beside` says whether the step decodes too.
 
+        If nobody watches the decoding requests' tokens come (RequestSequence.whole), and no prompt is long, prompts are read
+        as if nothing decoded: the sooner they are read, the more requests share a step.
         A request that ends or whose prompt is finished occurs once in the returned list, and need not be given again.
         """
-        self.work = Work()
+        paced = beside and (watched or any(self._kind(sequence) is Kind.LONG for sequence in unread))
+        self.work, beside = Work(free=beside and not paced), paced
         left, started, done = list(unread), time.perf_counter(), list[Reading]()
         kind = self._turn(left, beside)
         if kind is None:

@@ -337,6 +337,8 @@ class Scheduler:
         if not head.resumes:
             found = None if head.unscored is not None else self._prefixes.find(prompt, salt, head.reused_before)
             head.prefix = self._prefixes.shorten(found, head.reserved_tokens)
+        if self._prefixes.fits(head.reserved_tokens, head.prefix, self._spare):
+            return True
         growth = sum(max(0, self._prefixes.missing(one.slot, one.total_tokens)) for one in self.running)
         return self._prefixes.fits(head.reserved_tokens, head.prefix, min(self._spare, growth))
 

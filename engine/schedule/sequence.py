@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -81,12 +81,12 @@ class RequestSequence:
         these steps draw is known.
     stalled : bool
         Whether it takes no part in the next step, for want of memory.
+    whole : bool
+        Whether nobody wants its tokens before its end: the last output has them all. Not if something comes with each token.
     left : LeftRows or None
         What it has left when it was preempted last.
     progress : float
         The largest share of its prompt's reading that the client has been told.
-    steps_in_flight : int
-        Steps that have been launched with it and not collected.
     finished : bool
         Whether it has ended. A step that was launched before may still compute a row for it.
     """
@@ -96,7 +96,7 @@ class RequestSequence:
     sampler: Sampler
     statistics: RequestStatistics
     slot: int = -1
-    generated: list[int] = field(default_factory=list)
+    whole: bool = False
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
     ends_session: bool = False  # the client has ended its session, so that what the request leaves goes with it
     row_report: RowReport | None = None  # fitted to the request
@@ -108,12 +108,16 @@ class RequestSequence:
     stalled: bool = False
     left: LeftRows | None = None
     progress: float = 0.0
-    steps_in_flight: int = 0
     finished: bool = False
+
+    @cached_property
+    def quiet(self) -> bool:
+        """Whether a token that does not end it only has to be counted: no output has it, and nothing follows the text."""
+        return self.whole and not self.request.stop_words and self.request.sampling.guide is None
 
     def ended(self, reason: FinishReason) -> StepOutput:
         """Make the last output, without a token, of a request that ends without an error."""
-        return StepOutput(self.request_id, finish_reason=reason, statistics=self.statistics)
+        return StepOutput(self.request_id, finish_reason=reason, statistics=self.statistics, earlier=self.unsent())
 
     def failed(self, error: Exception, code: ErrorCode | None = None) -> StepOutput:
         """Make the last output of a request that an error ends; its code is the error's own if none is given."""
@@ -123,7 +127,12 @@ class RequestSequence:
             statistics=self.statistics,
             error=str(error) if isinstance(error, KvseekError) else f"{type(error).__name__}: {error}",
             code=code or code_of(error),
+            earlier=self.unsent(),
         )
+
+    def unsent(self, last: int = 0) -> tuple[int, ...]:
+        """Return the tokens that no output has given, but for the `last` ones."""
+        return tuple(self.generated[: len(self.generated) - last]) if self.whole else ()
 
     def expired(self, now: float) -> StepOutput:
         """Make the last output of a request whose time limit passed while it waited; `now` in seconds of time.perf_counter.
@@ -144,6 +153,11 @@ class RequestSequence:
     def ready(self) -> bool:
         """Whether the request may start: its guide has been compiled, if it has one."""
         return self.sampler.guided or self.request.sampling.guide is None
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens drawn so far, with the end token when that has come."""
+        return self.sampler.generated
 
     @property
     def next_input(self) -> int:
@@ -175,7 +189,7 @@ class RequestSequence:
 
         The row of the token drawn last is not among them, although a step that is launched ahead computes it.
         """
-        count = len(self.sampler.generated) - 1 - self.replay
+        count = len(self.generated) - 1 - self.replay
         return self.packed_prompt + pack_tokens(self.generated[: max(0, count)])
 
     def packed_rows(self) -> bytes:

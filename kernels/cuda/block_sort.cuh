@@ -1,4 +1,4 @@
-// Order within one block: sort 64-bit keys, sum over threads, find the n-th largest key without sorting.
+// Order within one block: sum over threads, find the n-th largest of 64-bit keys without sorting.
 //
 // All threads of a one-dimensional block of THREADS threads (a multiple of 32, at most 1,024) call these together; a
 // template argument other than the block's size is an error that nothing reports. Costs are instructions that one
@@ -26,103 +26,7 @@ namespace sorting {
 constexpr int LANES = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-__device__ constexpr bool is_power_of_two(int number) {
-    return number > 0 && (number & (number - 1)) == 0;
-}
-
-__device__ __forceinline__ SortKey larger_of(SortKey a, SortKey b) {
-    return a > b ? a : b;
-}
-__device__ __forceinline__ SortKey smaller_of(SortKey a, SortKey b) {
-    return a > b ? b : a;
-}
-
-// The steps of a bitonic network on keys of which a thread holds ITEMS neighbouring ones: key `first + i`. Runs of
-// `size` keys descend where the key's number has no bit `size`, and ascend elsewhere; partners differ in bit `stride`.
-template <int THREADS, int ITEMS>
-struct Network {
-    SortKey own[ITEMS];
-    int first = static_cast<int>(threadIdx.x) * ITEMS;
-
-    // Whether a key is to be the larger one of its pair.
-    __device__ __forceinline__ static bool takes_larger(int number, int size, int stride) {
-        return ((number & size) == 0) == ((number & stride) == 0);
-    }
-
-    // Partners of other warps, through shared memory: key i of thread t passes through word i * THREADS + t, so that
-    // neighbouring threads meet neighbouring banks.
-    __device__ __forceinline__ void exchange_in_block(SortKey* keys, int size, int stride) {
-        const int partner = threadIdx.x ^ (stride / ITEMS);
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) keys[i * THREADS + threadIdx.x] = own[i];
-        __syncthreads();
-        const bool larger = takes_larger(first, size, stride);  // both bits are of the thread's number
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const SortKey other = keys[i * THREADS + partner];
-            own[i] = larger ? larger_of(own[i], other) : smaller_of(own[i], other);
-        }
-        __syncthreads();  // before the words are written again
-    }
-
-    __device__ __forceinline__ void exchange_in_warp(int size, int stride) {
-        const bool larger = takes_larger(first, size, stride);
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const SortKey other = __shfl_xor_sync(ALL_LANES, own[i], stride / ITEMS);
-            own[i] = larger ? larger_of(own[i], other) : smaller_of(own[i], other);
-        }
-    }
-
-    template <int STRIDE>
-    __device__ __forceinline__ void exchange_in_thread(int size) {
-        if (STRIDE < size) {
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                if (i & STRIDE) continue;
-                const SortKey low = own[i], high = own[i | STRIDE];
-                const bool descends = ((first + i) & size) == 0;
-                own[i] = descends == (low > high) ? low : high;
-                own[i | STRIDE] = descends == (low > high) ? high : low;
-            }
-        }
-        if constexpr (STRIDE > 1) exchange_in_thread<STRIDE / 2>(size);
-    }
-};
-
 }  // namespace sorting
-
-// Sort the block's keys, largest first.
-//
-// keys: shared memory, THREADS * ITEMS of them (both powers of two, ITEMS at most 16), aligned to 8 bytes; fill up with
-// zeros, which end up last. Barriers before and after: the caller needs none.
-// Cost: L = log2(THREADS * ITEMS) gives L (L + 1) / 2 steps of ITEMS keys, about 8 instructions a key in a warp's or
-// the block's step and 4 in a thread's; with W = log2(THREADS / 32), W (W + 1) / 2 steps have two barriers each.
-// Example: 256 x 4 keys: 55 steps, 6 of them with barriers, about 1,500 instructions; 1,024 x 8: 91 steps, 15, about
-// 5,000. Registers: 2 * ITEMS for the keys and about 20.
-template <int THREADS, int ITEMS>
-__device__ void sort_descending(SortKey* keys) {
-    using namespace sorting;
-    static_assert(is_power_of_two(THREADS) && THREADS >= LANES && THREADS <= 1024, "whole warps, a power of two");
-    static_assert(is_power_of_two(ITEMS) && ITEMS <= 16, "the keys of a thread lie in registers");
-    Network<THREADS, ITEMS> network;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) network.own[i] = keys[i * THREADS + threadIdx.x];  // any order will do
-    __syncthreads();
-#pragma unroll 1
-    for (int size = 2; size <= THREADS * ITEMS; size *= 2) {
-        int stride = size / 2;
-#pragma unroll 1
-        for (; stride >= LANES * ITEMS; stride /= 2) network.exchange_in_block(keys, size, stride);
-#pragma unroll 1
-        for (; stride >= ITEMS; stride /= 2) network.exchange_in_warp(size, stride);
-        if constexpr (ITEMS > 1) network.template exchange_in_thread<ITEMS / 2>(size);
-    }
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) keys[network.first + i] = network.own[i];
-    __syncthreads();
-}
 
 // Sum of `value` over the threads before this one; `total` receives the sum over all threads.
 //

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError, QueueFullError, RequestError
-from kvseek.core.request import FinishReason, Request, SamplingConfig
+from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.cache.memory_layout import layer_extent_bytes
 from kvseek.engine.engine import Engine
 from kvseek.engine.model import prefill as prefill_module
@@ -66,6 +66,38 @@ def test_a_stop_word_ends_with_the_word(engine: Engine) -> None:
     assert tuple(found[-3:]) == word
     assert len(found) <= 12
     assert outputs[-1].finish_reason is FinishReason.STOP_WORD
+
+
+@pytest.mark.parametrize("end", ["length", "end_id", "stop_word", "cancelled", "error"])
+def test_tokens_that_nobody_watches_come_with_the_end(
+    end: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tokens,) = engine.generate([Request(PROMPT, 30)])
+    ends = (tokens[11],) if end == "end_id" else ()
+    request = Request(PROMPT, 30, end_ids=ends, stop_words=(tuple(tokens[9:12]),) if end == "stop_word" else ())
+    sequence = engine.prepare(request)
+    engine.enqueue(sequence, whole=True)
+    outputs = list[StepOutput]()
+    while engine.has_work:
+        outputs += engine.step()
+        if len(sequence.generated) == 12 and end == "cancelled":
+            outputs.append(engine.cancel(sequence.request_id))
+        elif len(sequence.generated) == 12 and end == "error":
+            monkeypatch.setattr(engine.decoder, "launch", lambda *step: 1 // 0)
+    (last,) = outputs
+    assert last.finish_reason == end
+    given = [*last.earlier, *([] if last.token_id is None else [last.token_id])]
+    first = tokens.index(tokens[11]) if end == "end_id" else 30 if end == "length" else 12
+    assert given == tokens[:first]
+    assert last.statistics.generated_tokens == first + (end == "end_id")
+    assert last.statistics.cached_token_steps == sum(range(121, 120 + last.statistics.generated_tokens))
+
+
+def test_what_comes_with_each_token_comes_with_it(engine: Engine) -> None:
+    engine.enqueue(engine.prepare(Request(PROMPT, 5, SamplingConfig(logprobs=0))), whole=True)
+    found = [output for output in run_to_end(engine) if output.logprobs is not None]
+    assert len(found) == 5
+    assert not found[-1].earlier
 
 
 def test_decoding_goes_on_during_a_prefill(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,9 +140,9 @@ class Server:
         """Seconds of each step."""
         return [later - earlier for earlier, later in pairwise(self.tokens)]
 
-    def step(self, streams: bool = True) -> None:
+    def step(self, streams: bool = True, watched: bool = True) -> None:
         begun = self.now
-        for one in self._reader.read(self.unread, beside=streams):
+        for one in self._reader.read(self.unread, streams, watched):
             if one.logits is not None:
                 self.unread.remove(one.sequence)
                 number = one.sequence.request_id
@@ -284,6 +284,23 @@ def test_steps_take_the_slowdown_on_average(machine: Machine, chunk: int) -> Non
     assert max(settled) <= 1e-9 + machine.decode + max(dearest, SLOWDOWN * machine.decode), (
         "one unit, or what the allowance has"
     )
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_prompts_do_not_wait_for_requests_that_nobody_watches(longer: bool) -> None:
+    """But for a long one, which they would have to wait for; a stream that comes later pays for none of them."""
+    server = Server(H200, 2048)
+    for _ in range(5):
+        server.step()
+    numbers = [server.arrive(tokens) for tokens in [300] * 40 + [LONG] * longer]
+    for _ in range(2):
+        server.step(watched=False)
+    assert (set(numbers) <= set(server.ttft)) != longer
+    if not longer:
+        last = server.arrive(300)
+        for _ in range(4):
+            server.step()
+        assert last in server.waited
 
 
 def test_packs_without_a_long_prompt_neither_wait_for_debts_nor_make_them() -> None:

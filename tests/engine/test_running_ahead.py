@@ -201,7 +201,7 @@ def ahead(pair_of: Callable[[str], Pair]) -> Engine:
 def until_first(engine: Engine, *requests: Request) -> list[int]:
     """Submit requests and step until all have a token, and a step is in flight with all of them."""
     ids = [engine.submit(request) for request in requests]
-    while engine._in_flight is None or len(engine._in_flight.sequences) < len(requests):
+    while engine._in_flight is None or len(engine._in_flight.requests.sequences) < len(requests):
         engine.step()
     return ids
 

@@ -133,9 +133,9 @@ class BrokenEngine:
     def prepare(self, request: Request) -> Any:
         if request.max_tokens == 13:
             raise MemoryError("no room for a sampler")
-        return SimpleNamespace(request_id=next(self.ids), request=request)
+        return SimpleNamespace(request_id=next(self.ids), request=request, unsent=lambda: (7,))
 
-    def enqueue(self, sequence: Any) -> None:
+    def enqueue(self, sequence: Any, whole: bool) -> None:
         self.requests += 1
 
     def cancel_waiting(self, request_id: int, reason: FinishReason) -> None:
@@ -174,6 +174,7 @@ def test_an_engine_that_fails_ends_all_requests_and_refuses_new_ones() -> None:
     for one in outputs:
         (end,) = collect(one)
         assert (end.finish_reason, end.code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+        assert end.earlier == (7,), "tokens of which nobody has been told"
         assert "the engine has failed (RuntimeError: CUDA error: an illegal memory access" in end.error
     with pytest.raises(UnavailableError, match=r"has failed \(RuntimeError: CUDA error.*start the server again"):
         service.submit(Request(PROMPT, 5), outputs[0].put)

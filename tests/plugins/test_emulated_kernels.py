@@ -75,17 +75,9 @@ def test_more_candidates_than_nested_holds() -> None:
     nested_checks.check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
 
 
-def test_an_infinite_query_hurts_no_other_request_of_nested() -> None:
+def test_a_bad_query_hurts_no_other_request_of_nested() -> None:
     torch.manual_seed(6)
-    keys = gpu_context.keys_of_slots([1500] * 3, 64, "bfloat16")
-    index = nested_checks.make_index(NestedConfig(), "bfloat16", 64, 2, keys)
-    queries = torch.randn(3, KV_HEADS * 2, 64, dtype=torch.bfloat16)
-    want = select_rows(index, queries, [0, 1, 2]).rows.clone()
-    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
-    rows = select_rows(index, queries, [0, 1, 2]).rows
-    assert torch.equal(rows[2], want[2])
-    assert ((rows >= 0) & (rows < 1500)).all()
-    assert not index.workspace.totals.any()
+    batch_checks.check_bad_queries(batch_checks.make_index("nested", {}, [1500] * 4))
 
 
 @pytest.mark.parametrize("shape", [("bfloat16", 128, 4), ("float32", 96, 3)])

@@ -18,15 +18,22 @@ are equally spaced in all long prompts (`new_rows` of prefill.py).
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.streams import to_device
 from kvseek.engine.model.library_attention import (
     OCCUPYING_QUERIES,
+    causal_attention_batch,
     causal_attention_device,
     cudnn_attention,
     flash_attention,
@@ -37,6 +44,7 @@ from kvseek.engine.model.prompt_windows import (
     Blocks,
     block_tokens,
     filled_up,
+    floor_power_of_two,
     past_blocks,
     power_of_two,
     window_tokens,
@@ -72,6 +80,7 @@ class PromptAttention:
     def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, chunk: int, longest: int) -> None:
         self._kernels, self._model, self.dtype = kernels, model, dtype
         self._window, self._block = window_tokens(chunk), block_tokens(longest)
+        self._pack: tuple[tuple[int, ...], list[PackedPrompts]] | None = None  # the last one's borders, and its calls
         self.refusal = self._refused()
         alone = MEMORY_EFFICIENT if dtype is torch.float32 else FLASH
         self.name = CUDNN_AND_FLASH if self.refusal is None else alone
@@ -96,6 +105,34 @@ class PromptAttention:
             parts = [attend_blocks(copies, keys, values, blocks, scaling) for blocks in calls]
             parts.append(attend_window(own, keys[:, base:stop], values[:, base:stop], scaling))
             merge(self._kernels, parts, out[kept])
+        return out
+
+    def attend_pack(
+        self, queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...], scaling: float
+    ) -> Tensor:
+        """Attend causally in each prompt of a pack to itself; see BlockAttention.
+
+        Prompts that are filled up to the same number of tokens are one call, with the bits that each of them gets alone.
+        """
+        if self._pack is None or self._pack[0] != borders:  # the layers of a pack follow each other
+            self._pack = borders, packed_prompts(borders, self._window, queries.device)
+        tokens, (heads, _, dim) = queries.transpose(0, 1), queries.shape
+        out = torch.empty_like(tokens)
+        for first, stop in pairwise(borders):
+            if stop - first > self._window:
+                one_prompt = slice(first, stop)
+                out[one_prompt] = self(queries[:, one_prompt], keys[:, one_prompt], values[:, one_prompt], scaling)
+        for one in self._pack[1]:
+            filled = tokens.index_select(0, one.rows).view(one.number, one.size, heads, dim).transpose(1, 2)
+            own_keys, own_values = (
+                part.index_select(1, one.rows).view(-1, one.number, one.size, dim).transpose(0, 1)
+                for part in (keys, values)
+            )
+            if self.refusal is None:
+                found, _ = cudnn_attention(filled, own_keys, own_values, scaling, causal=True)
+            else:
+                found = causal_attention_batch(filled, own_keys, own_values, scaling)
+            out.index_copy_(0, one.own, found.transpose(1, 2).flatten(0, 1).index_select(0, one.places))
         return out
 
     def attend_in_blocks(
@@ -146,6 +183,51 @@ class PromptAttention:
         except RuntimeError as error:
             return str(error).splitlines()[0]
         return None
+
+
+@dataclass(frozen=True)
+class PackedPrompts:
+    """Prompts of a pack that one call reads, `number` of them filled up to `size` tokens, and how rows come there and back.
+
+    Attributes
+    ----------
+    rows : Tensor, int64 [number x size]
+        The row of the pack that stands at each place. A prompt's first one fills it up: no query of its own sees that, and what
+        is wrong in another prompt stays there.
+    own, places : Tensor, int64 [rows]
+        The rows of the prompts, and where they stand.
+    """
+
+    number: int
+    size: int
+    rows: Tensor
+    own: Tensor
+    places: Tensor
+
+
+def packed_prompts(borders: Sequence[int], most: int, device: torch.device) -> list[PackedPrompts]:
+    """Distribute the prompts of a pack to calls of at most `most` rows; prompt i has rows borders[i] .. borders[i + 1] - 1.
+
+    Longer ones are left out.
+
+    Numbers of prompts are powers of two, for which the last prompt stands several times, so that plans are few.
+    """
+    alike, calls = defaultdict[int, list[tuple[int, int]]](list), list[PackedPrompts]()
+    for first, stop in pairwise(borders):
+        if stop - first <= most:
+            alike[filled_up(stop - first)].append((first, stop))
+    for size, prompts in alike.items():
+        together = floor_power_of_two(most // size)
+        for chosen in (prompts[at : at + together] for at in range(0, len(prompts), together)):
+            number = power_of_two(len(chosen))
+            spans = [*chosen, *[chosen[-1]] * (number - len(chosen))]
+            stands = np.array([[first, stop] for first, stop in spans])
+            rows = stands[:, :1] + np.arange(size)
+            rows = np.where(rows < stands[:, 1:], rows, stands[:, :1])
+            places = np.flatnonzero((np.arange(size) < stands[:, 1:] - stands[:, :1])[: len(chosen)])
+            indices = (torch.from_numpy(part) for part in (rows.reshape(-1), rows.reshape(-1)[places], places))
+            calls.append(PackedPrompts(number, size, *(to_device(part, torch.int64, device) for part in indices)))
+    return calls
 
 
 def expected_attention(config: EngineConfig) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
-from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, sampled
+from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Draws, Launched, Sampler, sampled
 from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.retrieval import Retrieval
 from kvseek.engine.row_recorder import NOBODY, RowRecorder, RowsBySlot, Wanted
@@ -90,8 +90,9 @@ class DecodeStep:
 
     def load(self, states: Tensor) -> None:
         """Upload the requests of the next launch, int32 [at most `size`, 16], on the current stream; the host does not wait."""
-        packed = torch.cat((states, self._padding.expand(self.size - states.shape[0], -1)))
-        requests = self.batch.requests
+        packed, requests = states, self.batch.requests
+        if len(states) < self.size:
+            packed = torch.cat((states, self._padding.expand(self.size - len(states), -1)))
         if requests.is_cuda:
             packed = packed.pin_memory()  # PyTorch keeps the block until the copy has been made
         requests.copy_(packed, non_blocking=True)
@@ -163,7 +164,6 @@ class GraphDecoder(Decoder):
             self.retrieval.end_step(slots)
             wait_for_stream(self._device)
             logits = result.logits[: len(slots)].float().cpu()
-            self.retrieval.check()
         return logits, attended
 
     @property
@@ -189,19 +189,21 @@ class GraphDecoder(Decoder):
             selected: RowsBySlot = dict if recorder is None else recorder.begin()
             finish: Callable[[], list[Drawn | int]] = list
             if rows:
-                places = [latest.data_ptr() + latest.element_size() * slots[row] for row in rows]
+                first, size = latest.data_ptr(), latest.element_size()
+                places = [first + size * slots[row] for row in rows]
                 finish = self._sampling.begin(result.logits, rows, drawing, places)
-            copies = HostCopy([result.tokens])
+            # Where something is drawn for every request, the draws come behind the step's end.
+            copies = HostCopy([result.tokens] if len(rows) < len(slots) else [])
             self.retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
 
         def collect() -> list[Drawn | int]:
             with wait_on_error(self._device):
-                (greedy,) = copies.wait()
-                drawn: list[Drawn | int] = list(greedy.tolist()[: len(slots)])
+                drawn: list[Drawn | int] = [NO_TOKEN] * len(slots)
+                for greedy in copies.wait():
+                    drawn[:] = greedy.tolist()[: len(slots)]
                 for row, one in zip(rows, finish(), strict=True):
                     drawn[row] = one
-                self.retrieval.check()
-            return drawn
+                return drawn
 
         return Launched(attended, collect, selected)
 

@@ -19,7 +19,7 @@ CausalAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 @runtime_checkable
 class BlockAttention(Protocol):
-    """A CausalAttention on a GPU that also reads what was chosen for several blocks of queries at once.
+    """A CausalAttention on a GPU that also reads several prompts at once, and what was chosen for several blocks of queries.
 
     Attributes
     ----------
@@ -35,6 +35,14 @@ class BlockAttention(Protocol):
         self, queries: Tensor, size: int, chosen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
     ) -> Tensor:
         """See PromptAttention (engine/model/cuda/attention.py)."""
+
+    def attend_pack(
+        self, queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...], scaling: float
+    ) -> Tensor:
+        """Attend causally in each prompt to itself: queries [H, n, D], keys and values [G, n, D] to outputs [n, H, D].
+
+        Prompt i has rows borders[i] .. borders[i + 1] - 1.
+        """
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

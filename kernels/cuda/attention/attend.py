@@ -111,15 +111,6 @@ class Splits:
         return cls(dense, DENSE_ROWS, selected_rows, window + max(dense, -(-entries // selected_rows)))
 
 
-@dataclass(frozen=True)
-class ScratchSize:
-    """Sizes, in numbers, of the three arrays of AttentionScratch that one launch needs at most."""
-
-    partials: int
-    statistics: int
-    arrivals: int
-
-
 class AttentionScratch:
     """Scratch memory for the partial results of one launch. Layers run one after the other, so they may share it.
 
@@ -133,22 +124,11 @@ class AttentionScratch:
         Number of units of each list that are done; zeros between launches.
     """
 
-    def __init__(self, size: ScratchSize, device: torch.device) -> None:
-        self.size = size
-        self.partials = torch.empty(size.partials, dtype=torch.float32, device=device)
-        self.statistics = torch.empty(size.statistics, dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(size.arrivals, dtype=torch.int32, device=device)
-
-    def holds(self, size: ScratchSize) -> bool:
-        """Whether launches of such a size may use this scratch memory."""
-        own = self.size
-        fits = own.partials >= size.partials and own.statistics >= size.statistics
-        return fits and own.arrivals >= size.arrivals
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory."""
-        return sum(array.nbytes for array in (self.partials, self.statistics, self.arrivals))
+    def __init__(self, sizes: tuple[int, int, int], device: torch.device) -> None:
+        self.sizes, (partials, statistics, arrivals) = sizes, sizes
+        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
+        self.statistics = torch.empty(statistics, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(arrivals, dtype=torch.int32, device=device)
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -218,10 +198,11 @@ class DeviceAttention:
         self._lists = kv_heads * self.tiles.tiles  # of a request
         self._resident = kernels.multiprocessors * self.tiles.resident_ctas
         self.splits = Splits.plan(self._lists, window_rows, entries, self._resident, splits)
-        size = self._scratch_size()
-        fits = scratch is None or scratch.holds(size)
-        _require(fits, "scratch", scratch and scratch.size, f"at least {size}", "share that of a layer of this shape")
-        self.scratch = scratch or AttentionScratch(size, device)
+        sizes = self._scratch_sizes()
+        own = sizes if scratch is None else scratch.sizes
+        fits = all(numbers >= wanted for numbers, wanted in zip(own, sizes, strict=True))
+        _require(fits, "scratch", own, f"at least {sizes}", "share that of a layer of this shape")
+        self.scratch = scratch or AttentionScratch(sizes, device)
         if hot is not None:
             wanted, found = (kv_heads, entries, 2, head_dim), hot.rows.shape
             fits = (found[1], *found[3:]) == wanted and hot.rows.dtype == dtype
@@ -320,10 +301,11 @@ class DeviceAttention:
         self.kernels.launch("kvseek_attend", grid, THREADS, arguments, self.tiles.shared_bytes, overlap=True)
         return out
 
-    def _scratch_size(self) -> ScratchSize:
+    def _scratch_sizes(self) -> tuple[int, int, int]:
+        """Numbers in the arrays of AttentionScratch that a launch needs at most."""
         units, heads = self.max_batch * self._lists * self.splits.most, self.tiles.heads
         kept = min(heads, self.num_heads // self.kv_heads)
-        return ScratchSize(units * kept * self.head_dim, 2 * units * heads, self._lists * self.max_batch)
+        return units * kept * self.head_dim, 2 * units * heads, self._lists * self.max_batch
 
     def _describe_hot_rows(self, arguments: ctypes.Structure) -> None:
         hot = self.hot

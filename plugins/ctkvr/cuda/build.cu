@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kvseek::ctkvr::PRODUCT_THREADS, 3)
             for (int column = 0; column < LANE_KEYS; ++column) {
                 const int bit = i * LANE_KEYS + column, sample = first + column_key(column);
                 if ((wanted >> bit & 1) == 0) continue;
-                const Entry entry = make_entry(kvseek::ordered_bits(largest[i][column]), sampled_place(a, sample));
+                const Entry entry = kvseek::sort_key(largest[i][column], sampled_place(a, sample));
                 const bool sends = (hits >> bit & 1) != 0 && sample < a.samples && entry >= values.bounds[i];
                 sender.add(sends, entry, row_centroid(i * LANE_HEADS));
             }

@@ -5,12 +5,15 @@
 // of the product that a lane has as many heads of a centroid as possible, for maxima over the group.
 #pragma once
 
+#include "kernels/cuda/block_sort.cuh"
 #include "kernels/cuda/instructions.cuh"
-#include "kernels/cuda/numbers.cuh"
-#include "list_cut.cuh"
+#include "kernels/cuda/warp.cuh"
 
 namespace kvseek {
 namespace ctkvr {
+
+using kvseek::EVERYONE, kvseek::WARP;
+using Entry = SortKey;  // of a key: its value and its place
 
 // Arguments of all kernels that build lists: those of a band of centroids, of all KV heads.
 struct ListArguments {
@@ -27,7 +30,7 @@ struct ListArguments {
     long long key_stride;            // from a key to the next
     long long list_stride;           // from a KV head's lists to the next
     int centroids, tokens, rho;      // tokens > rho
-    int capacity;                    // >= samples, and >= rho + SLACK + threads of kvseek_ctkvr_list
+    int capacity;                    // >= samples, and >= rho + threads of kvseek_ctkvr_list
     int stride, samples;             // one key of each `stride` is sampled; samples = tokens / stride
     int rank;                        // of the sampled entry that is the bound
     int parts;                       // of the keys, that blocks of kvseek_ctkvr_sum share

@@ -8,7 +8,13 @@ namespace kvseek {
 namespace ctkvr {
 
 constexpr int LIST_THREADS = 256;
-constexpr int SLACK = 256;  // entries beyond rho that a cut may leave while the search goes on
+
+using EntryMemory = NthMemory<11>;
+
+// The entry of rank n, from 1 on, of `count`; no two are equal. Barriers before and after.
+__device__ __noinline__ Entry nth_entry(const Entry* entries, int count, int n, EntryMemory& memory) {
+    return nth_largest<LIST_THREADS, 11, const Entry*>(entries, count, n, memory);
+}
 
 struct SearchShared {
     float queries[GROUP][DIM];
@@ -51,21 +57,35 @@ __device__ __forceinline__ void load_centroid(const ListArguments& a, SearchShar
     __syncthreads();
 }
 
+// Move the entries that reach `bound` to the front, in any order: what a round writes lies before what later rounds
+// read. Starts and ends with a wait for the block.
+__device__ __forceinline__ void keep_entries(Entry* entries, int count, Entry bound, SearchShared& shared) {
+    __syncthreads();
+    if (threadIdx.x == 0) shared.held = 0;
+    for (int first = 0; first < count; first += LIST_THREADS) {
+        const int at = first + static_cast<int>(threadIdx.x);
+        const Entry own = at < count ? entries[at] : 0;
+        __syncthreads();  // everyone has read this round's entries
+        if (at < count && own >= bound) entries[atomicAdd(&shared.held, 1)] = own;
+    }
+    __syncthreads();
+}
+
 // Leave at least the best rho entries of all keys in the buffer; returns how many it holds.
-__device__ __noinline__ int search_keys(const ListArguments& a, Entry* buffer, SearchShared& shared, CutShared& cut) {
+__device__ __noinline__ int search_keys(const ListArguments& a, Entry* buffer, SearchShared& shared, EntryMemory& nth) {
     const Operand* keys = static_cast<const Operand*>(a.keys) + blockIdx.y * a.head_stride;
     load_centroid(a, shared);
     Entry bound = 0;
     int held = 0;
-    for (int first = 0; first < a.tokens; first += blockDim.x) {
-        if (held + static_cast<int>(blockDim.x) > a.capacity) {
-            bound = find_cut(buffer, held, a.rho, SLACK, cut);
-            held = keep_entries(buffer, held, bound, buffer, cut);
-            if (threadIdx.x == 0) shared.held = held;
+    for (int first = 0; first < a.tokens; first += LIST_THREADS) {
+        if (held + LIST_THREADS > a.capacity) {
+            bound = nth_entry(buffer, held, a.rho, nth);
+            keep_entries(buffer, held, bound, shared);
+            held = a.rho;
         }
         const int place = first + static_cast<int>(threadIdx.x);
         const float value = place < a.tokens ? value_of_key(keys + place * a.key_stride, shared) : 0.0f;
-        const Entry entry = make_entry(ordered_bits(value), place);
+        const Entry entry = sort_key(value, place);
         const bool wanted = place < a.tokens && entry >= bound;
         __syncthreads();
         if (wanted) buffer[atomicAdd(&shared.held, 1)] = entry;

@@ -10,7 +10,6 @@ namespace {
 constexpr int BLOCK = 8;        // coordinates of a block
 constexpr int CENTROIDS = 256;  // sign patterns of a block
 constexpr int LEVELS = 8;       // magnitudes of a coordinate
-constexpr int MAX_BLOCKS = MAX_PADDED_DIM / BLOCK;
 
 }  // namespace
 }  // namespace kvseek

@@ -175,14 +175,15 @@ def test_a_failing_prompt_ends_alone(directories: dict[str, Path], monkeypatch: 
     requests = [Request(tuple(NUMBERS[i : 20 + i]), 6) for i in (0, 3, 7)]
     expected = engine.generate(requests)
     decoder: Any = engine.decoder
-    store, bad = decoder.retrieval.store_layer, Request((5,) * 13, 6)
+    index, bad = decoder.retrieval.indexes[1], Request((5,) * 13, 6)
+    build = index.build
 
-    def fail_for_one(number: int, slot: int, *rest: Any) -> None:
-        if decoder.cache.tokens[slot] == 13 and number == 1:
+    def fail_for_one(slot: int, *rest: Any) -> Any:
+        if decoder.cache.tokens[slot] == 13:
             raise RuntimeError("an index failed")
-        store(number, slot, *rest)
+        return build(slot, *rest)
 
-    monkeypatch.setattr(decoder.retrieval, "store_layer", fail_for_one)
+    monkeypatch.setattr(index, "build", fail_for_one)
     ids = [engine.submit(request) for request in (*requests[:2], bad, requests[2])]
     outputs = run_to_end(engine)
     ends = {output.request_id: output for output in outputs if output.finish_reason}

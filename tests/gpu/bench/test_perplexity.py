@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.random_models import save_random_model
 
-from kvseek.bench.accuracy import perplexity
+from kvseek.bench import evaluate
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ def test_each_budget_has_its_kernels(tmp_path: Path) -> None:
     )
     flags = ["--device", "cuda", "--dtype", "bfloat16", "--methods", f"full,nested:{CACHE},prkv:{CACHE},page=8"]
     sizes = ["--top_k", "64,128,880", "--prompt_tokens", "600", "--tokens", "100", "--output", str(output)]
-    assert perplexity.main(["perplexity", "--model", str(model), "--text", str(text), *flags, *sizes]) == 0
+    assert evaluate.main(["perplexity", "--model", str(model), "--text", str(text), *flags, *sizes]) == 0
     full, *others = json.loads(output.read_text(encoding="utf-8"))["results"]
     for few, more, every in (others[:3], others[3:]):
         assert few["attended_tokens"] + 64 == more["attended_tokens"] < every["attended_tokens"]

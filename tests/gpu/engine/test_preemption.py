@@ -17,8 +17,12 @@ from kvseek.engine.cache.memory_layout import lay_out_rows
 
 pytestmark = pytest.mark.gpu
 
-# Evictions are of 64 tokens here: all but the last request have one extent at first, and two when they end.
-LONGER = [replace(request, prompt_ids=(*request.prompt_ids, *DOCUMENT[:60])) for request in REQUESTS]
+# Evictions are of 64 tokens here, for which a request has room when it begins: all but the last have one extent then, as
+# 1,042 + 64 tokens are at most 1,024 + 64 + 20, and two when they end.
+LONGER = [
+    replace(request, prompt_ids=(*request.prompt_ids, *DOCUMENT[:32]), max_tokens=request.max_tokens + 40)
+    for request in REQUESTS
+]
 
 
 def pool(directory: Path, offload: str, extents: int) -> dict[str, object]:

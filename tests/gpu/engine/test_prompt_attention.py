@@ -6,7 +6,7 @@ In float32 a log-sum-exp of 300 is known to 3e-5 only, so the reference of a mer
 from __future__ import annotations
 
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -117,6 +117,26 @@ def test_a_query_gives_the_same_bits_whatever_the_chunks(
     whole = read((*range(0, n, 2048), n))
     for borders in ((0, n), (0, 1, 700, 2049, 2112, 5000, 8191, 8192, 40_000, n - 30, n), (0, 8448, n - 1, n)):
         assert torch.equal(read(borders), whole), borders
+
+
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 3), ("bfloat16", 64, 7), ("float16", 96, 1)])
+def test_a_prompt_gives_the_same_bits_in_a_pack(
+    dtype: str, dim: int, group: int, kernels: MakeKernels, device: torch.device
+) -> None:
+    """Other prompts, which may fill up to the same number of tokens, and what is no number in them change nothing."""
+    torch.manual_seed(0)
+    attention, borders = (
+        make(kernels, dtype, dim, group),
+        tuple(accumulate((300, 20, 400, 512, 100, 300, 1, 9), initial=0)),
+    )
+    queries = torch.randn(borders[-1], KV_HEADS * group, dim, device=device).to(attention.dtype).transpose(0, 1)
+    keys, values = rows(dtype, device, borders[-1], dim, scale=2.0), rows(dtype, device, borders[-1], dim)
+    values[:, 310] = torch.nan
+    found = attention.attend_pack(queries, keys, values, borders, dim**-0.5)
+    for first, stop in pairwise(borders):
+        own = (part[:, first:stop] for part in (queries, keys, values))
+        alone = attention(*own, dim**-0.5)
+        assert torch.equal(found[first:stop].nan_to_num(9.0), alone.nan_to_num(9.0)), (first, stop)
 
 
 def test_float32_is_left_to_pytorch_by_name(kernels: MakeKernels, device: torch.device) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from tests.gpu.plugins import gpu_context
 from tests.kernels.reference.codes import stores
-from tests.plugins.index_cases import KV_HEADS
 from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState
@@ -24,9 +22,7 @@ make_context = partial(gpu_context.make_context, "clusterkv", layer=LAYER)
 
 def random_keys(n: int, dim: int, dtype: str) -> Tensor:
     """Keys of unequal norms around a common direction, as keys after RoPE are; on the CPU."""
-    center = torch.randn(KV_HEADS, 1, dim)
-    keys = (torch.randn(KV_HEADS, n, dim) + center) * (0.5 + torch.rand(KV_HEADS, n, 1))
-    return keys.to(getattr(torch, dtype))
+    return gpu_context.keys_of_slots([n], dim, dtype)[0]
 
 
 def copy_clusters(found: CudaIndex, expected: ReferenceIndex) -> None:

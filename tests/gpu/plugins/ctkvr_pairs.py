@@ -105,7 +105,9 @@ class Twin:
         index, reference = self.index, self.reference
         copy_centroids(index.reference, reference)
         reference.written[:] = index.written[:, 0].tolist()
-        reference.prompted[:], reference.listed[:] = index.prompted.tolist(), index.listed.tolist()
+        reference.prompted[:] = index.prompted.tolist()
+        for slot, tokens in enumerate(index.listed.tolist()):
+            reference.listed[slot] = tokens
         written = index.written.clone()
         selection = select_rows(index, queries, slots)
         for request, slot in enumerate(slots):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from tests.plugins.index_cases import KV_HEADS, context_of
 from torch import Tensor
 
 from kvseek.bench.methods import method_kernels
-from kvseek.core.batch import Batch
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.registry import get_method
@@ -67,22 +66,3 @@ def keys_of_slots(lengths: Sequence[int], dim: int, dtype: str) -> list[Tensor]:
         ((torch.randn(KV_HEADS, n, dim) + center) * (0.5 + torch.rand(KV_HEADS, n, 1))).to(getattr(torch, dtype))
         for n in lengths
     ]
-
-
-def check_captured(index: Any, queries: Tensor, batch: Batch, change: Callable[[], Batch]) -> Tensor:
-    """A graph of a selection selects what the index does, and then for the requests of another batch, the last of them dense.
-
-    Returns the rows of the other batch's first two requests.
-    """
-    want = index.select(queries, batch).rows.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows: Tensor = index.select(queries, batch).rows
-    rows.fill_(-9)
-    graph.replay()
-    assert torch.equal(rows, want)
-    batch.requests.copy_(change().requests)
-    rows.fill_(-9)
-    graph.replay()
-    assert (rows[2] == -9).all(), "nothing is selected for a dense request"
-    return rows[:2]

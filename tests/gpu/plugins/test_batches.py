@@ -1,9 +1,12 @@
-"""What a request selects is the same, to the bit, alone and in any batch: units are cut by lengths, blocks by the batch."""
+"""What holds for the batches of all methods: each request selects what it selects alone, in a graph too, whatever the others are.
+
+Units of work are cut by lengths, blocks by the batch.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 import torch
@@ -43,8 +46,8 @@ def make_index(method: str, settings: dict[str, object], lengths: Sequence[int])
     return index
 
 
-def select(index: Index, queries: Tensor, slots: list[int]) -> Tensor:
-    selection = index.select(queries[slots], batch_of(index, slots, DENSE))
+def select(index: Index, queries: Tensor, slots: list[int], dense: Collection[int] = DENSE) -> Tensor:
+    selection = index.select(queries[slots], batch_of(index, slots, dense))
     assert selection is not None
     return selection.rows
 
@@ -67,3 +70,50 @@ def check_batches(index: Index, scale: float, sizes: Sequence[int], times: int) 
 def test_a_request_selects_the_same_rows_in_any_batch(name: str, scale: float) -> None:
     torch.manual_seed(3)
     check_batches(make_index(*CONTESTANTS[name], LENGTHS), scale, (2, 3, 8, 16), 4)
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_captured_selection_follows_requests_and_skips_dense_ones(name: str) -> None:
+    torch.manual_seed(3)
+    index = make_index(*CONTESTANTS[name], [3000, 40_000, 12_000])
+    queries = torch.randn(3, KV_HEADS * GROUP, DIM, device="cuda").bfloat16()
+    batch = batch_of(index, [0, 1, 2])
+    first, last = (index.select(queries, batch_of(index, slots)) for slots in ([0, 1, 2], [2, 0, 1]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = index.select(queries, batch)
+    assert captured is not None
+    assert first is not None
+    assert last is not None
+    captured.rows.fill_(-9)
+    graph.replay()
+    assert torch.equal(captured.rows, first.rows)
+    batch.requests.copy_(batch_of(index, [2, 0, 1], dense=[1]).requests)
+    captured.rows.fill_(-9)
+    graph.replay()
+    assert torch.equal(captured.rows[:2], last.rows[:2])
+    assert (captured.rows[2] == -9).all(), "nothing is selected for a dense request"
+
+
+def check_bad_queries(index: Index) -> None:
+    """Softmax weights that are NaN, or far above 1: keys of such weights must not lie outside of a histogram."""
+    slots, length = [0, 1, 2, 3], index.context.lengths[0]
+    queries = torch.randn(4, KV_HEADS * GROUP, DIM).bfloat16().to(gpu_context.PLACE)
+    want, bad = select(index, queries, slots, dense=()).clone(), queries.clone()
+    bad[0, :, 5], bad[1, 0, 0] = float("inf"), float("nan")
+    bad[3] *= 1e30
+    rows = select(index, bad, slots, dense=())
+    assert torch.equal(rows[2], want[2])
+    ordered = rows.sort(dim=-1).values
+    assert ((rows >= -1) & (rows < length)).all()
+    assert ((ordered.diff(dim=-1) > 0) | (ordered[..., 1:] == -1)).all(), "no row twice"
+    assert ((rows < 0).sum(dim=-1) <= getattr(index.context.config, "page", 0)).all(), (
+        "pages that do not fit are left out"
+    )
+    assert torch.equal(select(index, queries, slots, dense=()), want), "nothing is left behind for the next selection"
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_bad_query_hurts_no_other_request(name: str) -> None:
+    torch.manual_seed(6)
+    check_bad_queries(make_index(*CONTESTANTS[name], [9000] * 4))

@@ -6,8 +6,6 @@ import pytest
 import torch
 from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.clusterkv_pairs import (
-    KV_HEADS,
-    batch_of,
     build,
     copy_clusters,
     make_context,
@@ -17,7 +15,7 @@ from tests.gpu.plugins.clusterkv_pairs import (
 )
 from tests.kernels.reference.codes import stores
 from tests.plugins.clusterkv.settings import CENTROIDS
-from tests.plugins.index_cases import extend, select, select_rows
+from tests.plugins.index_cases import KV_HEADS, extend, select, select_rows
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
@@ -179,20 +177,6 @@ def test_equal_keys_are_taken_in_order() -> None:
     assert torch.equal(rows, found.reranker.candidates[:KV_HEADS, :100])
 
 
-def test_an_infinite_or_huge_query_hurts_no_other_request() -> None:
-    torch.manual_seed(6)
-    config = Config(top_k=300, iterations=1)
-    _, index = make_pair(config, "bfloat16", 128, 4, [9000] * 4)
-    queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
-    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
-    queries[3] *= 1e30
-    rows = select_rows(index, queries, [0, 1, 2, 3]).rows
-    assert torch.equal(rows[2], want[2])
-    assert ((rows >= 0) & (rows < 9000)).all()
-    assert (rows.sort(dim=-1).values.diff(dim=-1) > 0).all(), "no row twice"
-
-
 def test_prompts_are_encoded_beside_their_clustering() -> None:
     """Codes, spreads and clusters that the kernels made select as the reference does with the same arrays."""
     torch.manual_seed(8)
@@ -323,18 +307,6 @@ def test_dense_layers_select_nothing() -> None:
     queries = torch.randn(1, KV_HEADS * 2, 64, device="cuda").bfloat16()
     assert select(index, queries, [0]) is None
     assert index.budget(2320).rows == 2320
-
-
-@pytest.mark.parametrize("bits", [0, 2])
-def test_a_captured_selection_follows_lengths_and_skips_dense_requests(bits: int) -> None:
-    torch.manual_seed(3)
-    lengths = [3000, 40_000, 12_000]
-    _, index = make_pair(Config(iterations=2, rerank_bits=bits), "bfloat16", 128, 4, lengths)
-    queries = torch.randn(3, KV_HEADS * 4, 128, device="cuda").bfloat16()
-    batch = batch_of(index, [50_000] * 3, [0, 1, 2])
-    others = batch_of(index, [50_001] * 3, [2, 0, 1], dense=[1])
-    rows = gpu_context.check_captured(index, queries, batch, lambda: others)
-    assert torch.equal(rows, select_rows(index, queries[:2], [2, 0]).rows)
 
 
 def test_queries_of_another_dtype_are_refused() -> None:

@@ -192,22 +192,6 @@ def test_codes_are_those_of_the_reference() -> None:
             assert (want - found).abs().max() <= 1
 
 
-def test_with_codes_a_bad_query_hurts_no_other_request() -> None:
-    torch.manual_seed(11)
-    cache = make_cache(SHAPES[0], [3000, 2000, 2500])
-    index = make_index(SHAPES[0], replace(CODED, update=False), cache)
-    for slot, length in enumerate(cache.lengths):
-        build(index, cache, slot, length)
-    queries = random_queries(index, 3)
-    want = select_rows(index, queries, [0, 1, 2]).rows.clone()
-    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
-    rows = select_rows(index, queries, [0, 1, 2]).rows
-    assert torch.equal(rows[2], want[2])
-    for request, length in enumerate(cache.lengths):
-        assert ((rows[request] >= 0) & (rows[request] < length)).all()
-        assert (rows[request].diff(dim=-1) > 0).all(), "ascending, none twice"
-
-
 @pytest.mark.parametrize("config", [SMALL, CODED], ids=["exact", "codes"])
 def test_a_captured_selection_follows_requests_and_skips_dense_ones(config: Config) -> None:
     torch.manual_seed(6)
@@ -277,7 +261,6 @@ def test_host_cores_attend_as_the_gpu_does(shape: tuple[str, int, int], captured
         else:
             found = run()
         torch.cuda.synchronize()
-        on_host.check()
         limit = 1e-4 if shape[0] == "float32" else 2e-2
         torch.testing.assert_close(found.float(), expected.float(), rtol=limit, atol=limit)
         assert torch.equal(on_host.written, on_gpu.written)

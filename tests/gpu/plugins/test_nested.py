@@ -10,10 +10,9 @@ import torch
 from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.shared_extents import check_shared_extents
 from tests.kernels.reference.codes import stores
-from tests.plugins.index_cases import KV_HEADS, batch_of, select_rows
+from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor
 
-from kvseek.core.batch import Batch
 from kvseek.kernels.reference.codes.key_codes import estimate_at
 from kvseek.plugins.nested import device
 from kvseek.plugins.nested.config import Config
@@ -147,20 +146,6 @@ def test_evicted_keys_become_visible_when_they_are_published() -> None:
     check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
 
 
-def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
-    torch.manual_seed(3)
-    lengths = [3000, 40_000, 12_000]
-    index = make_index(Config(), "bfloat16", 128, 4, gpu_context.keys_of_slots(lengths, 128, "bfloat16"))
-    queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-
-    def shorten() -> Batch:
-        index.context.lengths[1] = 2000
-        return batch_of(index, [1, 2, 0], dense=[0])
-
-    rows = gpu_context.check_captured(index, queries, batch_of(index, [0, 1, 2]), shorten)
-    assert torch.equal(rows, select_rows(index, queries[[0, 1]], [1, 2]).rows)
-
-
 def test_more_candidates_than_shared_memory_holds() -> None:
     torch.manual_seed(5)
     config = Config(top_k=300)
@@ -179,21 +164,6 @@ def test_equal_keys_are_taken_in_order(top_k: int) -> None:
     queries = torch.randn(1, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
     rows = select_rows(index, queries, [0]).rows[0].cpu()
     assert torch.equal(rows, torch.arange(top_k, dtype=torch.int32).expand(KV_HEADS, -1))
-
-
-def test_an_infinite_or_huge_query_hurts_no_other_request() -> None:
-    """Its softmax weights are NaN, or far above 1: keys of such weights must not lie outside of the histogram."""
-    torch.manual_seed(6)
-    index = make_index(Config(), "bfloat16", 128, 4, gpu_context.keys_of_slots([9000] * 4, 128, "bfloat16"))
-    queries = torch.randn(4, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    want = select_rows(index, queries, [0, 1, 2, 3]).rows.clone()
-    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
-    queries[3] *= 1e30
-    rows = select_rows(index, queries, [0, 1, 2, 3]).rows
-    assert torch.equal(rows[2], want[2])
-    assert ((rows >= 0) & (rows < 9000)).all()
-    assert (rows.diff(dim=-1) > 0).all()
-    assert not index.workspace.totals.any()
 
 
 @pytest.mark.parametrize("shape", [("bfloat16", 128, 4), ("float32", 64, 2)])

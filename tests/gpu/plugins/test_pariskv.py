@@ -10,10 +10,9 @@ import pytest
 import torch
 from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.shared_extents import check_shared_extents
-from tests.plugins.index_cases import KV_HEADS, batch_of, select_rows
+from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor
 
-from kvseek.core.batch import Batch
 from kvseek.core.extents import extents_for
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
 from kvseek.plugins.pariskv.device import CudaIndex
@@ -167,23 +166,6 @@ def test_evicted_keys_become_visible_when_they_are_published() -> None:
     whole.build(0, keys.cuda(), keys.cuda())
     assert torch.equal(select_rows(found, queries, [0]).rows, select_rows(whole, queries, [0]).rows)
     assert torch.equal(found.counts, whole.counts)
-
-
-def test_a_captured_selection_follows_lengths_and_skips_dense_requests() -> None:
-    torch.manual_seed(3)
-    config = Config()
-    lengths = [3000, 40_000, 12_000]
-    _, found = make_pair(config, "bfloat16", 128, 4, lengths)
-    queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-
-    def shorten() -> Batch:
-        found.context.lengths[1] = 2000
-        return batch_of(found, [1, 2, 0], dense=[0])
-
-    rows = gpu_context.check_captured(found, queries, batch_of(found, [0, 1, 2]), shorten)
-    assert (rows[0] < 2000).all()
-    # The counts of slot 1 still hold all of its keys: a shorter length alone is not what a served request does.
-    assert torch.equal(rows, select_rows(found, queries[[0, 1]], [1, 2]).rows)
 
 
 @pytest.mark.parametrize("reduce", GROUP_REDUCTIONS)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.gpu.plugins.gpu_context import check_captured
 from tests.gpu.plugins.prkv_world import (
     KV_HEADS,
     SHAPES,
@@ -23,9 +22,7 @@ from tests.gpu.plugins.prkv_world import (
 from tests.plugins.prkv.settings import BOXES
 
 from kvseek.bench.methods import method_kernels
-from kvseek.core.batch import Batch
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config
-from kvseek.plugins.prkv.device import CudaIndex
 from kvseek.plugins.prkv.observe import observe
 from kvseek.plugins.prkv.static import observation_scores
 
@@ -159,26 +156,6 @@ def test_evicted_keys_become_visible_when_they_are_published(page_score: str) ->
 
 
 @pytest.mark.parametrize("page_score", PAGE_SCORES)
-def test_a_captured_selection_follows_lengths_and_skips_dense_requests(page_score: str) -> None:
-    torch.manual_seed(3)
-    lengths = [3000, 40_000, 12_000]
-    world = World(Config(page_score=page_score), "bfloat16", 128, 4, lengths)
-    for slot, n in enumerate(lengths):
-        world.prompt(slot, random_rows(n, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
-    queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    index = world.index
-    assert isinstance(index, CudaIndex)
-
-    def shorten() -> Batch:
-        world.context.lengths[1] = 2000
-        return world.batch([1, 2, 0], 1, dense=[0])
-
-    rows = check_captured(index, queries, world.batch([0, 1, 2], 0), shorten)
-    assert torch.equal(rows, world.select(queries[:2], [1, 2]).rows)
-    assert rows[0, :, world.static(1).shape[1] :].max() < 2000
-
-
-@pytest.mark.parametrize("page_score", PAGE_SCORES)
 @pytest.mark.parametrize("n", [20_000, 530_000])
 def test_equal_pages_are_taken_in_order(n: int, page_score: str) -> None:
     """All scores are equal."""
@@ -218,18 +195,3 @@ def test_observation_scores(dtype: str, dim: int, group: int, page: int) -> None
         torch.testing.assert_close(found, observation_scores(queries, keys, dim**-0.5, mask), rtol=1e-3, atol=1e-7)
         found = observe(kernels, queries.cuda(), keys.cuda(), dim**-0.5).cpu()
         torch.testing.assert_close(found, observation_scores(queries, keys, dim**-0.5), rtol=1e-3, atol=1e-7)
-
-
-@pytest.mark.parametrize("page_score", PAGE_SCORES)
-def test_an_infinite_query_hurts_no_other_request(page_score: str) -> None:
-    torch.manual_seed(6)
-    world = World(Config(top_k=256, page_score=page_score), "bfloat16", 128, 4, [9000] * 3)
-    for slot in range(3):
-        world.prompt(slot, random_rows(9000, 128, world.dtype), torch.randn(KV_HEADS * 4, 64, 128).bfloat16())
-    queries = torch.randn(3, KV_HEADS * 4, 128, dtype=torch.bfloat16, device="cuda")
-    want = world.select(queries, [0, 1, 2]).rows.clone()
-    queries[0, :, 5], queries[1, 0, 0] = float("inf"), float("nan")
-    rows = world.select(queries, [0, 1, 2]).rows
-    assert torch.equal(rows[2], want[2])
-    assert ((rows >= -1) & (rows < 9000)).all()
-    assert (rows[..., :248] >= 0).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvseek.engine.model.cuda.attention import (
     PromptAttention,
     expected_attention,
     in_blocks,
+    packed_prompts,
 )
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.prompt_windows import (
@@ -119,6 +121,33 @@ def test_without_cudnn_flash_attention_reads_prompts_by_name(caplog: pytest.LogC
     expected = causal_attention_device(queries, keys, keys, 0.2)
     assert torch.equal(attention(queries, keys, keys, 0.2), expected)
     assert PromptAttention(kernels, MODEL, torch.float32, 2048, 4096).name == MEMORY_EFFICIENT
+
+
+def test_prompts_of_a_pack_are_few_calls() -> None:
+    """Prompts that are filled up alike are read together: 300 and 400 tokens, 20 and 100, as many as the rows of a window."""
+    borders = tuple(accumulate((300, 20, 400, 512, 100, 300, 300, 1), initial=0))
+    calls = packed_prompts(borders, 2048, torch.device("cpu"))
+    assert [(one.number, one.size) for one in calls] == [(4, 512), (1, 512), (4, 128)]
+    assert sorted(torch.cat([one.own for one in calls]).tolist()) == list(range(borders[-1]))
+    for one in calls:
+        assert torch.equal(one.rows[one.places], one.own)
+        assert one.rows.shape == (one.number * one.size,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_prompt_of_a_pack_attends_to_itself(dtype: torch.dtype) -> None:
+    """What is no number in one of them stays there."""
+    kernels: Any = SimpleNamespace(device=torch.device("cpu"))
+    attention, borders = PromptAttention(kernels, MODEL, dtype, 2048, 4096), (0, 300, 320, 720, 721, 2821)
+    queries, keys = (torch.randn(heads, 2821, 32).to(dtype) for heads in (4, 2))
+    values = keys + 1
+    values[:, 310] = torch.nan
+    found = attention.attend_pack(queries, keys, values, borders, 0.2)
+    for number, (first, stop) in enumerate(pairwise(borders)):
+        own = (part[:, first:stop] for part in (queries, keys, values))
+        expected = attention(*own, 0.2)
+        assert torch.isfinite(expected).all() == (number != 1)
+        assert torch.allclose(found[first:stop], expected, atol=2e-2, rtol=0, equal_nan=True)
 
 
 def test_what_an_engine_directory_says() -> None:
