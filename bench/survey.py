@@ -27,8 +27,8 @@ TEXTS = (
     "asyncio:base_events.py",
     "idlelib:NEWS.txt",
 )  # a reference, a program, a list of changes
-QUICK = {"top_k": "100,512", "tokens": 200, "tasks": "niah_single,qa_single,extract", "n": 5, "steps": 20}
-WHOLE = {"top_k": "64,100,256,512,1024", "tokens": 500, "tasks": "all", "n": 25, "steps": 50}
+QUICK: dict[str, Any] = {"top_k": "100,512", "tokens": 200, "tasks": "niah_single,qa_single,extract", "n": 5, "steps": 20}
+WHOLE: dict[str, Any] = {"top_k": "64,100,256,512,1024", "tokens": 500, "tasks": "all", "n": 25, "steps": 50}
 SHAPE_CONTEXT = 131_072  # of steps on a GPU, which need no checkpoint
 
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> Document:
     _measure(tasks, [*built, *asked], folder / "tasks.json")
     if not (speed := folder / "speed.json").exists():
         progress("steps")
-        write_result(speed, _steps(arguments, common, built, int(sizes["steps"])))
+        write_result(speed, _steps(arguments, common, built, sizes["steps"]))
     results = [folder / f"{name}.json" for name in ("perplexity", "tasks", "speed")]
     page = argparse.Namespace(results=results, html=folder / "report.html")
     return report.run(page) | {"evaluation": "all"}
