@@ -97,3 +97,9 @@ def method_traits(config: EngineConfig) -> Traits:
     """Return the traits of an engine's method, for the engine's settings of that method."""
     method = get_method(config.method)
     return method.traits(method.configure(config.method_config))
+
+
+def reports_rows(config: EngineConfig) -> bool:
+    """Whether the process of an engine sees the rows that all layers and KV heads select."""
+    seen = config.device == "cpu" or method_traits(config).reports_rows
+    return config.runtime == "torch" and config.tp_size == 1 and seen

@@ -15,7 +15,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import uvloop
@@ -26,18 +27,17 @@ from kvseek.core.liveness import answer_at
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.grpc.checks import message_limit
 from kvseek.server.grpc.server import GrpcServer
-from kvseek.server.http.content import BODY_SECONDS, BodyReader
+from kvseek.server.http.content import BODY_SECONDS, BodyReader, largest_body
 from kvseek.server.http.health import ServerState
 from kvseek.server.http.metrics import ENDPOINTS, MAX_METRICS_CONNECTIONS, MetricsRoutes
-from kvseek.server.http.server import HEADER_SECONDS, SPARE_CONNECTIONS, HttpServer
+from kvseek.server.http.server import SPARE_CONNECTIONS, HttpServer
 from kvseek.server.kserve import generate
-from kvseek.server.kserve.inputs import body_limit, schemas
+from kvseek.server.kserve.inputs import schemas
 from kvseek.server.kserve.metadata import MetadataRoutes
-from kvseek.server.openai.app import OpenAIPort
+from kvseek.server.openai.app import OpenAIRoutes
 from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.requests.models import LAYOUTS, RequestFactory
-from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.triton.relay import TritonRelay
 
 from .ports import CLOSED, Ports, read_port
@@ -53,14 +53,17 @@ class Frontend:
 
     Parameters
     ----------
-    triton_grpc, triton_metrics : str
-        Triton's gRPC endpoint as gRPC names it, host:port or unix:/PATH, and host:port of its metrics.
-    state : Path or None
+    triton_grpc, triton_metrics : str, optional
+        Triton's gRPC endpoint as gRPC names it, host:port or unix:/PATH, and host:port of its metrics. Without them the OpenAI
+        port alone can be open.
+    state : Path, optional
         The supervisor's file of restarts.
-    body_seconds, header_seconds, write_seconds : float
-        Seconds that a client may take to send a body, to send headers, and to read an answer.
+    body_seconds : float
+        See BodyReader.
     open_models : bool
-        See OpenAIPort.
+        See OpenAIRoutes.
+    absent : callable
+        See EngineClient.
     """
 
     def __init__(
@@ -68,107 +71,75 @@ class Frontend:
         engine_dir: Path,
         socket: Path,
         settings: ServeSettings,
-        triton_grpc: str,
-        triton_metrics: str,
+        triton_grpc: str | None = None,
+        triton_metrics: str | None = None,
         state: Path | None = None,
         body_seconds: float = BODY_SECONDS,
-        header_seconds: float = HEADER_SECONDS,
         open_models: bool = False,
-        write_seconds: float = WRITE_SECONDS,
+        absent: Callable[[], None] = lambda: None,
     ) -> None:
-        self._settings, self._limits = settings, dict[str, int]()
-        self._layout = LAYOUTS[settings.layout]
+        layout, keys = LAYOUTS[settings.layout], settings.keys
         self._config, self._tokenizer = read_config(engine_dir), Tokenizer(engine_dir)
-        self._client = EngineClient(socket, asyncio.get_running_loop())
-        self._triton = TritonRelay(triton_grpc)
-        self._state = ServerState(self._client, self._triton, self._layout.names)
-        self._metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
-        unread = settings.unread_answers(self._config, write_seconds)
+        self._client = EngineClient(socket, asyncio.get_running_loop(), absent)
+        self._triton = None if triton_grpc is None else TritonRelay(triton_grpc)
+        self._state = ServerState(self._client, self._triton, layout.names)
+        metrics = MetricsRoutes(self._client, triton_metrics, state, lambda: self._state.engine_answers)
+        unread, connections = settings.unread_answers(self._config), settings.most_connections(self._config)
         self._generations = Generations(self._client, settings.most_requests(self._config), unread)
         self._bodies = BodyReader(body_seconds)
-        factory = RequestFactory(self._layout, self._config, self._tokenizer)
-        models = schemas(self._layout, self._config)
-        metadata = MetadataRoutes(self._triton, self._layout.names)
-        generating = generate.GenerateRoutes(self._generations, factory, models, self._bodies, self._limits)
-        connections = settings.most_connections(self._config)
-        keys = settings.keys
+        factory, models = RequestFactory(layout, self._config, self._tokenizer), schemas(layout, self._config)
+        generating = generate.GenerateRoutes(self._generations, factory, models, self._bodies)
+        metadata = [] if self._triton is None else MetadataRoutes(self._triton, layout.names).routes()
         self._grpc = GrpcServer(triton_grpc, self._state, models, unread, connections, self._client.refused, keys)
         self._http = HttpServer(
-            [*self._state.routes(), *generating.routes(), *metadata.routes()],
+            [*self._state.routes(), *generating.routes(), *metadata],
             generate.ENDPOINTS,
             connections,
             default=generate.unknown,
-            header_seconds=header_seconds,
-            write_seconds=write_seconds,
             keys=keys,
             is_open=lambda path: path.startswith("/v2/health/") or path.endswith("/ready"),
             cors_origins=settings.cors_origins,
         )
-        self._openai = OpenAIPort(
-            engine_dir,
-            self._config,
-            self._tokenizer,
-            settings,
-            self._generations,
-            self._bodies,
-            self._state.ready,
-            self._metrics.metrics,
-            header_seconds,
-            write_seconds,
-            open_models,
-        )
+        openai = OpenAIRoutes(engine_dir, self._config, self._tokenizer, settings, self._generations, self._bodies)
+        self._openai = openai.server(self._state.ready, metrics.metrics, open_models)
         # Health is on the metrics port too, so that clients who take all connections of the HTTP port do not make the server
         # seem dead.
-        self._metrics_http = HttpServer(
-            [*self._metrics.routes(), *self._state.routes()],
-            ENDPOINTS,
-            MAX_METRICS_CONNECTIONS,
-            header_seconds=header_seconds,
-            write_seconds=write_seconds,
-        )
+        self._metrics = HttpServer([*metrics.routes(), *self._state.routes()], ENDPOINTS, MAX_METRICS_CONNECTIONS)
 
     async def start(self, host: str, ports: Ports, held: Collection[str] = ()) -> Ports:
-        """Listen at the ports that are not CLOSED, and load the tokenizer; returns the ports. Raises ServerError.
+        """Load the tokenizer and listen at the ports that are not CLOSED; returns the ports. Raises ServerError.
 
         `held`: names of ports that are held.
         """
-        http, grpc, metrics, openai = ports.http, ports.grpc, ports.metrics, ports.openai
-        if http != CLOSED:
-            http = await self._http.start(host, http, "--http_port", "http" in held)
-        if metrics != CLOSED:
-            metrics = await self._metrics_http.start(host, metrics, "--metrics_port", "metrics" in held)
-        for name, served in self._layout.models.items():
-            limit = await asyncio.to_thread(body_limit, served, self._config, self._tokenizer)
-            self._bodies.make_room_for(limit)
-            self._limits[name] = limit
-        largest = message_limit(self._config, self._tokenizer)
-        if grpc != CLOSED:
-            grpc = await self._grpc.start(host, grpc, largest, "grpc" in held)
-        if openai != CLOSED:
-            openai = await self._openai.start(host, openai, "openai" in held)
-        self._state.starting = False
-        return Ports(http, grpc, metrics, openai)
+        self._bodies.make_room_for(await asyncio.to_thread(largest_body, self._config, self._tokenizer))
+        servers, found = {"http": self._http, "metrics": self._metrics, "openai": self._openai}, asdict(ports)
+        for name, port in found.items():
+            if port == CLOSED:
+                continue
+            if name in servers:
+                found[name] = await servers[name].start(host, port, f"--{name}_port", name in held)
+            else:
+                most = message_limit(self._config, self._tokenizer)
+                found[name] = await self._grpc.start(host, port, most, name in held)
+        return Ports(**found)
 
     def missing(self) -> str:
         """Name the process behind the ports that does not answer them, or nobody."""
         return "" if self._state.triton_answers else "triton"
 
-    async def finish(self) -> None:
-        """Take no requests any more, and return when all open requests have ended or cannot end."""
+    async def finish(self, seconds: float) -> None:
+        """Take no requests any more; return when all open ones have ended or cannot end, at most so many seconds later."""
         self._state.stop_accepting()
         self._http.stop_accepting()
-        self._openai.server.stop_accepting()
-        await wait_for_ends(
-            lambda: self._generations.busy + self._grpc.open, self._client, self._settings.drain_seconds
-        )
+        self._openai.stop_accepting()
+        await wait_for_ends(lambda: self._generations.busy + self._grpc.open, self._client, seconds)
 
     async def close(self) -> None:
         """Close all parts, and end the requests that are still open."""
-        await asyncio.gather(
-            self._http.close(), self._metrics_http.close(), self._grpc.close(), self._openai.server.close()
-        )
+        await asyncio.gather(*(server.close() for server in (self._http, self._metrics, self._grpc, self._openai)))
         await self._state.close()
-        await self._triton.close()
+        if self._triton is not None:
+            await self._triton.close()
         self._generations.close()
         self._client.close()
 
@@ -197,11 +168,10 @@ async def run(arguments: argparse.Namespace) -> None:
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            ports, host = starting.result(), arguments.host
-            _announce(f"listening: {ports.describe(host)}")
+            _announce(f"listening: {starting.result().describe(arguments.host)}")
         await stopping
         starting.cancel()
-        await frontend.finish()
+        await frontend.finish(settings.drain_seconds)
         if answering is not None:
             answering.close()
     finally:

@@ -1,4 +1,7 @@
-"""Runs a server over an engine directory (engine process, frontend and Triton), for `kvseek serve`, the demo and the tests."""
+"""Runs a server over an engine directory (engine process, frontend, Triton), or the ranks of a host that serves nothing itself.
+
+For `kvseek serve`, the demo and the tests.
+"""
 
 from __future__ import annotations
 
@@ -104,6 +107,8 @@ def running_server(
     if not ready_seconds > 0:
         raise ServerError(f"--ready_seconds = {ready_seconds}: must be > 0; {READY_SECONDS:.0f} is the default")
     check_log(log)
+    if settings.ui:
+        settings.check_page(read_config(engine_dir))
     if settings.disk_dir is not None:
         most, shape = settings.disk_bytes or DEFAULT_DISK_BYTES, RowShape.of(read_config(engine_dir))
         check_directory(Path(settings.disk_dir), most, shape)
@@ -308,3 +313,65 @@ def signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def running_ranks(
+    engine_dir: Path,
+    node_rank: int,
+    settings: ServeSettings,
+    log: Path | None = None,
+    ready_seconds: float = READY_SECONDS,
+) -> Iterator[tuple[Sequence[int], Supervisor]]:
+    """Run the ranks of a host that follow rank 0 on another (docs/parallelism.md): start them, wait until rank 0 has taken them
+    and they are loaded, give their numbers and who looks after them, and end them with the context.
+
+    When rank 0 ends, they end too, are started again, and wait until it is back, however long that takes.
+
+    Parameters
+    ----------
+    node_rank : int
+        Number of this host, which must not be 0.
+    settings : ServeSettings
+        `nnodes`, `rdzv_endpoint`, `ranks_key_file`, `threads`, of which each rank gets its share, and `restarts`.
+    log, ready_seconds
+        As of running_server.
+
+    Raises
+    ------
+    EngineDirectoryError, ConfigError
+        If the engine directory cannot be served on this host.
+    ServerError
+        If rank 0 does not come in time, or refuses these ranks.
+    """
+    check_log(log)
+    verify(engine_dir)
+    ranks = settings.nodes.ranks(read_config(engine_dir).tp_size, node_rank)
+    threads = max(1, (settings.threads or len(os.sched_getaffinity(0))) // len(ranks))
+    with scratch_folder() as scratch:
+        programs = [_follower(scratch, engine_dir, rank, threads, settings) for rank in ranks]
+        supervisor = supervisor_of(programs, settings, log, scratch)
+        try:
+            supervisor.start()
+            supervisor.wait_until(lambda: True, ready_seconds)
+            yield ranks, supervisor
+        finally:
+            supervisor.stop()
+
+
+def _follower(scratch: Path, engine_dir: Path, rank: int, threads: int, settings: ServeSettings) -> Program:
+    up, alive = scratch / f"rank{rank}.up", alive_socket(scratch, f"rank{rank}")
+    key = () if settings.ranks_key_file is None else ("--ranks_key_file", settings.ranks_key_file)
+    return Program(
+        f"rank {rank}",
+        (
+            *(sys.executable, "-m", "kvseek.engine.leading.follower", "--engine_dir", str(engine_dir.resolve())),
+            *("--rank", str(rank), "--nnodes", str(settings.nnodes), "--rdzv_endpoint", str(settings.rdzv_endpoint)),
+            *("--threads", str(threads), "--up", str(up), "--alive", str(alive), *key),
+        ),
+        STOP_SECONDS,
+        is_up=up.exists,  # however late: it waits for rank 0
+        asks={f"rank {rank}": _ask(alive)},
+        clean_up=lambda: up.unlink(missing_ok=True),
+        core_dumps=settings.core_dumps,
+    )

@@ -15,8 +15,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError, require, text_of
 from kvseek.engine.parallel.nodes import check_nodes
 
-from .launch import LOOPBACK, READY_SECONDS, running_server, signals
-from .node import running_ranks
+from .launch import LOOPBACK, READY_SECONDS, running_ranks, running_server, signals
 from .ports import CLOSED, OFF, Ports, read_port
 from .replicas import running_replicas
 from .settings import SERVE_FLAGS, ServeSettings, add_flags, settings_of
@@ -105,12 +104,12 @@ def _serve_node(arguments: argparse.Namespace, settings: ServeSettings) -> int:
             settings,
             log=arguments.log,
             ready_seconds=arguments.ready_seconds,
-        ) as ranks,
+        ) as (ranks, supervisor),
         signals() as received,
     ):
-        followers = " ".join(map(str, ranks.ranks))
+        followers = " ".join(map(str, ranks))
         print(f"ready: ranks {followers} follow rank 0 at {settings.rdzv_endpoint}", flush=True)
-        return _wait(ranks.check, received)
+        return _wait(supervisor.check, received)
 
 
 def _serve_replicas(arguments: argparse.Namespace, settings: ServeSettings) -> int:

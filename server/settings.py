@@ -15,6 +15,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
+from kvseek.plugins.registry import reports_rows
 
 from .errors import ServerError
 from .requests.keys import SHARE_ALL, SHARE_BY_KEY, Keys, read_keys
@@ -180,6 +181,12 @@ class ServeSettings:
         keys = () if self.api_key_file is None else read_keys(Path(self.api_key_file))
         return Keys(keys, apart=self.share_prefixes == SHARE_BY_KEY)
 
+    def check_page(self, config: EngineConfig) -> None:
+        """Raise ServerError if the page is asked for and the engine cannot tell what it would show."""
+        limit = "left out with --runtime tensorrt, --tp_size above 1, or --ctkvr.execution cpu on a GPU"
+        remedy = "selected rows cannot be reported there; build another engine to see them"
+        _require(not self.ui or reports_rows(config), "ui", self.ui, limit, remedy)
+
     def most_requests(self, config: EngineConfig) -> int:
         """Return how many requests may run or wait at a time."""
         return self.max_queue_size + config.max_batch_size
@@ -193,9 +200,9 @@ class ServeSettings:
         """Most bytes of answers that a frontend may leave unread, and that a frontend's clients may."""
         return OTHER_UNREAD_BYTES + LARGEST_AT_ONCE * LOGIT_BYTES * self.max_logits
 
-    def unread_answers(self, config: EngineConfig, seconds: float = WRITE_SECONDS) -> UnreadAnswers:
-        """Make the room for the answers that a frontend's clients have not read; `seconds`: see UnreadAnswers."""
-        return UnreadAnswers(self.most_unread_bytes, seconds, self.max_logits, config.model.vocab_size)
+    def unread_answers(self, config: EngineConfig) -> UnreadAnswers:
+        """Make the room for the answers that a frontend's clients have not read."""
+        return UnreadAnswers(self.most_unread_bytes, WRITE_SECONDS, self.max_logits, config.model.vocab_size)
 
     def to_json(self) -> str:
         """Write the settings as JSON, for the command line of another process."""

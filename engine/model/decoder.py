@@ -15,7 +15,7 @@ from kvseek.engine.cache.prefixes.rows import PrefixRows
 from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
 from kvseek.engine.retrieval import Observer, Retrieval
 from kvseek.engine.row_recorder import NOBODY, Wanted
-from kvseek.plugins.registry import method_traits
+from kvseek.plugins.registry import method_traits, reports_rows
 
 from .prefill import NO_CALLBACKS, LogitsCallbacks, Prefill, Prompts
 
@@ -77,10 +77,8 @@ class Decoder(ABC):
 
     @property
     def reports_rows(self) -> bool:
-        """Whether this process sees the rows that all layers and KV heads select."""
-        config = self.config
-        seen = config.device == "cpu" or method_traits(config).reports_rows
-        return config.runtime == "torch" and config.tp_size == 1 and seen
+        """See plugins/registry.py."""
+        return reports_rows(self.config)
 
     @property
     @abstractmethod

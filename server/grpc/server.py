@@ -25,12 +25,10 @@ from kvseek.server.http.health import ServerState
 from kvseek.server.kserve.inputs import ModelSchema
 from kvseek.server.requests.keys import NO_KEYS, REFUSAL, Keys, Tenant
 from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, UnreadError
-from kvseek.server.triton.durations import clear_durations
-from kvseek.server.triton.relay import TO_TRITON
+from kvseek.server.triton.relay import TO_TRITON, clear_durations
 
-from .call import SERVICE, GrpcCall, describe
+from .call import SERVICE, Collected, GrpcCall, asks_for_several, describe
 from .checks import admit
-from .single import Collected, asks_for_several
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 PASSED_ON = ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")
@@ -99,8 +97,8 @@ class GrpcServer:
 
     Parameters
     ----------
-    triton : str
-        Triton's own gRPC endpoint, as gRPC names it.
+    triton : str or None
+        Triton's own gRPC endpoint, as gRPC names it; without one the server cannot be started.
     unread : UnreadAnswers
         Counts answers to inference requests.
     max_connections : int
@@ -120,7 +118,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        triton: str,
+        triton: str | None,
         state: ServerState,
         schemas: Mapping[str, ModelSchema],
         unread: UnreadAnswers,
@@ -132,7 +130,7 @@ class GrpcServer:
         self._state, self._schemas, self._refused = state, schemas, refused
         self._unread, self._max_connections = unread, max_connections
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        self._channel = grpc.aio.insecure_channel(triton, options=[*unlimited, *TO_TRITON])
+        self._channel = grpc.aio.insecure_channel(triton or "", options=[*unlimited, *TO_TRITON])
         self._stream_infer = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
         self._leaving: set[asyncio.Task[None]] = set()  # calls of clients that have left
         self._server: grpc.aio.Server | None = None

@@ -15,9 +15,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Scope, Send
 
+from kvseek.core.config import EngineConfig
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.requests.translation import max_text_bytes
 from kvseek.server.requests.unread import UnreadAnswer, UnreadError
 
 from .errors import JSON, ClientLeftError, ErrorForm, HttpError
+from .json_fields import MAX_FIELD_BYTES
 from .server import CONNECTION, Connection
 
 BODY_SECONDS = 30.0  # time in which a body must arrive, or at least the part of it that a slow line carries, see below
@@ -25,12 +29,26 @@ BODY_BYTES_PER_SECOND = 64 << 10  # rate of a slow line
 BODIES_AT_ONCE = 4  # bodies of the largest size that may be in memory at a time
 SMALL_BODIES_BYTES = 256 << 20  # bytes of bodies that may be in memory at a time in any case
 PIECE_BYTES = 64 << 10  # of an answer that are written at a time: the connection takes all that it is given
+JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
+JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back until it has some kilobytes
 ]
+
+
+def body_limit(takes_text: bool, config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Return the most bytes of a body: a prompt of max_input_len tokens, as escaped text or as ids, and the other fields."""
+    if takes_text:
+        return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
+    return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
+
+
+def largest_body(config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Return the most bytes of a body that may have either; loads the tokenizer, which may take a second."""
+    return max(body_limit(takes_text, config, tokenizer) for takes_text in (True, False))
 
 
 class BodyReader:

@@ -64,15 +64,10 @@ class ServerState:
         The tritonserver that belongs to the server; None if there is none.
     models : collection of str
         Names under which clients may ask for models.
-
-    Attributes
-    ----------
-    starting : bool
-        Whether the frontend itself is not ready yet; set by it.
     """
 
     def __init__(self, client: EngineClient, triton: TritonRelay | None, models: Collection[str] = ()) -> None:
-        self.starting, self._stopping = True, False
+        self._stopping = False
         self._client, self._triton, self._models = client, triton, models
         self._pong: Pong | None = None
         self._engine = Answers("the engine", self._ask_engine)
@@ -96,8 +91,6 @@ class ServerState:
         found = []
         if self._stopping or (self._pong is not None and self._pong.draining):
             found.append("the server is shutting down")
-        if self.starting:
-            found.append("the doors are loading the tokenizer")
         if not self._client.connected:
             found.append("the engine process does not run, or is loading the engine")
         elif not self._engine.fresh:

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from kvseek.core.errors import KvseekError
 from kvseek.server.engine.metrics import Families, written
 from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.triton.durations import metrics_without_durations
+from kvseek.server.triton.relay import metrics_without_durations
 
 TRITON_SECONDS = 2.0
 MAX_METRICS_CONNECTIONS = 64

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from kvseek.core.errors import RequestError, UnavailableError
-from kvseek.server.http.content import BodyReader, Writer, trace_of
+from kvseek.core.errors import RequestError
+from kvseek.server.http.content import BodyReader, Writer, body_limit, trace_of
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.health import MODEL_VERSION
 from kvseek.server.http.json_fields import shortened
@@ -47,13 +47,7 @@ NO_STOP = (
 
 
 class GenerateRoutes:
-    """Endpoints /generate and /generate_stream.
-
-    Parameters
-    ----------
-    limits : mapping
-        Most bytes of a request's body, for each model. It may be filled in later; requests are refused until then.
-    """
+    """Endpoints /generate and /generate_stream."""
 
     def __init__(
         self,
@@ -61,10 +55,8 @@ class GenerateRoutes:
         factory: RequestFactory,
         schemas: Mapping[str, ModelSchema],
         bodies: BodyReader,
-        limits: Mapping[str, int],
     ) -> None:
-        self._generations, self._factory, self._schemas = generations, factory, schemas
-        self._bodies, self._limits = bodies, limits
+        self._generations, self._factory, self._schemas, self._bodies = generations, factory, schemas, bodies
         self._turn = asyncio.Lock()  # of answers whose logits are written
 
     def routes(self) -> list[BaseRoute]:
@@ -81,15 +73,14 @@ class GenerateRoutes:
     async def answer(self, request: Request, send: Send, streams: bool) -> None:
         """Read a request and write its answer."""
         model = self._model(request)
-        if model not in self._limits:
-            raise UnavailableError("the server is starting; send the request again in some seconds")
-        tenant = tenant_of(request)
+        tenant, served = tenant_of(request), self._schemas[model].served
+        limit = body_limit(served.takes_text, self._factory.config, self._factory.tokenizer)
         call = Call(time.monotonic(), trace_of(request), tenant.owner)
         with self._generations.stoppable(call), self._generations.unread.answer() as answer:
             with self._generations.counting_refusals():
-                async with self._bodies.read(request, self._limits[model]) as data:
+                async with self._bodies.read(request, limit) as data:
                     read = partial(self._read, model, data, streams, call, tenant)
-                    made = await self._generations.make(read, self._schemas[model].served.takes_text)
+                    made = await self._generations.make(read, served.takes_text)
                     del read, data  # the body
             out, write = Writer(request.scope, send, answer), partial(self._to_json, model, call.request_id, answer)
             if made is None:

@@ -19,14 +19,11 @@ from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
-from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
 from kvseek.server.requests.models import MAX_ID_CHARACTERS, RepositoryLayout, TokenRequest
-from kvseek.server.requests.translation import Inputs, max_text_bytes
+from kvseek.server.requests.translation import Inputs
 
 MAX_LIST = 1024  # most values of an input that is not the prompt
-JSON_BYTES_PER_BYTE = 6  # a byte of text takes at most \\u0000
-JSON_BYTES_PER_ID = 12  # ten digits, a comma and a space
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _string = msgspec.json.Decoder(str)
 WANTED = {
@@ -188,13 +185,6 @@ def schemas(layout: RepositoryLayout, config: EngineConfig) -> Mapping[str, Mode
     """Make the schemas of a layout's models, by all names under which clients may ask for them."""
     own = {name: ModelSchema(layout.name, served, config) for name, served in layout.models.items()}
     return {name: own[model] for name, model in layout.names.items()}
-
-
-def body_limit(served: type[TokenRequest], config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Return the most bytes of a body for a model: a prompt of max_input_len tokens, escaped, and the other fields."""
-    if served.takes_text:
-        return max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE + MAX_FIELD_BYTES
-    return config.max_input_len * JSON_BYTES_PER_ID + MAX_FIELD_BYTES
 
 
 def _request_id(raw: msgspec.Raw | None) -> str:

@@ -16,8 +16,7 @@ from starlette.routing import BaseRoute, Route
 from tritonclient.grpc import service_pb2
 
 from kvseek.server.http.errors import JSON, HttpError
-from kvseek.server.triton.durations import clear_durations
-from kvseek.server.triton.relay import TritonRelay
+from kvseek.server.triton.relay import TritonRelay, clear_durations
 
 STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.INVALID_ARGUMENT: 400, grpc.StatusCode.UNIMPLEMENTED: 404}
 

@@ -1,6 +1,8 @@
 """The OpenAI port (docs/openai.md): its endpoints.
 
-A generation reads the body, has the engine generate all choices, and writes the answer, whole or as a stream.
+A generation reads the body, has the engine generate all choices, and writes the answer, whole or as a stream. The page on which
+people ask about a document and see what each step read of it is as good as public: its files, in the folder `ui/`, have no data,
+and it asks the port's own endpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -21,26 +23,21 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Send
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import UnavailableError
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import MAX_SALT
 from kvseek.core.session import MAX_SESSION_ID, check_text
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.http.content import BodyReader, Writer, trace_of
+from kvseek.server.http.content import BodyReader, Writer, largest_body, trace_of
 from kvseek.server.http.errors import JSON, HttpError
-from kvseek.server.http.json_fields import MAX_FIELD_BYTES, shortened
-from kvseek.server.http.server import HEADER_SECONDS, Endpoint, HttpServer, tenant_of
-from kvseek.server.kserve.inputs import JSON_BYTES_PER_BYTE, JSON_BYTES_PER_ID
+from kvseek.server.http.json_fields import shortened
+from kvseek.server.http.server import Endpoint, HttpServer, tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
-from kvseek.server.requests.translation import max_text_bytes
-from kvseek.server.requests.unread import WRITE_SECONDS
 from kvseek.server.settings import ServeSettings
 
 from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
-from .choices import ChatReply, CompletionReply, Json, Piece, Reply, make_choices, usage
-from .errors import FieldError, openai_error
-from .page import PATHS, page_routes
+from .choices import Json, Piece, Reply, make_choices, usage
+from .fields import FieldError, openai_error
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
@@ -49,7 +46,20 @@ FINGERPRINT_CHARACTERS = 16
 DONE = b"[DONE]"
 MANY_TOKENS = 512  # whose log probabilities take some 2 ms to write
 MANY_BYTES = 1 << 17  # of selected rows, of which the same holds
-T = TypeVar("T")
+FOLDER = Path(__file__).parent / "ui"
+PATHS = {
+    "/": ("index.html", "text/html"),
+    "/ui/page.js": ("page.js", "text/javascript"),
+    "/ui/page.css": ("page.css", "text/css"),
+}
+HEADERS = {
+    # Of other servers the page reads what the user names as the other server, and nothing else.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self' "
+    "http: https:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 Handler = Callable[[Request], Awaitable[Response]]
 Pieces = AsyncIterator[tuple[int, Piece]]  # a choice's number and its next piece
 
@@ -74,16 +84,8 @@ class Work:
     usage_in_stream: bool
 
 
-class OpenAIPort:
-    """All parts of the port, put together.
-
-    Parameters
-    ----------
-    ready, metrics : callable
-        Endpoints that the port has in common with others: whether the server is ready, and its metrics.
-    open_models : bool
-        Whether the list of models asks for no key, as a router has none.
-    """
+class OpenAIRoutes:
+    """The endpoints of the port."""
 
     def __init__(
         self,
@@ -93,41 +95,36 @@ class OpenAIPort:
         settings: ServeSettings,
         generations: Generations,
         bodies: BodyReader,
-        ready: Handler,
-        metrics: Handler,
-        header_seconds: float = HEADER_SECONDS,
-        write_seconds: float = WRITE_SECONDS,
-        open_models: bool = False,
     ) -> None:
         manifest = read_manifest(engine_dir)
         self._generations, self._bodies, self._tokenizer, self._config = generations, bodies, tokenizer, config
+        self._settings = settings
         self._model = settings.served_model_name or manifest.source_model
         self._fingerprint = f"fp_{manifest.fingerprint[:FINGERPRINT_CHARACTERS]}"  # changes when answers may change
-        self._body_limit: int | None = (
-            None  # in bytes; until the tokenizer is loaded there is none, and requests are refused
-        )
         self._started = int(time.time())
-        open_paths = {HEALTH, *((MODELS,) if open_models else ()), *(PATHS if settings.ui else ())}
+
+    def server(self, ready: Handler, metrics: Handler, open_models: bool = False) -> HttpServer:
+        """Make the port.
+
+        Parameters
+        ----------
+        ready, metrics : callable
+            Endpoints that the port has in common with others: whether the server is ready, and its metrics.
+        open_models : bool
+            Whether the list of models asks for no key, as a router has none.
+        """
+        settings = self._settings
         page = page_routes() if settings.ui else []
-        self.server = HttpServer(
+        open_paths = {HEALTH, *((MODELS,) if open_models else ()), *(PATHS if settings.ui else ())}
+        return HttpServer(
             [*self._routes(), Route(HEALTH, ready), Route("/metrics", metrics), *page],
             ENDPOINTS,
-            settings.most_connections(config),
+            settings.most_connections(self._config),
             openai_error,
-            header_seconds=header_seconds,
-            write_seconds=write_seconds,
             keys=settings.keys,
             is_open=lambda path: path in open_paths,
             cors_origins=settings.cors_origins,
         )
-
-    async def start(self, host: str, port: int, held: bool = False) -> int:
-        """Listen, and load the tokenizer; returns the port. Raises ServerError. `held`: see HttpServer."""
-        port = await self.server.start(host, port, "--openai_port", held)
-        limit = await asyncio.to_thread(body_limit, self._config, self._tokenizer)
-        self._bodies.make_room_for(limit)
-        self._body_limit = limit
-        return port
 
     def _routes(self) -> list[BaseRoute]:
         """Make the routes of the endpoints that the port has for itself."""
@@ -180,10 +177,9 @@ class OpenAIPort:
                     await out.whole(await _whole(work, arriving))
 
     async def _read(self, request: Request, call: Call, chat: bool) -> Work:
-        if self._body_limit is None:
-            raise UnavailableError("the server is starting; send the request again in some seconds")
+        limit = largest_body(self._config, self._tokenizer)
         with self._generations.counting_refusals():
-            async with self._bodies.read(request, self._body_limit) as data:
+            async with self._bodies.read(request, limit) as data:
                 return await self._generations.make(partial(self._make, data, call, tenant_of(request), chat))
 
     def _make(self, data: bytes | bytearray, call: Call, tenant: Tenant, chat: bool) -> Work:
@@ -193,9 +189,8 @@ class OpenAIPort:
             raise FieldError("model", f"model is missing: must be {self._model}; add it")
         self._check_model(body.model)
         choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config)
-        kind: type[Reply] = ChatReply if chat else CompletionReply
         with_usage = body.usage_in_stream
-        reply = kind(self._model, self._fingerprint, self._tokenizer, body.top() is not None, with_usage)
+        reply = Reply(chat, self._model, self._fingerprint, self._tokenizer, body.top() is not None, with_usage)
         ready = [self._generations.submission(choice, call) for choice in choices]
         return Work(ready, body.choices, prompt_tokens, reply, bool(body.stream), with_usage)
 
@@ -214,12 +209,6 @@ def _salt(request: Request) -> str | None:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type=JSON)
-
-
-def body_limit(config: EngineConfig, tokenizer: Tokenizer) -> int:
-    """Return the most bytes of a body: a prompt of max_input_len tokens, escaped or as ids, and the other fields."""
-    text = max_text_bytes(config, tokenizer) * JSON_BYTES_PER_BYTE
-    return max(text, config.max_input_len * JSON_BYTES_PER_ID) + MAX_FIELD_BYTES
 
 
 async def _whole(work: Work, arriving: Pieces) -> bytes:
@@ -262,3 +251,15 @@ def _usage(work: Work, last: Sequence[Piece]) -> Json:
     reused = [piece["reused"] for piece in last]
     cached = sum(min(reused[first : first + work.answers]) for first in range(0, len(reused), work.answers))
     return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached)
+
+
+def page_routes() -> list[BaseRoute]:
+    """Make the routes of the page's files."""
+    return [_route(path, (FOLDER / name).read_bytes(), kind) for path, (name, kind) in PATHS.items()]
+
+
+def _route(path: str, data: bytes, kind: str) -> Route:
+    async def answer(_: Request) -> Response:
+        return Response(data, media_type=kind, headers=HEADERS)
+
+    return Route(path, answer)

@@ -22,8 +22,7 @@ from kvseek.core.session import Session, check_text, read_session
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.json_fields import first_character
 
-from .errors import FieldError, require
-from .fields import ABSENT, BodyFormat, decode, is_absent
+from .fields import ABSENT, BodyFormat, FieldError, decode, is_absent, require
 from .prompts import Prompt, chat_ids, check_length, count_strings, message_texts, read_messages, text_ids
 
 MAX_N = 8

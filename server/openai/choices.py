@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.translation import with_own_seeds
 
 from .bodies import MAX_CHOICES, Body, read_guide
-from .errors import FieldError, require
+from .fields import FieldError, require
 from .prompts import TOO_LONG
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
@@ -40,6 +39,8 @@ NOT_READ = (
 Json = dict[str, Any]
 Piece = dict[str, Any]  # see Choice
 NO_FIELDS: Json = {}
+CHAT = ("chatcmpl", "chat.completion", "chat.completion.chunk")  # beginning of ids, `object` of answers and of events
+COMPLETION = ("cmpl", "text_completion", "text_completion")
 LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot write; OpenAI's number
 # Token id, its log probabilities, length of the text before it. The first token of an echoed prompt has no log probabilities.
 Tokens = Sequence[tuple[int, LogProbs | None, int]]
@@ -230,8 +231,8 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Jso
     }
 
 
-class Reply(ABC):
-    """Writes one answer.
+class Reply:
+    """Writes one answer of /v1/chat/completions, or of /v1/completions.
 
     Parameters
     ----------
@@ -239,115 +240,63 @@ class Reply(ABC):
         Whether a stream ends with the numbers of tokens; then all other events have `usage` null.
     """
 
-    PREFIX: str  # of ids
-    KIND: str  # `object` of a whole answer
-    EVENT_KIND: str  # `object` of an event
-
     def __init__(
-        self, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool, usage_in_stream: bool
+        self, chat: bool, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool, usage_in_stream: bool
     ) -> None:
-        self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
-        self._tokenizer, self._logprobs = tokenizer, logprobs
+        prefix, kind, event_kind = CHAT if chat else COMPLETION
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._chat, self._tokenizer, self._logprobs = chat, tokenizer, logprobs
         self._whole: Json = {
             "id": self.id,
-            "object": self.KIND,
+            "object": kind,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        event = self._whole | {"object": self.EVENT_KIND}
+        event = self._whole | {"object": event_kind}
         # What all events begin with: to write it for each would take longer than the rest.
         self._start, self._start_of_others = (
             msgspec.json.encode(fields)[:-1] + b',"choices":'
             for fields in (event, event | {"usage": None} if usage_in_stream else event)
         )
 
-    @abstractmethod
     def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
         """Write a complete answer, of one piece for each choice."""
+        choices = []
+        for index, piece in enumerate(pieces):
+            message = {"role": "assistant", "content": piece["text"], "refusal": None}
+            own = {"message": message} if self._chat else {"text": piece["text"]}
+            choices.append(self._choice(index, own, piece, piece["finish_reason"]))
+        return msgspec.json.encode(self._whole | {"choices": choices, "usage": counts})
 
-    @abstractmethod
     def begin(self, choices: int) -> list[bytes]:
-        """Write the events with which a stream begins."""
+        """Write the events with which a stream begins; that of a completion begins with its first piece."""
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return [self._event(index, delta) for index in range(choices if self._chat else 0)]
 
-    @abstractmethod
     def pieces(self, index: int, piece: Piece) -> list[bytes]:
         """Write the events of a piece of a choice."""
+        text, reason = piece["text"], piece["finish_reason"]
+        if not self._chat:
+            return [self._event(index, {"text": text}, piece, reason)]
+        told = text or piece["tokens"] or row_fields(piece)
+        events = [self._event(index, {"delta": {"content": text}}, piece)] if told else []
+        return events if reason is None else [*events, self._event(index, {"delta": {}}, None, reason)]
 
     def end(self, counts: Json) -> bytes:
         """Write the event with the numbers of tokens."""
         return b'%b[],"usage":%b}' % (self._start, msgspec.json.encode(counts))
 
-    def _complete(self, choices: Sequence[Json], counts: Json) -> bytes:
-        return msgspec.json.encode(self._whole | {"choices": choices, "usage": counts})
+    def _event(self, index: int, own: Json, piece: Piece | None = None, reason: str | None = None) -> bytes:
+        return b"%b[%b]}" % (self._start_of_others, msgspec.json.encode(self._choice(index, own, piece, reason)))
 
-    def _event(self, choice: Json) -> bytes:
-        return b"%b[%b]}" % (self._start_of_others, msgspec.json.encode(choice))
-
-
-class ChatReply(Reply):
-    """Answers of /v1/chat/completions; see Reply."""
-
-    PREFIX, KIND, EVENT_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
-        """See Reply."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": piece["text"], "refusal": None},
-                "logprobs": self._logprobs_of(piece),
-                "finish_reason": piece["finish_reason"],
-                **row_fields(piece),
-            }
-            for index, piece in enumerate(pieces)
-        ]
-        return self._complete(choices, counts)
-
-    def begin(self, choices: int) -> list[bytes]:
-        """See Reply."""
-        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(choices)]
-
-    def pieces(self, index: int, piece: Piece) -> list[bytes]:
-        """See Reply."""
-        events = []
-        rows = row_fields(piece)
-        if piece["text"] or piece["tokens"] or rows:
-            events.append(self._chunk(index, {"content": piece["text"]}, self._logprobs_of(piece), rows=rows))
-        if piece["finish_reason"] is not None:
-            events.append(self._chunk(index, {}, None, piece["finish_reason"]))
-        return events
-
-    def _chunk(
-        self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None, rows: Json = NO_FIELDS
-    ) -> bytes:
-        return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **rows})
-
-    def _logprobs_of(self, piece: Piece) -> Json | None:
-        return chat_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
-
-
-class CompletionReply(Reply):
-    """Answers of /v1/completions; see Reply."""
-
-    PREFIX, KIND, EVENT_KIND = "cmpl", "text_completion", "text_completion"
-
-    def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
-        """See Reply."""
-        return self._complete([self._choice(*each) for each in enumerate(pieces)], counts)
-
-    def begin(self, choices: int) -> list[bytes]:
-        """See Reply: the first event of a completion is its first piece."""
-        return []
-
-    def pieces(self, index: int, piece: Piece) -> list[bytes]:
-        """See Reply."""
-        return [self._event(self._choice(index, piece))]
-
-    def _choice(self, index: int, piece: Piece) -> Json:
-        logprobs = completion_logprobs(piece["tokens"], self._tokenizer) if self._logprobs else None
-        own = {"index": index, "text": piece["text"], "logprobs": logprobs, "finish_reason": piece["finish_reason"]}
-        return own | row_fields(piece)
+    def _choice(self, index: int, own: Json, piece: Piece | None, reason: str | None) -> Json:
+        """Write a choice with its `own` field, and what there is of a piece besides its text."""
+        write, logprobs = chat_logprobs if self._chat else completion_logprobs, None
+        if self._logprobs and piece is not None:
+            logprobs = write(piece["tokens"], self._tokenizer)
+        rows = NO_FIELDS if piece is None else row_fields(piece)
+        return {"index": index, **own, "logprobs": logprobs, "finish_reason": reason, **rows}
 
 
 def row_fields(piece: Piece) -> Json:

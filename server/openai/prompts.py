@@ -14,8 +14,7 @@ from kvseek.core.errors import RequestError, renamed
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.requests.translation import PromptTooLongError, encode_prompt, max_text_bytes
 
-from .errors import PARAMS, FieldError, field_of, require
-from .fields import ABSENT, decode, is_absent
+from .fields import ABSENT, PARAMS, FieldError, decode, field_of, is_absent, require
 
 TOO_LONG = "context_length_exceeded"
 ROLES = ("system", "user", "assistant")

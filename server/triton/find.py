@@ -1,4 +1,5 @@
-"""Finds a tritonserver: the system's (NGC containers), else the one inside the wheel nvidia-pytriton.
+"""Finds a tritonserver: the system's (NGC containers), else the one inside the wheel nvidia-pytriton; and runs it as the command
+`kvseek tritonserver`.
 
 The wheel is used as a carrier of the server's binaries. Its Python package is not imported, so it can be installed
 without its dependencies.
@@ -8,13 +9,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from kvseek.core.command_line import Parser
+from kvseek.core.errors import KvseekError
 from kvseek.server.errors import ServerError
+from kvseek.server.processes import UMASK, die_without_core
+from kvseek.server.scratch import scratch_folder
 
 from .stub import WHEEL, copy_stub
 
@@ -130,3 +139,31 @@ def _environment(libraries: list[Path]) -> dict[str, str]:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
     environment["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), environment.get("PATH", os.defpath)])
     return environment
+
+
+DESCRIPTION = (
+    "Run tritonserver; all arguments are its own, such as --model-repository DIR (kvseek repository writes such folders). "
+    "It is the tritonserver on PATH or of an NGC container, else the one of the wheel nvidia-pytriton, for which this "
+    "command sets up the libraries and the backend directory."
+)
+
+
+def make_parser() -> Parser:
+    """Make the parser of `kvseek tritonserver`, which has no flags of its own."""
+    return Parser(prog="kvseek tritonserver", usage="%(prog)s [ARGUMENT ...]", description=DESCRIPTION)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a tritonserver until it ends; returns its exit status."""
+    _, arguments = make_parser().parse_known_args(argv)
+    with ExitStack() as stack:
+        try:
+            server = find_server(stack.enter_context(scratch_folder()))
+        except KvseekError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        command = [str(server.binary), f"--backend-directory={server.backends}", *arguments]
+        process = subprocess.Popen(command, env=server.environment, preexec_fn=die_without_core, umask=UMASK)
+        signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server itself, which this process waits for
+        return process.wait()

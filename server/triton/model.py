@@ -36,9 +36,8 @@ from kvseek.server.requests.translation import Parameters, read_parameters, scal
 from kvseek.server.scratch import alive_socket
 from kvseek.server.settings import ServeSettings
 
-from .outputs import rows_of
-from .stream import Stream
 from .stub import require_readable_arrays
+from .tensors import Stream, rows_of
 
 REMEMBERED_CALLS = 4096
 ASK_SECONDS = 0.5  # between two looks whether clients have left

@@ -31,6 +31,12 @@ def _uvloop() -> Iterator[None]:
     asyncio.set_event_loop_policy(before)
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The loop of tests that are coroutines (pytest.mark.anyio)."""
+    return "asyncio", {"use_uvloop": True}
+
+
 @contextmanager
 def loop_in_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
     """An event loop that runs until the context ends."""

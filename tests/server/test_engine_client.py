@@ -21,6 +21,7 @@ from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.messages import FromFrontend, Outputs, Submit, frame, read_frame
 from kvseek.server.settings import ServeSettings
 
+pytestmark = pytest.mark.anyio
 SETTINGS = ServeSettings(threads=1)
 LENGTH_BYTES = 4  # before each message
 
@@ -67,28 +68,25 @@ def test_requests_that_met_no_engine_are_counted_by_the_next_one(
     assert (counts["unavailable"], counts["invalid"]) == ("2.0", "1.0")
 
 
-def test_time_at_a_frontend_counts_towards_the_time_limit(tmp_path: Path) -> None:
-    async def run() -> None:
-        client = EngineClient(tmp_path / "engine.sock", asyncio.get_running_loop())
+async def test_time_at_a_frontend_counts_towards_the_time_limit(tmp_path: Path) -> None:
+    client = EngineClient(tmp_path / "engine.sock", asyncio.get_running_loop())
 
-        def waited(seconds: float, limit: float | None) -> Request:
-            request = Request((1,), 4, timeout_seconds=limit)
-            data = client.encoded(request, "", time.monotonic() - seconds)[1]
-            return msgspec.msgpack.decode(data[LENGTH_BYTES:], type=Submit).request
+    def waited(seconds: float, limit: float | None) -> Request:
+        request = Request((1,), 4, timeout_seconds=limit)
+        data = client.encoded(request, "", time.monotonic() - seconds)[1]
+        return msgspec.msgpack.decode(data[LENGTH_BYTES:], type=Submit).request
 
-        found = waited(4.0, 5.0)
-        assert found.timeout_seconds == 5.0, "errors tell the limit that the client has set"
-        assert 4.0 <= found.waited_seconds < 5.0
-        with pytest.raises(TimeoutExpiredError, match=r"timeout = 5 s: passed before .*, after 6\.\d s"):
-            waited(6.0, 5.0)
-        assert waited(1.0, -0.5).timeout_seconds == -0.5, "the engine says what is wrong with it"
-        assert waited(1.0, None).waited_seconds >= 1.0
-        client.close()
-
-    asyncio.run(run())
+    found = waited(4.0, 5.0)
+    assert found.timeout_seconds == 5.0, "errors tell the limit that the client has set"
+    assert 4.0 <= found.waited_seconds < 5.0
+    with pytest.raises(TimeoutExpiredError, match=r"timeout = 5 s: passed before .*, after 6\.\d s"):
+        waited(6.0, 5.0)
+    assert waited(1.0, -0.5).timeout_seconds == -0.5, "the engine says what is wrong with it"
+    assert waited(1.0, None).waited_seconds >= 1.0
+    client.close()
 
 
-def test_outputs_that_come_together_are_handed_over_together_and_the_last_alone(tmp_path: Path) -> None:
+async def test_outputs_that_come_together_are_handed_over_together_and_the_last_alone(tmp_path: Path) -> None:
     """Two steps that the door finds at once, and the end of the connection behind them."""
     path = tmp_path / "engine.sock"
     token, end = StepOutput(1, 5), StepOutput(1, 6, FinishReason.LENGTH)
@@ -105,28 +103,25 @@ def test_outputs_that_come_together_are_handed_over_together_and_the_last_alone(
         writer.write(b"".join(map(frame, steps)))
         writer.close()
 
-    async def run() -> None:
-        server = await asyncio.start_unix_server(engine, str(path))
-        client, found = EngineClient(path, asyncio.get_running_loop()), dict[int, list[Sequence[StepOutput]]]()
-        await until(lambda: client.connected)
+    server = await asyncio.start_unix_server(engine, str(path))
+    client, found = EngineClient(path, asyncio.get_running_loop()), dict[int, list[Sequence[StepOutput]]]()
+    await until(lambda: client.connected)
 
-        def take(name: int, outputs: Sequence[StepOutput]) -> None:
-            found.setdefault(name, []).append(list(outputs))
-            if name == 3:
-                raise MemoryError("no room")
+    def take(name: int, outputs: Sequence[StepOutput]) -> None:
+        found.setdefault(name, []).append(list(outputs))
+        if name == 3:
+            raise MemoryError("no room")
 
-        for name in (1, 2, 3):
-            assert submit(client, Request((1,), 9), partial(take, name)) == name
-        await until(lambda: all(outputs[-1][-1].finish_reason is not None for outputs in found.values()) and found)
-        assert found[1] == [[token, token], [end]]
-        assert found[2][0] == [token, token]
-        assert [[output.code for output in outputs] for outputs in found[2][1:]] == [[ErrorCode.UNAVAILABLE]]
-        assert [[output.finish_reason for output in outputs] for outputs in found[3]] == [[None], [FinishReason.ERROR]]
-        assert found[3][1][0].code is ErrorCode.INTERNAL
-        client.close()
-        server.close()
-
-    asyncio.run(run())
+    for name in (1, 2, 3):
+        assert submit(client, Request((1,), 9), partial(take, name)) == name
+    await until(lambda: all(outputs[-1][-1].finish_reason is not None for outputs in found.values()) and found)
+    assert found[1] == [[token, token], [end]]
+    assert found[2][0] == [token, token]
+    assert [[output.code for output in outputs] for outputs in found[2][1:]] == [[ErrorCode.UNAVAILABLE]]
+    assert [[output.finish_reason for output in outputs] for outputs in found[3]] == [[None], [FinishReason.ERROR]]
+    assert found[3][1][0].code is ErrorCode.INTERNAL
+    client.close()
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -139,30 +134,26 @@ def engine_socket(
         yield path
 
 
-def test_a_door_that_goes_takes_no_outputs_of_another_along(engine_socket: Path) -> None:
+async def test_a_door_that_goes_takes_no_outputs_of_another_along(engine_socket: Path) -> None:
     """Outputs of many requests are sent together: those of doors that have just gone must not stop the others."""
+    kept = EngineClient(engine_socket, asyncio.get_running_loop())
+    await until(lambda: kept.connected)
+    for _ in range(30):
+        tokens, ended = list[int](), asyncio.Event()
 
-    async def run() -> None:
-        kept = EngineClient(engine_socket, asyncio.get_running_loop())
-        await until(lambda: kept.connected)
-        for _ in range(30):
-            tokens, ended = list[int](), asyncio.Event()
+        def take(outputs: Sequence[StepOutput], tokens: list[int] = tokens, ended: asyncio.Event = ended) -> None:
+            tokens += [output.token_id for output in outputs if output.token_id is not None]
+            if outputs[-1].finish_reason is not None:
+                ended.set()
 
-            def take(outputs: Sequence[StepOutput], tokens: list[int] = tokens, ended: asyncio.Event = ended) -> None:
-                tokens += [output.token_id for output in outputs if output.token_id is not None]
-                if outputs[-1].finish_reason is not None:
-                    ended.set()
-
-            leaving = [await asyncio.open_unix_connection(str(engine_socket)) for _ in range(3)]
-            for _, writer in leaving:
-                writer.write(frame(Submit(1, Request((7, 8, 9), 400))))
-            submit(kept, Request((1, 2, 3), 40), take)
-            await asyncio.sleep(0.005)
-            for _, writer in leaving:
-                writer.transport.abort()
-            async with asyncio.timeout(SECONDS):
-                await ended.wait()
-            assert len(tokens) == 40
-        kept.close()
-
-    asyncio.run(run())
+        leaving = [await asyncio.open_unix_connection(str(engine_socket)) for _ in range(3)]
+        for _, writer in leaving:
+            writer.write(frame(Submit(1, Request((7, 8, 9), 400))))
+        submit(kept, Request((1, 2, 3), 40), take)
+        await asyncio.sleep(0.005)
+        for _, writer in leaving:
+            writer.transport.abort()
+        async with asyncio.timeout(SECONDS):
+            await ended.wait()
+        assert len(tokens) == 40
+    kept.close()

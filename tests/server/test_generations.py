@@ -20,6 +20,7 @@ from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutpu
 from kvseek.server.requests.generations import Call, CodedError, Generations, Submission, Workers
 from kvseek.server.requests.unread import UnreadAnswer, UnreadAnswers, size_of
 
+pytestmark = pytest.mark.anyio
 UNREAD = UnreadAnswers(1 << 20)
 ANSWER = UnreadAnswer(UNREAD)
 
@@ -83,218 +84,186 @@ def generate(
     return generations.generate([generations.submission(served, own)], own, answer)
 
 
-def test_too_many_that_wait_for_a_thread_are_refused() -> None:
-    async def run() -> None:
-        workers, gate = Workers(2, "test", max_open=4), threading.Event()
-        under_way = [asyncio.create_task(workers.run(gate.wait)) for _ in range(4)]
-        await until(lambda: workers.open == 4)
-        message = r"4 requests are being tokenised: at most max_queue_size \+ max_batch_size = 4"
-        with pytest.raises(QueueFullError, match=message):
-            await workers.run(lambda: True)
-        under_way[-1].cancel()  # its client leaves, and makes room
-        await asyncio.wait(under_way[-1:])
-        assert workers.open == 3
-        last = asyncio.create_task(workers.run(lambda: True))
-        gate.set()
-        assert await last
-        await asyncio.gather(*under_way[:-1])
-        await until(lambda: not workers.open)
-        workers.close()
-
-    asyncio.run(run())
+async def test_too_many_that_wait_for_a_thread_are_refused() -> None:
+    workers, gate = Workers(2, "test", max_open=4), threading.Event()
+    under_way = [asyncio.create_task(workers.run(gate.wait)) for _ in range(4)]
+    await until(lambda: workers.open == 4)
+    message = r"4 requests are being tokenised: at most max_queue_size \+ max_batch_size = 4"
+    with pytest.raises(QueueFullError, match=message):
+        await workers.run(lambda: True)
+    under_way[-1].cancel()  # its client leaves, and makes room
+    await asyncio.wait(under_way[-1:])
+    assert workers.open == 3
+    last = asyncio.create_task(workers.run(lambda: True))
+    gate.set()
+    assert await last
+    await asyncio.gather(*under_way[:-1])
+    await until(lambda: not workers.open)
+    workers.close()
 
 
-def test_data_of_clients_that_have_left_is_freed_while_others_hold_the_threads() -> None:
+async def test_data_of_clients_that_have_left_is_freed_while_others_hold_the_threads() -> None:
     class Body:
         pass
 
-    async def run() -> None:
-        workers, gate = Workers(1, "test", max_open=100), threading.Event()
-        slow = asyncio.create_task(workers.run(gate.wait))
-        await until(lambda: workers.open == 1)
-        bodies: weakref.WeakSet[Body] = weakref.WeakSet()
-        for _ in range(20):
-            body = Body()
-            bodies.add(body)
-            left = asyncio.create_task(workers.run(partial(id, body)))
-            await asyncio.sleep(0)
-            left.cancel()
-            await asyncio.wait([left])
-        del body, left
-        gc.collect()
-        assert not bodies
-        gate.set()
-        await slow
-        workers.close()
-
-    asyncio.run(run())
+    workers, gate = Workers(1, "test", max_open=100), threading.Event()
+    slow = asyncio.create_task(workers.run(gate.wait))
+    await until(lambda: workers.open == 1)
+    bodies: weakref.WeakSet[Body] = weakref.WeakSet()
+    for _ in range(20):
+        body = Body()
+        bodies.add(body)
+        left = asyncio.create_task(workers.run(partial(id, body)))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+    del body, left
+    gc.collect()
+    assert not bodies
+    gate.set()
+    await slow
+    workers.close()
 
 
-def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> None:
+async def test_room_for_logits_is_reserved_until_they_arrive_or_the_request_ends() -> None:
     unread = UnreadAnswers(1 << 20, max_logits=100, vocabulary=10)
-
-    async def run() -> None:
-        client, served = Client(), Served()
-        generations = Generations(client, 4, unread)  # type: ignore[arg-type]
-        served.request = Request((1,), 4, SamplingConfig(return_generation_logits=True))
-        with unread.answer() as answer:
-            async with generate(generations, served, answer) as chunks:
-                assert (unread.reserved, unread.bytes) == (160, 0)
-                client.give([StepOutput(7, token_id=5, generation_logits=bytes(40))])
-                assert (unread.reserved, unread.bytes) == (120, size_of(StepOutput(7)) + 40)
-                await anext(chunks)
-            assert unread.reserved == 0
-            client.give([StepOutput(7, token_id=5, generation_logits=bytes(40))])  # before the engine knows
-            assert unread.reserved == 0
-        served.request = Request((1,), 40, served.request.sampling)
-        with pytest.raises(RequestError, match="--max_logits"), unread.answer() as answer:
-            async with generate(generations, served, answer):
-                pass
-        assert client.counted == [ErrorCode.INVALID]
-
-    asyncio.run(run())
+    client, served = Client(), Served()
+    generations = Generations(client, 4, unread)  # type: ignore[arg-type]
+    served.request = Request((1,), 4, SamplingConfig(return_generation_logits=True))
+    with unread.answer() as answer:
+        async with generate(generations, served, answer) as chunks:
+            assert (unread.reserved, unread.bytes) == (160, 0)
+            client.give([StepOutput(7, token_id=5, generation_logits=bytes(40))])
+            assert (unread.reserved, unread.bytes) == (120, size_of(StepOutput(7)) + 40)
+            await anext(chunks)
+        assert unread.reserved == 0
+        client.give([StepOutput(7, token_id=5, generation_logits=bytes(40))])  # before the engine knows
+        assert unread.reserved == 0
+    served.request = Request((1,), 40, served.request.sampling)
+    with pytest.raises(RequestError, match="--max_logits"), unread.answer() as answer:
+        async with generate(generations, served, answer):
+            pass
+    assert client.counted == [ErrorCode.INVALID]
 
 
-def test_a_request_that_is_stopped_while_it_is_tokenised_ends() -> None:
-    async def run() -> None:
-        client, gate, own = Client(), threading.Event(), call()
-        generations = make(client)
+async def test_a_request_that_is_stopped_while_it_is_tokenised_ends() -> None:
+    client, gate, own = Client(), threading.Event(), call()
+    generations = make(client)
 
-        def read() -> Submission:
-            own.request_id = "mine"
-            gate.wait()
-            return generations.submission(Served(), own)
+    def read() -> Submission:
+        own.request_id = "mine"
+        gate.wait()
+        return generations.submission(Served(), own)
 
-        async def serve() -> None:
-            with generations.stoppable(own):
-                submission = await generations.make(read)
-                async with generations.generate([submission], own, ANSWER):
-                    assert client.cancelled == [7]
+    async def serve() -> None:
+        with generations.stoppable(own):
+            submission = await generations.make(read)
+            async with generations.generate([submission], own, ANSWER):
+                assert client.cancelled == [7]
 
-        task = asyncio.create_task(serve())
-        await until(lambda: own.request_id == "mine")
-        generations.stop("mine", "owner")
-        gate.set()
-        await task
-        generations.close()
-
-    asyncio.run(run())
+    task = asyncio.create_task(serve())
+    await until(lambda: own.request_id == "mine")
+    generations.stop("mine", "owner")
+    gate.set()
+    await task
+    generations.close()
 
 
 ANSWERED = (StepOutput(1, 1), StepOutput(1, 2), StepOutput(1, None, FinishReason.LENGTH))
 
 
-def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
-    async def run() -> None:
-        client = Client()
-        generations = make(client)
-        for stops_at, expected in ((-1, [[1], [2], [None]]), (2, [[1], [2]])):
-            async with generate(generations, Served(stops_at)) as chunks:
-                for output, tokens in zip(ANSWERED, expected, strict=False):
-                    client.give([output])
-                    assert await anext(chunks) == (0, {"tokens": tokens})
-                assert await anext(chunks, None) is None
-        assert client.cancelled[-1] == 7, "after a stop word the engine would go on"
-        assert generations.open == 0
-        generations.close()
-
-    asyncio.run(run())
-
-
-def test_a_choice_that_a_stop_word_ends_is_cancelled_and_the_others_go_on() -> None:
-    async def run() -> None:
-        client, own = Client(), call()
-        generations = make(client)
-        submissions = [generations.submission(served, own) for served in (Served(1), Served())]
-        async with generations.generate(submissions, own, ANSWER) as chunks:
-            first, second = client.takers
-            first([StepOutput(1, 1)])
-            second([StepOutput(1, 11)])
-            assert [await anext(chunks) for _ in range(2)] == [(0, {"tokens": [1]}), (1, {"tokens": [11]})]
-            for token in (2, 3):  # drawn before the cancellation arrives
-                first([StepOutput(1, token)])
-                second([StepOutput(1, 10 + token)])
-                assert await anext(chunks) == (1, {"tokens": [10 + token]})
-                assert client.cancelled == [7]
-            first([StepOutput(1, finish_reason=FinishReason.CANCELLED)])
-            second([ANSWERED[2]])
-            assert await anext(chunks) == (1, {"tokens": [None]})
+async def test_chunks_end_with_the_request_or_with_a_stop_word() -> None:
+    client = Client()
+    generations = make(client)
+    for stops_at, expected in ((-1, [[1], [2], [None]]), (2, [[1], [2]])):
+        async with generate(generations, Served(stops_at)) as chunks:
+            for output, tokens in zip(ANSWERED, expected, strict=False):
+                client.give([output])
+                assert await anext(chunks) == (0, {"tokens": tokens})
             assert await anext(chunks, None) is None
-        generations.close()
+    assert client.cancelled[-1] == 7, "after a stop word the engine would go on"
+    assert generations.open == 0
+    generations.close()
 
-    asyncio.run(run())
+
+async def test_a_choice_that_a_stop_word_ends_is_cancelled_and_the_others_go_on() -> None:
+    client, own = Client(), call()
+    generations = make(client)
+    submissions = [generations.submission(served, own) for served in (Served(1), Served())]
+    async with generations.generate(submissions, own, ANSWER) as chunks:
+        first, second = client.takers
+        first([StepOutput(1, 1)])
+        second([StepOutput(1, 11)])
+        assert [await anext(chunks) for _ in range(2)] == [(0, {"tokens": [1]}), (1, {"tokens": [11]})]
+        for token in (2, 3):  # drawn before the cancellation arrives
+            first([StepOutput(1, token)])
+            second([StepOutput(1, 10 + token)])
+            assert await anext(chunks) == (1, {"tokens": [10 + token]})
+            assert client.cancelled == [7]
+        first([StepOutput(1, finish_reason=FinishReason.CANCELLED)])
+        second([ANSWERED[2]])
+        assert await anext(chunks) == (1, {"tokens": [None]})
+        assert await anext(chunks, None) is None
+    generations.close()
 
 
-def test_what_has_come_while_nobody_asked_is_one_chunk() -> None:
+async def test_what_has_come_while_nobody_asked_is_one_chunk() -> None:
     unread = UnreadAnswers(1 << 20)
-
-    async def run() -> None:
-        client = Client()
-        generations = Generations(client, 4, unread)  # type: ignore[arg-type]
-        with unread.answer() as answer:
-            async with generate(generations, Served(), answer) as chunks:
-                for output in ANSWERED[:2]:
-                    client.give([output])
-                assert unread.bytes == 2 * size_of(ANSWERED[0])
-                assert await anext(chunks) == (0, {"tokens": [1, 2]})
-                assert unread.bytes == 2 * size_of(ANSWERED[0]), "the client may not have read it yet"
-                client.give(list(ANSWERED[2:]))
-                assert await anext(chunks) == (0, {"tokens": [None]})
-                assert unread.bytes == size_of(ANSWERED[2])
-                assert await anext(chunks, None) is None
-        assert unread.bytes == 0
-
-    asyncio.run(run())
-
-
-def test_requests_of_one_call_come_each_in_its_order_and_end_together_with_an_error() -> None:
-    async def run() -> None:
-        client, own = Client(), call()
-        generations = make(client)
-        submissions = [generations.submission(served, own) for served in (Served(), Served())]
-        async with generations.generate(submissions, own, ANSWER) as chunks:
-            first, second = client.takers
-            first([StepOutput(1, 1)])
-            second([StepOutput(1, 11)])
-            first([StepOutput(1, 2)])
-            assert [await anext(chunks) for _ in range(2)] == [(0, {"tokens": [1, 2]}), (1, {"tokens": [11]})]
-            first([ANSWERED[2]])
+    client = Client()
+    generations = Generations(client, 4, unread)  # type: ignore[arg-type]
+    with unread.answer() as answer:
+        async with generate(generations, Served(), answer) as chunks:
+            for output in ANSWERED[:2]:
+                client.give([output])
+            assert unread.bytes == 2 * size_of(ANSWERED[0])
+            assert await anext(chunks) == (0, {"tokens": [1, 2]})
+            assert unread.bytes == 2 * size_of(ANSWERED[0]), "the client may not have read it yet"
+            client.give(list(ANSWERED[2:]))
             assert await anext(chunks) == (0, {"tokens": [None]})
-            second([StepOutput(1, 12)])
-            second([StepOutput(1, finish_reason=FinishReason.ERROR, error="broken", code=ErrorCode.INTERNAL)])
-            assert await anext(chunks) == (1, {"tokens": [12]}), "what came before the error"
-            with pytest.raises(CodedError, match="broken"):
-                await anext(chunks)
-        assert client.cancelled == [7, 7]
-        assert generations.open == 0
-        generations.close()
-
-    asyncio.run(run())
+            assert unread.bytes == size_of(ANSWERED[2])
+            assert await anext(chunks, None) is None
+    assert unread.bytes == 0
 
 
-def test_an_error_of_the_engine_keeps_its_code_and_gets_the_clients_names() -> None:
-    async def run() -> None:
-        client = Client()
-        generations = make(client)
-        async with generate(generations, Served()) as chunks:
-            error = StepOutput(1, finish_reason=FinishReason.ERROR, error="input_ids: no", code=ErrorCode.TIMEOUT)
-            client.give([error])
-            with pytest.raises(CodedError, match=r"^prompt: no") as caught:
-                await anext(chunks)
-        assert caught.value.code is ErrorCode.TIMEOUT
-        generations.close()
+async def test_requests_of_one_call_come_each_in_its_order_and_end_together_with_an_error() -> None:
+    client, own = Client(), call()
+    generations = make(client)
+    submissions = [generations.submission(served, own) for served in (Served(), Served())]
+    async with generations.generate(submissions, own, ANSWER) as chunks:
+        first, second = client.takers
+        first([StepOutput(1, 1)])
+        second([StepOutput(1, 11)])
+        first([StepOutput(1, 2)])
+        assert [await anext(chunks) for _ in range(2)] == [(0, {"tokens": [1, 2]}), (1, {"tokens": [11]})]
+        first([ANSWERED[2]])
+        assert await anext(chunks) == (0, {"tokens": [None]})
+        second([StepOutput(1, 12)])
+        second([StepOutput(1, finish_reason=FinishReason.ERROR, error="broken", code=ErrorCode.INTERNAL)])
+        assert await anext(chunks) == (1, {"tokens": [12]}), "what came before the error"
+        with pytest.raises(CodedError, match="broken"):
+            await anext(chunks)
+    assert client.cancelled == [7, 7]
+    assert generations.open == 0
+    generations.close()
 
-    asyncio.run(run())
+
+async def test_an_error_of_the_engine_keeps_its_code_and_gets_the_clients_names() -> None:
+    client = Client()
+    generations = make(client)
+    async with generate(generations, Served()) as chunks:
+        error = StepOutput(1, finish_reason=FinishReason.ERROR, error="input_ids: no", code=ErrorCode.TIMEOUT)
+        client.give([error])
+        with pytest.raises(CodedError, match=r"^prompt: no") as caught:
+            await anext(chunks)
+    assert caught.value.code is ErrorCode.TIMEOUT
+    generations.close()
 
 
-def test_refusals_are_counted_by_their_code() -> None:
-    async def run() -> None:
-        client = Client()
-        generations = make(client)
-        for error in (RequestError("x"), CodedError(ErrorCode.UNAVAILABLE, "x")):
-            with pytest.raises(type(error)), generations.counting_refusals():
-                raise error
-        assert client.counted == [ErrorCode.INVALID, ErrorCode.UNAVAILABLE]
-        generations.close()
-
-    asyncio.run(run())
+async def test_refusals_are_counted_by_their_code() -> None:
+    client = Client()
+    generations = make(client)
+    for error in (RequestError("x"), CodedError(ErrorCode.UNAVAILABLE, "x")):
+        with pytest.raises(type(error)), generations.counting_refusals():
+            raise error
+    assert client.counted == [ErrorCode.INVALID, ErrorCode.UNAVAILABLE]
+    generations.close()

@@ -23,6 +23,7 @@ from kvseek.server.requests.engine_client import EngineClient
 from kvseek.server.requests.messages import Outputs
 from kvseek.server.settings import ServeSettings
 
+pytestmark = pytest.mark.anyio
 GOOD, BAD = Request((1, 2, 3), 6), Request((), 6)
 
 
@@ -83,59 +84,55 @@ async def ask(
 
 
 @pytest.mark.parametrize("name", ["record", "record_step", "refused", "text"])
-def test_metrics_that_raise_end_no_request(
+async def test_metrics_that_raise_end_no_request(
     name: str, service: EngineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EngineMetrics, name, fail)
-    _check_that_requests_end_as_ever(service, tmp_path, Spans())
+    await _check_that_requests_end_as_ever(service, tmp_path, Spans())
 
 
 @pytest.mark.parametrize("name", ["start", "end"])
-def test_tracing_that_raises_ends_no_request(
+async def test_tracing_that_raises_ends_no_request(
     name: str, service: EngineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spans = Spans()
     monkeypatch.setattr(spans, name, fail)
-    _check_that_requests_end_as_ever(service, tmp_path, spans)
+    await _check_that_requests_end_as_ever(service, tmp_path, spans)
 
 
-def _check_that_requests_end_as_ever(service: EngineService, tmp_path: Path, spans: Spans) -> None:
-    async def run() -> None:
-        async with served(service, tmp_path / "engine.sock", spans) as (_, client):
-            await until(lambda: client.connected)
-            running = asyncio.create_task(ask(client, GOOD))
-            asking = asyncio.create_task(client.read_metrics())  # answered or not, on the same connection
-            assert (await running).finish_reason is FinishReason.LENGTH
-            assert (await ask(client, BAD)).code is ErrorCode.INVALID
-            assert (await ask(client, GOOD)).finish_reason is FinishReason.LENGTH
-            asking.cancel()
-            assert not service.failure
-
-    asyncio.run(run())
+async def _check_that_requests_end_as_ever(service: EngineService, tmp_path: Path, spans: Spans) -> None:
+    async with served(service, tmp_path / "engine.sock", spans) as (_, client):
+        await until(lambda: client.connected)
+        running = asyncio.create_task(ask(client, GOOD))
+        asking = asyncio.create_task(client.read_metrics())  # answered or not, on the same connection
+        assert (await running).finish_reason is FinishReason.LENGTH
+        assert (await ask(client, BAD)).code is ErrorCode.INVALID
+        assert (await ask(client, GOOD)).finish_reason is FinishReason.LENGTH
+        asking.cancel()
+        assert not service.failure
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_doors_callback_that_raises_is_given_the_end(last: bool, service: EngineService, tmp_path: Path) -> None:
+async def test_a_doors_callback_that_raises_is_given_the_end(
+    last: bool, service: EngineService, tmp_path: Path
+) -> None:
     def look(output: StepOutput) -> None:
         if (output.finish_reason is not None) is last:
             fail()
 
-    async def run() -> None:
-        async with served(service, tmp_path / "engine.sock", Spans()) as (_, client):
-            beside = asyncio.create_task(ask(client, GOOD))
-            end = await ask(client, GOOD, look)
-            assert (end.finish_reason, end.code) == (
-                (FinishReason.LENGTH if last else FinishReason.ERROR),
-                ErrorCode.INTERNAL,
-            )
-            assert (await beside).finish_reason is FinishReason.LENGTH
-            assert (await ask(client, GOOD)).finish_reason is FinishReason.LENGTH
-
-    asyncio.run(run())
+    async with served(service, tmp_path / "engine.sock", Spans()) as (_, client):
+        beside = asyncio.create_task(ask(client, GOOD))
+        end = await ask(client, GOOD, look)
+        assert (end.finish_reason, end.code) == (
+            (FinishReason.LENGTH if last else FinishReason.ERROR),
+            ErrorCode.INTERNAL,
+        )
+        assert (await beside).finish_reason is FinishReason.LENGTH
+        assert (await ask(client, GOOD)).finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("side", ["engine", "door"])
-def test_no_memory_for_a_message_ends_its_requests_and_not_the_connection_for_good(
+async def test_no_memory_for_a_message_ends_its_requests_and_not_the_connection_for_good(
     side: str, service: EngineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Encoding outputs fails in the engine process, or decoding them in the door's: once, while two requests run."""
@@ -155,12 +152,8 @@ def test_no_memory_for_a_message_ends_its_requests_and_not_the_connection_for_go
 
     monkeypatch.setattr(process, "frame", frame)
     monkeypatch.setattr(engine_client, "read_frame", read_frame)
-
-    async def run() -> None:
-        async with served(service, tmp_path / "engine.sock", Spans()) as (_, client):
-            ends = await asyncio.gather(*(ask(client, GOOD) for _ in range(2)))
-            assert {end.code for end in ends} == {ErrorCode.UNAVAILABLE}
-            failing[:] = [False] * 1000
-            assert (await ask(client, GOOD)).finish_reason is FinishReason.LENGTH
-
-    asyncio.run(run())
+    async with served(service, tmp_path / "engine.sock", Spans()) as (_, client):
+        ends = await asyncio.gather(*(ask(client, GOOD) for _ in range(2)))
+        assert {end.code for end in ends} == {ErrorCode.UNAVAILABLE}
+        failing[:] = [False] * 1000
+        assert (await ask(client, GOOD)).finish_reason is FinishReason.LENGTH

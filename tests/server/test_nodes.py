@@ -13,26 +13,22 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import BuildEngine, RandomModel
-from tests.server.test_ranks import LIMITS, LONG, MARK, PROMPT
+from tests.server.test_ranks import LIMITS, LONG, PROMPT, followers_of
 from tests.support.door_processes import write_keys
-from tests.support.live_server import command_line, live_server
+from tests.support.live_server import live_server
 from tests.support.server_streams import tokens
 from tests.support.waiting import is_running, wait_for
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
+from kvseek.server import serve_openai
 from kvseek.server.launch import LOOPBACK
 from kvseek.server.ports import Ports
 from kvseek.server.serve import main
+from kvseek.server.settings import ServeSettings
+from kvseek.server.triton.repository import write_models
 
 KEY = "a key of the test's own"
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Processes of the ranks that a launcher has started."""
-    children = Path(f"/proc/{launcher}/task").glob("*/children")
-    found = [int(child) for path in children for child in path.read_text().split()]
-    return [child for child in found if MARK in command_line(child)]
 
 
 @contextmanager
@@ -76,7 +72,7 @@ def test_an_engine_on_two_nodes(
         assert follower.stdout.readline() == f"ready: ranks 1 follow rank 0 at {endpoint}\n"
         for route in ("grpc", "http_stream"):
             assert tokens(server, route, PROMPT, 8).join().ids == expected
-        ranks = ranks_of(follower.pid)
+        ranks = followers_of(follower.pid)
         assert len(ranks) == 1
 
         engine = server.process_ids()["engine"]
@@ -93,14 +89,14 @@ def test_an_engine_on_two_nodes(
             server.wait_ready()
             assert tokens(server, "grpc", PROMPT, 8).join().ids == expected
             second.stdout.readline()
-            ranks, engine = ranks_of(second.pid), server.process_ids()["engine"]
+            ranks, engine = followers_of(second.pid), server.process_ids()["engine"]
             os.kill(ranks[0], signal.SIGSTOP)
             wait_for(lambda: not is_running(ranks[0]), "the end of a rank that does not answer its launcher")
             assert tokens(server, "grpc", PROMPT, 8).join().error  # rank 0 finds it when it needs it
             server.wait_replaced("engine", engine)
             server.wait_ready()
             assert tokens(server, "grpc", PROMPT, 8).join().ids == expected
-            assert not set(ranks) & set(ranks_of(second.pid)), "it has been started again, as rank 0 has"
+            assert not set(ranks) & set(followers_of(second.pid)), "it has been started again, as rank 0 has"
             second.terminate()
             assert second.wait(60) == 0
 
@@ -160,3 +156,14 @@ def test_what_nodes_cannot_be_is_refused_at_once(
     monkeypatch.setenv("KVSEEK_RANKS_KEY", KEY)
     assert main(["--engine_dir", str(of_two), *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_page_that_could_show_nothing_is_refused_at_once(
+    of_two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by the engine, with each question that the page sends."""
+    write_models(tmp_path / "models", of_two, ServeSettings())
+    assert main(["--engine_dir", str(of_two), "--ui"]) == 1
+    assert serve_openai.main(["--repository", str(tmp_path / "models"), "--openai_port", "0", "--ui"]) == 1
+    refusal = "error: --ui = True: must be left out with --runtime tensorrt, --tp_size above 1, or "
+    assert capsys.readouterr().err.count(refusal) == 2

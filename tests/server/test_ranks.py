@@ -25,7 +25,7 @@ MARK = "kvseek.engine.leading.follower"
 
 
 def followers_of(pid: int) -> list[int]:
-    """Processes of an engine's other ranks."""
+    """Processes of ranks that a process has started: an engine, or the launcher of another node."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     found = [int(child) for path in children for child in path.read_text().split()]
     return [child for child in found if MARK in command_line(child)]

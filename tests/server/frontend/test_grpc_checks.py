@@ -14,8 +14,8 @@ from tritonclient.grpc import _utils, service_pb2
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import RequestError
+from kvseek.server.grpc.call import asks_for_several
 from kvseek.server.grpc.checks import admit
-from kvseek.server.grpc.single import asks_for_several
 from kvseek.server.kserve.inputs import schemas
 from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, LLMAPI
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvseek.server.grpc.server import CLOSED, PASSED_ON, GrpcServer
 from kvseek.server.requests.keys import Keys
 from kvseek.server.requests.unread import UnreadAnswers
 
+pytestmark = pytest.mark.anyio
 SECONDS = 30.0
 OF_CLIENTS = ("kvseek_owner", "kvseek_secret")
 KEYS = ("the-first-key-of-tests", "the-second-key-of-tests")
@@ -89,7 +90,7 @@ class Ready:
 
 @asynccontextmanager
 async def doors(
-    unread: UnreadAnswers, max_connections: int, keys: tuple[str, ...]
+    unread: UnreadAnswers | None = None, max_connections: int = 100, keys: tuple[str, ...] = ()
 ) -> AsyncIterator[tuple[ToyTriton, grpc.aio.Channel, GrpcServer]]:
     toy, server = ToyTriton(), grpc.aio.server()
     handlers = {
@@ -99,6 +100,7 @@ async def doors(
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    unread = unread or UnreadAnswers(1 << 30)
     door = GrpcServer(f"127.0.0.1:{port}", Ready(), SCHEMAS, unread, max_connections, keys=Keys(keys))  # type: ignore[arg-type]
     own = await door.start("127.0.0.1", 0, 1 << 20)
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{own}", options=CLIENT)
@@ -115,24 +117,10 @@ async def read_all(call: Any) -> None:
         pass
 
 
-def run(
-    test: Callable[[ToyTriton, grpc.aio.Channel, GrpcServer], Awaitable[None]],
-    unread: UnreadAnswers | None = None,
-    max_connections: int = 100,
-    keys: tuple[str, ...] = (),
-) -> None:
-    async def main() -> None:
-        async with doors(unread or UnreadAnswers(1 << 30), max_connections, keys) as parts:
-            await test(*parts)
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("half_closed", [False, True])
-def test_the_call_of_a_client_that_leaves_is_told_and_not_cancelled(half_closed: bool) -> None:
+async def test_the_call_of_a_client_that_leaves_is_told_and_not_cancelled(half_closed: bool) -> None:
     """Triton 2.51 crashes of cancelled calls."""
-
-    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcServer) -> None:
+    async with doors() as (toy, channel, door):
         for _ in range(20):
             call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
             await call.write(request().SerializeToString())
@@ -143,8 +131,6 @@ def test_the_call_of_a_client_that_leaves_is_told_and_not_cancelled(half_closed:
         await until(lambda: len(toy.ends) == 20)
         assert set(toy.ends) == {"told"}
         await until(lambda: not door.open)
-
-    run(test)
 
 
 def infer(channel: grpc.aio.Channel) -> Any:
@@ -158,8 +144,8 @@ async def next_call(channel: grpc.aio.Channel) -> None:
         await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
 
 
-def test_a_client_that_does_not_read_its_stream_counts_as_gone() -> None:
-    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcServer) -> None:
+async def test_a_client_that_does_not_read_its_stream_counts_as_gone() -> None:
+    async with doors(UnreadAnswers(1 << 30, seconds=0.2)) as (toy, channel, door):
         toy.flooding = True
         call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
         await call.write(request().SerializeToString())
@@ -170,14 +156,11 @@ def test_a_client_that_does_not_read_its_stream_counts_as_gone() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="CANCELLED"):
             await read_all(call)
 
-    run(test, UnreadAnswers(1 << 30, seconds=0.2))
 
-
-def test_a_client_that_does_not_read_its_answer_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_its_answer_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvseek.server.requests.unread.WRITE_BYTES_PER_SECOND", 1 << 30)
     unread = UnreadAnswers(1 << 30, seconds=0.2)
-
-    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcServer) -> None:
+    async with doors(unread) as (toy, channel, _):
         toy.whole = True
         call = infer(channel)
         await until(lambda: unread.bytes >= LARGE_BYTES)
@@ -186,14 +169,11 @@ def test_a_client_that_does_not_read_its_answer_counts_as_gone(monkeypatch: pyte
         with pytest.raises(grpc.aio.AioRpcError, match="CANCELLED"):
             await read_all(call)
 
-    run(test, unread)
 
-
-def test_answers_that_nobody_reads_end_when_others_need_the_room() -> None:
+async def test_answers_that_nobody_reads_end_when_others_need_the_room() -> None:
     """Within the limit at any time; who reads gets everything."""
     unread = UnreadAnswers(5 * LARGE_BYTES)
-
-    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcServer) -> None:
+    async with doors(unread) as (toy, channel, _):
         toy.whole = True
         calls = list[Any]()
         for _ in range(2):
@@ -205,11 +185,9 @@ def test_answers_that_nobody_reads_end_when_others_need_the_room() -> None:
                 assert unread.bytes <= unread.limit
         assert len(calls) == 8
 
-    run(test, unread)
 
-
-def test_connections_have_a_limit_and_the_rest_is_served() -> None:
-    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcServer) -> None:
+async def test_connections_have_a_limit_and_the_rest_is_served() -> None:
+    async with doors(max_connections=4) as (toy, channel, door):
         await channel.channel_ready()
         streams = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(20)]
         ends = [asyncio.create_task(reader.read()) for reader, _ in streams]
@@ -219,11 +197,9 @@ def test_connections_have_a_limit_and_the_rest_is_served() -> None:
         for end in ends:
             end.cancel()
 
-    run(test, max_connections=4)
 
-
-def test_a_client_that_sends_nothing_opens_no_call() -> None:
-    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcServer) -> None:
+async def test_a_client_that_sends_nothing_opens_no_call() -> None:
+    async with doors() as (toy, channel, door):
         idle, empty = (channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")() for _ in range(2))
         await empty.done_writing()
         assert await empty.read() is grpc.aio.EOF
@@ -232,26 +208,23 @@ def test_a_client_that_sends_nothing_opens_no_call() -> None:
         await until(lambda: not door.open)
         assert not toy.calls
 
-    run(test)
 
-
-def test_a_models_configuration_names_no_files() -> None:
-    async def test(_: ToyTriton, channel: grpc.aio.Channel, __: GrpcServer) -> None:
+async def test_a_models_configuration_names_no_files() -> None:
+    async with doors() as (_, channel, __):
         question = service_pb2.ModelConfigRequest(name="tensorrt_llm").SerializeToString()
         answer = await channel.unary_unary(f"/{SERVICE}/ModelConfig")(question)
         config = service_pb2.ModelConfigResponse.FromString(answer).config
         assert config.name == "tensorrt_llm"
         assert not config.parameters
 
-    run(test)
-
 
 def with_key(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
 
 
-def test_every_method_asks_for_a_key_but_for_health() -> None:
-    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcServer) -> None:
+async def test_every_method_asks_for_a_key_but_for_health() -> None:
+    async with doors(keys=KEYS) as (toy, channel, _):
+
         async def code(method: str, metadata: Any) -> grpc.StatusCode:
             call = channel.unary_unary(f"/{SERVICE}/{method}")(request().SerializeToString(), metadata=metadata)
             return await call.code()
@@ -269,11 +242,9 @@ def test_every_method_asks_for_a_key_but_for_health() -> None:
             assert await call.code() is grpc.StatusCode.OK
         assert await channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x01"
 
-    run(test, keys=KEYS)
-
 
 @pytest.mark.parametrize("keys", [KEYS, ()])
-def test_models_are_told_whose_requests_they_are(keys: tuple[str, ...]) -> None:
+async def test_models_are_told_whose_requests_they_are(keys: tuple[str, ...]) -> None:
     """Those of a key are one client's, whatever the connection; without keys those of a connection are."""
 
     async def ask(channel: grpc.aio.Channel, key: str) -> None:
@@ -282,7 +253,7 @@ def test_models_are_told_whose_requests_they_are(keys: tuple[str, ...]) -> None:
         await call.read()
         call.cancel()
 
-    async def test(toy: ToyTriton, channel: grpc.aio.Channel, door: GrpcServer) -> None:
+    async with doors(keys=keys) as (toy, channel, _):
         for key in (*KEYS, KEYS[0]):
             await ask(channel, key)
         first, second, third = [told for told in toy.owners if told[0]]  # else it tells that a client has left
@@ -290,5 +261,3 @@ def test_models_are_told_whose_requests_they_are(keys: tuple[str, ...]) -> None:
         assert (first != second) == bool(keys)
         assert bool(first[1]) == bool(keys)
         assert not any(key in word for key in KEYS for told in toy.owners for word in told)
-
-    run(test, keys=keys)

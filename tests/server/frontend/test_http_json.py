@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvseek.core.errors import RequestError
+from kvseek.server.http.content import body_limit
 from kvseek.server.kserve.generate import LOGITS_AT_A_TIME, chunk_to_json, logits_to_json
-from kvseek.server.kserve.inputs import ModelSchema, body_limit
+from kvseek.server.kserve.inputs import ModelSchema
 from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM, Logits, TextRequest, TokenRequest
 
 CONFIG: Any = SimpleNamespace(max_input_len=800, max_batch_size=2)
@@ -135,10 +136,10 @@ def test_wrong_shapes_are_refused(tokens: ModelSchema) -> None:
 def test_the_largest_prompt_fits_into_a_body_and_no_more() -> None:
     tokenizer: Any = SimpleNamespace(longest_token_bytes=16)
     worst = json.dumps({"text_input": "\x00" * (800 * 16), "max_tokens": 1}).encode()
-    limit = body_limit(TextRequest, CONFIG, tokenizer)
+    limit = body_limit(True, CONFIG, tokenizer)
     assert len(worst) < limit < len(worst) + 2**20
     ids = json.dumps(TOKENS | {"input_ids": [2**31 - 1] * 800}).encode()
-    assert len(ids) < body_limit(TokenRequest, CONFIG, tokenizer) < len(ids) + 2**20
+    assert len(ids) < body_limit(False, CONFIG, tokenizer) < len(ids) + 2**20
 
 
 def test_chunks_have_scalars_where_there_is_one_value() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +60,8 @@ def openai(tokenizer: Tokenizer, stop: tuple[str, ...], stream: bool) -> Any:
 
 
 def python(tokenizer: Tokenizer, stop: tuple[str, ...], stream: bool) -> Any:
-    return Generation(0, PROMPT, Request(tuple(tokenizer.encode(PROMPT)), 40), tokenizer, stop, {})
+    sequence: Any = SimpleNamespace(request=Request(tuple(tokenizer.encode(PROMPT)), 40))
+    return Generation(0, PROMPT, sequence, tokenizer, stop, {})
 
 
 def text_of(tokenizer: Tokenizer, served: Any, stream: bool) -> str:

@@ -27,6 +27,7 @@ from kvseek.server.requests.unread import OTHER_UNREAD_BYTES, UnreadAnswers, Unr
 from kvseek.server.settings import ServeSettings
 
 __all__ = ["directory"]  # a fixture
+pytestmark = pytest.mark.anyio
 SETTINGS = ServeSettings(threads=1, max_logits=4096)  # of which this engine knows nothing
 CLIENTS = 24
 NUMBERS = np.random.default_rng(5).random(800_000, np.float32)
@@ -83,41 +84,35 @@ async def _never() -> None:
     await asyncio.Event().wait()
 
 
-def test_the_costliest_answer_makes_room() -> None:
-    async def run() -> None:
-        unread = UnreadAnswers(100)
-        with contextlib.ExitStack() as stack:
-            left, small, gathering, other = (stack.enter_context(unread.answer()) for _ in range(4))
-            writing, slow = (asyncio.create_task(each.deliver(size, _never)) for each, size in ((left, 30), (small, 1)))
-            gathering.add(60)
-            await asyncio.sleep(0.1)
-            await other.deliver(39, lambda: asyncio.sleep(0))
-            with pytest.raises(UnreadError, match="30 bytes unread"):
-                await writing
-            assert unread.bytes == 61
-            other.add(40)
-            with pytest.raises(QueueFullError, match=r"have 101 bytes: must be <= 100; .*this answer has 60 bytes"):
-                await gathering.deliver(1, _never)  # it cannot be seen that its client would not read, but it is large
-            await gathering.deliver(0, lambda: asyncio.sleep(0))  # the error
-            for each in (small, other):
-                each.check()
-            assert unread.bytes == 41
-            slow.cancel()
-            await asyncio.wait([slow])
-        other.add(7)  # of an engine that does not know yet
-        assert unread.bytes == 0
-
-    asyncio.run(run())
+async def test_the_costliest_answer_makes_room() -> None:
+    unread = UnreadAnswers(100)
+    with contextlib.ExitStack() as stack:
+        left, small, gathering, other = (stack.enter_context(unread.answer()) for _ in range(4))
+        writing, slow = (asyncio.create_task(each.deliver(size, _never)) for each, size in ((left, 30), (small, 1)))
+        gathering.add(60)
+        await asyncio.sleep(0.1)
+        await other.deliver(39, lambda: asyncio.sleep(0))
+        with pytest.raises(UnreadError, match="30 bytes unread"):
+            await writing
+        assert unread.bytes == 61
+        other.add(40)
+        with pytest.raises(QueueFullError, match=r"have 101 bytes: must be <= 100; .*this answer has 60 bytes"):
+            await gathering.deliver(1, _never)  # it cannot be seen that its client would not read, but it is large
+        await gathering.deliver(0, lambda: asyncio.sleep(0))  # the error
+        for each in (small, other):
+            each.check()
+        assert unread.bytes == 41
+        slow.cancel()
+        await asyncio.wait([slow])
+    other.add(7)  # of an engine that does not know yet
+    assert unread.bytes == 0
 
 
-def test_every_write_has_a_time_limit() -> None:
-    async def run() -> None:
-        unread = UnreadAnswers(100, seconds=0.01)
-        with unread.answer() as answer, pytest.raises(UnreadError):
-            await answer.deliver(10, _never)
-        assert unread.bytes == 0
-
-    asyncio.run(run())
+async def test_every_write_has_a_time_limit() -> None:
+    unread = UnreadAnswers(100, seconds=0.01)
+    with unread.answer() as answer, pytest.raises(UnreadError):
+        await answer.deliver(10, _never)
+    assert unread.bytes == 0
 
 
 def test_logits_are_computed_if_there_is_room_for_them_beside_what_clients_have_not_read() -> None:

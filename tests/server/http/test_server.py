@@ -23,9 +23,10 @@ from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.http.content import PIECE_BYTES, Writer
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.server import IDLE_SECONDS, MOST_PIPELINED, SPARE_CONNECTIONS, HttpServer
-from kvseek.server.openai.errors import openai_error
+from kvseek.server.openai.fields import openai_error
 from kvseek.server.requests.unread import UnreadAnswers
 
+pytestmark = pytest.mark.anyio
 ABSENT = "192.0.2.1"  # reserved for documentation, so no machine has it
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -78,21 +79,20 @@ def give(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
 
 
 @pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), (ABSENT, "127.0.0.2"), ("127.0.0.1", ABSENT)])
-def test_every_address_of_a_host_has_the_same_port(monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, ...]) -> None:
-    async def run() -> None:
-        server = HttpServer([Route("/", small)], "/", 10)
-        with monkeypatch.context() as patch:
-            give(patch, *addresses)
-            port = await server.start("a host", 0, "--openai_port")
-        for address in addresses:
-            if address != ABSENT:
-                reader, writer = await asyncio.open_connection(address, port)
-                writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
-                assert await reader.readline() == b"HTTP/1.1 204 No Content\r\n"
-                writer.close()
-        await server.close()
-
-    asyncio.run(run())
+async def test_every_address_of_a_host_has_the_same_port(
+    monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, ...]
+) -> None:
+    server = HttpServer([Route("/", small)], "/", 10)
+    with monkeypatch.context() as patch:
+        give(patch, *addresses)
+        port = await server.start("a host", 0, "--openai_port")
+    for address in addresses:
+        if address != ABSENT:
+            reader, writer = await asyncio.open_connection(address, port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+            assert await reader.readline() == b"HTTP/1.1 204 No Content\r\n"
+            writer.close()
+    await server.close()
 
 
 def test_a_host_that_is_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

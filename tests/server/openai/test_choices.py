@@ -15,7 +15,7 @@ from kvseek.core.errors import CodedError, ErrorCode
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.core.selected_rows import RowReport, SelectedRows
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.openai.choices import LOWEST, ChatReply, Choice, CompletionReply, Echo, Reply, usage
+from kvseek.server.openai.choices import LOWEST, Choice, Echo, Reply, usage
 
 TEXT = "the harbour ⚓ lit at dusk"
 
@@ -111,7 +111,7 @@ def test_progress_in_reading_the_prompt_makes_no_piece(tokenizer: Tokenizer) -> 
 def test_log_probabilities_of_a_chat(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
     found = pieces(choice(tokenizer, logprobs=2), outputs(ids, FinishReason.LENGTH, 2))
-    reply = ChatReply("m", "fp", tokenizer, True, False)
+    reply = Reply(True, "m", "fp", tokenizer, True, False)
     events = [json.loads(event) for piece in found for event in reply.pieces(0, piece)]
     told = [each for event in events if (log := event["choices"][0]["logprobs"]) for each in log["content"]]
     assert b"".join(bytes(each["bytes"]) for each in told).decode() == TEXT, "bytes of all tokens are the text"
@@ -124,7 +124,7 @@ def test_log_probabilities_of_a_chat(tokenizer: Tokenizer) -> None:
 def test_log_probabilities_of_a_completion(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
     (piece,) = pieces(choice(tokenizer, logprobs=1, streaming=False), outputs(ids, FinishReason.LENGTH, 1))
-    whole = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, len(ids), 0))
+    whole = Reply(False, "m", "fp", tokenizer, True, False).whole([piece], usage(1, len(ids), 0))
     told = json.loads(whole)["choices"][0]["logprobs"]
     assert {len(values) for values in told.values()} == {len(ids)}
     for offset, token in zip(told["text_offset"], told["tokens"], strict=True):
@@ -143,7 +143,7 @@ def test_an_echo_tells_the_prompts_log_probabilities_first(tokenizer: Tokenizer)
     read = [StepOutput(1, prompt_logprobs=(LogProbs(-1.0 * place),)) for place in range(1, len(ids))]
     (piece,) = pieces(one, [*read, StepOutput(1, None, FinishReason.END_ID, logprobs=LogProbs(-9.0), end_id=1)])
     assert (piece["text"], piece["count"], piece["finish_reason"]) == ("one ship", 0, "stop")
-    whole = CompletionReply("m", "fp", tokenizer, True, False).whole([piece], usage(1, 0, 0))
+    whole = Reply(False, "m", "fp", tokenizer, True, False).whole([piece], usage(1, 0, 0))
     told = json.loads(whole)["choices"][0]["logprobs"]
     assert told["token_logprobs"] == [None, *(-1.0 * place for place in range(1, len(ids))), -9.0]
     assert "".join(told["tokens"]) == "one ship<|end|>"
@@ -160,20 +160,20 @@ def test_an_echo_whose_time_passes_before_the_prompt_is_read_fails(tokenizer: To
 def test_the_tokens_own_log_probability_is_among_the_likeliest(tokenizer: Tokenizer) -> None:
     step = StepOutput(1, 5, FinishReason.LENGTH, logprobs=LogProbs(float("-inf"), ((6, -1.0),)))
     (piece,) = pieces(choice(tokenizer, logprobs=1), [step])
-    (event,) = CompletionReply("m", "fp", tokenizer, True, False).pieces(0, piece)
+    (event,) = Reply(False, "m", "fp", tokenizer, True, False).pieces(0, piece)
     (top,) = json.loads(event)["choices"][0]["logprobs"]["top_logprobs"]
     assert sorted(top.values()) == [LOWEST, -1.0], "JSON has no infinity"
 
 
-@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
-def test_selected_rows_come_with_their_tokens(tokenizer: Tokenizer, kind: type[Reply]) -> None:
+@pytest.mark.parametrize("chat", [True, False])
+def test_selected_rows_come_with_their_tokens(tokenizer: Tokenizer, chat: bool) -> None:
     """Also with a token that has no text yet; the first event says what positions stand for."""
     numbers = (np.array(each, np.int32).tobytes() for each in ([1, 3], [0, 0, 2], [5, 1, 16]))
     rows = SelectedRows(9, 7.5, 4, 40, 16, (0, 3), (0, 1), (3,), *numbers)
     request = Request((5,), 50, SamplingConfig(return_selected_rows=RowReport()))
     one, ids = Choice(request, tokenizer, [], True, prompt=Echo("the", [0])), tokenizer.encode("⚓ lit")
     steps = [StepOutput(1, token, selected_rows=rows if number else None) for number, token in enumerate(ids)]
-    reply = kind("m", "fp", tokenizer, False, False)
+    reply = Reply(chat, "m", "fp", tokenizer, False, False)
     events = [json.loads(event) for piece in pieces(one, steps) for event in reply.pieces(0, piece)]
     told = [report for event in events for report in event["choices"][0]["selected_rows"]]
     assert told == [None] + (len(ids) - 1) * [
@@ -194,7 +194,7 @@ def test_selected_rows_come_with_their_tokens(tokenizer: Tokenizer, kind: type[R
 
 
 def test_events_of_a_chat_are_openais(tokenizer: Tokenizer) -> None:
-    reply = ChatReply("m", "fp", tokenizer, False, True)
+    reply = Reply(True, "m", "fp", tokenizer, False, True)
     begin = list(map(json.loads, reply.begin(2)))
     assert [event["choices"][0]["delta"] for event in begin] == [{"role": "assistant", "content": ""}] * 2
     piece = {"text": "x", "tokens": [], "rows": [], "prompt": None, "count": 1, "finish_reason": "stop"}
@@ -206,5 +206,5 @@ def test_events_of_a_chat_are_openais(tokenizer: Tokenizer) -> None:
     assert end["usage"]["total_tokens"] == 7
     assert end["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert [event["usage"] for event in (*begin, text, finish)] == [None] * 4, "as OpenAI, if usage was asked for"
-    assert "usage" not in json.loads(ChatReply("m", "fp", tokenizer, False, False).begin(1)[0])
+    assert "usage" not in json.loads(Reply(True, "m", "fp", tokenizer, False, False).begin(1)[0])
     assert {event["id"] for event in (*begin, text, finish, end)} == {reply.id}

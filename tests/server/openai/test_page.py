@@ -22,7 +22,7 @@ from tests.support.door_processes import Door, doors, engine_process, write_keys
 from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.openai.page import FOLDER
+from kvseek.server.openai.app import FOLDER
 from kvseek.server.settings import ServeSettings
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")

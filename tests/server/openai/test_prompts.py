@@ -14,7 +14,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.engine.chat_template import TEMPLATE_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
-from kvseek.server.openai.errors import FieldError
+from kvseek.server.openai.fields import FieldError
 from kvseek.server.openai.prompts import Message, chat_ids, message_texts
 
 TALK = [

@@ -33,8 +33,8 @@ from kvseek.engine.engine import Engine
 from kvseek.server.engine.process import ALONE_SECONDS
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
-from kvseek.server.openai.command import find_engine
 from kvseek.server.requests.engine_client import EngineClient
+from kvseek.server.serve_openai import find_engine
 from kvseek.server.settings import ServeSettings
 from kvseek.server.triton.model import _connect
 from kvseek.server.triton.repository import main, read_models, write_models

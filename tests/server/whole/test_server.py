@@ -288,9 +288,9 @@ def test_a_container_listens_on_all_addresses_logs_to_standard_output_and_ends_o
 
 @pytest.mark.parametrize("log", ["-", "server.log"])
 def test_a_start_that_takes_too_long_is_given_up(directory: Path, tmp_path: Path, log: str) -> None:
-    command = [*serve(directory), "--ready_seconds", "0.1", "--log", log]
+    command = [*serve(directory), "--ready_seconds", "1", "--log", log]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, cwd=tmp_path)
     assert result.returncode == 1
     words = "its log is above" if log == "-" else "it has written nothing|its log ends:"
-    late = rf"error: the server is not ready after 0\.1 s, see --ready_seconds: \w+ is not up; ({words})"
+    late = rf"error: the server is not ready after 1 s, see --ready_seconds: \w+ is not up; ({words})"
     assert re.search(late, result.stderr), result.stderr

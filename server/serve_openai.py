@@ -14,21 +14,15 @@ from pathlib import Path
 import uvloop
 
 from kvseek.core.command_line import Parser
+from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError, text_of
-from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
-from kvseek.server.http.content import BodyReader
-from kvseek.server.http.health import ServerState
-from kvseek.server.http.metrics import MetricsRoutes
-from kvseek.server.ports import Ports
+from kvseek.server.frontend import Frontend
+from kvseek.server.ports import CLOSED, Ports
 from kvseek.server.processes import leave_no_core, raise_file_limit
-from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.generations import Generations, wait_for_ends
 from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
 from kvseek.server.triton.repository import read_models
-
-from .app import OpenAIPort
 
 END_SECONDS = 10.0  # time for open requests to end after SIGTERM
 
@@ -59,35 +53,23 @@ async def run(arguments: argparse.Namespace) -> None:
     own = settings_of(arguments, OPENAI_FLAGS)
     given = {name: value for name in OPENAI_FLAGS if (value := getattr(own, name)) != getattr(ServeSettings, name)}
     settings_here = dataclasses.replace(settings, **given)  # the rest is the repository's, its keys among them
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    settings_here.check_page(read_config(engine_dir))
+    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with Ports(0, 0, 0, arguments.openai_port).hold(arguments.host):
         pass  # an error now, before an engine is started in vain
     raise_file_limit()
     leave_no_core()
     engine = SharedEngine(engine_dir, settings)
-    client = EngineClient(engine.socket, loop, engine.start_if_absent)
-    state, bodies, metrics = ServerState(client, None), BodyReader(), MetricsRoutes(client)
-    unread = settings_here.unread_answers(engine.config)
-    generations = Generations(client, settings_here.most_requests(engine.config), unread)
-    tokenizer = Tokenizer(engine_dir)
-    port = OpenAIPort(
-        engine_dir, engine.config, tokenizer, settings_here, generations, bodies, state.ready, metrics.metrics
-    )
+    frontend = Frontend(engine_dir, engine.socket, settings_here, absent=engine.start_if_absent)
     try:
-        chosen = await port.start(arguments.host, arguments.openai_port)
-        state.starting = False
-        print(f"listening: OpenAI http://{arguments.host}:{chosen}/v1", flush=True)
+        ports = await frontend.start(arguments.host, Ports(CLOSED, CLOSED, CLOSED, arguments.openai_port))
+        print(f"listening: {ports.describe(arguments.host)}", flush=True)
         await stop.wait()
     finally:
-        state.stop_accepting()
-        port.server.stop_accepting()
-        await wait_for_ends(lambda: generations.busy, client, END_SECONDS)
-        await port.server.close()
-        await state.close()
-        generations.close()
-        client.close()
+        await frontend.finish(END_SECONDS)
+        await frontend.close()
 
 
 def make_parser() -> Parser:
