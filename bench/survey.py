@@ -27,7 +27,13 @@ TEXTS = (
     "asyncio:base_events.py",
     "idlelib:NEWS.txt",
 )  # a reference, a program, a list of changes
-QUICK: dict[str, Any] = {"top_k": "100,512", "tokens": 200, "tasks": "niah_single,qa_single,extract", "n": 5, "steps": 20}
+QUICK: dict[str, Any] = {
+    "top_k": "100,512",
+    "tokens": 200,
+    "tasks": "niah_single,qa_single,extract",
+    "n": 5,
+    "steps": 20,
+}
 WHOLE: dict[str, Any] = {"top_k": "64,100,256,512,1024", "tokens": 500, "tasks": "all", "n": 25, "steps": 50}
 SHAPE_CONTEXT = 131_072  # of steps on a GPU, which need no checkpoint
 
