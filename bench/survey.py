@@ -30,7 +30,7 @@ TEXTS = (
 QUICK: dict[str, Any] = {
     "top_k": "100,512",
     "tokens": 200,
-    "tasks": "niah_single,qa_single,extract",
+    "tasks": "niah_single,qa_single",
     "n": 5,
     "steps": 20,
 }
