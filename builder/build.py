@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
-from kvseek.builder.calibration.calibrate import Calibration, Calibrator, Text
+from kvseek.builder.calibration import Calibration, Calibrator, Text
 from kvseek.builder.capacity.report import print_fit
-from kvseek.builder.checking.comparison import check_engine, check_existing
+from kvseek.builder.checking import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
@@ -30,7 +30,7 @@ from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
 from kvseek.builder.inspection import print_engine, print_faults
-from kvseek.builder.options import BuildOptions, CheckOptions, FitOptions, InspectOptions, Options, parse
+from kvseek.builder.options import BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser
@@ -74,12 +74,12 @@ def _run(options: Options) -> int:
     console = Console(markup=False, highlight=False)  # names and messages may hold brackets
     if isinstance(options, FitOptions):
         print_fit(options, console)
-    elif isinstance(options, InspectOptions):
-        print_engine(options, console)
-    elif isinstance(options, CheckOptions):
-        return check_existing(options, console)
-    else:
+    elif options.mode == "check":
+        return check_existing(options.directory, options.model, console)
+    elif options.mode == "verify":
         return print_faults(options.directory, console)
+    else:
+        print_engine(options.directory, console, options.as_json)
     return 0
 
 

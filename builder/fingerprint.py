@@ -19,6 +19,7 @@ import kvseek.kernels
 import kvseek.plugins
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.manifest import read_manifest, verify
+from kvseek.plugins.sources import files_digest
 
 SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
 # Modules outside of the builder whose results lie in an engine directory: configuration, manifest, 8-bit weights, and the
@@ -65,7 +66,4 @@ def _digest_of_sources() -> str:
     """
     roots = [Path(root) for package in (kvseek.builder, kvseek.kernels, kvseek.plugins) for root in package.__path__]
     paths = [path for root in roots for path in sorted(root.rglob("*")) if path.suffix in SOURCE_SUFFIXES]
-    digest = hashlib.sha256()
-    for path in [*paths, *(Path(str(module.__file__)) for module in BUILT_IN)]:
-        digest.update(f"{path.name}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
+    return files_digest([*paths, *(Path(str(module.__file__)) for module in BUILT_IN)])

@@ -10,12 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvseek.builder.calibration.calibrate import CALIBRATION_FILE, Calibration
+from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
-from kvseek.builder.options import InspectOptions
 from kvseek.builder.printing import print_json, table
 from kvseek.builder.weight_storage import weight_storage
-from kvseek.core.config import FORMAT_VERSION, CacheConfig, EngineConfig
+from kvseek.core.config import FORMAT_VERSION, CacheConfig
 from kvseek.core.config_file import check_format, read_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import cubin_architectures
@@ -27,14 +26,14 @@ from kvseek.engine.parallel.cuda.sums import expected_sums
 from kvseek.plugins.registry import get_method, method_traits
 
 
-def print_engine(options: InspectOptions, console: Console) -> None:
+def print_engine(directory: Path, console: Console, as_json: bool = False) -> None:
     """Print an engine directory; raises EngineDirectoryError or ConfigError if it is none, or incomplete."""
-    document = engine_document(options)
-    if options.as_json:
+    document = engine_document(directory)
+    if as_json:
         print_json(document)
         return
     console.print(
-        f"{options.directory}: {document['method']} engine of {document['source_model']}, built by "
+        f"{directory}: {document['method']} engine of {document['source_model']}, built by "
         f"kvseek {document['kvseek_version']}, format {document['format_version']}",
         soft_wrap=True,
     )
@@ -54,21 +53,21 @@ def print_engine(options: InspectOptions, console: Console) -> None:
     model = [(name, _text(value)) for name, value in document["model"].items() if value not in (None, False)]
     console.print(table("Engine", ("", "left"), ("value", "left"), rows=described))
     console.print(table("Model", ("", "left"), ("value", "left"), rows=model))
-    for part in weight_storage(read_config(options.directory)).tables(options.directory):
+    for part in weight_storage(read_config(directory)).tables(directory):
         console.print(part)
     for title, name in ((f"Method {document['method']}", "method_config"), ("Cache", "cache")):
         console.print(_fields_table(title, document[name], document["changed"][name]))
     if document["calibration"] is not None:
-        Calibration.load(options.directory).print(console)
+        Calibration.load(directory).print(console)
     files = [(name, readable(size)) for name, size in document["files"].items()]
     total = readable(sum(document["files"].values()))
     console.print(table(f"Files, {total}", ("file", "left"), ("size", "right"), rows=files))
     console.print("Sizes are the manifest's; kvseek build --verify DIR checks the files.")
 
 
-def engine_document(options: InspectOptions) -> dict[str, Any]:
+def engine_document(directory: Path) -> dict[str, Any]:
     """Describe the directory in JSON values; `changed` lists the fields that differ from the defaults."""
-    config, manifest = read_config(options.directory), read_manifest(options.directory)
+    config, manifest = read_config(directory), read_manifest(directory)
     method = get_method(config.method)
     defaults = {
         "method_config": dataclasses.asdict(method.configure({})),
@@ -79,32 +78,24 @@ def engine_document(options: InspectOptions) -> dict[str, Any]:
         part: [name for name, value in document[part].items() if value != json.loads(json.dumps(own.get(name)))]
         for part, own in defaults.items()
     }
+    compiled = [f"sm_{arch}" for arch in cubin_architectures(directory)] + ["cpu"] * (
+        str(LIBRARY_FILE) in manifest.files
+    )
+    calibration = Calibration.load(directory) if CALIBRATION_FILE in manifest.files else None
     return {
         "format_version": FORMAT_VERSION,
         "kvseek_version": manifest.kvseek_version,
         "source_model": manifest.source_model,
         **document,
-        "kernels": _kernels(options, config, set(manifest.files)),
+        "kernels": compiled if config.kernels == "native" else [config.kernels],
         "prompt_attention": expected_attention(config),
         "prefix_reuse": method_traits(config).prefix_reuse if reuses_prefixes(config) else "off",
         "rank_sums": expected_sums(config),
         "changed": changed,
-        "plans": weight_storage(config).describe(options.directory),
-        "calibration": _calibration(options, set(manifest.files)),
+        "plans": weight_storage(config).describe(directory),
+        "calibration": None if calibration is None else dataclasses.asdict(calibration),
         "files": {name: record.size for name, record in sorted(manifest.files.items())},
     }
-
-
-def _kernels(options: InspectOptions, config: EngineConfig, files: set[str]) -> list[str]:
-    """List the engine's kernels: compiled for the CPU, for architectures of GPUs, or the reference."""
-    found = [f"sm_{arch}" for arch in cubin_architectures(options.directory)]
-    found += ["cpu"] * (str(LIBRARY_FILE) in files)
-    return found if config.kernels == "native" else [config.kernels]
-
-
-def _calibration(options: InspectOptions, files: set[str]) -> dict[str, Any] | None:
-    """Read the result of `--calibrate`; None if the engine was built without it."""
-    return dataclasses.asdict(Calibration.load(options.directory)) if CALIBRATION_FILE in files else None
 
 
 def _fields_table(title: str, fields: dict[str, Any], changed: list[str]) -> Any:
@@ -142,7 +133,8 @@ def print_faults(directory: Path, console: Console) -> int:
     for fault in faults:
         console.print(f"{fault.kind:8} {fault.name}{': ' * bool(fault.detail)}{fault.detail}", soft_wrap=True)
     if not faults:
-        console.print(f"{directory}: {len(manifest.files)} files, {readable(total)}, as kvseek build wrote them")
+        told = f"{directory}: {len(manifest.files)} files, {readable(total)}, as kvseek build wrote them"
+        console.print(told, soft_wrap=True)
         return 0
     remedy = "build the engine again, or copy it again from where it was built, and delete what is foreign"
     console.print(

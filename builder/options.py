@@ -28,15 +28,8 @@ BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
 CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
 ENGINE_FIELDS = (*CHOICES, "quantize_lm_head")  # of EngineConfig, each with a flag of its name
 MODES = ("plan", "inspect", "verify")
-GROUPS = (
-    "cache",
-    "tensorrt",
-    "block_sparse",
-)  # of flags, by what comes before the dot; the chosen method is another one
-NEEDED = {
-    "tensorrt": ("runtime", "tensorrt"),
-    "block_sparse": ("prefill_attention", "block_sparse"),
-}  # for a group's flags
+NEEDED = {"tensorrt": ("runtime", "tensorrt"), "block_sparse": ("prefill_attention", "block_sparse")}  # for their flags
+GROUPS = ("cache", *NEEDED)  # of flags, by what comes before the dot; the chosen method is another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +45,7 @@ class EngineOptions:
     tensorrt: dict[str, Any] = field(default_factory=dict)
     block_sparse: dict[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
-    preset: str | None = (
-        None  # of the method (plugins/registry.py): gives way to fields that were given; None: the defaults
-    )
+    preset: str | None = None  # of the method (plugins/registry.py); fields that were given override it
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
         """Complete the options for a model; raises ConfigError on a value out of range.
@@ -110,7 +101,7 @@ class BuildOptions(EngineOptions):
     check: bool | None = None  # compare with transformers; None: if the model is small
     calibrate: Path | None = None  # a text; None: no calibration
     calibrate_tokens: int = CALIBRATE_TOKENS
-    calibrate_window: int | None = None  # None: as builder/calibration/calibrate.py chooses
+    calibrate_window: int | None = None  # None: as builder/calibration.py chooses
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -141,35 +132,24 @@ class FitOptions(EngineOptions):
 
 
 @dataclass(frozen=True)
-class InspectOptions:
-    """An engine directory to print."""
-
-    directory: Path
-    as_json: bool = False
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """An engine directory to check."""
-
-    directory: Path
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """An engine directory to compare with transformers' model of its checkpoint.
+class LookOptions:
+    """An engine directory to look at.
 
     Attributes
     ----------
+    mode : str
+        "inspect" prints what is there, "verify" checks the files, "check" compares logits with transformers'.
     model : Path or None
-        The checkpoint; None: what the manifest names, in the working directory or beside the engine.
+        With "check", the checkpoint; None: what the manifest names, in the working directory or beside the engine.
     """
 
+    mode: str
     directory: Path
     model: Path | None = None
+    as_json: bool = False
 
 
-Options = BuildOptions | FitOptions | InspectOptions | VerifyOptions | CheckOptions
+Options = BuildOptions | FitOptions | LookOptions
 
 
 def parse(argv: Sequence[str] | None) -> Options:
@@ -180,17 +160,15 @@ def parse(argv: Sequence[str] | None) -> Options:
     if mode == "build" and values.get("check") and "method" not in values:
         mode = "check"  # of an engine that is there: a build needs a method
     _refuse_misplaced(parser, mode, values)
-    if mode == "inspect":
-        return InspectOptions(values["inspect"], "json" in values)
-    if mode == "verify":
-        return VerifyOptions(values["verify"])
+    if mode in ("inspect", "verify"):
+        return LookOptions(mode, values[mode], as_json="json" in values)
     sizes = PLAN_ONLY[1:] if values.get("device") == "cpu" else PLAN_ONLY
     wanted = ("model", "method", *(sizes if mode == "plan" else ("output_dir",)))
     wanted = ("output_dir",) if mode == "check" else wanted
     if missing := [f"--{name}" for name in wanted if name not in values]:
         parser.error(f"the following arguments are required{' with --plan' * (mode == 'plan')}: {', '.join(missing)}")
     if mode == "check":
-        return CheckOptions(values["output_dir"], values.get("model"))
+        return LookOptions(mode, values["output_dir"], values.get("model"))
     _refuse_other_methods(parser, values)
     _refuse_idle(parser.error, values)
     return _fit_options(parser, values) if mode == "plan" else _build_options(parser.error, values)

@@ -7,6 +7,7 @@ they were made from and no others: with other structs they would read and write 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import kvseek.kernels
@@ -28,12 +29,17 @@ def sources(pattern: str) -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob(pattern))
 
 
-def sources_digest() -> str:
-    """Return the SHA-256 of all sources of kernels, in hexadecimal."""
-    digest = hashlib.sha256()
-    for path in (path for pattern in PATTERNS for path in sources(pattern)):
+def files_digest(files: Iterable[Path], *others: object) -> str:
+    """Return the SHA-256, in hexadecimal, of files, with the names of their folders, and of what else counts, by its `repr`."""
+    digest = hashlib.sha256(repr(others).encode())
+    for path in files:
         digest.update(f"{path.parent.name}/{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def sources_digest() -> str:
+    """Return the digest of all sources of kernels."""
+    return files_digest(path for pattern in PATTERNS for path in sources(pattern))
 
 
 def write_sources_digest(directory: Path) -> None:

@@ -34,7 +34,7 @@ from kvseek.bench.accuracy.needle_tasks import vocabulary
 from kvseek.bench.accuracy.needle_tasks.facts import IS, THE, Fact, FactSource, Ids, ask, write_context
 from kvseek.bench.accuracy.needle_tasks.tasks import TASKS, make_dialogues
 from kvseek.bench.accuracy.needle_tasks.vocabulary import BOS
-from kvseek.builder.checking.reference import quiet
+from kvseek.builder.checking import quiet
 from kvseek.core.errors import ConfigError, KvseekError, require
 
 ROPE_THETA = 1e8

@@ -6,12 +6,14 @@ are joined over the ranks when they are read, and returned under their Hugging F
 
 from __future__ import annotations
 
+import itertools
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,11 +55,12 @@ NOT_QUANTISED = "convert the model without quantisation"
 COPY_AGAIN = "copy the checkpoint again, or convert the model again"
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
 CACHE_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")  # of a KV cache that kvseek does not quantise
-PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one tensor of each rank, in this order
 # By the Hugging Face name of a layer's module: TensorRT-LLM's name, and the axis along which ranks share its weight; None: each
 # holds it whole. In a gated MLP TensorRT-LLM calls the projection that goes through the activation `fc`, and the projection that
 # is multiplied with it `gate`.
 MODULES: dict[str, tuple[str, int | None]] = {
+    **dict.fromkeys(PROJECTIONS, ("attention.qkv", 0)),
     "input_layernorm": ("input_layernorm", None),
     "self_attn.q_norm": ("attention.q_layernorm", None),
     "self_attn.k_norm": ("attention.k_layernorm", None),
@@ -67,12 +70,16 @@ MODULES: dict[str, tuple[str, int | None]] = {
     "mlp.up_proj": ("mlp.gate", 0),
     "mlp.down_proj": ("mlp.proj", 1),
 }
+ENDS: dict[str, tuple[str, int | None]] = {  # the same of what the last pipeline rank has behind its layers
+    "model.norm": ("transformer.ln_f", None),
+    "lm_head": ("lm_head", 0),
+}
 
 
 class TensorRtLlmCheckpoint(Checkpoint):
     """A directory with TensorRT-LLM's config.json and rank0.safetensors, rank1.safetensors, ..., not quantised."""
 
-    reading_copies = 1  # a rank's rows beside the joined tensor
+    reading_copies = 1  # the ranks' parts beside the joined tensor
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -92,22 +99,19 @@ class TensorRtLlmCheckpoint(Checkpoint):
 
     def unused(self, names: set[str]) -> set[str]:
         """Return the tensors that are not in `names`, as "NAME of FILE", without the scales of a quantised KV cache."""
-        expected: list[set[str]] = [set() for _ in range(self._mapping.pp_size)]
-        for name in names:
-            shard = self._sharding.locate(name)
-            expected[shard.pipeline_rank].add(shard.name)
+        expected = {(rank.path, shard.name) for shard in map(self._locate, names) for rank in shard.ranks}
         return {
             f"{name} of {rank.path.name}"
-            for number, rank in enumerate(self._ranks)
-            for name in rank.names - expected[number // self._mapping.tp_size]
-            if not name.endswith(CACHE_SCALES)
+            for rank in self._ranks
+            for name in rank.names
+            if (rank.path, name) not in expected and not name.endswith(CACHE_SCALES)
         }
 
     def header(self, name: str) -> Header:
         """Describe one tensor; raises ConfigError if a rank lacks it or holds another shape or dtype."""
-        shard = self._sharding.locate(name)
-        first, *_ = headers = [_header(rank, shard.name) for rank in self._sharing(shard)]
-        for rank, header in zip(self._sharing(shard), headers, strict=True):
+        shard = self._locate(name)
+        first, *_ = headers = [_header(rank, shard.name) for rank in shard.ranks]
+        for rank, header in zip(shard.ranks, headers, strict=True):
             if header.shape != shard.shape:
                 raise ConfigError(
                     f"{rank.path}: shape of {shard.name} = {header.shape}: must be {shard.shape} by config.json; "
@@ -118,32 +122,55 @@ class TensorRtLlmCheckpoint(Checkpoint):
                     f"{rank.path}: dtype of {shard.name} = {header.dtype}: must be {first.dtype} as in the first rank's "
                     "file; the files are of different conversions"
                 )
-        return Header(first.place, shard.joined_shape, first.dtype)
+        return Header(first.place, source_shape(self.config, name), first.dtype)
 
     def tensor(self, name: str) -> Tensor:
-        """Join one tensor over its ranks; raises as `header`, and if ranks differ that should hold copies.
-
-        Memory holds the tensor and one rank's rows.
-        """
-        shard, dtype = self._sharding.locate(name), self.header(name).dtype
-        ranks, axis = self._sharing(shard), shard.axis
-        extent = len(range(shard.shape[0])[shard.rows]) if axis == 0 else shard.shape[axis]
-        padded = (*shard.shape[:axis], extent * (len(ranks) // shard.copies), *shard.shape[axis + 1 :])
-        joined = torch.empty(padded, dtype=dtype)
-        for number, rank in enumerate(ranks):
-            place, rows = (
-                joined.narrow(axis, number // shard.copies * extent, extent),
-                rank.tensor(shard.name, shard.rows),
-            )
+        """Join one tensor over its ranks; raises as `header`, and if ranks differ that should hold copies."""
+        self.header(name)
+        shard, parts = self._locate(name), list[Tensor]()
+        for number, rank in enumerate(shard.ranks):
+            part = rank.tensor(shard.name, shard.rows)
             if number % shard.copies == 0:
-                place.copy_(rows)
-            elif not torch.equal(place, rows):
-                first = ranks[number - number % shard.copies].path.name
+                parts.append(part)
+            elif not torch.equal(parts[-1], part):
+                first = shard.ranks[number - number % shard.copies].path.name
                 raise ConfigError(
                     f"{rank.path}: {shard.name} differs from that of {first}, must be a copy of it; the files are of "
                     "different conversions"
                 )
-        return joined.narrow(axis, 0, shard.size)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, shard.axis)
+        return joined.narrow(shard.axis, 0, source_shape(self.config, name)[shard.axis])  # the rest is padding
+
+    def _locate(self, name: str) -> Shard:
+        """Locate the tensor with a Hugging Face name in the files of the ranks that share it."""
+        (tp_size, _, embedding_axis), model, ends = self._mapping, self.config, self._last_layers
+        module, _, kind = name.rpartition(".")
+        pipeline_rank, prefix = 0, ""
+        axis: int | None
+        if module == "model.embed_tokens":
+            theirs, axis = "transformer.vocab_embedding", embedding_axis
+        elif module in ENDS:
+            pipeline_rank, (theirs, axis) = len(ends) - 1, ENDS[module]
+        else:
+            _, _, number, module = module.split(".", 3)
+            pipeline_rank = bisect_right(ends, int(number))  # each has its own layers, numbered from 0
+            prefix = f"transformer.layers.{int(number) - (ends[pipeline_rank - 1] if pipeline_rank else 0)}."
+            theirs, axis = MODULES[module]
+        ranks = self._ranks[pipeline_rank * tp_size : (pipeline_rank + 1) * tp_size]
+        shape, rows, copies = list(source_shape(model, name)), slice(None), 1
+        if (
+            module in PROJECTIONS
+        ):  # each rank holds the rows of its heads; with fewer KV heads than ranks, neighbours hold the same
+            queries, kv_heads = model.num_heads // tp_size, max(1, model.num_kv_heads // tp_size)
+            starts = [count * model.head_dim for count in (0, queries, queries + kv_heads, queries + 2 * kv_heads)]
+            which = PROJECTIONS.index(module)
+            shape[0], rows = starts[-1], slice(starts[which], starts[which + 1])
+            copies = max(1, tp_size // model.num_kv_heads) if which else 1
+        elif axis is None or (kind == "bias" and axis == 1):  # each holds the whole bias of a sum over the ranks
+            axis, copies = None, tp_size
+        else:
+            shape[axis] = -(-shape[axis] // tp_size)
+        return Shard(ranks, f"{prefix}{theirs}.{kind}", tuple(shape), rows, axis or 0, copies)
 
     def _own_tokenizer(self) -> ModelTokenizer:
         return load_tokenizer_directory(self.path, "pass --tokenizer DIR, the model's Hugging Face directory")
@@ -160,7 +187,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
     @property
     def _rank_paths(self) -> list[Path]:
         """The ranks' files; raises ConfigError if one is missing or there are more than the mapping has ranks."""
-        world_size = self._mapping.world_size
+        world_size = self._mapping.tp_size * self._mapping.pp_size
         expected = [self.path / f"rank{rank}.safetensors" for rank in range(world_size)]
         absent = [path.name for path in expected if not path.is_file()]
         if absent:
@@ -181,26 +208,53 @@ class TensorRtLlmCheckpoint(Checkpoint):
         return [SafetensorsFile(path, COPY_AGAIN, NOT_QUANTISED) for path in self._rank_paths]
 
     @cached_property
-    def _sharding(self) -> Sharding:
-        model, mapping, layers = self.config, self._mapping, self._layers_of_ranks()
-        with naming(self.path / "config.json"):
-            return Sharding(model, mapping, layers)
-
-    def _layers_of_ranks(self) -> list[int]:
-        """Number of layers of each pipeline rank; its files number the layers from 0."""
-        layers = []
-        for rank in self._ranks[:: self._mapping.tp_size]:
+    def _last_layers(self) -> list[int]:
+        """Number of the layers of each pipeline rank and those before it; raises ConfigError if ranks cannot share the model."""
+        model, tp_size, layers = self.config, self._mapping.tp_size, []
+        for rank in self._ranks[::tp_size]:
             stored = [int(found[1]) for name in rank.names if (found := LAYER.match(name))]
             layers.append(max(stored, default=-1) + 1)
-        limit = f"{self.config.num_layers} together: num_hidden_layers of config.json"
-        field = f"{self.path}: layers in the ranks' files"
-        require(sum(layers) == self.config.num_layers, field, layers, limit, COPY_AGAIN)
-        return layers
+        limit = f"{model.num_layers} together: num_hidden_layers of config.json"
+        require(sum(layers) == model.num_layers, f"{self.path}: layers in the ranks' files", layers, limit, COPY_AGAIN)
+        shared = {"num_attention_heads": model.num_heads, "intermediate_size": model.intermediate_size}
+        if self._mapping.embedding_axis == 1:
+            shared["hidden_size"] = model.hidden_size
+        with naming(self.path / "config.json"):
+            for name, value in shared.items():
+                limit = f"a multiple of mapping.tp_size = {tp_size}"
+                require(value % tp_size == 0, name, value, limit, "check config.json")
+            kv_heads, limit = model.num_kv_heads, f"a multiple or a divisor of mapping.tp_size = {tp_size}"
+            fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
+            require(fits, "num_key_value_heads", kv_heads, limit, "check config.json")
+        return list(itertools.accumulate(layers))
 
-    def _sharing(self, shard: Shard) -> list[SafetensorsFile]:
-        """Return the tensor-parallel ranks that share a tensor."""
-        first = shard.pipeline_rank * self._mapping.tp_size
-        return self._ranks[first : first + self._mapping.tp_size]
+
+@dataclass(frozen=True)
+class Shard:
+    """Location of one tensor of the model in the files of the tensor-parallel ranks that share it.
+
+    Attributes
+    ----------
+    ranks : sequence of SafetensorsFile
+        The ranks' files, in their order.
+    name : str
+        Name of the tensor in every rank's file.
+    shape : tuple of int
+        Shape of the tensor in every rank's file.
+    rows : slice
+        Rows of that tensor which belong to the wanted tensor.
+    axis : int
+        Axis along which the ranks' rows are joined.
+    copies : int
+        Number of neighbouring ranks that hold the same rows.
+    """
+
+    ranks: Sequence[SafetensorsFile]
+    name: str
+    shape: tuple[int, ...]
+    rows: slice
+    axis: int
+    copies: int
 
 
 def _header(rank: SafetensorsFile, name: str) -> Header:
@@ -214,18 +268,12 @@ def _header(rank: SafetensorsFile, name: str) -> Header:
     return rank.header(name)
 
 
-@dataclass(frozen=True)
-class Mapping:
+class Mapping(NamedTuple):
     """The division of a checkpoint over files, one a rank: rank = pipeline rank × tp_size + tensor-parallel rank."""
 
     tp_size: int
     pp_size: int
     embedding_axis: int | None  # axis along which tensor-parallel ranks share the embedding; None: each holds all of it
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.tp_size * self.pp_size
 
 
 def read_mapping(values: dict[str, Any]) -> Mapping:
@@ -325,118 +373,3 @@ def _size(mapping: dict[str, Any], name: str) -> int:
     valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
     require(valid, f"mapping.{name}", value, "an integer > 0", CHECK)
     return int(value)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Location of one tensor of the model in the files of the ranks that share it.
-
-    Attributes
-    ----------
-    pipeline_rank : int
-        Pipeline rank whose tensor-parallel ranks hold the tensor; each pipeline rank has its own layers.
-    name : str
-        Name of the tensor in every rank's file.
-    shape : tuple of int
-        Shape of the tensor in every rank's file.
-    rows : slice
-        Rows of that tensor which belong to the wanted tensor.
-    axis : int
-        Axis along which the ranks' rows are joined.
-    size : int
-        Length along `axis` after joining; rows beyond it are padding.
-    copies : int
-        Number of neighbouring ranks that hold the same rows.
-    """
-
-    pipeline_rank: int
-    name: str
-    shape: tuple[int, ...]
-    rows: slice
-    axis: int
-    size: int
-    copies: int
-
-    @property
-    def joined_shape(self) -> tuple[int, ...]:
-        """Shape of the wanted tensor."""
-        return (*self.shape[: self.axis], self.size, *self.shape[self.axis + 1 :])
-
-
-class Sharding:
-    """Locations of all tensors of the model in the ranks' files.
-
-    Parameters
-    ----------
-    layers : sequence of int
-        Number of layers that each pipeline rank holds.
-
-    Raises
-    ------
-    ConfigError
-        If the model cannot be shared by that many ranks.
-    """
-
-    def __init__(self, model: ModelConfig, mapping: Mapping, layers: Sequence[int]) -> None:
-        self._model, self._mapping, self._layers = model, mapping, layers
-        tp_size, kv_heads = mapping.tp_size, model.num_kv_heads
-        shared = {"num_attention_heads": model.num_heads, "intermediate_size": model.intermediate_size}
-        if mapping.embedding_axis == 1:
-            shared["hidden_size"] = model.hidden_size
-        for name, value in shared.items():
-            limit = f"a multiple of mapping.tp_size = {tp_size}"
-            require(value % tp_size == 0, name, value, limit, "check config.json")
-        limit = f"a multiple or a divisor of mapping.tp_size = {tp_size}"
-        fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
-        require(fits, "num_key_value_heads", kv_heads, limit, "check config.json")
-
-    def locate(self, name: str) -> Shard:
-        """Locate the tensor with a Hugging Face name."""
-        model, last, axis = self._model, len(self._layers) - 1, self._mapping.embedding_axis
-        vocabulary = (model.vocab_size, model.hidden_size)
-        match name.split("."):
-            case ["model", "embed_tokens", _]:
-                return self._shared(0, "transformer.vocab_embedding.weight", vocabulary, axis)
-            case ["model", "norm", _]:
-                return self._shared(last, "transformer.ln_f.weight", (model.hidden_size,), None)
-            case ["lm_head", _]:
-                return self._shared(last, "lm_head.weight", vocabulary, 0)
-            case ["model", "layers", number, *module, kind]:
-                return self._in_layer(int(number), ".".join(module), kind)
-        raise KeyError(name)
-
-    def _in_layer(self, layer: int, module: str, kind: str) -> Shard:
-        pipeline_rank = 0
-        while layer >= self._layers[pipeline_rank]:
-            layer -= self._layers[pipeline_rank]
-            pipeline_rank += 1
-        prefix = f"transformer.layers.{layer}."
-        if module in PROJECTIONS:
-            return self._projection(pipeline_rank, f"{prefix}attention.qkv.{kind}", PROJECTIONS.index(module), kind)
-        theirs, axis = MODULES[module]
-        axis = None if kind == "bias" else axis  # each rank holds the whole bias of a sum over the ranks
-        return self._shared(
-            pipeline_rank, f"{prefix}{theirs}.{kind}", source_shape(self._model, f"{module}.{kind}"), axis
-        )
-
-    def _shared(self, pipeline_rank: int, name: str, shape: tuple[int, ...], axis: int | None) -> Shard:
-        """Describe a tensor that ranks share evenly along an axis, with padding at the last rank, or that each holds whole."""
-        tp_size = self._mapping.tp_size
-        if axis is None:
-            return Shard(pipeline_rank, name, shape, slice(None), axis=0, size=shape[0], copies=tp_size)
-        local = list(shape)
-        local[axis] = -(-shape[axis] // tp_size)
-        return Shard(pipeline_rank, name, tuple(local), slice(None), axis, size=shape[axis], copies=1)
-
-    def _projection(self, pipeline_rank: int, name: str, which: int, kind: str) -> Shard:
-        """Describe the projection of queries (0), keys (1) or values (2); each rank holds the rows of its heads, in this order.
-
-        With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
-        """
-        model, tp_size = self._model, self._mapping.tp_size
-        queries, kv_heads = model.num_heads // tp_size, max(1, model.num_kv_heads // tp_size)
-        ends = [count * model.head_dim for count in (queries, queries + kv_heads, queries + 2 * kv_heads)]
-        rows = slice(0 if which == 0 else ends[which - 1], ends[which])
-        shape = (ends[-1], model.hidden_size) if kind == "weight" else (ends[-1],)
-        heads, copies = (model.num_kv_heads, max(1, tp_size // model.num_kv_heads)) if which else (model.num_heads, 1)
-        return Shard(pipeline_rank, name, shape, rows, axis=0, size=heads * model.head_dim, copies=copies)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
@@ -12,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from kvseek.core.errors import KernelError
-from kvseek.plugins.sources import package_roots, sources
+from kvseek.plugins.sources import files_digest, package_roots, sources
 
 from .shared import cache_folder, compiling_threads
 
@@ -71,12 +70,9 @@ def compile_cpu_library(output: Path) -> None:
 
 def cached_cpu_library() -> Path:
     """Compile once per source text, compiler and flags, to ``cpu-<hash>.so`` of the cache folder; raises as the compilation."""
-    compiler = find_compiler()
-    digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
-    digest.update(repr([(level, unit_flags(level)) for level in instruction_levels()]).encode())
-    for source in (*sources("*.h"), *sources("*.cpp")):
-        digest.update(f"{source.name}\0".encode() + source.read_bytes())
-    library = cache_folder() / f"cpu-{digest.hexdigest()[:16]}.so"
+    flags = [(level, unit_flags(level)) for level in instruction_levels()]
+    digest = files_digest((*sources("*.h"), *sources("*.cpp")), _run([*find_compiler(), "--version"]), flags)
+    library = cache_folder() / f"cpu-{digest[:16]}.so"
     if not library.exists():
         compile_cpu_library(library)
     return library

@@ -7,7 +7,6 @@ NVRTC compiles it, so neither a CUDA toolkit nor a GPU is needed.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from kvseek.core.errors import ConfigError, KernelError, require
 from kvseek.core.weight_only import INPUTS_MULTIPLE, NONE
 from kvseek.kernels.cuda.attention.attend import LIMITS
 from kvseek.plugins.registry import method_traits
-from kvseek.plugins.sources import package_roots
+from kvseek.plugins.sources import files_digest, package_roots
 
 from .shared import cache_folder, compiling_threads
 
@@ -274,15 +273,8 @@ def _compiler() -> Any:
 
 def _digest(specialisation: Specialisation, roots: Sequence[Path]) -> str:
     """Digest all that decides a cubin, beside the architecture. All headers count, those of other folders included."""
-    digest = hashlib.sha256(repr((nvrtc_version(), STANDARD, specialisation.macros)).encode())
     names = unit_sources(specialisation.method, roots)
     files = [root / name for root in roots for name in names if (root / name).is_file()]
-    files += [
-        path
-        for root in roots
-        for pattern in ("kernels/*.h", "kernels/**/*.cuh", "plugins/**/*.cuh")
-        for path in sorted(root.glob(pattern))
-    ]
-    for file in files:
-        digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:16]
+    for pattern in ("kernels/*.h", "kernels/**/*.cuh", "plugins/**/*.cuh"):
+        files += [path for root in roots for path in sorted(root.glob(pattern))]
+    return files_digest(files, nvrtc_version(), STANDARD, specialisation.macros)[:16]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -47,49 +47,12 @@ class Stream:
     rotation: Callable[[], tuple[ITensor, ITensor]]
 
 
-class Attention(Protocol):
-    """Adds attention to a graph, or ends the graph and begins the next.
+Attend = Callable[[int, Stream, ITensor, ITensor, ITensor], tuple[Stream, ITensor]]
+"""Adds a layer's attention to a graph, or ends the graph and begins the next.
 
-    Called with the layer's number, queries [tokens, H, D] and keys and values [tokens, G, D], keys and queries rotated.
-    Returns the stream as it is behind the attention, maybe in another graph, and what was attended to, [tokens, H, D].
-    """
-
-    def __call__(
-        self, layer: int, stream: Stream, queries: ITensor, keys: ITensor, values: ITensor
-    ) -> tuple[Stream, ITensor]: ...
-
-
-def write_decoder(model: ModelConfig, max_positions: int, graph: Graph, attend: Attention) -> Graph:
-    """Write a decoder, from token ids to logits.
-
-    Inputs are `ids` and `positions`, int32 [tokens], and `rows`, int32 [rows]: the tokens whose `logits`, float32 [rows,
-    vocabulary], are wanted.
-
-    Parameters
-    ----------
-    max_positions : int
-        Positions reach from 0 to this - 1.
-    graph : Graph
-        An empty one, which the decoder begins in.
-
-    Returns
-    -------
-    Graph
-        The one that the decoder ends in, which has the output `logits`.
-
-    Raises
-    ------
-    KernelError
-        TensorRT refuses a layer.
-    """
-    stream = _embed(model, max_positions, graph)
-    del graph  # with its weights, when the stream goes on in another
-    for layer in range(model.num_layers):
-        queries, keys, values = _before_attention(model, stream, layer)
-        stream, attended = attend(layer, stream, queries, keys, values)
-        stream = _after_attention(model, stream, attended, layer)
-    _head(model, stream)
-    return stream.graph
+Takes the layer's number, queries [tokens, H, D] and keys and values [tokens, G, D], keys and queries rotated. Returns the stream
+as it is behind the attention, maybe in another graph, and what was attended to, [tokens, H, D].
+"""
 
 
 def _embed(model: ModelConfig, max_positions: int, graph: Graph) -> Stream:
@@ -182,10 +145,14 @@ def _rotate(graph: Graph, x: ITensor, cos: ITensor, sin: ITensor, name: str) -> 
     return graph.join((left, right), 2, name)
 
 
+@dataclass(frozen=True)
 class NetworkWriter:
     """Writes the networks of one model.
 
-    Parameters
+    Inputs are `ids` and `positions`, int32 [tokens], and `rows`, int32 [rows]: the tokens whose `logits`, float32 [rows,
+    vocabulary], are wanted. Methods raise KernelError if TensorRT refuses a layer.
+
+    Attributes
     ----------
     api : TensorRt
         The module `tensorrt` or `tensorrt_rtx`.
@@ -197,38 +164,46 @@ class NetworkWriter:
         Of weights and activations: float32, bfloat16 or float16.
     """
 
-    def __init__(
-        self,
-        api: TensorRt,
-        builder: Any,
-        model: ModelConfig,
-        max_positions: int,
-        dtype: torch.dtype,
-        weights: WeightSource,
-    ) -> None:
-        self.api, self.builder = api, builder
-        self.model, self.max_positions, self.dtype, self.weights = model, max_positions, dtype, weights
+    api: TensorRt
+    builder: Any
+    model: ModelConfig
+    max_positions: int
+    dtype: torch.dtype
+    weights: WeightSource
 
     def write_segments(self, consume: Callable[[Graph], None]) -> None:
-        """Write segment after segment, each handed to `consume` before the next is begun: one is in memory at a time.
+        """Write segment after segment, each handed to `consume` before the next is begun: one is in memory at a time."""
 
-        Raises
-        ------
-        KernelError
-            TensorRT refuses a layer.
-        """
-        last = write_decoder(self.model, self.max_positions, self.begin("segment_0"), _Cut(self, consume))
-        consume(last)
+        def cut(layer: int, stream: Stream, queries: ITensor, keys: ITensor, values: ITensor) -> tuple[Stream, ITensor]:
+            outputs = {"queries": queries, "keys": keys, "values": values, "next_hidden": stream.hidden}
+            if layer == 0:  # the other segments take them as inputs: looked up once
+                outputs |= dict(zip(ROTATION, stream.rotation(), strict=True))
+            for name, output in outputs.items():
+                stream.graph.output(output, name)
+            consume(stream.graph)
+            graph = self.begin(f"segment_{layer + 1}")
+
+            def tensor(name: str, *shape: int) -> ITensor:
+                return graph.input(name, self.dtype, (-1, *shape), "tokens")
+
+            def rotation() -> tuple[ITensor, ITensor]:
+                cos, sin = (tensor(name, 1, self.model.head_dim // 2) for name in ROTATION)
+                return cos, sin
+
+            attended = tensor("attended", self.model.num_heads, self.model.head_dim)
+            return Stream(graph, tensor("hidden", self.model.hidden_size), rotation), attended
+
+        consume(self._write("segment_0", cut))
 
     def write_whole(self, attention: AttentionLayer) -> Graph:
-        """Write one network, in which `attention` adds a layer for each layer's attention; raises as write_segments."""
+        """Write one network, in which `attention` adds a layer for each layer's attention."""
 
         def attend(
             layer: int, stream: Stream, queries: ITensor, keys: ITensor, values: ITensor
         ) -> tuple[Stream, ITensor]:
             return stream, attention(stream.graph, layer, queries, keys, values)
 
-        return write_decoder(self.model, self.max_positions, self.begin("decoder"), attend)
+        return self._write("decoder", attend)
 
     def begin(self, name: str) -> Graph:
         """An empty, strongly typed network."""
@@ -238,34 +213,12 @@ class NetworkWriter:
         network.name = name
         return Graph(self.api, network, self.dtype, self.weights)
 
-
-class _Cut:
-    """Attention outside of the networks: ends the segment and begins the next."""
-
-    def __init__(self, writer: NetworkWriter, consume: Callable[[Graph], None]) -> None:
-        self._writer, self._consume = writer, consume
-
-    def __call__(
-        self, layer: int, stream: Stream, queries: ITensor, keys: ITensor, values: ITensor
-    ) -> tuple[Stream, ITensor]:
-        outputs = {"queries": queries, "keys": keys, "values": values, "next_hidden": stream.hidden}
-        if layer == 0:  # the other segments take them as inputs: looked up once
-            outputs |= dict(zip(ROTATION, stream.rotation(), strict=True))
-        for name, tensor in outputs.items():
-            stream.graph.output(tensor, name)
-        self._consume(stream.graph)
-        return self._begin(layer + 1)
-
-    def _begin(self, number: int) -> tuple[Stream, ITensor]:
-        writer, model = self._writer, self._writer.model
-        graph = writer.begin(f"segment_{number}")
-
-        def tensor(name: str, *shape: int) -> ITensor:
-            return graph.input(name, writer.dtype, (-1, *shape), "tokens")
-
-        def rotation() -> tuple[ITensor, ITensor]:
-            cos, sin = (tensor(name, 1, model.head_dim // 2) for name in ROTATION)
-            return cos, sin
-
-        attended = tensor("attended", model.num_heads, model.head_dim)
-        return Stream(graph, tensor("hidden", model.hidden_size), rotation), attended
+    def _write(self, name: str, attend: Attend) -> Graph:
+        """Write a decoder, from token ids to logits, that begins in a network of this name; returns the graph that it ends in."""
+        stream = _embed(self.model, self.max_positions, self.begin(name))
+        for layer in range(self.model.num_layers):
+            queries, keys, values = _before_attention(self.model, stream, layer)
+            stream, attended = attend(layer, stream, queries, keys, values)
+            stream = _after_attention(self.model, stream, attended, layer)
+        _head(self.model, stream)
+        return stream.graph

@@ -21,8 +21,7 @@ from kvseek.builder.printing import Advance, Column, table
 from kvseek.core.tensorrt_api import import_tensorrt
 from kvseek.engine.tensorrt.plan_files import parse_plan_index
 
-from .plans import write_plans
-from .sizes import angle_bytes, largest_plan, plan_count, weight_bytes
+from .plans import angle_bytes, largest_plan, plan_count, weight_bytes, write_plans
 
 # Of a plan's constants: the network's, TensorRT's and the plan's (Llama-3.1-8B in segments: 4.7 GB for 1.4).
 PLAN_COPIES = 3

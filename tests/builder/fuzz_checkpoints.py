@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: matrices are tiny
 import hypothesis
 from tests.builder.checkpoints.drawn_checkpoints import Case, cases, outcome
 
-from kvseek.builder.checking import reference
+from kvseek.builder import checking
 
 
 def main() -> int:
@@ -46,7 +46,7 @@ def main() -> int:
         counts[outcome(case).split(":")[0]] += 1
 
     try:
-        with reference.quiet():
+        with checking.quiet():
             run()
     except Exception as error:
         for one in error.exceptions if isinstance(error, ExceptionGroup) else [error]:

@@ -20,17 +20,16 @@ from tests.support.checkpoint_files import edit_tensors, save_dequantised
 from tests.support.random_models import ARCHITECTURES, save_random_model, save_tokenizer
 from torch import Tensor
 
-from kvseek.builder import build
-from kvseek.builder.calibration import calibrate, perplexity
-from kvseek.builder.calibration.calibrate import (
+from kvseek.builder import build, calibration
+from kvseek.builder.calibration import (
     CALIBRATION_FILE,
     Calibration,
     Calibrator,
     Text,
+    WindowedText,
     checkpoint_layers,
     stored_layers,
 )
-from kvseek.builder.calibration.perplexity import WindowedText
 from kvseek.builder.checkpoints import storage
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
@@ -186,8 +185,8 @@ def test_slices_of_the_vocabulary_projection_change_nothing(
             heads.append(len(x))
             return super().__call__(x, prompt=prompt)
 
-    monkeypatch.setattr(calibrate, "Head", CountedHead)
-    monkeypatch.setattr(perplexity, "LOGIT_BYTES", 7 * 4 * open_checkpoint(model).config.vocab_size)
+    monkeypatch.setattr(calibration, "Head", CountedHead)
+    monkeypatch.setattr(calibration, "LOGIT_BYTES", 7 * 4 * open_checkpoint(model).config.vocab_size)
     sliced = calibrated(model, tmp_path / "sliced", text, *flags)
     assert max(heads) == 7, "logits of so many tokens at once"
     assert sum(heads) == 2 * sliced.predictions == 2 * (200 - 3)
@@ -253,9 +252,9 @@ class Live:
 def test_one_layer_is_in_memory_at_a_time(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_random_model(tmp_path / "model", "qwen3", num_hidden_layers=12)
     live = Live()
-    monkeypatch.setattr(calibrate, "stored_layers", lambda *values: live.counted(stored_layers(*values)))
-    monkeypatch.setattr(calibrate, "checkpoint_layers", lambda *values: live.counted(checkpoint_layers(*values)))
-    monkeypatch.setattr(perplexity, "Layer", live.layer)
+    monkeypatch.setattr(calibration, "stored_layers", lambda *values: live.counted(stored_layers(*values)))
+    monkeypatch.setattr(calibration, "checkpoint_layers", lambda *values: live.counted(checkpoint_layers(*values)))
+    monkeypatch.setattr(calibration, "Layer", live.layer)
     calibrated(model, tmp_path / "engine", text, "--weight_only_precision", "int8", "--calibrate_window", "100")
     layer = 4 * (96 * (6 + 2 * 2) * 32 + 96 * 6 * 32 + 3 * 96 * 160 + 2 * 96 + 2 * 32)
     assert layer <= live.most_bytes <= layer + 4 * 96, "a layer in float32, and norm.weight"
@@ -389,7 +388,7 @@ def test_a_processor_without_bfloat16(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(calibrate, "bfloat16_works", lambda: False)
+    monkeypatch.setattr(calibration, "bfloat16_works", lambda: False)
     assert run(model, tmp_path / "engine", text, "--quiet", "--dtype", "bfloat16") == 1
     assert "calibrate: this processor cannot multiply dtype = 'bfloat16'; build where" in capsys.readouterr().err
     assert not (tmp_path / "engine").exists()

@@ -14,9 +14,8 @@ from tests.conftest import BuildEngine, RandomModel
 from tests.support.checkpoint_files import edit_json, edit_tensors, save_tensorrt_llm, write_gguf
 from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_model
 
-from kvseek.builder import build
-from kvseek.builder.checking import comparison as checking
-from kvseek.builder.checking.comparison import check_engine, compare, prompt_ids
+from kvseek.builder import build, checking
+from kvseek.builder.checking import check_engine, compare, prompt_ids
 from kvseek.builder.checkpoints import weights
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import RopeScaling

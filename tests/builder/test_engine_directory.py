@@ -13,7 +13,6 @@ from tests.support.random_models import save_random_model
 
 from kvseek.builder import build
 from kvseek.builder.inspection import engine_document
-from kvseek.builder.options import InspectOptions
 from kvseek.core import manifest
 from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION
 from kvseek.core.manifest import CODEBOOKS_FILE, Fault, find_faults, read_manifest
@@ -55,7 +54,7 @@ def test_inspection_does_not_read_weights(engine: Path, capsys: pytest.CaptureFi
     assert ["dtype", "float32"] in lines
     assert any(line[:1] == [SHARD] for line in lines)
     document = json.loads(printed(capsys, "--inspect", engine, "--json")[1])
-    assert document == engine_document(InspectOptions(engine))
+    assert document == engine_document(engine)
     assert document["changed"] == {"method_config": ["top_k"], "cache": ["sink"]}
     assert document["files"][SHARD] == size
     assert document["format_version"] == FORMAT_VERSION
@@ -75,24 +74,24 @@ def test_inspection_tells_how_prefixes_are_reused(
     method: str, flags: tuple[str, ...], form: str, model: Path, build_engine: BuildEngine
 ) -> None:
     directory = build_engine(model, method, *flags, "--kernels", "reference")
-    assert engine_document(InspectOptions(directory))["prefix_reuse"] == form
+    assert engine_document(directory)["prefix_reuse"] == form
 
 
 def test_inspection_lists_kernels(model: Path, build_engine: BuildEngine) -> None:
     directory = build_engine(model, "full", "--max_seq_len", "512")
-    document = engine_document(InspectOptions(directory))
+    document = engine_document(directory)
     assert (document["kernels"], document["prompt_attention"]) == (["cpu"], "kvseek's kernel")
     assert document["changed"] == {"method_config": [], "cache": []}
     (directory / "kernels/sm_90.cubin").touch()
     try:
-        assert engine_document(InspectOptions(directory))["kernels"] == ["sm_90", "cpu"]
+        assert engine_document(directory)["kernels"] == ["sm_90", "cpu"]
     finally:
         (directory / "kernels/sm_90.cubin").unlink()
 
 
 def test_inspection_tells_what_prompts_attend_to(model: Path, build_engine: BuildEngine) -> None:
     flags = ("--prefill_attention", "block_sparse", "--block_sparse.budget", "512", "--kernels", "reference")
-    document = engine_document(InspectOptions(build_engine(model, "full", *flags)))
+    document = engine_document(build_engine(model, "full", *flags))
     assert document["prompt_attention"] == "block_sparse, 512 tokens, read by PyTorch's flash attention for CPUs"
     assert document["block_sparse"] == {
         "budget": 512,
@@ -105,7 +104,7 @@ def test_inspection_tells_what_prompts_attend_to(model: Path, build_engine: Buil
 
 def test_defaults_are_the_methods_own(model: Path, build_engine: BuildEngine) -> None:
     directory = build_engine(model, "clusterkv", "--max_seq_len", "512", "--kernels", "reference")
-    assert engine_document(InspectOptions(directory))["changed"] == {"method_config": [], "cache": []}
+    assert engine_document(directory)["changed"] == {"method_config": [], "cache": []}
 
 
 def test_an_intact_engine(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:

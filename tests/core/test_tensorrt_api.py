@@ -15,8 +15,7 @@ import torch
 from tests.conftest import RandomModel
 
 from kvseek.builder import build
-from kvseek.builder.tensorrt.plans import write_plans
-from kvseek.builder.tensorrt.sizes import limits_of, plan_count, weight_bytes
+from kvseek.builder.tensorrt.plans import limits_of, plan_count, weight_bytes, write_plans
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.tensorrt_api import PACKAGES, import_tensorrt

@@ -22,6 +22,8 @@ from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import digest
 from kvseek.engine.model.activation_memory import prefill_bytes
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LIMITS = ("--max_batch_size", "3", "--max_seq_len", "3200", "--prefill_chunk_tokens", "600")
 QUESTION = (5,) * 40
 TAIL = 100

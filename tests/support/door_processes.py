@@ -6,8 +6,6 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Any
 
 import requests
 from openai import OpenAI
+from tests.support.forks import ForkedProgram
 from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.server.settings import ServeSettings
@@ -28,7 +27,7 @@ JSON = dict[str, Any]
 class Door:
     """A running process of doors."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProgram
     port: int
     metrics_port: int
     openai_port: int = 0
@@ -72,11 +71,10 @@ class Door:
 @contextmanager
 def engine_process(
     directory: Path, socket_path: Path, settings: ServeSettings, module: str = "kvseek.server.engine.process"
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[ForkedProgram]:
     """An engine process; killed at the end if it still runs."""
-    command = [sys.executable, "-m", module, "--engine_dir", str(directory)]
-    command += ["--socket", str(socket_path), "--settings", settings.to_json()]
-    process = subprocess.Popen(command, text=True)
+    arguments = ["--engine_dir", str(directory), "--socket", str(socket_path), "--settings", settings.to_json()]
+    process = ForkedProgram(module, arguments)
     try:
         wait_for(socket_path.exists)
         yield process
@@ -96,11 +94,10 @@ def doors(
     *more: str,
 ) -> Iterator[Door]:
     """The doors on free ports."""
-    command = [sys.executable, "-m", "kvseek.server.frontend", "--engine_dir", str(directory)]
-    command += ["--socket", str(socket_path), "--settings", settings.to_json(), "--host", "127.0.0.1"]
-    command += ["--http_port", "0", "--metrics_port", "0", "--triton_grpc", triton_grpc]
-    command += ["--triton_metrics", triton_metrics, *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    arguments = ["--engine_dir", str(directory), "--socket", str(socket_path), "--settings", settings.to_json()]
+    arguments += ["--host", "127.0.0.1", "--http_port", "0", "--metrics_port", "0"]
+    arguments += ["--triton_grpc", triton_grpc, "--triton_metrics", triton_metrics, *more]
+    process = ForkedProgram("kvseek.server.frontend", arguments)
     try:
         line = process.stdout.readline()
         ports = {name: int(port) for name, port in re.findall(r"(\w+) 127\.0\.0\.1:(\d+)", line)}

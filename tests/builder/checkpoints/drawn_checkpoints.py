@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvseek.builder.build import build_engine
-from kvseek.builder.checking.comparison import greedy
-from kvseek.builder.checking.reference import generated_logits
+from kvseek.builder.checking import generated_logits, greedy
 from kvseek.builder.options import build_options
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KvseekError

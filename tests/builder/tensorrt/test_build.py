@@ -20,8 +20,7 @@ from kvseek.builder import build
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import list_weights, weight_reader
-from kvseek.builder.tensorrt.plans import write_plans
-from kvseek.builder.tensorrt.sizes import weight_bytes
+from kvseek.builder.tensorrt.plans import weight_bytes, write_plans
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KernelError

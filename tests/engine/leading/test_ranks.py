@@ -29,6 +29,8 @@ from kvseek.engine.leading.leader import LeadDecoder, lead, load_decoder
 from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 FLAGS = ("--max_batch_size", "3", "--max_seq_len", "1600", "--prefill_chunk_tokens", "200")
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 REUSING = ("full", "nested", "pariskv", "clusterkv", "prkv")  # entries, with a state, entries, copies, moved rows

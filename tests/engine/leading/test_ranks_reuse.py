@@ -23,6 +23,8 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.leading.followers import RankError
 from kvseek.engine.loading.prefixes import DiskSettings
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 EXTENT_BYTES = 2 * 2 * 1024 * 2 * 32 * 4  # of two layers and two KV heads of 32 channels
 LIMITS = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
 POOL = ("--cache.kv_cache_host_memory_bytes", str(6 * EXTENT_BYTES))

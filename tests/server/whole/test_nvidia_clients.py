@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 from tests.conftest import ROOT
+from tests.support.forks import ForkedProgram
 
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
@@ -27,24 +28,30 @@ PROMPT = "the quick brown fox jumps over the lazy dog"
 SECONDS = 120
 
 
-def run_program(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a client to its end. Once, a client hung in gRPC's library after its interpreter had written all output: it gets a
-    second try, as its server had nothing left to do."""
+def run_program(server: RunningServer, client: str, *flags: str) -> tuple[int, str]:
+    """Run a client to its end; returns its exit status and what it printed.
+
+    Once, a client hung in gRPC's library after its interpreter had written all output: it gets a second try, as its server had
+    nothing left to do.
+    """
     for last in (False, True):
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        except subprocess.TimeoutExpired:
-            if last:
-                raise
+        with NamedTemporaryFile() as output:
+            process = ForkedProgram(str(CLIENTS / client), ("-u", server.grpc_url, *flags), Path(output.name))
+            try:
+                return process.wait(SECONDS), Path(output.name).read_text()
+            except subprocess.TimeoutExpired:
+                process.kill()
+                if last:
+                    raise
     raise AssertionError
 
 
 def run(server: RunningServer, client: str, *flags: str) -> str:
     """Output of a client; it must end with status 0."""
-    done = run_program([sys.executable, str(CLIENTS / client), "-u", server.grpc_url, *flags])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Received an error" not in done.stdout, done.stdout
-    return done.stdout
+    status, output = run_program(server, client, *flags)
+    assert status == 0, output
+    assert "Received an error" not in output, output
+    return output
 
 
 def generated(engine: Engine, prompt: str = PROMPT, tokens: int = 10, **sampling: float) -> str:
@@ -114,10 +121,9 @@ def test_guided_decoding(server: RunningServer) -> None:
 
 
 def test_an_unsupported_flag_is_refused_by_name(server: RunningServer) -> None:
-    command = [sys.executable, str(CLIENTS / TEXT_CLIENT), "-u", server.grpc_url, "-p", PROMPT]
-    done = run_program([*command, "-b", "2"])
-    assert "beam_width = 2" in done.stdout
-    assert "Received an error from server" in done.stdout
+    _, output = run_program(server, TEXT_CLIENT, "-p", PROMPT, "-b", "2")
+    assert "beam_width = 2" in output
+    assert "Received an error from server" in output
 
 
 def token_flags(directory: Path, *flags: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvseek.bench.methods import load_kernels
 from kvseek.builder import build
-from kvseek.builder.calibration.calibrate import Calibration
+from kvseek.builder.calibration import Calibration
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import NONE, PRECISIONS, dequantise, quantise

@@ -1,6 +1,8 @@
 """`kvseek build --calibrate`: a text's perplexity with the weights in the engine's dtype, and with the stored weights.
 
-calibration.json of the engine directory keeps the result.
+The engine's own arithmetic for prompts computes it. The text is cut into windows that do not see each other. All windows pass a
+layer before the next layer is read, so memory holds all hidden states but the weights of only one layer, never those of the
+whole model. calibration.json of the engine directory keeps the result.
 """
 
 from __future__ import annotations
@@ -9,30 +11,40 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
+from torch import Tensor
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.weights import list_weights, weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
 from kvseek.builder.printing import Advance, Column, table
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, require
 from kvseek.core.fields import from_dict
+from kvseek.core.rope import RotaryEmbedding
 from kvseek.core.weight_only import HEAD, NONE
 from kvseek.engine.draws.sampling import overflow_remedy
 from kvseek.engine.model.cpu.products import HostProducts, bfloat16_works
-from kvseek.engine.model.layer import Head
+from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.library_attention import causal_attention_device
+from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.model.reference.operations import TorchOperations
+from kvseek.engine.model.reference.products import Products
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
 
-from .perplexity import LayerSource, Losses, WindowedText
-
 CPU = torch.device("cpu")
 CALIBRATION_FILE = "calibration.json"
+LOGIT_BYTES = 64 << 20  # bytes of one slice's logits; a handful of tensors of this size exist at a time
+LayerSource = Callable[[int], dict[str, Tensor]]
+"""Takes a layer's number; returns its weights, on the CPU or on the device of the computation."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +164,112 @@ class Text:
             ) from None
 
 
+class Losses(NamedTuple):
+    """Results over all predictions, for one or two sets of weights."""
+
+    perplexities: tuple[float, ...]  # of each set: exp of the mean negative log-likelihood of the next token
+    kl_divergence: float  # see QuantisationCost; 0 for one set
+    same_token: float  # see QuantisationCost; 1 for one set
+
+
+class WindowedText:
+    """Token ids in windows of `window` tokens; the last window has the rest.
+
+    A window of n tokens has n - 1 predictions, because nothing predicts its first token.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        At least two.
+    window : int
+        At least two.
+    products : Products, optional
+        Makes the matrix products; None: with PyTorch's operator.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        ids: Sequence[int],
+        window: int,
+        device: torch.device,
+        products: Products | None = None,
+    ) -> None:
+        self.model, self.device, self.products = model, device, products
+        self._ops = TorchOperations(model)
+        self.ids = torch.tensor(ids)  # on the CPU, where the embedding is
+        self.window = min(window, len(ids))
+        self.spans = [(start, min(start + window, len(ids))) for start in range(0, len(ids), window)]
+        self._slice = max(1, LOGIT_BYTES // (4 * model.vocab_size))
+
+    @property
+    def predictions(self) -> int:
+        """Number of tokens that are predicted."""
+        return len(self.ids) - len(self.spans)
+
+    def units(self, sets: int) -> int:
+        """Count the steps of progress for `sets` sets of weights: windows of all layers, then slices of the predictions."""
+        return sets * self.model.num_layers * len(self.spans) + len(list(self._slices()))
+
+    @torch.inference_mode()
+    def hidden_states(self, embedding: Tensor, layers: LayerSource, advance: Advance) -> Tensor:
+        """Compute the hidden states [tokens, hidden] after the last layer.
+
+        Parameters
+        ----------
+        embedding : Tensor [vocabulary, hidden]
+            On the CPU; only the rows of the text's tokens are copied.
+        layers : callable
+            Called once for each layer, in order; the returned weights are dropped before the next call.
+        """
+        hidden = F.embedding(self.ids, embedding).to(self.device)
+        rope, kv_heads, dim = RotaryEmbedding(self.model, self.device), self.model.num_kv_heads, self.model.head_dim
+        attention = causal_attention_device if self.device.type == "cuda" else causal_attention
+        for number in range(self.model.num_layers):
+            weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
+            layer = Layer(self.model, weights, number, self.products)
+            del weights
+            for start, stop in self.spans:
+                x, tokens = hidden[start:stop], stop - start
+                keys, values = x.new_empty(2, kv_heads, tokens, dim)
+                qkv, rotation = layer.project(self._ops, x, None, prompt=True), rope(0, tokens, tokens)
+                q = self._ops.rope_prompt(qkv, rotation, keys, values, 0, layer.q_norm, layer.k_norm)
+                attended = attention(q.transpose(0, 1), keys, values, dim**-0.5)
+                x += layer.finish(self._ops, x, attended.flatten(1), prompt=True)
+                advance(1)
+            del layer  # before the next one is read
+        return hidden
+
+    @torch.inference_mode()
+    def losses(self, heads: Sequence[Head], hidden: Sequence[Tensor], advance: Advance) -> Losses:
+        """Compare one or two sets of hidden states [tokens, hidden] with the text, and the second set with the first.
+
+        `heads` has the head of each set.
+        """
+        likelihood = torch.zeros(len(hidden), dtype=torch.float64)
+        divergence, same = 0.0, 0
+        for start, stop in self._slices():
+            targets = self.ids[start + 1 : stop + 1].to(self.device)[:, None]
+            rows = [states[start:stop] for states in hidden]
+            predicted = [head(own, prompt=True).log_softmax(dim=-1) for head, own in zip(heads, rows, strict=True)]
+            for number, one in enumerate(predicted):
+                likelihood[number] += one.gather(1, targets).double().sum().cpu()
+            first, last = predicted[0], predicted[-1]
+            same += int((first.argmax(dim=-1) == last.argmax(dim=-1)).sum())
+            if len(hidden) > 1:
+                each = F.kl_div(last, first, reduction="none", log_target=True).sum(dim=-1)
+                divergence += float(each.double().sum())
+            advance(1)
+        perplexities = (-likelihood / self.predictions).exp().tolist()  # inf where a number is too large
+        return Losses(tuple(perplexities), divergence / self.predictions, same / self.predictions)
+
+    def _slices(self) -> Iterator[tuple[int, int]]:
+        """Cut the positions that predict a token into slices; the last position of a window predicts nothing."""
+        for start, stop in self.spans:
+            for first in range(start, stop - 1, self._slice):
+                yield first, min(first + self._slice, stop - 1)
+
+
 class Calibrator:
     """A calibration, checked when it is made, and run once the weights are written.
 
@@ -181,7 +299,8 @@ class Calibrator:
         if self.device == CPU and config.dtype == "bfloat16" and not bfloat16_works():
             remedy = "build where PyTorch sees a GPU, with --dtype float32, or without --calibrate"
             raise ConfigError(f"calibrate: this processor cannot multiply dtype = 'bfloat16'; {remedy}")
-        ids = self._encode(tokenizer)
+        ids = tokenizer.encode(text.content)  # as a request would be
+        require(len(ids) >= 2, f"tokens of {text.name}", len(ids), ">= 2", "name a longer text with --calibrate")
         self.text_tokens = len(ids)
         products = HostProducts(getattr(torch, config.dtype)) if self.device == CPU else None
         self._windows = WindowedText(config.model, ids[:tokens], window, self.device, products)
@@ -224,17 +343,13 @@ class Calibrator:
         stored = load_weights(directory, CPU, lambda name: name != "embed.weight" and not name.startswith("layers."))
         stored["embed.weight"] = embedding
         heads = [self._head(stored)] * len(sources)
-        if self.config.quantize_lm_head:
-            heads[0] = self._head({"norm.weight": stored["norm.weight"]} | self._plain_head(checkpoint, embedding))
+        if self.config.quantize_lm_head:  # the first is that of an engine without quantisation
+            tied = self.config.model.tie_word_embeddings
+            plain = {} if tied else {HEAD: weight_reader(checkpoint, embedding.dtype)(HEAD)}
+            heads[0] = self._head({"norm.weight": stored["norm.weight"], "embed.weight": embedding} | plain)
         return self._windows.losses(heads, hidden, advance)
 
-    def _plain_head(self, checkpoint: Checkpoint, embedding: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The head as an engine without quantisation would hold it."""
-        if self.config.model.tie_word_embeddings:
-            return {"embed.weight": embedding}
-        return {HEAD: weight_reader(checkpoint, embedding.dtype)(HEAD)}
-
-    def _head(self, weights: dict[str, torch.Tensor]) -> Head:
+    def _head(self, weights: dict[str, Tensor]) -> Head:
         wanted = [name for name in weights if name != "embed.weight" or HEAD not in weights]
         own = {name: weights[name].to(self.device) for name in wanted}
         return Head.of(self.config.model, own, self._windows.products)
@@ -262,28 +377,14 @@ class Calibrator:
             quantised=quantised,
         )
 
-    def _encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Encode the text as a request would be; raises ConfigError on too few tokens."""
-        ids = tokenizer.encode(self.text.content)
-        require(len(ids) >= 2, f"tokens of {self.text.name}", len(ids), ">= 2", "name a longer text with --calibrate")
-        return ids
-
 
 def stored_layers(directory: Path) -> LayerSource:
     """Read layers of an engine directory as they are stored: views of the mapped files."""
-
-    def read(number: int) -> dict[str, torch.Tensor]:
-        return load_weights(directory, CPU, lambda name: _of_layer(name, number))
-
-    return read
+    return lambda number: load_weights(directory, CPU, lambda name: name.startswith(f"layers.{number}."))
 
 
 def checkpoint_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> LayerSource:
     """Read layers of a checkpoint, fused and in `dtype`, as an engine without quantisation would hold them."""
     read = weight_reader(checkpoint, dtype)
     names = [weight.name for weight in list_weights(checkpoint.config)]
-    return lambda number: {name: read(name) for name in names if _of_layer(name, number)}
-
-
-def _of_layer(name: str, number: int) -> bool:
-    return name.startswith(f"layers.{number}.")
+    return lambda number: {name: read(name) for name in names if name.startswith(f"layers.{number}.")}
