@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from kvseek.bench import survey
 from kvseek.bench.accuracy import perplexity, tasks
 from kvseek.bench.charts import report
 from kvseek.bench.output import add_output_flags, command
@@ -20,6 +21,7 @@ KINDS: dict[str, tuple[Any, str, str]] = {  # with what each is about, and when 
         ", after every few contexts; one there is gone on with",
     ),
     "report": (report, "one HTML page of result files", ""),
+    "all": (survey, "perplexity, tasks, steps and the page of them, in one folder", ", the rows of the page"),
 }
 
 

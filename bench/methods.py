@@ -1,4 +1,4 @@
-"""What measurements ask of a method outside of an engine: its costs and stages, its kernels, the batch of one request."""
+"""What measurements ask of a method outside of an engine: its costs, its kernels, the batch of one request."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import importlib
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import ModelConfig
 from kvseek.plugins.contract import Index
-from kvseek.plugins.measurements import SelectionCosts, Stages
+from kvseek.plugins.measurements import SelectionCosts
 from kvseek.plugins.registry import get_method
 
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
 
 Costs = Callable[[Any, ModelConfig, int, int], SelectionCosts]
-StagesOf = Callable[[Index, Tensor, int], Stages]
 
 
 def costs_of(method: str) -> Costs | None:
@@ -30,21 +28,8 @@ def costs_of(method: str) -> Costs | None:
 
     Raises ConfigError for an unknown method.
     """
-    return cast("Costs | None", _offer(method, "costs"))
-
-
-def stages_of(method: str) -> StagesOf | None:
-    """Return the function for a selection's stages (plugins/measurements.py); None if the method has none.
-
-    Raises ConfigError for an unknown method.
-    """
-    return cast("StagesOf | None", _offer(method, "stages"))
-
-
-def _offer(method: str, name: str) -> Any:
-    """Import the function `name` of measurements.py in a method's folder, if there is one."""
     module = f"{get_method(method).package}.measurements"
-    return getattr(importlib.import_module(module), name, None) if find_spec(module) else None
+    return getattr(importlib.import_module(module), "costs", None) if find_spec(module) else None
 
 
 def load_kernels(

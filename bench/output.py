@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,40 +134,33 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([heading, "|" + "---|" * len(rows[0]), *lines])
 
 
-def run_command(
-    argv: Sequence[str] | None,
-    parse: Callable[[Sequence[str] | None], argparse.Namespace],
-    run: Callable[[argparse.Namespace], Document],
-    print_table: Callable[..., None],
-) -> int:
-    """Parse the flags, measure, write the result to --output and show it; returns the exit status.
-
-    `print_table` gets the document and, of a command that has the flag, `details`. What the user can mend (KvseekError, OSError)
-    becomes a line on stderr, and the status 1.
-    """
-    try:
-        arguments = parse(argv)
-        document = run(arguments)
-        if arguments.output:
-            write_result(arguments.output, document)
-    except (KvseekError, OSError) as error:
-        print(f"error: {text_of(error)}", file=sys.stderr)
-        return 1
-    if arguments.json:
-        print(as_text(document), end="")
-        return 0
-    details = {"details": arguments.details} if "details" in arguments else {}
-    partial(print_table, **details)(document)
-    return 0
-
-
 def command(
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
     run: Callable[[argparse.Namespace], Document],
     print_table: Callable[..., None],
 ) -> Callable[..., int]:
-    """The `main` of a measurement: takes the words of its command line, or those of this process; see run_command."""
-    return lambda argv=None: run_command(argv, parse, run, print_table)
+    """The `main` of a measurement, which takes the words of its command line, or those of this process, and returns its status.
+
+    It parses the flags, measures, writes the result to --output and shows it. `print_table` gets the document and, of a command
+    that has the flag, `details`. What the user can mend (KvseekError, OSError) becomes a line on stderr, and the status 1.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        try:
+            arguments = parse(argv)
+            document = run(arguments)
+            if arguments.output:
+                write_result(arguments.output, document)
+        except (KvseekError, OSError) as error:
+            print(f"error: {text_of(error)}", file=sys.stderr)
+            return 1
+        if arguments.json:
+            print(as_text(document), end="")
+        else:
+            print_table(document, **({"details": arguments.details} if "details" in arguments else {}))
+        return 0
+
+    return main
 
 
 def progress(text: str) -> None:

@@ -13,6 +13,7 @@ from kvseek.bench.accuracy.perplexity import rise
 from kvseek.bench.load import report
 from kvseek.bench.output import GIB, Figure, read_result, rows
 from kvseek.bench.speed.parts import part_groups
+from kvseek.bench.speed.shapes import LLAMA_3_1_8B
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import KvseekError
 
@@ -186,29 +187,15 @@ def evictions(results: Results) -> Rows:
     return rows(columns, (entry for name in names for entry in results(name)["results"]))
 
 
-def long_request(results: Results) -> Rows:
-    found = results("long-request-h200")
-    memory = found["memory"]
-    return [
-        ("", ""),
-        (f"loading the engine (`{found['method']}`)", f"{found['load_seconds']:.1f} s"),
-        (f"the first token, after {found['tokens']:,} of the prompt", f"{found['first_token']:.1f} s"),
-        ("each further token", f"{milliseconds(found['token'])} ms"),
-        ("tokens that a step attends to", f"{found['attended_tokens']:.0f}"),
-        ("GPU memory that `--plan` counts", f"{memory['device_planned'] / GIB:.2f} GiB"),
-        ("GPU memory that tensors took at most", f"{memory['device_peak'] / GIB:.2f} GiB"),
-    ]
-
-
 def selections(results: Results) -> Rows:
-    columns: Columns = {
-        "method": COLUMNS["method"],
-        "tokens": COLUMNS["tokens"],
-        "requests": lambda entry: str(entry["batch"]),
-        "a layer, µs": lambda entry: f"{entry['layer_seconds']['median'] * 1e6:.1f}",
-        "bytes read, TB/s": lambda entry: f"{entry['bytes'] / entry['layer_seconds']['median'] / 1e12:.2f}",
-    }
-    return rows(columns, results("selection-h200")["results"])
+    """The part of a step that selects, a layer of it."""
+    yield ("method", "tokens", "a layer, µs", "bytes read, TB/s")
+    for name, context, offload in (("methods-h200", 128 * K, "never"), ("decode-1m-h200", M, "auto")):
+        for method in ("pariskv", "nested"):
+            entry = step(results(name), method, offload, context)
+            seconds, read = entry["stages"]["select"], entry["bytes"]["scan"] + entry["bytes"]["rerank"]
+            layer = seconds / LLAMA_3_1_8B.num_layers * 1e6
+            yield (f"`{method}`", f"{context:,}", f"{layer:.1f}", f"{read / seconds / 1e12:.2f}")
 
 
 PROMPTS = (
@@ -684,7 +671,6 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "long contexts": long_contexts,
     "throughput": throughput,
     "evictions": evictions,
-    "long request": long_request,
     "selections": selections,
     "prompts": prompts,
     "answers": answers,

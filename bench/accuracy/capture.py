@@ -1,7 +1,7 @@
 """Real queries and keys of every layer of a Hugging Face model, as attention sees them after RoPE; and an index over a layer's.
 
-Captured on a text; or on needle questions that are answered rightly: the right answer is fed, whatever the model would say, and
-attention is full, so that a layer's selection can be looked at by itself, not after the errors of the layers and steps before it.
+Captured on a text with full attention, so that a layer's selection can be looked at by itself, not after the errors of the
+layers and steps before it.
 
 A replay is the engine's part of prefill and decode, without a model: the last queries captured stand for decode steps, all
 before them is the prompt. Its row pool holds, in place of values, the number of each row's token, so that it is known which
@@ -11,9 +11,6 @@ token a place holds whatever order a method chooses or changes to.
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvseek.bench.accuracy.needle_tasks.tasks import Dialogue
 from kvseek.bench.methods import batch_of
 from kvseek.bench.variants import Variant
 from kvseek.builder.checkpoints.open import open_checkpoint
@@ -37,7 +33,6 @@ EXACT_TOKENS = 1 << 24  # token numbers that float32 holds exactly
 
 CHUNK_TOKENS = 1024  # tokens a forward pass, which bounds the memory of attention scores
 ATTENTION_NAME = "kvseek_capture"
-QUESTIONS_NAME = "kvseek_capture_questions"  # of its own: texts may be captured while questions go on
 
 
 @dataclass(frozen=True)
@@ -122,43 +117,20 @@ def capture(model: Any, ids: list[int], queries: int) -> list[CapturedLayer]:
 
     The model's attention is replaced by a function that records and then calls the library's own; it is put back.
     """
-    from transformers import DynamicCache
-
-    with recording(model, queries, ATTENTION_NAME) as recorder:
-        feed(model, DynamicCache(), ids)
-    return recorder.layers()
-
-
-@contextmanager
-def recording(model: Any, queries: int, name: str) -> Iterator[AttentionRecorder]:
-    """Let a model's attention be recorded, with the last `queries` queries of each layer.
-
-    Its attention is replaced by one that is registered as `name`: recordings that overlap in time need names of their own.
-    """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, DynamicCache
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     recorder = AttentionRecorder(model.config.num_hidden_layers, queries, sdpa_attention_forward)
-    AttentionInterface.register(name, recorder)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    AttentionInterface.register(ATTENTION_NAME, recorder)
+    before, cache = model.config._attn_implementation, DynamicCache()
+    model.set_attn_implementation(ATTENTION_NAME)
     try:
-        yield recorder
+        for start in range(0, len(ids), CHUNK_TOKENS):
+            chunk = ids[start : start + CHUNK_TOKENS]
+            model.model(torch.tensor([chunk]), attention_mask=causal_mask(start, len(chunk)), past_key_values=cache)
     finally:
         model.set_attn_implementation(before)
-
-
-def feed(model: Any, cache: Any, ids: list[int]) -> None:
-    """Append tokens to what the cache holds, a chunk at a time."""
-    for start in range(0, len(ids), CHUNK_TOKENS):
-        hidden_states(model, cache, ids[start : start + CHUNK_TOKENS])
-
-
-def hidden_states(model: Any, cache: Any, ids: list[int]) -> Tensor:
-    """Append tokens to what the cache holds: their last hidden states, [1, tokens, width]."""
-    mask = causal_mask(cache.get_seq_length(), len(ids))
-    hidden: Tensor = model.model(torch.tensor([ids]), attention_mask=mask, past_key_values=cache).last_hidden_state
-    return hidden
+    return recorder.layers()
 
 
 def causal_mask(past: int, tokens: int) -> Tensor:
@@ -187,14 +159,6 @@ class AttentionRecorder:
         self._scaling[number] = module.scaling
         return self._attention(module, query, key, value, mask, **options)
 
-    def mark(self) -> list[Tensor | None]:
-        """Where the recording is, for `rewind`."""
-        return list(self._queries)
-
-    def rewind(self, mark: list[Tensor | None]) -> None:
-        """Forget the queries since `mark`."""
-        self._queries = list(mark)
-
     def layers(self) -> list[CapturedLayer]:
         """What was seen; raises RuntimeError if a layer did not call the attention function."""
         layers = []
@@ -205,54 +169,6 @@ class AttentionRecorder:
                 )
             layers.append(CapturedLayer(keys.float(), queries.float(), self._scaling[number]))
         return layers
-
-
-@dataclass(frozen=True)
-class CapturedQuestion:
-    """A question on a context, answered rightly.
-
-    Attributes
-    ----------
-    layers : list of CapturedLayer
-        Keys of context, question and answer but for the answer's last token, which is drawn and not fed; queries of the last
-        positions: at least the decode steps', before them up to 2,048 of the prompt's.
-    steps : int
-        Decode steps, the last positions: an answer of n tokens has n - 1, for its first one is drawn by the prompt's last.
-    right : bool
-        Whether the model itself, with full attention, draws every token of the answer.
-    """
-
-    layers: list[CapturedLayer]
-    steps: int
-    right: bool
-
-
-@torch.inference_mode()
-def capture_questions(model: Any, dialogues: Sequence[Dialogue]) -> Iterator[CapturedQuestion]:
-    """Run every question of the dialogues, one at a time, as they come; a context that dialogues share is read once.
-
-    The rounds of a dialogue follow each other on a growing context: the question, then the right answer. Nothing captured is
-    kept here; the keys of a context are in memory once, as long as its questions go on.
-    """
-    from transformers import DynamicCache
-
-    longest = max(len(gold) for dialogue in dialogues for _, _, gold in dialogue.rounds)
-    with recording(model, LAST_QUERIES + longest - 1, QUESTIONS_NAME) as recorder:
-        empty = recorder.mark()
-        for context, sharing in itertools.groupby(dialogues, key=lambda dialogue: dialogue.context):
-            recorder.rewind(empty)
-            cache = DynamicCache()
-            feed(model, cache, context)
-            after_context = recorder.mark()
-            for dialogue in sharing:
-                if answered := cache.get_seq_length() - len(context):
-                    cache.crop(-answered)
-                recorder.rewind(after_context)
-                for _, question, gold in dialogue.rounds:
-                    hidden = hidden_states(model, cache, question + gold[:-1])[:, -len(gold) :]
-                    drawn = model.lm_head(hidden)[0].argmax(dim=-1).tolist()
-                    yield CapturedQuestion(recorder.layers(), len(gold) - 1, drawn == gold)
-                    hidden_states(model, cache, gold[-1:])
 
 
 class Replay:

@@ -3,12 +3,15 @@
     kvseek evaluate perplexity --model MODEL --methods full,nested,pariskv --top_k 64,256 --text FILE
 
 The engines run as they serve, and draw the text's own tokens (LLM.score). What a method loses is the rise of
-its loss over the first one's, token by token: of equal tokens, so that it is known far better than either loss.
+its loss over the first one's, token by token: of equal tokens, so that it is known far better than either loss. A run that
+was cut off goes on with its result file: engines that it has are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import statistics
 import tempfile
@@ -30,6 +33,7 @@ from kvseek.bench.output import (
     numbers,
     print_whole,
     progress,
+    read_result,
     write_result,
 )
 from kvseek.bench.variants import FORM, parse_budgets
@@ -96,7 +100,8 @@ def score(arguments: argparse.Namespace, directory: Path) -> tuple[Losses, dict[
     with LLM(directory, threads=arguments.threads) as llm:
         prompts, forced = zip(*texts(arguments, llm.tokenizer), strict=True)
         outputs = llm.score(prompts, forced)
-    losses = [[-one.token for one in output.logprobs[1:]] for output in outputs if output.logprobs]
+    # Rounded as in the result file, so that a run that goes on with one finds what an uninterrupted run does.
+    losses = [[-round(one.token, 4) for one in output.logprobs[1:]] for output in outputs if output.logprobs]
     names = ("attended_tokens", "cached_tokens")
     return losses, {name: statistics.fmean(getattr(output, name) for output in outputs) for name in names}
 
@@ -106,60 +111,91 @@ def risen(pairs: Sequence[Pair]) -> float:
     return 100 * math.expm1(statistics.fmean(ours - theirs for ours, theirs in pairs))
 
 
-def with_error(listed: Sequence[Sequence[Pair]], block: int) -> dict[str, float]:
-    """What perplexity has risen by, in %, and the standard error by blocks of tokens of a text."""
+def with_error(listed: Sequence[Sequence[Pair]], block: int) -> dict[str, Any]:
+    """What perplexity has risen by, in %, and the standard error by blocks of tokens of a text; None of a single block."""
     blocks = [pairs[at : at + block] for pairs in listed for at in range(0, len(pairs), block)]
     means = [statistics.fmean(ours - theirs for ours, theirs in pairs) for pairs in blocks]
     percent = risen([pair for pairs in listed for pair in pairs])
-    return {"percent": percent, "error": (100 + percent) * statistics.stdev(means) / math.sqrt(len(means))}
+    error = (100 + percent) * statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return {"percent": percent, "error": error}
+
+
+def paired(losses: Losses, first: Losses) -> list[list[Pair]]:
+    """The pairs of each text."""
+    return [list(zip(own, other, strict=True)) for own, other in zip(losses, first, strict=True)]
+
+
+def by_part(listed: Sequence[Sequence[Pair]], block: int) -> list[dict[str, Any]]:
+    """The rise in each of PARTS parts of the steps, see with_error; of each part and text there are at least two blocks."""
+    part = -(-len(listed[0]) // PARTS)
+    block = max(1, min(block, part // 2))
+    return [with_error([pairs[at : at + part] for pairs in listed], block) for at in range(0, len(listed[0]), part)]
 
 
 def figures_of(losses: Losses, first: Losses, block: int) -> dict[str, Any]:
     """The figures of an engine: of all tokens, of each text, of each part of the steps, and of likely and unlikely tokens."""
-    listed = [list(zip(own, other, strict=True)) for own, other in zip(losses, first, strict=True)]
-    everything, part = [pair for pairs in listed for pair in pairs], -(-len(listed[0]) // PARTS)
+    listed = paired(losses, first)
+    everything = [pair for pairs in listed for pair in pairs]
     likely = [pair for pair in everything if pair[1] <= LIKELY]
     unlikely = [pair for pair in everything if pair[1] > LIKELY]
     return {
         "perplexity": math.exp(statistics.fmean(loss for loss, _ in everything)),
         **with_error(listed, block),
         "by_text": [with_error([pairs], block) for pairs in listed],
-        "by_part": [
-            risen([pair for pairs in listed for pair in pairs[at : at + part]]) for at in range(0, len(listed[0]), part)
-        ],
+        "by_part": [one["percent"] for one in by_part(listed, block)],
         "likely": risen(likely) if likely else None,
         "unlikely": risen(unlikely) if unlikely else None,
     }
 
 
+def losses_of(entry: dict[str, Any]) -> Losses:
+    """The losses that an entry of a result file was computed from."""
+    return [[-one for one in of_text] for of_text in entry["log_probabilities"]]
+
+
+def begun(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The document so far: that of --output, if it is there; raises ConfigError if that is of another run."""
+    names = ("prompt_tokens", "tokens", "block", "dtype", "weight_only_precision", "device")
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in arguments.text.values()]
+    head = {"model": arguments.model.name, "texts": list(arguments.text), "digests": digests}
+    head |= {name: getattr(arguments, name) for name in names}
+    if arguments.output is None or not arguments.output.exists():
+        return {"evaluation": "perplexity", "machines": [], **head, "results": []}
+    document = read_result(arguments.output, evaluation="perplexity")
+    found, first = {name: document.get(name) for name in head}, arguments.methods[0][0].label
+    require(found == head, "--output", found, f"of {head}, as this run", "name another file")
+    measured = [entry["name"] for entry in document["results"]]
+    require(
+        measured[:1] in ([], [first]), "--output", measured, f"beside {first}, the first of --methods", "name it first"
+    )
+    return document
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Score the texts with every engine; the document, which is written after each of them."""
+    """Score the texts with every engine that --output lacks; the document, which is written after each of them."""
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    settings = ("prompt_tokens", "tokens", "block", "dtype", "weight_only_precision")
+    document = begun(arguments)
+    results, machines = document["results"], document["machines"]
     gpu = {"gpu": describe_gpu(torch.device("cuda"))} if arguments.device == "cuda" else {}
-    results, first = list[dict[str, Any]](), Losses()
-    document = {
-        "evaluation": "perplexity",
-        "machine": {**describe(), **gpu},
-        "model": arguments.model.name,
-        "texts": list(arguments.text),
-        **{name: getattr(arguments, name) for name in settings},
-        "results": results,
-    }
+    machine = json.loads(json.dumps({**describe(), **gpu}))
+    done = {entry["name"] for entry in results}
+    left = [[one for one in listed if one.label not in done] for listed in arguments.methods]
+    if machine not in machines and any(left):
+        machines.append(machine)
     with tempfile.TemporaryDirectory(prefix="kvseek-evaluate-") as folder:
         directory = Path(folder) / "engine"
         longest = arguments.prompt_tokens + 1 + arguments.tokens
-        for name, _ in variant_engines(arguments, arguments.methods, directory, longest, len(arguments.text)):
+        for name, _ in variant_engines(arguments, left, directory, longest, len(arguments.text)):
             losses, counts = score(arguments, directory)
             free_memory()
-            first = first or losses
-            figures = figures_of(losses, first, arguments.block)
-            own = [[round(-loss, 4) for loss in of_text] for of_text in losses]
+            figures = figures_of(losses, losses_of(results[0]) if results else losses, arguments.block)
             built = {
                 "settings": read_config(directory).method_config,
                 "fingerprint": read_manifest(directory).fingerprint,
+                "machine": machines.index(machine),
             }
+            own = [[-loss for loss in of_text] for of_text in losses]
             results.append({"name": name, **built, **figures, **counts, "log_probabilities": own})
             progress(f"{name}: perplexity {figures['perplexity']:.3f}, {rise(figures)} %")
             if arguments.output:

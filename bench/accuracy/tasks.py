@@ -380,7 +380,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="text",
         help="text: in English, for any model; needle: for train_needle.py's",
     )
-    add_question_flags(parser, n=24, lengths="4096,16384", names="of prompt and answer together")
+    add("--tasks", default="all", help="comma list, or all")
+    add("--lengths", default="4096,16384", help="comma list of context lengths, of prompt and answer together")
+    add("--n", type=int, default=24, help="contexts of each task and length (multi_turn: dialogues)")
     add("--engine_dir", type=Path, action="append", default=[], help="again to compare; the first is the reference")
     add("--model", type=Path, help="Hugging Face directory or GGUF file, from which --methods are built")
     add("--methods", help=f"the first is what the others are compared with: comma list of {FORM}")
@@ -397,29 +399,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--results", type=Path, action="append", default=[], help="a result file to go on with; again to merge several")
 
 
-def add_question_flags(parser: argparse.ArgumentParser, *, n: int, lengths: str, names: str = "in tokens") -> None:
-    """Add the flags that say which questions are asked, with their defaults."""
-    parser.add_argument("--tasks", default="all", help="comma list, or all")
-    parser.add_argument("--lengths", default=lengths, help=f"comma list of context lengths, {names}")
-    parser.add_argument("--n", type=int, default=n, help="contexts of each task and length (multi_turn: dialogues)")
-
-
-def chosen_questions(
-    arguments: argparse.Namespace, *counts: str, tasks: Sequence[str] = tuple(TASKS)
-) -> tuple[list[str], list[int]]:
-    """Tasks and lengths that the flags name; raises ConfigError if they, or the flags `counts`, are out of range."""
-    chosen = list(tasks) if arguments.tasks == "all" else arguments.tasks.split(",")
-    unknown = sorted(set(chosen) - set(tasks))
-    if unknown:
-        raise ConfigError(f"--tasks: {unknown[0]!r} is unknown; choose from {', '.join(tasks)}, or all")
-    at_least_one(arguments, *counts)
-    return chosen, numbers("lengths", arguments.lengths, 256)
-
-
 def read(arguments: argparse.Namespace) -> None:
     """Read the flags' values; raises ConfigError on those that cannot work."""
-    counts = ("n", "rounds", "depths", "batch")
-    arguments.tasks, arguments.lengths = chosen_questions(arguments, *counts, tasks=SUITES[arguments.suite])
+    tasks = SUITES[arguments.suite]
+    arguments.tasks = tasks if arguments.tasks == "all" else arguments.tasks.split(",")
+    unknown = sorted(set(arguments.tasks) - set(tasks))
+    if unknown:
+        raise ConfigError(f"--tasks: {unknown[0]!r} is unknown; choose from {', '.join(tasks)}, or all")
+    at_least_one(arguments, "n", "rounds", "depths", "batch")
+    arguments.lengths = numbers("lengths", arguments.lengths, 256)
     both = (arguments.model is None) == (arguments.methods is None)
     require(both, "--methods", arguments.methods, "given with --model, and only then", "give both, or --engine_dir")
     budgets = [] if arguments.top_k is None else numbers("top_k", arguments.top_k)

@@ -14,21 +14,25 @@ import base64
 import csv
 import html
 import io
-import math
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from kvseek.bench.accuracy.perplexity import PARTS
-from kvseek.bench.accuracy.tasks import Z_95, by_depth, wilson
+import numpy as np
+
+from kvseek.bench.accuracy.perplexity import PARTS, by_part, losses_of, paired
+from kvseek.bench.accuracy.tasks import SAMPLES, Z_95, by_depth, wilson
 from kvseek.bench.output import ResultError, as_text, progress, read_result
 from kvseek.core.errors import ConfigError
 
-from .svg import LIGHT, element, picture, put_text, round_step, rule, short_number, written
+from .lines import Line, Mark, Panel
+from .svg import LIGHT, element, picture, put_text, written
 
-WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT, LINE = 820, 70, 56, 500, 260, 18
+WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT, LINE_HEIGHT = 820, 70, 56, 500, 260, 18
+RISE = "rise of perplexity over the first engine's, %"
 PERPLEXITY, DRIFT, ANSWERS, DEPTH, SPEED = "perplexity", "drift", "answers", "depth", "speed"
 UNITS = {PERPLEXITY: "%", DRIFT: "%", ANSWERS: "% exact", DEPTH: "% of parts", SPEED: "× full"}
 Document = dict[str, Any]
@@ -42,12 +46,12 @@ class Figure:
     ----------
     group : str
         What it may be compared within: model, texts and sizes, or the task.
-    rows : int, optional
-        Rows that a step selects for each KV head; None where the method has no such number or the file does not tell it.
+    settings : str, optional
+        The method's fields as JSON; None where the file does not tell them.
     at : float
         Tokens that a step attended to (of `drift` the part of the steps, of `depth` the share of the context before the needle).
     low, high : float, optional
-        The 95 % interval.
+        The 95 % interval; None where a file has a figure without the samples that it is of.
     file, place : str
         The result file's name, and the keys that lead to the figure in it.
     """
@@ -55,7 +59,7 @@ class Figure:
     kind: str
     group: str
     method: str
-    rows: int | None
+    settings: str | None
     context: int
     at: float
     value: float
@@ -68,102 +72,130 @@ class Figure:
     machine: str
 
 
-def _machine(document: Document) -> tuple[str, str]:
-    """Commit and machine of a document, of several all."""
-    machines = document.get("machines") or [document["machine"]]
-    gpus = (machine.get("gpu") or document.get("gpu") or {"name": machine["cpu"]} for machine in machines)
-    commits = [str(document["code"])] if "code" in document else [str(machine["commit"]) for machine in machines]
-    return ", ".join(dict.fromkeys(commits)), ", ".join(dict.fromkeys(str(gpu["name"]) for gpu in gpus))
+def _origin(document: Document, machine: Document) -> Document:
+    """Commit and machine of a figure."""
+    gpu = machine.get("gpu") or document.get("gpu") or {"name": machine["cpu"]}
+    return {"commit": str(document.get("code") or machine["commit"]), "machine": str(gpu["name"])}
 
 
-def _rows(name: str, settings: Document | None) -> int | None:
-    """The `top_k` of a method: as the file has recorded it, else as its name says."""
-    if settings is not None:
-        return settings.get("top_k")
-    named = [part.rpartition("=")[2] for part in name.replace(":", ",").split(",") if part.startswith("top_k=")]
-    return int(named[0]) if named else None
+def _settings(fields: Document | None) -> str | None:
+    return None if fields is None else json.dumps(fields, sort_keys=True)
 
 
-def _perplexities(document: Document, common: Document) -> Iterator[Figure]:
-    context = document["prompt_tokens"]
+def _perplexities(document: Document, file: str) -> Iterator[Figure]:
+    """Rises of all texts and of each, and by part of the steps; the intervals are those of blocks of neighbouring tokens."""
+    context, first = document["prompt_tokens"], losses_of(document["results"][0])
     group = f"{document['model']}, {document['tokens']} tokens behind {context:,}"
+    machines = document.get("machines") or [document["machine"]]
     for number, entry in enumerate(document["results"]):
-        own: Document = {
-            "method": entry["name"],
-            "rows": _rows(entry["name"], entry.get("settings")),
-            "context": context,
-        }
-        own |= {**common, "fingerprint": entry.get("fingerprint")}
+        own: Document = {"method": entry["name"], "settings": _settings(entry.get("settings")), "context": context}
+        own |= {"file": file, "fingerprint": entry.get("fingerprint")} | _origin(
+            document, machines[entry.get("machine", 0)]
+        )
         texts = [("all texts", entry, f"results.{number}")]
         texts += [
             (name.replace(":", "/").rpartition("/")[2], text, f"results.{number}.by_text.{place}")
             for place, (name, text) in enumerate(zip(document["texts"], entry["by_text"], strict=True))
         ]
         for name, text, place in texts:
-            spread = Z_95 * text["error"]
-            ends: Document = {
-                "low": text["percent"] - spread,
-                "high": text["percent"] + spread,
-                "place": f"{place}.percent",
-            }
-            at = entry["attended_tokens"]
-            yield Figure(PERPLEXITY, f"{group}: {name}", at=at, value=text["percent"], **ends, **own)
-        for part, percent in enumerate(entry["by_part"]):
-            place = f"results.{number}.by_part.{part}"
-            yield Figure(DRIFT, group, at=part + 1, value=percent, low=None, high=None, place=place, **own)
+            ends = _ends(text["percent"], text["error"], f"{place}.percent")
+            yield Figure(
+                PERPLEXITY, f"{group}: {name}", at=entry["attended_tokens"], value=text["percent"], **ends, **own
+            )
+        parts = by_part(paired(losses_of(entry), first), document["block"])
+        for part, (percent, again) in enumerate(zip(entry["by_part"], parts, strict=True)):
+            ends = _ends(percent, again["error"], f"results.{number}.by_part.{part}")
+            yield Figure(DRIFT, group, at=part + 1, value=percent, **ends, **own)
 
 
-def _answers(document: Document, common: Document) -> Iterator[Figure]:
-    depths = document["settings"].get("depths", 1)
+def _ends(percent: float, error: float | None, place: str) -> Document:
+    spread = None if error is None else Z_95 * error
+    low, high = (None, None) if spread is None else (percent - spread, percent + spread)
+    return {"low": low, "high": high, "place": place}
+
+
+def _answers(document: Document, file: str) -> Iterator[Figure]:
+    """Exact answers, and the right parts of niah_single by depth; Wilson's intervals, whose samples are contexts."""
+    depths, machines = document["settings"].get("depths", 1), document.get("machines") or [document["machine"]]
+    origins = [_origin(document, machine) for machine in machines]
+    where = {name: ", ".join(dict.fromkeys(origin[name] for origin in origins)) for name in ("commit", "machine")}
     for number, cell in enumerate(document["cells"]):
-        engine, questions = cell["engine"], sum(map(len, cell["right"]))
-        config = document["engines"].get(engine, {})
+        engine, contexts = cell["engine"], len(cell["right"])
+        fields = document["engines"].get(engine, {}).get("method_config")
         own: Document = {
             "method": engine,
-            "rows": _rows(engine, config.get("method_config")),
+            "settings": _settings(fields),
             "context": cell["length"],
+            "file": file,
+            **where,
         }
-        own |= {**common, "fingerprint": document.get("fingerprints", {}).get(engine)}
-        exact = "".join(cell["right"]).count("1") / questions
-        low, high = (100 * end for end in wilson(exact, len(cell["right"])))
-        at = cell["attended_share"] * cell["length"]
-        group = f"{cell['task']}, {cell['length']:,} tokens"
-        ends: Document = {"low": low, "high": high, "place": f"cells.{number}.right"}
-        yield Figure(ANSWERS, group, at=at, value=100 * exact, **ends, **own)
+        own["fingerprint"] = document.get("fingerprints", {}).get(engine)
+        exact = "".join(cell["right"]).count("1") / sum(map(len, cell["right"]))
+        at, group = cell["attended_share"] * cell["length"], f"{cell['task']}, {cell['length']:,} tokens"
+        yield Figure(ANSWERS, group, at=at, **_share(exact, contexts, f"cells.{number}.right"), **own)
         if cell["task"] == "niah_single" and depths > 1:
             for depth, part in enumerate(by_depth(cell["parts"], depths)):
-                none: Document = {"low": None, "high": None, "place": f"cells.{number}.parts"}
-                yield Figure(DEPTH, engine, at=depth / (depths - 1), value=100 * part, **none, **own)
+                share = _share(part, len(cell["parts"][depth::depths]), f"cells.{number}.parts")
+                yield Figure(DEPTH, engine, at=depth / (depths - 1), **share, **own)
 
 
-def _device_steps(document: Document, common: Document) -> Iterator[Figure]:
+def _share(share: float, samples: int, place: str) -> Document:
+    low, high = (100 * end for end in wilson(share, samples))
+    return {"value": 100 * share, "low": low, "high": high, "place": place}
+
+
+def _device_steps(document: Document, file: str) -> Iterator[Figure]:
     for phase_number, phase in enumerate(document["phases"]):
         for cell_number, cell in enumerate(phase["cells"]):
             for number, entry in enumerate(cell["results"]):
                 if cell["batch"] != 1 or entry["to_baseline"] is None:
                     continue
                 place = f"phases.{phase_number}.cells.{cell_number}.results.{number}"
-                recorded = document["methods"].get(entry["method"], {}).get("settings")
+                fields = document["methods"].get(entry["method"], {}).get("settings")
                 hot = ", hot rows" if entry["hot_rows"] else ""
                 group = f"{document['shape']}, {cell['context']:,} tokens, offload {phase['offload']}{hot}"
-                yield _speed(entry, entry["method"], recorded, group, cell["context"], place, common)
+                alone = entry.get("baseline_of_another_phase", False)
+                base = [] if alone else cell["results"][0]["samples"]
+                own = {
+                    "method": entry["method"],
+                    "settings": _settings(fields),
+                    "context": cell["context"],
+                    "file": file,
+                }
+                yield _speed(document, entry, base, group, place, own)
 
 
-def _cpu_steps(document: Document, common: Document) -> Iterator[Figure]:
+def _cpu_steps(document: Document, file: str) -> Iterator[Figure]:
     for part_number, part in enumerate(document["contexts"]):
         for number, entry in enumerate(part["results"]):
-            place = f"contexts.{part_number}.results.{number}"
-            if entry["to_baseline"] is not None and not entry["reference"]:
-                group = f"{document['model']}, {part['context']:,} tokens"
-                yield _speed(entry, entry["name"], entry.get("settings"), group, part["context"], place, common)
+            if not entry["reference"]:
+                place, group = (
+                    f"contexts.{part_number}.results.{number}",
+                    f"{document['model']}, {part['context']:,} tokens",
+                )
+                fields = entry.get("settings")
+                own = {"method": entry["name"], "settings": _settings(fields), "context": part["context"], "file": file}
+                yield _speed(document, entry, part["results"][0]["samples"], group, place, own)
 
 
-def _speed(
-    entry: Document, name: str, settings: Document | None, group: str, context: int, place: str, common: Document
-) -> Figure:
-    rows, at = _rows(name, settings), entry["attended_tokens"]
-    ends: Document = {"low": None, "high": None, "place": f"{place}.to_baseline", "fingerprint": None}
-    return Figure(SPEED, group, name, rows, context, at, entry["to_baseline"], **ends, **common)
+def _speed(document: Document, entry: Document, base: Sequence[float], group: str, place: str, own: Document) -> Figure:
+    """The ratio of the medians of two contestants' steps in turns; its interval by a bootstrap over steps (Efron 1979)."""
+    ratio, samples, low, high = entry["to_baseline"], entry["samples"], None, None
+    if len(base) > 1 and len(samples) > 1:
+        draw = np.random.default_rng(0).choice
+        ours, theirs = (np.median(draw(one, (SAMPLES, len(one))), axis=1) for one in (samples, base))
+        # Of a shift of the ratio: the file's is over the baseline's turns with this contestant, the samples are of all turns.
+        shifts = ours / theirs * (np.median(base) / np.median(samples))
+        low, high = (float(ratio * end) for end in np.quantile(shifts, (0.025, 0.975))) if ratio != 1 else (1.0, 1.0)
+    ends: Document = {
+        "low": low,
+        "high": high,
+        "place": f"{place}.to_baseline",
+        "fingerprint": entry.get("fingerprint"),
+    }
+    return Figure(
+        SPEED, group, at=entry["attended_tokens"], value=ratio, **ends, **own, **_origin(document, document["machine"])
+    )
 
 
 READERS = {  # by what a result file says that it is
@@ -183,83 +215,23 @@ def figures(paths: Iterable[Path]) -> list[Figure]:
         kind = document.get("evaluation") or document.get("benchmark")
         if kind not in READERS or (kind == "device" and document.get("mode") != "decode"):
             raise ResultError(f"{path}: is of {kind}: must be of {', '.join(READERS)} (decode steps); leave it out")
-        commit, machine = _machine(document)
-        found += READERS[kind](document, {"file": path.name, "commit": commit, "machine": machine})
+        found += READERS[kind](document, path.name)
     return found
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A point of a picture: its place, its interval upwards, what it says, and the number of the row that it leads to."""
-
-    x: float
-    y: float
-    low: float | None
-    high: float | None
-    words: str
-    row: int
-
-
-@dataclass(frozen=True)
-class Plot:
-    """Lines of marks, by what they are called; `logarithmic` is about the axis to the right."""
-
-    title: str
-    below: str
-    beside: str
-    lines: dict[str, list[Mark]]
-    logarithmic: bool = True
-
-
-def _scale(low: float, high: float, start: float, length: float, logarithmic: bool = False) -> Any:
-    turned = math.log2 if logarithmic else float
-    ends = turned(low), turned(high)
-    return lambda value: round(start + (turned(value) - ends[0]) / ((ends[1] - ends[0]) or 1) * length, 1)
-
-
-def draw(plot: Plot, files: Sequence[str]) -> ElementTree.Element:
-    """The picture of a plot, with what its lines are called beside it."""
-    marks = [mark for line in plot.lines.values() for mark in line]
-    height = max(TOP + PLOT_HEIGHT + 56, TOP + LINE * (len(plot.lines) + 1))
-    words = " ".join(f"{mark.words}." for mark in marks)
-    root = picture(WIDTH, height, f"{plot.title}: {plot.beside}", words, files)
-    put_text(root, plot.title, LEFT - 44, 24, "title")
-    put_text(root, plot.beside, LEFT, TOP - 12, "heading")
-    values = [value for mark in marks for value in (mark.y, mark.low, mark.high) if value is not None]
-    step = round_step((max(values) - min(values)) / 5 or 1)
-    low, high = math.floor(min(values) / step), math.ceil(max(values) / step)
-    high += low == high
-    y = _scale(low * step, high * step, TOP + PLOT_HEIGHT, -PLOT_HEIGHT)
-    xs = sorted({mark.x for mark in marks})
-    x = _scale(xs[0], xs[-1], LEFT + 16, PLOT_WIDTH - 32, plot.logarithmic)
-    for tick in range(low, high + 1):
-        at = y(tick * step)
-        rule(root, (LEFT, at), (LEFT + PLOT_WIDTH, at), "grid" if tick else "axis")
-        put_text(root, f"{round(tick * step, 6):g}", LEFT - 8, at + 4, "", "end")
-    shown = -math.inf
-    for number in xs:
-        if x(number) - shown >= 44:  # numbers that do not lie on each other
-            shown = x(number)
-            put_text(
-                root, short_number(round(number)) if number >= 10 else f"{number:.2g}", shown, height - 34, "", "middle"
-            )
-    put_text(root, plot.below, LEFT + PLOT_WIDTH / 2, height - 12, "", "middle")
-    for place, (name, line) in enumerate(plot.lines.items()):
-        colour = place % len(LIGHT)
-        ordered = sorted(line, key=lambda mark: mark.x)
-        dashes = {"stroke-dasharray": "5 4"} if place >= len(LIGHT) else {}
-        points = " ".join(f"{x(mark.x):g},{y(mark.y):g}" for mark in ordered)
-        element(root, "polyline", {"class": f"line s{colour}", "points": points, **dashes})
-        for mark in ordered:
-            left = x(mark.x)
-            if mark.low is not None and mark.high is not None:
-                rule(root, (left, y(mark.low)), (left, y(mark.high)), f"line s{colour}")
-            link = element(root, "a", {"href": f"#row-{mark.row}"})
-            circle = element(
-                link, "circle", {"class": f"f{colour}", "cx": f"{left:g}", "cy": f"{y(mark.y):g}", "r": "4"}
-            )
-            element(circle, "title", text=mark.words)
-        put_text(root, name, LEFT + PLOT_WIDTH + 20, TOP + LINE * place, f"label t{colour}")
+def draw(
+    title: str, below: str, beside: str, lines: dict[str, list[Mark]], files: Iterable[str], logarithmic: bool
+) -> ElementTree.Element:
+    """A picture of lines, with what they are called beside them; `logarithmic` is about the axis to the right."""
+    height = max(TOP + PLOT_HEIGHT + 56, TOP + LINE_HEIGHT * (len(lines) + 1))
+    words = " ".join(f"{mark.words}." for line in lines.values() for mark in line)
+    root = picture(WIDTH, height, f"{title}: {beside}", words, list(files))
+    put_text(root, title, LEFT - 44, 24, "title")
+    colours = len(LIGHT)
+    drawn = [Line(marks, place % colours, place >= colours) for place, marks in enumerate(lines.values())]
+    Panel(beside, below, drawn, logarithmic).draw(root, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT)
+    for place, name in enumerate(lines):
+        put_text(root, name, LEFT + PLOT_WIDTH + 20, TOP + LINE_HEIGHT * place, f"label t{place % colours}")
     return root
 
 
@@ -276,7 +248,7 @@ def draw_map(title: str, cells: dict[tuple[int, float], Mark], files: Sequence[s
             if (context, depth) not in cells:
                 continue
             mark, x = cells[context, depth], LEFT + 30 + side * column
-            link = element(root, "a", {"href": f"#row-{mark.row}"})
+            link = element(root, "a", {"href": mark.link})
             size = {"x": f"{x}", "y": f"{y}", "width": f"{side - 2}", "height": f"{side - 2}"}
             square = element(link, "rect", {"class": "f1", "fill-opacity": f"{0.08 + mark.y / 125:.2f}", **size})
             element(square, "title", text=mark.words)
@@ -287,69 +259,59 @@ def draw_map(title: str, cells: dict[tuple[int, float], Mark], files: Sequence[s
     return root
 
 
-def _words(one: Figure) -> str:
-    ends = "" if one.low is None else f" [{one.low:.4g}, {one.high:.4g}]"
-    return f"{one.group}, {one.method}, {one.at:,.4g}: {one.value:.4g} {UNITS[one.kind]}{ends}"
-
-
 def _mark(number: int, one: Figure) -> Mark:
-    return Mark(one.at, one.value, one.low, one.high, _words(one), number)
+    ends = "" if one.low is None else f" [{one.low:.4g}, {one.high:.4g}]"
+    words = f"{one.group}, {one.method}, {one.at:,.4g}: {one.value:.4g} {UNITS[one.kind]}{ends}"
+    return Mark(one.at, one.value, words, one.low, one.high, f"#row-{number}")
 
 
 def plots(found: Sequence[Figure]) -> Iterator[tuple[str, ElementTree.Element]]:
     """The section of each picture, and the picture."""
     sections = (
-        (
-            PERPLEXITY,
-            "Perplexity by budget",
-            "tokens that a step attends to",
-            "rise of perplexity over the first engine's, %",
-        ),
-        (DRIFT, "Drift", f"part of the steps, of {PARTS}", "rise of perplexity over the first engine's, %"),
+        (PERPLEXITY, "Perplexity by budget", "tokens that a step attends to", RISE),
+        (DRIFT, "Drift", f"part of the steps, of {PARTS}", RISE),
         (ANSWERS, "Answers by budget", "tokens that a step attends to", "exact answers, %"),
         (SPEED, "Speed", "tokens that a step attends to", "time of a step, × full"),
     )
+    marks = [_mark(number, one) for number, one in enumerate(found)]
     for kind, title, below, beside in sections:
-        groups: dict[str, list[tuple[int, Figure]]] = {}
-        for number, one in enumerate(found):
-            if one.kind == kind:
-                groups.setdefault(one.group, []).append((number, one))
-        for group, members in groups.items():
+        for group in dict.fromkeys(one.group for one in found if one.kind == kind):
             lines: dict[str, list[Mark]] = {}
-            for number, one in members:
-                name = one.method if kind == DRIFT else one.method.partition(":")[0]
-                lines.setdefault(name, []).append(_mark(number, one))
-            files = list(dict.fromkeys(one.file for _, one in members))
-            yield title, draw(Plot(group, below, beside, lines, kind != DRIFT), files)
+            members = [number for number, one in enumerate(found) if (one.kind, one.group) == (kind, group)]
+            for number in members:
+                name = found[number].method
+                lines.setdefault(name if kind == DRIFT else name.partition(":")[0], []).append(marks[number])
+            files = dict.fromkeys(found[number].file for number in members)
+            yield title, draw(group, below, beside, lines, files, kind != DRIFT)
     engines: dict[str, dict[tuple[int, float], Mark]] = {}
-    for number, one in enumerate(found):
+    for one, mark in zip(found, marks, strict=True):
         if one.kind == DEPTH:
-            engines.setdefault(one.method, {})[one.context, one.at] = _mark(number, one)
+            engines.setdefault(one.method, {})[one.context, one.at] = mark
     for name, cells in engines.items():
         yield "Map by depth and length", draw_map(f"niah_single, {name}", cells, [])
     yield from frontiers(found)
 
 
 def frontiers(found: Sequence[Figure]) -> Iterator[tuple[str, ElementTree.Element]]:
-    """Speed against perplexity: a figure of each, joined where method and rows are equal, at each context that was timed."""
-    losses: dict[tuple[str, int], Figure] = {}
-    for one in found:
-        if one.kind == PERPLEXITY and one.group.endswith(": all texts") and one.rows is not None:
-            losses.setdefault((one.method.partition(":")[0], one.rows), one)
+    """Speed against perplexity: a figure of each, joined where method and settings are equal, at each context that was timed."""
+    losses: dict[tuple[str, str], tuple[int, Figure]] = {}
+    for number, one in enumerate(found):
+        if one.kind == PERPLEXITY and one.group.endswith(": all texts") and one.settings is not None:
+            losses.setdefault((one.method.partition(":")[0], one.settings), (number, one))
     groups: dict[str, dict[str, list[Mark]]] = {}
     files: dict[str, dict[str, None]] = {}
     for number, one in enumerate(found):
-        name = one.method.partition(":")[0]
-        loss = losses.get((name, one.rows)) if one.kind == SPEED and one.rows is not None else None
+        key = (one.method.partition(":")[0], one.settings or "")
         plain = "weight_only" not in one.method and ":paper" not in one.method
-        if loss is not None and plain:
-            words = f"{name}, {one.rows} rows: {one.value:.3g} × full at {one.context:,} tokens; {_words(loss)}"
-            mark = Mark(one.value, loss.value, loss.low, loss.high, words, number)
-            groups.setdefault(one.group, {}).setdefault(f"{name}, {one.rows} rows", []).append(mark)
+        if one.kind == SPEED and key in losses and plain:
+            loss = losses[key][1]
+            words = f"{one.method}: {one.value:.3g} × full at {one.context:,} tokens; {_mark(*losses[key]).words}"
+            mark = Mark(one.value, loss.value, words, loss.low, loss.high, f"#row-{number}")
+            groups.setdefault(one.group, {}).setdefault(one.method, []).append(mark)
             files.setdefault(one.group, {}).update(dict.fromkeys((one.file, loss.file)))
     for group, lines in groups.items():
-        plot = Plot(group, "time of a step, × full", "rise of perplexity, %", lines, logarithmic=False)
-        yield "Speed and accuracy", draw(plot, list(files[group]))
+        below = "time of a step, × full"
+        yield "Speed and accuracy", draw(group, below, "rise of perplexity, %", lines, files[group], logarithmic=False)
 
 
 STYLE = """
@@ -409,7 +371,7 @@ def page(found: Sequence[Figure]) -> str:
 <ul>{listed}</ul>
 {"".join(body)}
 <h2 id="rows">Rows</h2>
-<p class="note">No fingerprint: the file has none. No rows: the method has no such number, or the file does not tell it.</p>
+<p class="note">No fingerprint: random weights, or the file has none. No interval: the file has no samples of the figure.</p>
 <div class="table"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>
 </body>
 </html>

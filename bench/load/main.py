@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.bench.machine import describe
-from kvseek.bench.output import add_output_flags, at_least_one, markdown, progress, rows, run_command
+from kvseek.bench.output import add_output_flags, at_least_one, command, markdown, progress, rows
 from kvseek.core.config_file import read_config
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.launch import RunningServer, running_server
@@ -130,9 +130,7 @@ def print_table(document: dict[str, Any]) -> None:
     print(f"{' '.join(captions(document))}\n\n{markdown(rows(TOOLS, document['results']))}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the load test; prints a table or JSON."""
-    return run_command(argv, parse, run, print_table)
+main = command(parse, run, print_table)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import (
     add_output_flags,
     at_least_one,
+    command,
     markdown,
     progress,
     rows,
-    run_command,
     write_result,
 )
 from kvseek.bench.speed.shapes import get_shape
@@ -332,9 +332,7 @@ def print_table(document: dict[str, Any]) -> None:
     print("", *compared, *left_out, sep="\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; prints tables or JSON."""
-    return run_command(argv, parse, run, print_table)
+main = command(parse, run, print_table)
 
 
 if __name__ == "__main__":

@@ -62,10 +62,13 @@ class Contestant(ABC):
 
 
 class EngineContestant(Contestant):
-    """An engine, run through the same `step` that serves. `threads` are those of all its ranks together."""
+    """An engine, run through the same `step` that serves.
 
-    def __init__(self, engine: Engine, threads: int, name: str | None = None) -> None:
-        self.engine, self.config = engine, engine.config
+    `threads` are those of all its ranks together, `fingerprint` is its directory's.
+    """
+
+    def __init__(self, engine: Engine, threads: int, name: str | None = None, fingerprint: str | None = None) -> None:
+        self.engine, self.config, self.fingerprint = engine, engine.config, fingerprint
         size = self.config.tp_size
         super().__init__(name or ranked(self.config.method, size), max(1, threads // size))
         self._weight_bytes = float(matrix_bytes(self.config))

@@ -27,10 +27,10 @@ from kvseek.bench.output import (
     Figure,
     add_output_flags,
     at_least_one,
+    command,
     figures_table,
     numbers,
     print_whole,
-    run_command,
 )
 from kvseek.bench.speed.contestants import (
     OUTSIDE,
@@ -50,6 +50,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, MOST_POSITIONS
 from kvseek.core.errors import ConfigError
+from kvseek.core.manifest import read_manifest
 from kvseek.core.weight_only import NONE
 from kvseek.engine.engine import Engine
 
@@ -224,6 +225,7 @@ def race(
     for contestant, entry in zip(contestants, results, strict=True):
         if isinstance(contestant, EngineContestant):
             entry["tp_size"], entry["sums"] = contestant.config.tp_size, contestant.engine.decoder.sums
+            entry["settings"], entry["fingerprint"] = contestant.config.method_config, contestant.fingerprint
             if contestant.config.device == "cpu":  # on a GPU the host only launches them
                 entry["parts"] = with_threads(contestant.threads, partial(contestant.part_seconds, PART_STEPS, clock))
     for contestant in contestants:
@@ -239,7 +241,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for directory, name in directories:
             engine = Engine.load(directory, arguments.threads)
             loaded.callback(engine.close)
-            engines.append(EngineContestant(engine, arguments.threads, name))
+            fingerprint = read_manifest(directory).fingerprint
+            engines.append(EngineContestant(engine, arguments.threads, name, fingerprint))
         return time_contestants(arguments, engines, Path(arguments.model or directories[0][0]).name)
 
 
@@ -365,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvseek.bench.speed.device.main import main as device_main
 
         return device_main(argv)
-    return run_command(argv, parse, run, print_report)
+    return command(parse, run, print_report)(argv)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,13 @@
-"""Costs of a CTkvr decode step on a GPU, for plugins/measurements.py.
-
-Stages at which CTkvr loses rows: no list holds them, no probed list holds them, or the exact ranking leaves them out.
-"""
+"""Costs of a CTkvr decode step on a GPU, for plugins/measurements.py."""
 
 from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from kvseek.core.config import ModelConfig
 from kvseek.kernels.reference.codes.store import code_bytes
-from kvseek.plugins.contract import Index
 from kvseek.plugins.ctkvr.config import MOST_CENTROIDS, Config
-from kvseek.plugins.ctkvr.reference import ReferenceIndex
-from kvseek.plugins.measurements import SelectionCosts, Stage, Stages, by_place, everything, require_index
+from kvseek.plugins.measurements import SelectionCosts
 
 OFFSET_BYTES = 4  # a centroid's product with the mean, per query head (centroids.py)
 DEDUPLICATION = 0.5  # share of the probed places that are distinct: section 3.1.2, footnote: "0.5 or less"
@@ -34,21 +27,3 @@ def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> Sel
         reranked_keys=0 if config.bits else recalled,
         host_cores=config.execution == "cpu",
     )
-
-
-def stages(index: Index, query: Tensor, slot: int) -> Stages:
-    """Find the stages of a query [H, D].
-
-    `lists` keeps all places that are recent or in a list of any centroid, `probe` those that are recent or in a probed list;
-    `rerank` ranks them.
-    """
-    ctkvr = require_index(index, ReferenceIndex)
-    n = ctkvr.context.lengths[slot]
-    if n <= ctkvr.config.top_k:
-        listed = recalled = everything(ctkvr, slot)
-    else:
-        valid = min(ctkvr.written[slot], ctkvr.ring)
-        listed = by_place(ctkvr.lists[slot, :, :valid].flatten(1), n)
-        listed[:, ctkvr.first_recent(slot) :] = True
-        recalled = by_place(ctkvr.recall(query, slot), n)
-    return Stages((Stage("lists", listed), Stage("probe", recalled)), last="rerank")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import RandomModel
 
 from kvseek.bench.accuracy.tasks import Cell, Results
 from kvseek.bench.output import write_result
@@ -112,6 +113,40 @@ def test_files_of_other_commands_are_refused(tmp_path: Path, capsys: pytest.Capt
     other = FOLDER / "serving-cpu-smollm2.json"
     assert main(["evaluate", "report", str(other), "--html", str(tmp_path / "page.html")]) == 1
     assert "must be of perplexity, tasks" in capsys.readouterr().err
+
+
+def test_all_goes_on_where_it_was(
+    random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is there is not measured again, and every figure but those of random weights has interval and fingerprint."""
+    window = ",".join(f"cache.{name}={tokens}" for name, tokens in (("sink", 4), ("local", 16), ("full_threshold", 32)))
+    flags = ["evaluate", "all", "--model", str(random_model("llama")), "--folder", str(tmp_path / "all"), "--quick"]
+    flags += [
+        "--methods",
+        f"full,nested:{window}",
+        "--top_k",
+        "8",
+        "--length",
+        "800",
+        "--text",
+        "asyncio:base_events.py",
+    ]
+    assert main(flags) == 0
+    rows = json.loads(downloads(Page((tmp_path / "all/report.html").read_text(encoding="utf-8")))["application/json"])[
+        "rows"
+    ]
+    assert {row["kind"] for row in rows} == {"perplexity", "drift", "answers", "depth", "speed"}
+    assert all(row["low"] <= row["value"] <= row["high"] and row["fingerprint"] and row["settings"] for row in rows)
+    capsys.readouterr()
+    (tmp_path / "all/speed.json").unlink()
+    before = (tmp_path / "all/perplexity.json").read_bytes()
+    assert main(flags) == 0
+    assert (tmp_path / "all/perplexity.json").read_bytes() == before
+    progress = capsys.readouterr().err.splitlines()
+    assert [line for line in progress if "contexts" in line or "perplexity" in line] == []
+    assert "steps" in progress
+    assert main([*flags, "--length", "700"]) == 1
+    assert "must be of {'quick': True" in capsys.readouterr().err
 
 
 @pytest.mark.slow

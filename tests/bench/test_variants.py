@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 from tests.plugins.cases import CASES
 
-from kvseek.bench.methods import costs_of, stages_of
+from kvseek.bench.methods import costs_of
 from kvseek.bench.variants import parse_variants
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
@@ -109,13 +109,11 @@ def test_fields_that_do_not_fit_are_refused(text: str, message: str) -> None:
 def test_offers_are_those_of_the_methods_folder(method: str) -> None:
     written = (package_roots()[0] / "plugins" / method / "measurements.py").exists()
     module = import_module(f"kvseek.plugins.{method}.measurements") if written else None
-    assert (costs_of(method), stages_of(method)) == tuple(getattr(module, name, None) for name in ("costs", "stages"))
-    assert (stages_of(method) is None) == (CASES[method].losses is None)
+    assert costs_of(method) == getattr(module, "costs", None)
 
 
-def test_what_nobody_wrote_down_is_none() -> None:
+def test_costs_that_nobody_wrote_down_are_none() -> None:
     assert costs_of("flat") is None
-    assert stages_of("full") is None
 
 
 def test_an_unknown_method_is_refused() -> None:

@@ -35,8 +35,6 @@ class MethodCases:
     on_gpu: settings with which an engine on a GPU keeps few of 500 tokens, each under its own name; none for a method
         that has no index for the GPU.
     counted: settings whose bytes on a GPU are counted without one, beside the defaults.
-    losses: with them every stage that the method tells of (plugins/measurements.py) loses rows; None if it tells of none.
-    losses_kept: fields that have a stage keep everything, beside top_k.
     recall: least share of the softmax mass of exact top-k, on real keys, at 1,024 of 8,192 tokens; None: not measured.
     needle: see NeedleCase; None: not measured.
     refused: fields that are refused, with what the message says.
@@ -49,8 +47,6 @@ class MethodCases:
     everything: Settings = field(default_factory=lambda: {"top_k": 8192})
     on_gpu: Mapping[str, Settings] = field(default_factory=dict)
     counted: tuple[Settings, ...] = ()
-    losses: Settings | None = None
-    losses_kept: Settings = field(default_factory=dict)
     recall: float | None = None
     needle: NeedleCase | None = None
     refused: tuple[tuple[Settings, str], ...] = ()

@@ -79,7 +79,7 @@ def test_bfloat16_runs_close_to_float32(model: Path, method: str, build_engine: 
 
 def given_settings(method: str) -> list[Settings]:
     cases = CASES[method]
-    return [{}, cases.sparse, cases.index, *cases.options, *cases.on_gpu.values(), *cases.counted, cases.losses or {}]
+    return [{}, cases.sparse, cases.index, *cases.options, *cases.on_gpu.values(), *cases.counted]
 
 
 @pytest.mark.parametrize("method", CASES)

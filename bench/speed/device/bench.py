@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,12 +26,12 @@ from kvseek.bench.speed.device.memory_plan import (
 from kvseek.bench.speed.shapes import get_shape
 from kvseek.bench.variants import Variant
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.core.weight_only import HEAD, NONE, stored_weight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.loading.indexes import IndexMaker, device_retrieval, make_attentions
+from kvseek.engine.loading.indexes import IndexMaker, device_retrieval
+from kvseek.engine.loading.memory import measured_bytes
 from kvseek.engine.loading.runtime import device_products
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel, layer_kernels, prompt_attention
@@ -108,8 +107,13 @@ class BenchDecoder(GraphDecoder):
 
 
 def measured_needs(bench: Bench, variant: Variant) -> IndexNeeds:
-    """What a variant's indexes and attentions allocate, its rows in host memory, by making them three times."""
-    one, extent, slot = (bench.allocated(variant, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))
+    """What a variant's indexes and attentions allocate, its rows in host memory, by making them three times as loading does."""
+    longest = max(cell.context for cell in bench.cells)
+    one, extent, slot = (
+        measured_bytes(bench.index_maker(variant, [Cell(longest, batch)]), extents)
+        for extents, batch in ((1, 1), (2, 1), (1, 2))
+    )
+    torch.cuda.empty_cache()
     per_extent, per_slot = max(0, extent - one), max(0, slot - one)
     return IndexNeeds(per_extent, per_slot, max(0, one - per_extent - 2 * per_slot))  # 2 slots: one is for padding
 
@@ -127,21 +131,15 @@ class Bench:
     weights : RandomWeights
     """
 
-    def __init__(
-        self, arguments: argparse.Namespace, cells: Sequence[Cell], layers: int | None = None, *, alone: bool = False
-    ) -> None:
-        """Measure what the variants need and plan for them.
-
-        `layers` cuts the shape to its first ones. `alone`: variants will be loaded by load_alone, not all at once.
-        """
+    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], *, alone: bool = False) -> None:
+        """Measure what the variants need and plan for them. `alone`: load_alone will load each, not all at once."""
         from kvseek.core.cuda import cuda_device
 
         self.arguments, self.cells, self.alone = arguments, list(cells), alone
         self.device = cuda_device()
         torch.cuda.set_device(self.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
-        shape = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
-        self.model = dataclasses.replace(shape, num_layers=layers or shape.num_layers)
+        self.model = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}
@@ -234,7 +232,7 @@ class Bench:
 
     def indexes(self, variant: Variant, cache: Cache, cells: Sequence[Cell]) -> list[Index]:
         """Empty indexes of a variant over a cache."""
-        return self._index_maker(variant, cells).over(cache)
+        return self.index_maker(variant, cells).over(cache)
 
     def retrieval(
         self, variant: Variant, cache: Cache, indexes: list[Index], cells: Sequence[Cell], hot_rows: bool
@@ -253,23 +251,8 @@ class Bench:
         model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, products)
         return BenchDecoder(model, retrieval)
 
-    def allocated(self, variant: Variant, extents: int, batch: int) -> int:
-        """Device bytes of a variant's indexes and attentions over a pool of `extents` extents in host memory."""
-        cells = [Cell(max(cell.context for cell in self.cells), batch)]
-        config, kernels, slots = self.config(variant, cells), self.kernels(variant), batch + 1
-        maker, hot_rows = self._index_maker(variant, cells), self.arguments.hot_rows != "off"
-        gc.collect()  # indexes of one engine refer to each other
-        before = torch.cuda.memory_allocated(self.device)
-        table = ExtentTable(slots, extents_for(config.max_seq_len), extents, self.device)
-        indexes = maker.make(table, [0] * slots, None)
-        attentions = make_attentions(config, kernels, indexes, table.device_table, self.dtype, hot_rows=hot_rows)
-        used = torch.cuda.memory_allocated(self.device) - before
-        del indexes, attentions
-        gc.collect()
-        torch.cuda.empty_cache()
-        return used
-
-    def _index_maker(self, variant: Variant, cells: Sequence[Cell]) -> IndexMaker:
+    def index_maker(self, variant: Variant, cells: Sequence[Cell]) -> IndexMaker:
+        """What makes a variant's indexes for these cells."""
         config = self.config(variant, cells)
         codebooks = variant.entry.traits(variant.settings).codebooks(self.model.head_dim)
         library = self.library() if needs_cpu_library(config) else None

@@ -65,10 +65,6 @@ class SyntheticKeys:
         self._cumulative = (frequency / frequency.sum()).cumsum(0)
         self.mean = self._mean()
 
-    def reseed(self, seed: int) -> None:
-        """Draw what comes next as another sequence of calls would: topics and rotations stay what they are."""
-        self._generator.manual_seed(seed)
-
     def keys(self, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The next `tokens` keys of every KV head, [G, tokens, D]; runs of topics are the same in all of them."""
         keys = torch.empty(self.kv_heads, tokens, self.head_dim, dtype=dtype, device=self.device)
@@ -156,10 +152,6 @@ class Filler:
         """Keys [G, tokens, D] of a slot in a layer by token, of some KV heads (a copy)."""
         return self._text(slot, tokens)[heads] * self.signs[layer][heads]
 
-    def layer_queries(self, layer: int, queries: Tensor) -> Tensor:
-        """Queries [H, w, D] of the source, as those of a layer."""
-        return queries * self.signs[layer].repeat_interleave(self._group, dim=0)
-
     @torch.inference_mode()
     def fill(self, cell: Cell, targets: Sequence[Target]) -> None:
         """Make each cache hold the cell's requests, in slots 0, 1, ..., and build its indexes; other slots are closed.
@@ -183,7 +175,8 @@ class Filler:
         """Index and store all slots of a layer. What `build` leaves running ends before the keys are turned on."""
         works = []
         for slot in range(slots):
-            keys, queries = self._text(slot, cache.lengths[slot]), self.layer_queries(layer, self.queries)
+            keys = self._text(slot, cache.lengths[slot])
+            queries = self.queries * self.signs[layer].repeat_interleave(self._group, dim=0)
             started = [index.build(slot, keys, queries) for index in indexes]
             works += [work for work in started if work is not None]
             self._write(layer, slot, keys, cache)

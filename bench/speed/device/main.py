@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(arguments, cells_of(arguments), alone=arguments.throughput)
     mode = "throughput" if arguments.throughput else "prefill" if arguments.prefill else "decode"
     head = {"benchmark": "device", "mode": mode, "machine": describe(), "gpu": describe_gpu(bench.device)}
-    head |= {"shape": arguments.shape, "dtype": arguments.dtype, "weights": arguments.weights}
+    head |= {"shape": arguments.shape, "dtype": arguments.dtype}
     head |= {"steps": arguments.steps, "block": arguments.block, "seed": arguments.seed}
     head["methods"] = {variant.label: describe_variant(variant) for variant in arguments.methods}
     measure = {"decode": run_decode, "throughput": run_throughput, "prefill": run_prefill}[mode]

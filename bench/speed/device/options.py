@@ -32,7 +32,6 @@ def make_parser() -> Parser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --tp_size")
     parser.add_argument("--tp_size", help=f"comma list of numbers of ranks: times engines of each instead; {RANKS}")
     parser.add_argument("--shape", default="llama-3.1-8b", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("--weights", choices=("random",), default="random", help="made on the GPU")
     parser.add_argument("--dtype", default="bfloat16", help=f"one of {', '.join(DTYPES)}")
     parser.add_argument("--methods", required=True, help=f"comma list, the baseline first, of {FORM}")
     parser.add_argument("--contexts", default="131072", help="comma list of cached tokens a request")

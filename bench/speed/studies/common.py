@@ -13,13 +13,10 @@ from kvseek.bench.speed.device.options import cells_of, parse
 
 FLAGS = {  # of `kvseek bench --shape`
     "shape": "whose weights are random",
-    "dtype": "of weights and rows",
     "methods": "comma list",
     "contexts": "comma list of tokens",
-    "batches": "comma list of requests a step",
     "offload": "where rows lie",
     "host_memory": "pinned, for rows",
-    "repeats": "what is timed, so often",
 }
 
 
@@ -32,11 +29,11 @@ def study_parser(description: str | None, **defaults: str) -> argparse.ArgumentP
     return parser
 
 
-def make_bench(own: argparse.Namespace, *flags: str, layers: int | None = None, alone: bool = False) -> Bench:
-    """A bench of these settings; `flags` are more of `kvseek bench --shape`, `layers` and `alone` as of Bench."""
+def make_bench(own: argparse.Namespace, *flags: str, alone: bool = False) -> Bench:
+    """A bench of these settings; `flags` are more of `kvseek bench --shape`, `alone` as of Bench."""
     given = [word for name in FLAGS if name in own for word in (f"--{name}", getattr(own, name))]
     arguments = parse([*flags, *given])
-    return Bench(arguments, cells_of(arguments), layers, alone=alone)
+    return Bench(arguments, cells_of(arguments), alone=alone)
 
 
 def result(name: str, bench: Bench, results: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:

@@ -67,20 +67,6 @@ def test_answers_stand_in_the_context(task: str, tokens: int) -> None:
             assert score(kind, gold, gold) == Score(True, 1.0)
 
 
-def test_questions_on_one_context() -> None:
-    for task in TASKS:
-        dialogues = make_dialogues(task, 2048, 2, questions=3)
-        if task == "multi_turn":
-            assert [len(dialogue.rounds) for dialogue in dialogues] == [8, 8]
-            continue
-        assert [dialogue.seed - dialogues[0].seed for dialogue in dialogues] == [0, 0, 0, 1, 1, 1]
-        first, second, third = (dialogue.rounds[0] for dialogue in dialogues[:3])
-        assert first != second != third
-        assert all(dialogue.context == dialogues[0].context for dialogue in dialogues[:3])
-    with pytest.raises(ConfigError, match=r"--questions = 64: must be <= \d+, facts of this context"):
-        make_dialogues("niah_multikey_dense", 256, 1, questions=64)
-
-
 def test_long_dialogues_repeat_the_mixture() -> None:
     """Sixty-four rounds within the length asked for, and no fact of one value asked for twice."""
     (dialogue,) = make_dialogues("multi_turn", 4096, 1, rounds=64)

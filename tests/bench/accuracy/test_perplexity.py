@@ -39,14 +39,25 @@ def test_figures_are_those_of_scores(
     flags: list[str], random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "results" / "perplexity.json"
-    methods = f"full,nested:{WINDOW},flat:{WINDOW},top_k=9"
-    assert main([*flags, "--methods", methods, "--top_k", "8,400", "--output", str(output)]) == 0
-    shown = capsys.readouterr().out
+    flags += ["--output", str(output)]
+    assert main([*flags, "--methods", f"full,nested:{WINDOW},top_k=8"]) == 0
+    cut_off = json.loads(output.read_text(encoding="utf-8"))["results"]
+    capsys.readouterr()
+    flags += ["--methods", f"full,nested:{WINDOW},flat:{WINDOW},top_k=9", "--top_k", "8,400"]
+    assert main(flags) == 0
+    shown, progress = capsys.readouterr()
+    assert [line.rpartition(": ")[0] for line in progress.splitlines() if ": perplexity" in line] == [
+        f"nested:{WINDOW},top_k=400",
+        f"flat:{WINDOW},top_k=9",
+    ], "what is done is not done again"
     report = json.loads(output.read_text(encoding="utf-8"))
     assert output.read_text(encoding="utf-8") == as_text(report)
     names = ["full", f"nested:{WINDOW},top_k=8", f"nested:{WINDOW},top_k=400", f"flat:{WINDOW},top_k=9"]
     assert [entry["name"] for entry in report["results"]] == names
     assert report["texts"] == ["log.txt", "a_package_of_texts:log.txt"]
+    assert report["results"][:2] == cut_off
+    assert main([*flags, "--block", "20"]) == 1
+    assert "--output = {'model': " in capsys.readouterr().err
     full, few, every, exact = report["results"]
     assert (full["percent"], full["error"], full["by_part"]) == (0, 0, [0] * 4)
     assert every["percent"] == pytest.approx(0, abs=1e-3), "every row is selected"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvseek.bench.speed import decode, shapes
-from kvseek.bench.speed.studies import cached_prompts, evictions, selection_times
+from kvseek.bench.speed.studies import cached_prompts, evictions
 from kvseek.core.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -118,23 +118,6 @@ def test_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(seconds > 0 for seconds in entry["part_seconds"].values())
         assert sum(entry["part_seconds"].values()) < 2 * entry["seconds"]["max"]
     assert document["best_product_rate"] > 0
-
-
-def test_selections_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "results" / "selections.json"
-    flags = ["--shape", "tiny", "--contexts", "4096,5000", "--batches", "1,3", "--layers", "4", "--repeats", "2"]
-    assert selection_times.main([*flags, "--methods", "pariskv,nested", "--output", str(output)]) == 0
-    results = json.loads(output.read_text(encoding="utf-8"))["results"]
-    cells = [(context, batch) for context in (4096, 5000) for batch in (1, 3)]
-    assert [(entry["context"], entry["batch"]) for entry in results] == cells * 2
-    assert all(len(entry["samples"]) == 2 and min(entry["samples"]) > 0 for entry in results)
-    (nested,) = (
-        entry["bytes"]
-        for entry in results
-        if entry["method"] == "nested" and entry["batch"] == 1 and entry["context"] == 4096
-    )
-    assert nested == SHAPE.num_kv_heads * ((4095 - WINDOW) // 256 * 256 * (64 / 4 + 2 + 132 / 256) + 800 * (64 / 2 + 2))
-    assert "nested" in capsys.readouterr().out
 
 
 def test_questions_about_a_kept_document(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ CASES = MethodCases(
         "clusterkv-centroids": {"top_k": 64, "tokens_per_cluster": 16, "dense_layers": 1, **CENTROIDS},
     },
     counted=({"cache_steps": 0, "dense_layers": 3}, {"dense_layers": 9}, OLD_DEFAULTS),
-    losses={"top_k": 64, "tokens_per_cluster": 40},
     recall=0.935,
     needle=NeedleCase(margin=17.0),  # half an answer of three
     refused=(

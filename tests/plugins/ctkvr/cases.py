@@ -24,8 +24,6 @@ CASES = MethodCases(
         f"ctkvr-{execution}": {"top_k": 64, "execution": execution, "centroids": 64} for execution in ("cpu", "codes")
     },
     counted=({"centroids": 64, "top_k": 32, "update": False}, BY_KEYS),
-    losses={"top_k": 32, "probes": 1, "recall_factor": 1.25, "recent": 32},
-    losses_kept={"recent": 1024},
     recall=0.99,
     needle=NeedleCase(margin=17.0),  # half an answer of three
     refused=(

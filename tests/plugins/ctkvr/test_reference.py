@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
 from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
@@ -218,3 +221,25 @@ def test_the_method_without_compiled_kernels() -> None:
         assert traits(Config(execution=execution)).cpu_library_on_gpu == (execution == "cpu")
     assert traits(Config(**BY_KEYS)).codebooks(96) == {}
     assert traits(Config()).codebooks(96)["signs"].shape == (128,)
+
+
+def largest_of_all(values: Tensor, count: int) -> Tensor:
+    """The definition: one integer of each value's bits and its complemented index, and the largest of them."""
+    bits = values.contiguous().view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    index = torch.arange(values.shape[-1])
+    return ((ordered << 32) | (0xFFFFFFFF - index)).topk(count, dim=-1).indices
+
+
+FEW = st.sampled_from((-torch.inf, -1.5, -0.0, 0.0, 1e-40, 2.0, torch.inf))
+ANY = st.floats(width=32, allow_nan=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from((FEW, ANY)), st.integers(1, 12), st.integers(1, 4))
+def test_the_largest_are_those_of_the_definition(data: st.DataObject, kind: Any, n: int, rows: int) -> None:
+    listed = data.draw(st.lists(st.lists(kind, min_size=n, max_size=n), min_size=rows, max_size=rows))
+    values = torch.tensor(listed, dtype=torch.float32)
+    count = data.draw(st.integers(0, n))
+    assert torch.equal(largest(values, count), largest_of_all(values, count))
+    assert torch.equal(largest(values[0], count), largest_of_all(values[0], count))

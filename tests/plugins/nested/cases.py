@@ -9,7 +9,6 @@ CASES = MethodCases(
     index={"top_k": 64},
     on_gpu={"nested": {"top_k": 40, "candidates": 8}},  # of fewer, an estimate that rounds otherwise may decide
     counted=({"top_k": 33},),
-    losses={"top_k": 4, "candidates": 2},
     recall=0.99,
     needle=NeedleCase(margin=2.0, tasks="all", most_attended=0.2),  # 2 of 100: one wrong answer of multi_turn's 8
     refused=(

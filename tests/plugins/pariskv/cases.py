@@ -23,7 +23,6 @@ CASES = MethodCases(
     index={"top_k": 64},
     on_gpu={"pariskv": {"top_k": 40}},
     counted=({"group_reduce": "mean", "top_k": 33},),
-    losses={"top_k": 4},
     recall=0.97,
     needle=NeedleCase(margin=2.0, tasks="all", most_attended=0.2),  # 2 of 100: one wrong answer of multi_turn's 8
     refused=(

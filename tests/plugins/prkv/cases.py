@@ -23,7 +23,6 @@ CASES = MethodCases(
     options=(BOXES,),
     on_gpu={"prkv": {"top_k": 128, **BOXES}, "prkv_codes": {"top_k": 128}},
     counted=({"cache_steps": 0, "page": 16, **BOXES}, {"page": 32}),
-    losses={"top_k": 64, "page": 16},
     recall=0.90,
     needle=NeedleCase(margin=17.0),  # half an answer of three
     refused=(

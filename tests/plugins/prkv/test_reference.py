@@ -17,7 +17,7 @@ from kvseek.core.index_context import LayerRows
 from kvseek.kernels.reference.codes.key_codes import encode
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config
-from kvseek.plugins.prkv.measurements import costs, stages
+from kvseek.plugins.prkv.measurements import costs
 from kvseek.plugins.prkv.method import traits
 from kvseek.plugins.prkv.reference import ReferenceIndex, update_is_due
 from kvseek.plugins.prkv.static import candidates, largest, observation_scores, static_first
@@ -291,13 +291,3 @@ def test_costs() -> None:
         assert costs(codes, model, 131_072, 2).index_bytes == 131_072 * (34 + 260 / 256)
         context = replace(make_context(codes, 128, 4, [10]), codebooks={"signs": rotation_signs(0, 128)})
         assert ReferenceIndex(context).bytes_per_token == KV_HEADS * (34 + 260 / 256 + 4 / page)
-
-
-@pytest.mark.parametrize(("page_score", "last"), [("box", "boxes"), ("codes", "codes")])
-def test_the_last_stage_is_what_ranks_pages(page_score: str, last: str) -> None:
-    case = Case(replace(SMALL, page_score=page_score), [640])
-    case.prompt(0, random_keys(640, DIM), window())
-    found = stages(case.index, random_queries(1, KV_HEADS * GROUP, DIM)[0], 0)
-    assert found.names == ("pages", last)
-    kept = found.stages[0].kept.sum(dim=1)
-    assert ((SMALL.top_k - SMALL.page < kept) & (kept <= SMALL.top_k)).all()
