@@ -1,4 +1,4 @@
-// IEEE half precision, for processors with and without instructions for it.
+// IEEE half precision, for processors with and without instructions for it. Values are not negative.
 #pragma once
 
 #include "simd.h"
@@ -6,11 +6,7 @@
 namespace kvseek {
 namespace {
 
-struct Half {
-    uint16_t bits;
-};
-
-inline uint16_t to_half(float value) {  // to nearest, ties to even; not negative
+inline uint16_t to_half(float value) {  // to nearest, ties to even
 #if defined(__F16C__)
     return static_cast<uint16_t>(_cvtss_sh(value, 0));
 #else
@@ -25,7 +21,7 @@ inline uint16_t to_half(float value) {  // to nearest, ties to even; not negativ
 #endif
 }
 
-inline float from_half(uint16_t half) {  // finite, not negative
+inline float from_half(uint16_t half) {  // finite
 #if defined(__F16C__)
     return _cvtsh_ss(half);
 #else
@@ -34,25 +30,7 @@ inline float from_half(uint16_t half) {  // finite, not negative
 #endif
 }
 
-inline float to_float(Half value) {
-    const uint16_t magnitude = value.bits & 0x7fff;
-    float number = magnitude < 0x7c00 ? from_half(magnitude) : magnitude == 0x7c00 ? INFINITE : __builtin_nanf("");
-    return value.bits & 0x8000 ? -number : number;
-}
-
-inline Vec load(const Half* from) {
-#if defined(__AVX512F__)
-    return (Vec)_mm512_cvtph_ps(load_as<__m256i>(from));
-#elif defined(__F16C__) && defined(__AVX2__)
-    return (Vec)_mm256_cvtph_ps(load_as<__m128i>(from));
-#else
-    Vec numbers;
-    for (int i = 0; i < LANES; i++) numbers[i] = to_float(from[i]);
-    return numbers;
-#endif
-}
-
-// LANES halves that are not negative as floats; those that stand for no number may become any float.
+// LANES halves as floats; those that stand for no number may become any float.
 inline Vec load_half(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_cvtph_ps(load_as<__m256i>(from));

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvseek.core.index_context import IndexContext
+from kvseek.kernels.cpu.codes.store import LIMITS
 from kvseek.plugins.contract import Index, Traits
 from kvseek.plugins.ranking import rotation_codebook
 
@@ -21,6 +22,7 @@ def traits(config: Config) -> Traits:
         kept_steps=config.cache_steps,
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
         codebooks=partial(rotation_codebook, config.seed if config.rerank_bits else None),
+        cpu_limits=LIMITS,
         cuda_macros=partial(cuda_macros, config),
     )
 

@@ -17,8 +17,7 @@ from kvseek.core.index_context import ShapeLimits
 from kvseek.kernels.reference.attention import attend as reference
 from kvseek.kernels.structs import c_struct
 
-# Of all kernels of the CPU: MAX_DIM and MAX_GROUP of tile.h, MAX_PADDED_DIM and MAX_QUERIES of kernels/cpu/codes.
-LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_DIM and MAX_GROUP of tile.h
 REMEDY = "build the engine with --kernels reference"
 
 AttendArguments = c_struct("kernels/cpu/attention/rows.h", "AttendArguments")
