@@ -268,6 +268,8 @@ def perplexities(results: Results) -> Rows:
         "others",
     )
     for entry in found["results"]:
+        if any(part in entry["name"] for part in ("top_k=256", "candidates=8")):  # choosing.md shows what is between
+            continue
         rises = [rise(one) for one in (entry, *entry["by_text"])] if entry is not first else [""] * (1 + len(texts))
         kinds = (f"{entry[name]:+.1f}" if entry is not first else "" for name in ("likely", "unlikely"))
         attended = f"{entry['attended_tokens']:,.0f}"
@@ -291,6 +293,23 @@ def losses(results: Results) -> Rows:
         shown = (_bold(rise(own[0]), own[0]["percent"]), _bold(f"{worst:+.1f}", worst)) if own else ("not measured", "")
         cells = (_lost(document, method, default.settings.top_k) for document in documents)
         yield (f"`{method}`", f"{default.settings.top_k:,}", *shown, *cells)
+
+
+def long_losses(results: Results) -> Rows:
+    """Loss of perplexity behind a long context, by methods and budgets."""
+    found = results("perplexity-64k-h200")["results"]
+    shown = ((entry, parse_variants(entry["name"])[0]) for entry in found[1:])
+    plain = [
+        (entry, variant) for entry, variant in shown if "candidates" not in entry["name"]
+    ]  # those of default candidates
+    budgets = (100, 256, 512)
+    yield ("", *(f"{budget} rows" for budget in budgets))
+    for method in METHODS[1:]:
+        own = sorted((variant.settings.top_k, rise(entry)) for entry, variant in plain if variant.method == method)
+        cells = (
+            text if rows == budget else f"{text} ({rows})" for budget, (rows, text) in zip(budgets, own, strict=True)
+        )
+        yield (f"`{method}`", *cells)
 
 
 def _is_default(name: str, method: str) -> bool:
@@ -537,6 +556,35 @@ def served(results: Results) -> Rows:
         yield tuple(figure(entry) for figure in shown.values())
 
 
+def served_and_bare(results: Results) -> Rows:
+    """Tokens a second through the OpenAI port beside those of the bare engine."""
+    yield ("", "at a time", "served, tokens/s", "bare engine", "ratio")
+    for name in ("served-reasoning-h200", "served-small-h200"):
+        document = results(name)
+        port, bare = (
+            one(document["results"], asked=asked)["tokens_per_second"] for asked in (report.SERVER, report.BARE)
+        )
+        layers = f", {document['layers']} layers" if document["layers"] else ""
+        drawn = f"temperature {document['sampling']['temperature']:g}"
+        count = str(document["results"][0]["concurrency"])
+        yield f"{document['shape']}{layers}, {drawn}", count, f"{port:,.0f}", f"{bare:,.0f}", f"{port / bare:.2f}"
+
+
+DRAWN = ("T 0.6, top_p 0.95, top_k 20", "T 0.7, three penalties", "log probabilities 20", "guided")
+
+
+def drawn_steps(results: Results) -> Rows:
+    """What drawing adds to a step of the whole engine, in milliseconds."""
+    found = results("engine-steps-h200")["results"]
+    batches = ("4096", "8x4096")
+    greedy = (one(found, batch=batch, kind="greedy")["seconds"] for batch in batches)
+    counts = ("1 request", "8 requests")
+    yield ("", *(f"{count}: {milliseconds(time)} ms greedy" for count, time in zip(counts, greedy, strict=True)))
+    for kind in DRAWN:
+        added = (one(found, batch=batch, kind=kind)["added_seconds"] for batch in batches)
+        yield (kind, *(f"+{milliseconds(time)} ms" for time in added))
+
+
 def load(results: Results) -> Rows:
     """A line a cell, with the medians of both tools; the picture of the document has the other percentiles."""
     found = results("load-cpu-smollm2")["results"]
@@ -677,6 +725,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "perplexity": perplexities,
     "losses": losses,
     "loss and time": loss_and_time,
+    "losses at 64K": long_losses,
     "lists of ctkvr": ctkvr_lists,
     "answers with sparse prompts": sparse_answers,
     "settings of sparse prompts": sparse_settings,
@@ -693,6 +742,8 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "sampled steps on a CPU core": cpu_sampling,
     "server": server,
     "served": served,
+    "served beside the bare engine": served_and_bare,
+    "steps by how tokens are drawn": drawn_steps,
     "load": load,
     "key codes": codes,
 }
