@@ -27,17 +27,25 @@ HUNG_SECONDS, STEP_SECONDS = 2.0, 0.001
 
 def main() -> int:
     """Replace the functions and run the process."""
-    store_layer, launch = Retrieval.store_layer, HostDecoder.launch
+    store_layer, store_pack, launch = Retrieval.store_layer, Retrieval.store_pack, HostDecoder.launch
 
-    def failing_store(self: Retrieval, layer: int, slot: int, keys: Any, values: Any, queries: Any) -> None:
-        if keys.shape[1] == FAILING_PROMPT and layer == 1:
+    def fail(layer: int, tokens: int) -> None:
+        if tokens == FAILING_PROMPT and layer == 1:
             raise CapacityError(PROMPT_ERROR)
-        if keys.shape[1] == HANGING_PROMPT:
+        if tokens == HANGING_PROMPT:
             time.sleep(1e6)
-        if keys.shape[1] == DEAD_PROMPT:
+        if tokens == DEAD_PROMPT:
             Cache.close, Engine.close = dead, lambda self: time.sleep(1e6)  # type: ignore[method-assign]
             raise RuntimeError(DEAD_ERROR)
+
+    def failing_store(self: Retrieval, layer: int, slot: int, keys: Any, values: Any, queries: Any) -> None:
+        fail(layer, keys.shape[1])
         store_layer(self, layer, slot, keys, values, queries)
+
+    def failing_pack(self: Retrieval, layer: int, spans: Any, keys: Any, values: Any, queries: Any) -> None:
+        for first, stop in spans.values():
+            fail(layer, stop - first)
+        store_pack(self, layer, spans, keys, values, queries)
 
     def dead(self: Cache, slot: int) -> None:
         raise RuntimeError(DEAD_ERROR)
@@ -48,7 +56,8 @@ def main() -> int:
         time.sleep(STEP_SECONDS)
         return launch(self, tokens, slots, samplers, wanted)
 
-    Retrieval.store_layer, HostDecoder.launch = failing_store, failing_launch  # type: ignore[method-assign]
+    Retrieval.store_layer, Retrieval.store_pack = failing_store, failing_pack  # type: ignore[method-assign]
+    HostDecoder.launch = failing_launch  # type: ignore[method-assign]
     service.HUNG_SECONDS, service.LOOK_SECONDS = HUNG_SECONDS, 0.2
     return process.main()
 

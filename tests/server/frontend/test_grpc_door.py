@@ -83,6 +83,12 @@ class ToyTriton:
         return bytes(response.SerializeToString())
 
 
+@pytest.fixture(scope="module", autouse=True)
+async def one_loop() -> AsyncIterator[None]:
+    """Keep one event loop for all tests of the module: gRPC calls a loop that a test has closed about what came late."""
+    yield  # noqa: PT022  # a fixture that returns would let go of the loop
+
+
 class Ready:
     def obstacles(self) -> list[str]:
         return []
