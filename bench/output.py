@@ -76,6 +76,10 @@ def read_result(path: Path, **wanted: str) -> Document:
         raise ResultError(f"{path}: no such file; measure again, or name another") from None
     except json.JSONDecodeError as error:
         raise ResultError(f"{path}: not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ResultError(
+            f"{path}: a {type(document).__name__}: must be an object, as tools write it; name another file"
+        )
     found = {name: document.get(name) for name in wanted}
     if found != wanted:
         raise ResultError(f"{path}: is of {_listed(found)}: must be of {_listed(wanted)}; name another file")

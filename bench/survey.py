@@ -16,6 +16,7 @@ from typing import Any
 from kvseek.bench.accuracy import perplexity, tasks
 from kvseek.bench.accuracy.haystack import read_text
 from kvseek.bench.charts import report
+from kvseek.bench.machine import digest_of_model
 from kvseek.bench.output import Document, at_least_one, numbers, progress, read_result, write_result
 from kvseek.bench.speed import decode
 from kvseek.bench.variants import FORM, parse_budgets
@@ -62,7 +63,8 @@ def read(arguments: argparse.Namespace) -> None:
     own = parse_budgets(arguments.methods, numbers("top_k", arguments.top_k))
     arguments.variants = ",".join(variant.label for listed in own for variant in listed)
     names = ("quick", "variants", "length", "device", "dtype", "shape", "text")
-    settings = {name: getattr(arguments, name) for name in names} | {"model": arguments.model.name}
+    settings = {name: getattr(arguments, name) for name in names}
+    settings |= {"model": arguments.model.name, "weights": digest_of_model(arguments.model)}
     path = arguments.folder / "settings.json"
     begun = read_result(path) if path.exists() else settings
     require(begun == settings, "--folder", str(arguments.folder), f"of {settings}, not of {begun}", "name another")

@@ -24,7 +24,7 @@ import torch
 from kvseek import LLM
 from kvseek.bench.accuracy.haystack import read_text
 from kvseek.bench.engines import free_memory, variant_engines
-from kvseek.bench.machine import describe, describe_gpu
+from kvseek.bench.machine import describe, describe_gpu, digest_of_model
 from kvseek.bench.output import (
     Figure,
     at_least_one,
@@ -157,7 +157,8 @@ def begun(arguments: argparse.Namespace) -> dict[str, Any]:
     """The document so far: that of --output, if it is there; raises ConfigError if that is of another run."""
     names = ("prompt_tokens", "tokens", "block", "dtype", "weight_only_precision", "device")
     digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in arguments.text.values()]
-    head = {"model": arguments.model.name, "texts": list(arguments.text), "digests": digests}
+    head = {"model": arguments.model.name, "weights": digest_of_model(arguments.model)}
+    head |= {"texts": list(arguments.text), "digests": digests}
     head |= {name: getattr(arguments, name) for name in names}
     if arguments.output is None or not arguments.output.exists():
         return {"evaluation": "perplexity", "machines": [], **head, "results": []}

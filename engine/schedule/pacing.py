@@ -55,7 +55,7 @@ class Work:
     units: int = 0
     token_layers: int = 0  # sum of the units' tokens
     short: bool = False
-    free: bool = False  # a small pack, without a long prompt that would have to wait for it: it is not charged
+    free: bool = False  # not charged: a small pack that keeps no long prompt waiting, or beside unwatched requests
     waited: bool = False  # the host has waited for results, and so for the decode step before
     charged: bool = False  # pacing has been told of it
 

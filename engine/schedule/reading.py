@@ -91,6 +91,9 @@ class PromptReader:
         self._reads = 0  # steps that have read something
         self._last_read = dict.fromkeys(Kind, 0)  # the last of them that has read this kind
         self._alone: set[int] = set()  # requests whose pack failed; each of them is read alone
+        self._patience = (
+            LOAD_PATIENCE  # seconds that the host may wait for rows from disk: none beside decoding requests
+        )
 
     def read(self, unread: Sequence[RequestSequence], beside: bool, watched: bool = True) -> list[Reading]:
         """Read a part of the prompts of `unread`; `beside` says whether the step decodes too.
@@ -99,6 +102,7 @@ class PromptReader:
         as if nothing decoded: the sooner they are read, the more requests share a step.
         A request that ends or whose prompt is finished occurs once in the returned list, and need not be given again.
         """
+        self._patience = 0.0 if beside else LOAD_PATIENCE
         paced = beside and (watched or any(self._kind(sequence) is Kind.LONG for sequence in unread))
         self.work, beside = Work(free=beside and not paced), paced
         left, started, done = list(unread), time.perf_counter(), list[Reading]()
@@ -178,14 +182,14 @@ class PromptReader:
             chosen = self._pack(waiting, beside) if kind is Kind.PACKED else waiting[:1]
             if not chosen:
                 return None
-            if kind is not Kind.PACKED and not self._look_up(chosen[0], beside):
+            if kind is not Kind.PACKED and not self._look_up(chosen[0]):
                 return None
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
             on_logits = {sequence.slot: sequence.unscored.take for sequence in chosen if sequence.unscored is not None}
             self._jobs[kind] = Job(self._decoder.prefill(prompts, on_logits), chosen)
         return self._jobs[kind]
 
-    def _look_up(self, sequence: RequestSequence, beside: bool) -> bool:
+    def _look_up(self, sequence: RequestSequence) -> bool:
         """Find out how much of a prompt need not be read. Those of its kind that were admitted before it have been read by now.
 
         Returns False while rows are loaded from disk.
@@ -196,7 +200,7 @@ class PromptReader:
         prompt = (sequence.slot, sequence.packed_prompt, request.cache_salt)
         if not self._prefixes.loads(sequence.slot):
             self._prefixes.find_more(*prompt, sequence.reserved_tokens, request.session, sequence.reused_before)
-        if not self._prefixes.load(*prompt, 0.0 if beside else LOAD_PATIENCE, sequence.reused_before):
+        if not self._prefixes.load(*prompt, self._patience, sequence.reused_before):
             return False
         if (prefix := self._prefixes.cache.prefixes.get(sequence.slot)) is not None and not sequence.generated:
             statistics.reused_tokens, statistics.shared_extents = prefix.tokens, prefix.shared
@@ -242,6 +246,7 @@ class PromptReader:
             self.work.waited |= any(sequence.unscored is not None for sequence in job.sequences)
             if not beside:
                 self._launches.wait()
+                self.work.waited = True
             self.work.add(job.prefill.advance(self._chunk))
             if not beside:
                 self._launches.add()
