@@ -23,7 +23,7 @@ import torch
 from kvseek.bench.variants import Variant
 from kvseek.builder.build import main as build
 from kvseek.builder.build import write_codebooks, write_kernels
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.config_file import read_config, write_config
 from kvseek.core.cuda import KERNELS_FOLDER
 from kvseek.core.errors import ConfigError, KvseekError
@@ -57,6 +57,38 @@ def write_own_kernels(directory: Path, config: EngineConfig) -> None:
         major, minor = torch.cuda.get_device_capability()
         archs = [10 * major + minor]
     write_kernels(directory, config, archs, lambda _: None)
+
+
+def served_config(
+    arguments: argparse.Namespace, variant: Variant, model: ModelConfig, batch: int, prompt: int, tokens: int
+) -> EngineConfig:
+    """The configuration of an engine that keeps nothing of a prompt for the next; raises ConfigError.
+
+    Its requests have at most `tokens` tokens, `prompt` of them to be read, and `batch` run at a time. Rows have
+    --row_memory, in GPU memory if there is a GPU, unless the method's own fields of the cache say otherwise. Other flags
+    that are read: --layers, --device, --dtype.
+    """
+    cache = variant.cache
+    if arguments.layers is not None:
+        model = dataclasses.replace(model, num_layers=arguments.layers)
+    if not cache.bounds:
+        on_device = arguments.device == "cuda" and "offload" not in variant.cache_fields
+        offload = "never" if on_device else cache.offload
+        memory = {f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes": arguments.row_memory}
+        cache = dataclasses.replace(cache, offload=offload, **memory)
+    config = EngineConfig(
+        model,
+        variant.method,
+        variant.fields,
+        cache=cache,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        **variant.engine,
+        max_batch_size=batch,
+        max_input_len=prompt,
+        max_seq_len=tokens,
+    )
+    return without_reuse(config)
 
 
 def write_served_engine(directory: Path, config: EngineConfig, seed: int, name: str, text: str) -> None:

@@ -297,19 +297,15 @@ def losses(results: Results) -> Rows:
 
 def long_losses(results: Results) -> Rows:
     """Loss of perplexity behind a long context, by methods and budgets."""
-    found = results("perplexity-64k-h200")["results"]
-    shown = ((entry, parse_variants(entry["name"])[0]) for entry in found[1:])
-    plain = [
-        (entry, variant) for entry, variant in shown if "candidates" not in entry["name"]
-    ]  # those of default candidates
-    budgets = (100, 256, 512)
+    budgets, losses = (100, 256, 512), dict[str, list[tuple[int, str]]]()
+    for entry in results("perplexity-64k-h200")["results"][1:]:
+        if "candidates" not in entry["name"]:  # choosing.md has their time
+            (variant,) = parse_variants(entry["name"])
+            losses.setdefault(variant.method, []).append((variant.settings.top_k, rise(entry)))
     yield ("", *(f"{budget} rows" for budget in budgets))
     for method in METHODS[1:]:
-        own = sorted((variant.settings.top_k, rise(entry)) for entry, variant in plain if variant.method == method)
-        cells = (
-            text if rows == budget else f"{text} ({rows})" for budget, (rows, text) in zip(budgets, own, strict=True)
-        )
-        yield (f"`{method}`", *cells)
+        own = zip(budgets, sorted(losses[method]), strict=True)
+        yield (f"`{method}`", *(text if rows == budget else f"{text} ({rows})" for budget, (rows, text) in own))
 
 
 def _is_default(name: str, method: str) -> bool:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 import uvloop
 
-from kvseek.bench.engines import without_reuse, write_served_engine
+from kvseek.bench.engines import served_config, write_served_engine
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import (
     add_output_flags,
@@ -149,32 +148,10 @@ def beside_load(arguments: argparse.Namespace) -> Streams:
 
 
 def engine_config(arguments: argparse.Namespace, variant: Variant) -> EngineConfig:
-    """The engine of a method, which keeps nothing of a prompt for the next; raises ConfigError.
-
-    Its rows have --row_memory, in GPU memory if there is a GPU, unless the method's own fields of the cache say otherwise.
-    """
+    """The engine of a method; see served_config."""
     longest = scaled(LONG_PROMPT + max(ANSWERS), arguments.scale) + ROOM
-    model, cache = get_shape(arguments.shape, longest), variant.cache
-    if arguments.layers is not None:
-        model = dataclasses.replace(model, num_layers=arguments.layers)
-    if not cache.bounds:
-        on_device = arguments.device == "cuda" and "offload" not in variant.cache_fields
-        offload = "never" if on_device else cache.offload
-        memory = {f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes": arguments.row_memory}
-        cache = dataclasses.replace(cache, offload=offload, **memory)
-    config = EngineConfig(
-        model,
-        variant.method,
-        variant.fields,
-        cache=cache,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        **variant.engine,
-        max_batch_size=arguments.max_batch_size,
-        max_input_len=longest,
-        max_seq_len=longest,
-    )
-    return without_reuse(config)
+    model = get_shape(arguments.shape, longest)
+    return served_config(arguments, variant, model, arguments.max_batch_size, longest, longest)
 
 
 class Run:

@@ -10,7 +10,6 @@ of drawing beside greedy steps, `--mixed` ones greedily.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import re
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kvseek.bench.engines import without_reuse, write_served_engine
+from kvseek.bench.engines import served_config, write_served_engine
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import (
     add_output_flags,
@@ -108,28 +107,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def engine_config(arguments: argparse.Namespace, batches: Sequence[list[int]]) -> EngineConfig:
-    """An engine with room for all batches, whose rows lie on its device unless the method's fields say otherwise."""
-    (variant,) = arguments.methods
-    longest = max(map(max, batches))
+    """An engine with room for all batches; see served_config."""
+    (variant,), longest = arguments.methods, max(map(max, batches))
     model = get_shape(arguments.shape, longest + ANSWER)
-    if arguments.layers is not None:
-        model = dataclasses.replace(model, num_layers=arguments.layers)
-    on_device = arguments.device == "cuda" and "offload" not in variant.cache_fields
-    offload = "never" if on_device else variant.cache.offload
-    memory = {f"kv_cache_{'device' if offload == 'never' else 'host'}_memory_bytes": arguments.row_memory}
-    config = EngineConfig(
-        model,
-        variant.method,
-        variant.fields,
-        cache=dataclasses.replace(variant.cache, offload=offload, **memory),
-        dtype=arguments.dtype,
-        device=arguments.device,
-        **variant.engine,
-        max_batch_size=max(map(len, batches)),
-        max_input_len=longest,
-        max_seq_len=longest + ANSWER,
-    )
-    return without_reuse(config)
+    return served_config(arguments, variant, model, max(map(len, batches)), longest, longest + ANSWER)
 
 
 def measure(engine: Engine, batch: Sequence[int], sampling: SamplingConfig, steps: int, seed: int) -> list[float]:
