@@ -29,10 +29,14 @@ class RequestStatistics:
 
     def record_token(self, cached_tokens: int, attended_tokens: float, now: float) -> None:
         """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""
+        self.record_tokens(1, cached_tokens, attended_tokens, now)
+
+    def record_tokens(self, count: int, cached_tokens: int, attended_tokens: float, now: float) -> None:
+        """Count tokens that came now, by steps that attended to so many cached tokens together."""
         self.last_token_at = now
         if not self.generated_tokens:
             self.first_token_at = self.last_token_at
-        self.generated_tokens += 1
+        self.generated_tokens += count
         self.cached_token_steps += cached_tokens
         self.attended_token_steps += attended_tokens
 

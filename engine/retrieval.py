@@ -13,7 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import METHOD_COLUMN, METHOD_FIELDS, REQUEST_FIELDS, Batch, Selection, give_scratch
+from kvseek.core.batch import (
+    LATEST,
+    METHOD_COLUMN,
+    METHOD_FIELDS,
+    REQUEST_FIELDS,
+    Batch,
+    Selection,
+    give_scratch,
+)
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
@@ -213,6 +221,7 @@ class Retrieval:
         attended : list of float
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
+        self.refresh_seconds = 0.0
         self.cache.begin_step(slots, self.indexes)
         lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions
         changed = regions is None or regions.lengths != lengths or regions.slots != slots
@@ -228,6 +237,23 @@ class Retrieval:
             self._selecting.difference_update(slots)
             self._selecting.update(slot for slot, is_dense in zip(slots, dense.tolist(), strict=True) if not is_dense)
         return torch.from_numpy(states.copy()), (near + np.where(dense, states[:, 7], rows)).tolist()
+
+    def begin_steps(
+        self, tokens: Sequence[int], slots: Sequence[int], steps: int
+    ) -> tuple[Tensor, npt.NDArray[np.float64]]:
+        """Count the tokens of several steps, no more than Cache.alike_steps; each but the first reads the token before.
+
+        Returns what `begin_step` returns for each step: int32 [steps, batch, 16] and float64 [steps, batch].
+        """
+        first, attended = self.begin_step(tokens, slots)
+        states = first.numpy()[None].repeat(steps, axis=0)
+        if steps > 1:
+            for slot in slots:
+                self.cache.tokens[slot] += steps - 1
+            states[1:, :, 0] = LATEST
+            self.cache.place(slots, states)
+        more = np.arange(steps)[:, None]
+        return torch.from_numpy(states), np.array(attended) + more
 
     def _find_regions(self, slots: Sequence[int], lengths: list[int]) -> _Regions:
         budgets = [self._budget(length) for length in lengths]
@@ -281,7 +307,7 @@ class Retrieval:
         selecting = [slot for slot in slots if slot in self._selecting]
         for index in self.indexes:
             index.refresh(selecting)
-        self.refresh_seconds = time.perf_counter() - begun
+        self.refresh_seconds += time.perf_counter() - begun
 
     def check(self) -> None:
         """Raise the error that the last step left behind; the step has ended."""

@@ -221,7 +221,10 @@ def test_logits_of_a_row_in_vain_fail_nobody(ahead: Engine, monkeypatch: pytest.
         def collect() -> list[Any]:
             running = {sequence.slot for sequence in ahead._scheduler.running}
             vain.extend(slot for slot in slots if slot not in running)
-            return [one if slot in running else NO_TOKEN for one, slot in zip(launched.collect(), slots, strict=True)]
+            return [
+                [one if slot in running else NO_TOKEN for one, slot in zip(step, slots, strict=True)]
+                for step in launched.collect()
+            ]
 
         return Launched(launched.attended, collect)
 
@@ -315,7 +318,7 @@ def test_who_asks_the_engine_finds_no_step_under_way(
 def test_reading_is_charged_to_the_step_that_waited_for_it(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units behind a step count for the next one, unless the host had to wait for them first."""
     reader, told = ahead._reader, list[list[Work]]()
-    monkeypatch.setattr(reader.pacing, "record", lambda seconds, works: told.append(works))
+    monkeypatch.setattr(reader.pacing, "record", lambda seconds, works, steps: told.append(works))
     first, second, third = Work(2, 20), Work(3, 30, waited=True), Work(4, 40)
     for now, of_step in ((second, first), (third, second), (third, third)):
         reader.work = now

@@ -140,7 +140,7 @@ def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
         run_prefill(decoder, slot, prompt, 10)
     params = SamplingConfig(return_generation_logits=True)
     sampler = Sampler(Request((1,), 5, params), engine.config.model.vocab_size)
-    tokens = decoder.launch([1, 2, 3], [0, 1, 2], [None, sampler, None]).collect()
+    (tokens,) = decoder.launch([1, 2, 3], [0, 1, 2], [None, sampler, None]).collect()
     for slot, prompt in SLOTS.items():
         decoder.cache.close(slot)
         run_prefill(decoder, slot, prompt, 10)

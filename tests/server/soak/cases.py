@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvseek.core.request import Request, SamplingConfig
@@ -62,14 +63,14 @@ class GapWatcher:
         self._decoder = decoder
         self.least = float("inf")
 
-    def __call__(self, tokens: Any, slots: Any, samplers: Sequence[Any], wanted: Any) -> Launched:
+    def __call__(self, tokens: Any, slots: Any, samplers: Sequence[Any], wanted: Any, steps: int) -> Launched:
         logits, attended = self._decoder.decode(tokens, slots)
         drawn: list[Any] = []
         for row, sampler in zip(logits, samplers, strict=True):
             values, ids = torch.topk(row, 2)
             self.least = min(self.least, float(values[0] - values[1])) if sampler is None else self.least
             drawn.append(int(ids[0]) if sampler is None else self._decoder.draw(row[None], [sampler])[0])
-        return Launched(attended, lambda: drawn)
+        return Launched(np.array([attended]), lambda: [drawn])
 
 
 def make_cases(engine_dir: Path, count: int, seed: int) -> list[Case]:

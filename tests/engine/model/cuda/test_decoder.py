@@ -66,12 +66,12 @@ def test_requests_get_tokens_and_logits(directories: dict[tuple[str, str], Path]
             run_prefill(decoder, slot, PROMPT[slot:], 10)
     sampler = Sampler(Request((1,), 5, SamplingConfig(return_generation_logits=True)), 100)
     launched = ours.launch([5, 6, 7], [0, 1, 2], [None, sampler, None])
-    drawn = launched.collect()
+    (drawn,) = launched.collect()
     logits, expected_attended = twin.decode([5, 6, 7], [0, 1, 2])
     assert drawn[0] == int(logits[0].argmax())
     assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     assert drawn[2] == int(logits[2].argmax())
-    assert launched.attended == expected_attended
+    assert launched.attended.tolist() == [expected_attended]
 
 
 def test_an_engine_draws_the_same_tokens_on_both(directories: dict[tuple[str, str], Path]) -> None:
@@ -220,11 +220,14 @@ def test_no_token_is_an_error_of_its_request_alone(
     engine = Engine.load(directories["llama", "full"])
     original = engine.decoder.launch
 
-    def spoil(tokens: list[int], slots: list[int], samplers: list[Sampler | None], wanted: Wanted) -> Launched:
-        launched = original(tokens, slots, samplers, wanted)
-        drawn = launched.collect()
+    def spoil(
+        tokens: list[int], slots: list[int], samplers: list[Sampler | None], wanted: Wanted, steps: int
+    ) -> Launched:
+        launched = original(tokens, slots, samplers, wanted, steps)
+        (drawn,) = launched.collect()
         return Launched(
-            launched.attended, lambda: [NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)]
+            launched.attended,
+            lambda: [[NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)]],
         )
 
     monkeypatch.setattr(engine.decoder, "launch", spoil)
