@@ -32,7 +32,7 @@ class RequestStatistics:
         self.record_tokens(1, cached_tokens, attended_tokens, now)
 
     def record_tokens(self, count: int, cached_tokens: int, attended_tokens: float, now: float) -> None:
-        """Count tokens that came now, by steps that attended to so many cached tokens together."""
+        """Count tokens that came now; those cached and attended to are sums over the steps that drew them."""
         self.last_token_at = now
         if not self.generated_tokens:
             self.first_token_at = self.last_token_at

@@ -29,7 +29,7 @@ from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
-from kvseek.engine.draws.sampling import Drawn, Launched, Sampler, greedy_token, overflow_remedy
+from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Launched, Sampler, greedy_token, overflow_remedy
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.model.decoder import Decoder
@@ -64,6 +64,8 @@ class StepRequests:
         By slot, the requests that ask for the rows which the step selects.
     quiet : bool
         Whether no step needs the host before the next one: nobody watches, and what may be drawn does not vary.
+    ends : list of frozenset, or None
+        Tokens that need a look; None where every token needs one.
     """
 
     sequences: list[RequestSequence]
@@ -72,6 +74,7 @@ class StepRequests:
     drawing: list[bool]
     wanted: Wanted
     quiet: bool
+    ends: list[frozenset[int] | None]
 
     @classmethod
     def of(cls, sequences: list[RequestSequence]) -> StepRequests:
@@ -83,6 +86,7 @@ class StepRequests:
             [not s.replay for s in sequences],
             {s.slot: s.row_report for s in sequences if s.row_report is not None and not s.replay},
             all(s.quiet and not s.replay and not s.sampler.varies for s in sequences),
+            [frozenset((NO_TOKEN, *s.request.end_ids)) if s.quiet and not s.replay else None for s in sequences],
         )
 
 
@@ -589,18 +593,32 @@ class Engine:
         else:
             self._refresh_seconds, now = step.refresh_seconds, time.perf_counter()
             attended, selected = step.launched.attended, step.launched.selected_rows()
-            self._meter.tokens += float((attended - step.windows)[:, live].sum())
-            sums = step.cached.sum(axis=0).tolist(), attended.sum(axis=0).tolist()
-            of_each = zip(range(len(live)), sequences, zip(*drawn, strict=True), *sums, strict=True)
-            for number, sequence, tokens, cached, read in compress(of_each, live):
-                # `take_quietly` takes a quarter of the time of `_take_token`, which takes all other tokens.
-                if not step.requests.drawing[number] or sequence.take_quietly(tokens, cached, read, now):
-                    continue
-                rows = selected.get(sequence.slot) if selected else None
-                each = zip(tokens, step.cached[:, number].tolist(), attended[:, number].tolist(), strict=True)
-                for token, held, of_held in each:
-                    if not sequence.finished:
-                        outputs += self._take_token(sequence, token, held, of_held, now, rows)
+            outside = attended - step.windows
+            self._meter.tokens += float(outside.sum() if all(live) else outside[:, live].sum())
+            plain = {type(token) for row in drawn for token in row} == {int}
+            held, read = step.cached.tolist(), attended.tolist()
+            sums = (
+                (held[0], read[0]) if steps == 1 else (step.cached.sum(axis=0).tolist(), attended.sum(axis=0).tolist())
+            )
+            of_each = zip(range(len(live)), sequences, step.requests.ends, zip(*drawn, strict=True), *sums, strict=True)
+            for number, sequence, ends, tokens, all_held, all_read in compress(of_each, live):
+                generated = sequence.sampler.generated
+                # A quarter of the time of `_take_token`, which takes all other tokens.
+                if (
+                    plain
+                    and ends is not None
+                    and ends.isdisjoint(tokens)
+                    and len(generated) + steps < sequence.request.max_tokens
+                ):
+                    generated += tokens
+                    sequence.statistics.record_tokens(steps, all_held, all_read, now)
+                elif step.requests.drawing[number]:
+                    rows = selected.get(sequence.slot) if selected else None
+                    for one, token in enumerate(tokens):
+                        if not sequence.finished:
+                            outputs += self._take_token(
+                                sequence, token, held[one][number], read[one][number], now, rows
+                            )
         for sequence, keep in step.leaving:
             self._scheduler.close(sequence, keep)
         self._reader.note_step(step.work, max(step.begun, self._collected_at), steps)

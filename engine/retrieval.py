@@ -246,14 +246,14 @@ class Retrieval:
         Returns what `begin_step` returns for each step: int32 [steps, batch, 16] and float64 [steps, batch].
         """
         first, attended = self.begin_step(tokens, slots)
+        if steps == 1:
+            return first[None], np.array([attended])
         states = first.numpy()[None].repeat(steps, axis=0)
-        if steps > 1:
-            for slot in slots:
-                self.cache.tokens[slot] += steps - 1
-            states[1:, :, 0] = LATEST
-            self.cache.place(slots, states)
-        more = np.arange(steps)[:, None]
-        return torch.from_numpy(states), np.array(attended) + more
+        for slot in slots:
+            self.cache.tokens[slot] += steps - 1
+        states[1:, :, 0] = LATEST
+        self.cache.place(slots, states)
+        return torch.from_numpy(states), np.array(attended) + np.arange(steps)[:, None]
 
     def _find_regions(self, slots: Sequence[int], lengths: list[int]) -> _Regions:
         budgets = [self._budget(length) for length in lengths]

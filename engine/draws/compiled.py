@@ -132,11 +132,11 @@ class DrawLayout:
         """
         found, rest = tokens.numpy(), iter(logits)
         drawn: list[list[Drawn | int]] = found[:, :, 0].tolist()
-        for step, number in np.argwhere((found[:, :, 1] != DRAWN) | self.scored).tolist():
+        for step, number in zip(*np.nonzero((found[:, :, 1] != DRAWN) | self.scored), strict=True):
             result = DrawnToken.from_buffer_copy(found[step, number].tobytes())
             drawn[step][number] = _result(result, self.samplers[number], rest)
-        for own in drawn:
-            for number, one in refused.items():
+        for number, one in refused.items():
+            for own in drawn:
                 own[number] = one
         return drawn
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +15,7 @@ from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefixes.cache import LeftRows
 from kvseek.engine.cache.prefixes.tree import pack_tokens
-from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Sampler, log_probabilities, not_finite
+from kvseek.engine.draws.sampling import Sampler, log_probabilities, not_finite
 
 
 class PromptScores:
@@ -115,26 +114,6 @@ class RequestSequence:
     def quiet(self) -> bool:
         """Whether a token that does not end it only has to be counted: no output has it, and nothing follows the text."""
         return self.whole and not self.request.stop_words and self.request.sampling.guide is None
-
-    @cached_property
-    def _ends(self) -> frozenset[int]:
-        return frozenset((NO_TOKEN, *self.request.end_ids))
-
-    def take_quietly(self, tokens: Sequence[Drawn | int], cached: int, attended: float, now: float) -> bool:
-        """Count the tokens of a launch if none of them is more than a token of a `quiet` request; returns whether it did.
-
-        `cached` and `attended` are sums over the steps; see RequestStatistics.record_tokens.
-        """
-        if (
-            not self.quiet
-            or len(self.generated) + len(tokens) >= self.request.max_tokens
-            or any([token.__class__ is not int for token in tokens])  # noqa: C419  half a generator's time
-            or not self._ends.isdisjoint(tokens)
-        ):
-            return False
-        self.generated.extend(tokens)  # type: ignore[arg-type]
-        self.statistics.record_tokens(len(tokens), cached, attended, now)
-        return True
 
     def ended(self, reason: FinishReason) -> StepOutput:
         """Make the last output, without a token, of a request that ends without an error."""
