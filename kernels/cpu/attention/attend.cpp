@@ -3,7 +3,6 @@
 // The rows of each (request, KV head) are cut into units; threads take units, keep a running softmax over tiles of rows
 // (flash-decoding), and whoever finishes the last unit of a head merges its partial results by log-sum-exp. How rows
 // are cut depends on the head's own row count only, so a request's output does not depend on its batch or on threads.
-#include "kernels/cpu/kernel.h"
 #include "kernels/cpu/parallel.h"
 #include "rows.h"
 #include "tile.h"
@@ -127,10 +126,15 @@ void attend_unit(const AttendArguments& a, const Plan& plan, int unit) {
     }
 }
 
+template <class T, class Out>
+void write(const float* values, float total, int64_t rows, int64_t dim, Out* out) {
+    for (int d = 0; d < dim; d++) from_float(rows > 0 ? values[place_of<T>(d)] / total : 0.0f, out + d);
+}
+
 // Write a task's output from the partial results of its units; no rows at all give zeros.
 template <class T, int DIM>
 void merge(const AttendArguments& a, const Plan& plan, const Task& task) {
-    T* out = static_cast<T*>(a.out) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
+    const int64_t first = (task.request * a.kv_heads + task.head) * a.group;
     for (int q = 0; q < a.group; q++) {
         float highest = -INFINITE, total = 0.0f;
         alignas(64) float values[DIM] = {};
@@ -144,8 +148,12 @@ void merge(const AttendArguments& a, const Plan& plan, const Task& task) {
             total += partial.total[q] * factor;
             for (int d = 0; d < DIM; d++) values[d] += partial.values[q * DIM + d] * factor;
         }
-        for (int d = 0; d < a.dim; d++)
-            from_float(task.rows > 0 ? values[place_of<T>(d)] / total : 0.0f, out + q * a.dim + d);
+        if (a.lse != nullptr) {
+            a.lse[first + q] = task.rows > 0 ? highest + __builtin_logf(total) : -INFINITE;
+            write<T>(values, total, task.rows, a.dim, static_cast<float*>(a.out) + (first + q) * a.dim);
+        } else if constexpr (!std::is_same_v<T, Half>) {
+            write<T>(values, total, task.rows, a.dim, static_cast<T*>(a.out) + (first + q) * a.dim);
+        }
     }
 }
 
@@ -202,6 +210,8 @@ void attend(const AttendArguments& a) {
             plan.unit_tasks[plan.tasks[task].first_unit + unit] = task;
     if (a.bfloat16)
         attend_rows<Bfloat16>(a, plan, padded_dim);
+    else if (a.float16)
+        attend_rows<Half>(a, plan, padded_dim);
     else
         attend_rows<float>(a, plan, padded_dim);
 }
