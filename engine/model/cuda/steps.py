@@ -178,7 +178,6 @@ class GraphDecoder(Decoder):
             self.retrieval.end_step(slots)
             wait_for_stream(self._device)
             logits = result.logits[: len(slots)].float().cpu()
-            self.retrieval.check()
         return logits, attended
 
     @property
@@ -232,8 +231,7 @@ class GraphDecoder(Decoder):
                     for own, found in zip(drawn, drawing.results(), strict=True):
                         for row, one in zip(rows, found, strict=True):
                             own[row] = one
-                self.retrieval.check()
-            return drawn
+                return drawn
 
         return Launched(attended, collect, selected)
 
