@@ -27,12 +27,11 @@ class RequestStatistics:
     shared_extents: int = 0  # of `reused_extents`, those that were not copied
     num_preemptions: int = 0  # how often it had to make room for others, and went on later
 
-    def record_token(self, cached_tokens: int, attended_tokens: float, now: float) -> None:
-        """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""
-        self.record_tokens(1, cached_tokens, attended_tokens, now)
+    def record_tokens(self, cached_tokens: int, attended_tokens: float, now: float, count: int = 1) -> None:
+        """Count tokens that came now, drawn by as many steps, which attended to `attended_tokens` of `cached_tokens`.
 
-    def record_tokens(self, count: int, cached_tokens: int, attended_tokens: float, now: float) -> None:
-        """Count tokens that came now; those cached and attended to are sums over the steps that drew them."""
+        These are sums over the steps; 0 of 0: prefill.
+        """
         self.last_token_at = now
         if not self.generated_tokens:
             self.first_token_at = self.last_token_at

@@ -6,11 +6,9 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -60,6 +58,10 @@ class StepRequests:
         None where the token with the largest logit is enough, and where no token is drawn.
     drawing : list of bool
         Whether the token that is drawn is new; not where a request takes in again what it has generated.
+    drawn_for : list of Sampler
+        Of the requests that get a new token.
+    replaying : list
+        The other requests.
     wanted : mapping
         By slot, the requests that ask for the rows which the step selects.
     quiet : bool
@@ -72,6 +74,8 @@ class StepRequests:
     slots: list[int]
     samplers: list[Sampler | None]
     drawing: list[bool]
+    drawn_for: list[Sampler]
+    replaying: list[RequestSequence]
     wanted: Wanted
     quiet: bool
     ends: list[frozenset[int] | None]
@@ -84,6 +88,8 @@ class StepRequests:
             [s.slot for s in sequences],
             [None if s.replay or s.sampler.greedy else s.sampler for s in sequences],
             [not s.replay for s in sequences],
+            [s.sampler for s in sequences if not s.replay],
+            [s for s in sequences if s.replay],
             {s.slot: s.row_report for s in sequences if s.row_report is not None and not s.replay},
             all(s.quiet and not s.replay and not s.sampler.varies for s in sequences),
             [frozenset((NO_TOKEN, *s.request.end_ids)) if s.quiet and not s.replay else None for s in sequences],
@@ -96,10 +102,12 @@ class InFlightStep:
 
     Attributes
     ----------
-    cached : array, int64 [steps, requests]
-        Tokens that each request has in the cache, that of the step included.
-    windows : array, int64 [steps, requests]
-        How many of them are in its window, which is on the device.
+    steps : int
+        How many they are. Lists are by request.
+    cached : list of int
+        Tokens that each request has in the cache, that of the last step included; in each step before, one fewer.
+    lengths : list of int
+        How many of them are in its retrieval region, outside of its window, in every step.
     refresh_seconds : float
         The host's time for the upkeep that was due with the step.
     begun : float
@@ -113,8 +121,9 @@ class InFlightStep:
 
     launched: Launched
     requests: StepRequests
-    cached: npt.NDArray[np.int64]
-    windows: npt.NDArray[np.int64]
+    steps: int
+    cached: list[int]
+    lengths: list[int]
     refresh_seconds: float
     begun: float
     work: Work
@@ -549,7 +558,7 @@ class Engine:
 
     def _launch(self, sequences: list[RequestSequence], begun: float, before: InFlightStep | None) -> InFlightStep:
         """Launch a step; `before` is the one that is in flight."""
-        if before is not None and before.requests.sequences == sequences and all(before.requests.drawing):
+        if before is not None and before.requests.sequences == sequences and not before.requests.replaying:
             requests, tokens = before.requests, [LATEST] * len(sequences)
         else:
             requests = StepRequests.of(sequences)
@@ -557,16 +566,14 @@ class Engine:
         slots, steps = requests.slots, self._steps_at_once(requests)
         launched = self.decoder.launch(tokens, slots, requests.samplers, requests.wanted, steps)
         self._scheduler.note_steps(steps)
-        for sequence in sequences:
-            if sequence.replay:
-                sequence.replay -= 1
-            else:
-                sequence.sampler.pending += steps
-        tokens_held, lengths = self._cache.tokens, self._cache.lengths
-        cached = np.array([tokens_held[slot] for slot in slots]) - np.arange(steps)[::-1, None]
-        windows = cached - np.array([lengths[slot] for slot in slots])
+        for sequence in requests.replaying:
+            sequence.replay -= 1
+        for sampler in requests.drawn_for:
+            sampler.pending += steps
+        cached, lengths = self._cache.tokens, self._cache.lengths
+        of_each = [cached[slot] for slot in slots], [lengths[slot] for slot in slots]
         refresh_seconds = self.decoder.retrieval.refresh_seconds
-        return InFlightStep(launched, requests, cached, windows, refresh_seconds, begun, self._reader.work)
+        return InFlightStep(launched, requests, steps, *of_each, refresh_seconds, begun, self._reader.work)
 
     def _steps_at_once(self, requests: StepRequests) -> int:
         """Decide how many steps are launched at once: more than one where no step needs the host, and no prompt waits."""
@@ -580,50 +587,58 @@ class Engine:
 
     def _collect(self, step: InFlightStep) -> list[StepOutput]:
         """Wait for a step's tokens, take them, and close the slots that had to stay until the step had ended."""
-        sequences, outputs, steps = step.requests.sequences, list[StepOutput](), len(step.cached)
-        for sequence, draws in zip(sequences, step.requests.drawing, strict=True):
-            sequence.sampler.pending -= steps * draws
-        live = [not sequence.finished for sequence in sequences]
+        requests, outputs = step.requests, list[StepOutput]()
+        for sampler in requests.drawn_for:
+            sampler.pending -= step.steps
+        live = [not sequence.finished for sequence in requests.sequences]
         self._decoded += sum(live)
         self._refresh_seconds = 0.0
         try:
             drawn = step.launched.collect()
         except Exception as error:
-            outputs += [self._fail(sequence, error) for sequence in compress(sequences, live)]
+            outputs += [self._fail(sequence, error) for sequence in compress(requests.sequences, live)]
         else:
             self._refresh_seconds, now = step.refresh_seconds, time.perf_counter()
-            attended, selected = step.launched.attended, step.launched.selected_rows()
-            outside = attended - step.windows
-            self._meter.tokens += float(outside.sum() if all(live) else outside[:, live].sum())
-            plain = {type(token) for row in drawn for token in row} == {int}
-            held, read = step.cached.tolist(), attended.tolist()
-            sums = (
-                (held[0], read[0]) if steps == 1 else (step.cached.sum(axis=0).tolist(), attended.sum(axis=0).tolist())
-            )
-            of_each = zip(range(len(live)), sequences, step.requests.ends, zip(*drawn, strict=True), *sums, strict=True)
-            for number, sequence, ends, tokens, all_held, all_read in compress(of_each, live):
-                generated = sequence.sampler.generated
-                # A quarter of the time of `_take_token`, which takes all other tokens.
-                if (
-                    plain
-                    and ends is not None
-                    and ends.isdisjoint(tokens)
-                    and len(generated) + steps < sequence.request.max_tokens
-                ):
-                    generated += tokens
-                    sequence.statistics.record_tokens(steps, all_held, all_read, now)
-                elif step.requests.drawing[number]:
-                    rows = selected.get(sequence.slot) if selected else None
-                    for one, token in enumerate(tokens):
-                        if not sequence.finished:
-                            outputs += self._take_token(
-                                sequence, token, held[one][number], read[one][number], now, rows
-                            )
+            read, selected = step.launched.attended, step.launched.selected_rows()
+            outside = sum(compress(read, live)) - sum(compress(step.cached, live)) + sum(compress(step.lengths, live))
+            self._meter.tokens += step.steps * outside
+            left = live
+            if requests.replaying:
+                left = [on and draws for on, draws in zip(live, requests.drawing, strict=True)]
+            if any(requests.ends):
+                left = self._take_unseen(step, drawn, left, now)
+            for number, tokens in enumerate(drawn, 1 - step.steps):
+                of_each = zip(requests.sequences, tokens, step.cached, read, strict=True)
+                for sequence, token, cached, attended in compress(of_each, left):
+                    if not sequence.finished:  # by a step before
+                        rows = selected.get(sequence.slot) if selected else None
+                        outputs += self._take_token(sequence, token, cached + number, attended + number, now, rows)
         for sequence, keep in step.leaving:
             self._scheduler.close(sequence, keep)
-        self._reader.note_step(step.work, max(step.begun, self._collected_at), steps)
+        self._reader.note_step(step.work, max(step.begun, self._collected_at), step.steps)
         self._collected_at = time.perf_counter()
         return outputs
+
+    def _take_unseen(
+        self, step: InFlightStep, drawn: list[list[Drawn | int]], live: list[bool], now: float
+    ) -> list[bool]:
+        """Take all tokens of requests of which no output has one, and which none ends; returns which requests are left.
+
+        That takes a quarter of the time of `_take_token`.
+        """
+        if set(map(type, chain.from_iterable(drawn))) != {int}:
+            return live
+        requests, steps, left = step.requests, step.steps, live.copy()
+        fewer = steps * (steps - 1) // 2  # tokens in the steps before the last, all together
+        lists = range(len(live)), requests.sequences, requests.ends, zip(*drawn, strict=True)
+        of_each = zip(*lists, step.cached, step.launched.attended, strict=True)
+        for number, sequence, ends, tokens, cached, attended in compress(of_each, live):
+            generated = sequence.sampler.generated
+            if ends and ends.isdisjoint(tokens) and len(generated) + steps < sequence.request.max_tokens:
+                generated += tokens
+                sequence.statistics.record_tokens(steps * cached - fewer, steps * attended - fewer, now, steps)
+                left[number] = False
+        return left
 
     def _take_token(
         self,
@@ -634,7 +649,7 @@ class Engine:
         now: float,
         selected: SelectedRows | None = None,
     ) -> Sequence[StepOutput]:
-        """Take the token that was drawn, and end the sequence if it is the last; arguments as RequestStatistics.record_token.
+        """Take the token that was drawn, and end the sequence if it is the last; arguments as RequestStatistics.record_tokens.
 
         Returns an output, unless nobody wants one before the end.
         """
@@ -645,7 +660,7 @@ class Engine:
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return (self._fail(sequence, error),)
         statistics, ends = sequence.statistics, token in sequence.request.end_ids
-        statistics.record_token(cached, attended, now)
+        statistics.record_tokens(cached, attended, now)
         reason = FinishReason.END_ID if ends else self._finish_reason(sequence)
         if sequence.whole and reason is None:
             return ()

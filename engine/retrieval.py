@@ -238,22 +238,21 @@ class Retrieval:
             self._selecting.update(slot for slot, is_dense in zip(slots, dense.tolist(), strict=True) if not is_dense)
         return torch.from_numpy(states.copy()), (near + np.where(dense, states[:, 7], rows)).tolist()
 
-    def begin_steps(
-        self, tokens: Sequence[int], slots: Sequence[int], steps: int
-    ) -> tuple[Tensor, npt.NDArray[np.float64]]:
+    def begin_steps(self, tokens: Sequence[int], slots: Sequence[int], steps: int) -> tuple[Tensor, list[float]]:
         """Count the tokens of several steps, no more than Cache.alike_steps; each but the first reads the token before.
 
-        Returns what `begin_step` returns for each step: int32 [steps, batch, 16] and float64 [steps, batch].
+        Returns the states of each step, int32 [steps, batch, 16], and what each request attends to in the last one: one token
+        fewer in each step before.
         """
         first, attended = self.begin_step(tokens, slots)
         if steps == 1:
-            return first[None], np.array([attended])
+            return first[None], attended
         states = first.numpy()[None].repeat(steps, axis=0)
         for slot in slots:
             self.cache.tokens[slot] += steps - 1
         states[1:, :, 0] = LATEST
         self.cache.place(slots, states)
-        return torch.from_numpy(states), np.array(attended) + np.arange(steps)[:, None]
+        return torch.from_numpy(states), [read + steps - 1 for read in attended]
 
     def _find_regions(self, slots: Sequence[int], lengths: list[int]) -> _Regions:
         budgets = [self._budget(length) for length in lengths]

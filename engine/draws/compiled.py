@@ -22,6 +22,7 @@ from kvseek.engine.draws.reference import MOST_INVERSE, least_weight, merged_bia
 from kvseek.engine.draws.sampling import Drawn, Sampler, not_finite
 from kvseek.kernels.draw_rows import DRAWN, DRAWN_WORDS, NOT_FINITE, ROW_BYTES, DrawnToken, DrawRow
 
+DRAWN_BYTES = ctypes.sizeof(DrawnToken)
 ALLOWED, BANNED = DrawRow.allowed.offset, DrawRow.banned.offset
 POINTER, COUNT = Struct("<Q"), Struct("<i")
 NEUTRAL = bytes(DrawRow(greedy=True, likeliest=-1, repetition_penalty=1.0))
@@ -209,14 +210,14 @@ class DrawKernel(Protocol):
     Attributes
     ----------
     work_bytes : int
-        Bytes of zeros that it needs for each request, in the uint8 tensor `work`.
+        Bytes of zeros that it needs for each request.
     """
 
     @property
     def work_bytes(self) -> int: ...
 
-    def __call__(self, logits: Tensor, rows: Tensor, work: Tensor, drawn: Tensor) -> None:
-        """Draw to `drawn`, int32 [requests, DRAWN_WORDS], for the DrawRows with which the uint8 tensor `rows` begins."""
+    def __call__(self, logits: Tensor, rows: int, work: int, drawn: int, count: int) -> None:
+        """Draw for `count` >= 1 requests: addresses of their DrawRows, of the zeros, and of as many DrawnTokens to write."""
 
 
 class CompiledDraws:
@@ -230,24 +231,23 @@ class CompiledDraws:
         self, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = (), steps: int = 1
     ) -> CompiledDrawing:
         given = list(rows), list(samplers), list(places) or [0] * len(rows)
-        return CompiledDrawing(self._kernel, lambda device: self._layout_of(*given, device), len(rows), steps)
 
-    def _layout_of(
-        self, rows: list[int], samplers: list[Sampler], places: list[int], device: torch.device
-    ) -> DrawLayout:
-        layout = self._layout
-        if layout is None or (layout.rows, layout.samplers, layout.places) != (rows, samplers, places):
-            layout = self._layout = DrawLayout.of(rows, samplers, places, device)
-        return layout
+        def layout_on(device: torch.device) -> DrawLayout:
+            layout = self._layout
+            if layout is None or (layout.rows, layout.samplers, layout.places) != given:
+                layout = self._layout = DrawLayout.of(*given, device)
+            return layout
+
+        return CompiledDrawing(self._kernel, layout_on, len(rows), steps)
 
 
 class CompiledDrawing:
     """See Drawing. All that the draws of its steps need goes to the device with the first of them, while the step runs."""
 
     def __init__(
-        self, kernel: DrawKernel, layout_of: Callable[[torch.device], DrawLayout], requests: int, steps: int
+        self, kernel: DrawKernel, layout_on: Callable[[torch.device], DrawLayout], requests: int, steps: int
     ) -> None:
-        self._kernel, self._layout_of, self._requests, self._steps = kernel, layout_of, requests, steps
+        self._kernel, self._layout_on, self._requests, self._steps = kernel, layout_on, requests, steps
         self._done = 0  # draws that have begun
         self._error: Exception | None = None  # for which nothing was drawn, such as too little memory
         self._wait: Callable[[], list[Tensor]] = list  # for the results
@@ -258,7 +258,10 @@ class CompiledDrawing:
             if number == 0:
                 self._prepare(logits.device)
             if self._error is None:
-                self._kernel(logits, self._rows[number], self._work[number], self._places[number])
+                before, requests, kernel = number * self._requests, self._requests, self._kernel
+                rows = self._rows.data_ptr() + before * ROW_BYTES
+                work = self._work.data_ptr() + before * kernel.work_bytes
+                kernel(logits, rows, work, self._drawn.data_ptr() + before * DRAWN_BYTES, requests)
                 if self._done == self._steps:
                     self._wait = HostCopy([self._drawn, *(logits[row] for row in self._layout.logit_rows)]).wait
         except Exception as error:  # requests that draw nothing go on
@@ -274,15 +277,11 @@ class CompiledDrawing:
         return self._layout.results(drawn, logits, self._refused)
 
     def _prepare(self, device: torch.device) -> None:
-        self._layout = self._layout_of(device)
-        buffer, self._refused = self._layout.pack(device, self._steps)
-        size = self._layout.head.size
-        # The last step's rows have the lists behind them.
-        self._rows = [buffer[number * size :] for number in range(self._steps)]
-        work = self._requests * self._kernel.work_bytes
-        self._work = torch.zeros(self._steps, work, dtype=torch.uint8, device=device).unbind()
+        self._layout = self._layout_on(device)
+        self._rows, self._refused = self._layout.pack(device, self._steps)
+        draws = self._steps * self._requests
+        self._work = torch.zeros(draws * self._kernel.work_bytes, dtype=torch.uint8, device=device)
         self._drawn = torch.empty((self._steps, self._requests, DRAWN_WORDS), dtype=torch.int32, device=device)
-        self._places = self._drawn.unbind()
 
 
 def _after(wait: Callable[[], None]) -> Callable[[], list[Tensor]]:

@@ -47,8 +47,9 @@ class Launched:
 
     Attributes
     ----------
-    attended : array, float64 [steps, batch]
-        Cached tokens that one KV head attends to, averaged over the layers.
+    attended : list of float
+        Cached tokens that one KV head attends to in the last step, per request, averaged over the layers; in each step before,
+        one fewer.
     collect : callable
         Waits until the steps have ended, and returns for each step and request what was drawn; to be called once. An int is a
         token of which nothing else was asked for, or NO_TOKEN.
@@ -56,7 +57,7 @@ class Launched:
         Returns, by slot, what the requests that ask for it get of their selections; to be called after `collect`.
     """
 
-    attended: npt.NDArray[np.float64]
+    attended: list[float]
     collect: Callable[[], list[list[Drawn | int]]]
     selected_rows: Callable[[], Mapping[int, SelectedRows]] = dict
 

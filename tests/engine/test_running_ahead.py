@@ -248,7 +248,7 @@ def test_unwatched_requests_end_between_steps_that_were_launched_at_once(
     request = Request(tuple(PROMPT[:30]), 60, SamplingConfig(temperature=0.8, seed=4))
     (tokens,) = ahead.generate([request])
     number = submit_whole(ahead, request)
-    while ahead._in_flight is None or len(ahead._in_flight.cached) < 4:
+    while ahead._in_flight is None or ahead._in_flight.steps < 4:
         assert ahead.step() == []
     if how == "cancel":
         end = ahead.cancel(number)

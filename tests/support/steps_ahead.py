@@ -5,8 +5,6 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from kvseek.core.batch import LATEST
 from kvseek.engine.draws.sampling import Launched
 from kvseek.engine.engine import Engine
@@ -34,8 +32,9 @@ class DecoderAhead(HostDecoder):
                 sampler.pending += 1
         for sampler in drawing:
             sampler.pending -= steps
-        attended = np.concatenate([part.attended for part in parts])
-        return Launched(attended, lambda: [*chain(*(part.collect() for part in parts))], parts[-1].selected_rows)
+        return Launched(
+            parts[-1].attended, lambda: [*chain(*(part.collect() for part in parts))], parts[-1].selected_rows
+        )
 
 
 def run_ahead(engine: Engine) -> DecoderAhead:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,7 +155,7 @@ class HostDecoder(Decoder):
         drawn = [greedy_token(row) if s is None else next(others) for row, s in zip(logits, samplers, strict=True)]
         tokens_drawn = (one if isinstance(one, int) else one.token for one in drawn)
         self._latest.update(zip(slots, (max(0, token) for token in tokens_drawn), strict=True))
-        return Launched(np.array([attended]), lambda: [drawn], selected)
+        return Launched(attended, lambda: [drawn], selected)
 
     def _step(
         self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted

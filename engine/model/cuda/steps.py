@@ -207,7 +207,7 @@ class GraphDecoder(Decoder):
             step = self.step(bucket_of(batch))
             states, attended = self.retrieval.begin_steps(tokens, slots, steps)
             packed = step.pack(states).unbind()
-            recorder = self.retrieval.recorder_of(states[0], attended[0].tolist(), wanted, together=True)
+            recorder = self.retrieval.recorder_of(states[0], attended, wanted, together=True)
             for number in range(steps):
                 if number:
                     self.retrieval.refresh(slots)
@@ -227,6 +227,8 @@ class GraphDecoder(Decoder):
                 drawn: list[list[Drawn | int]] = [[NO_TOKEN] * batch for _ in range(steps)]
                 for tokens_made in copies.wait():
                     drawn = tokens_made[:, :batch].tolist()
+                if drawing is not None and len(rows) == batch:
+                    return drawing.results()
                 if drawing is not None:
                     for own, found in zip(drawn, drawing.results(), strict=True):
                         for row, one in zip(rows, found, strict=True):

@@ -21,13 +21,13 @@ class NativeDraw:
     def __init__(self, library: CpuLibrary) -> None:
         self._draw = library.function("kvseek_draw", DrawArguments)
 
-    def __call__(self, logits: Tensor, rows: Tensor, work: Tensor, drawn: Tensor) -> None:
+    def __call__(self, logits: Tensor, rows: int, work: int, drawn: int, count: int) -> None:
         """See DrawKernel; logits float32."""
         arguments = DrawArguments(
             logits=pointer(logits),
-            rows=pointer(rows),
-            drawn=drawn.data_ptr(),
-            count=drawn.shape[0],
+            rows=rows,
+            drawn=drawn,
+            count=count,
             vocabulary=logits.shape[1],
             threads=torch.get_num_threads(),
         )

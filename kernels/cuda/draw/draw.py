@@ -34,18 +34,16 @@ class DeviceDraw:
     def __init__(self, kernels: CudaKernels) -> None:
         self._kernels = kernels
 
-    def __call__(self, logits: Tensor, rows: Tensor, work: Tensor, drawn: Tensor) -> None:
+    def __call__(self, logits: Tensor, rows: int, work: int, drawn: int, count: int) -> None:
         """See DrawKernel; logits of the engine's dtype."""
-        vocabulary, count = logits.shape[1], drawn.shape[0]
-        if count == 0:
-            return
+        vocabulary = logits.shape[1]
         scores = torch.empty((count, vocabulary), device=logits.device)
         arguments = DrawArguments(
             logits=logits.data_ptr(),
-            rows=rows.data_ptr(),
-            meetings=work.data_ptr(),
+            rows=rows,
+            meetings=work,
             scores=scores.data_ptr(),
-            drawn=drawn.data_ptr(),
+            drawn=drawn,
             vocabulary=vocabulary,
         )
         # All teams have to run at once, if their blocks wait for each other.

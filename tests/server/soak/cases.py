@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvseek.core.request import Request, SamplingConfig
@@ -70,7 +69,7 @@ class GapWatcher:
             values, ids = torch.topk(row, 2)
             self.least = min(self.least, float(values[0] - values[1])) if sampler is None else self.least
             drawn.append(int(ids[0]) if sampler is None else self._decoder.draw(row[None], [sampler])[0])
-        return Launched(np.array([attended]), lambda: [drawn])
+        return Launched(attended, lambda: [drawn])
 
 
 def make_cases(engine_dir: Path, count: int, seed: int) -> list[Case]:

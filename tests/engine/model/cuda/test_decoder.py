@@ -71,7 +71,7 @@ def test_requests_get_tokens_and_logits(directories: dict[tuple[str, str], Path]
     assert drawn[0] == int(logits[0].argmax())
     assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     assert drawn[2] == int(logits[2].argmax())
-    assert launched.attended.tolist() == [expected_attended]
+    assert launched.attended == expected_attended
 
 
 @pytest.mark.parametrize("method", ["full", "flat"])
@@ -94,7 +94,7 @@ def test_steps_at_once_are_steps_one_by_one(method: str, directories: dict[tuple
             drawn = launched.collect()
             sampler.generated += [step[1] for step in drawn]  # type: ignore[misc]
             own += drawn  # type: ignore[arg-type]
-            seen += launched.attended.tolist()
+            seen += [[count - before for count in launched.attended] for before in reversed(range(steps))]
             tokens = [LATEST] * 3
     assert found[0] == found[1]
     assert read[0] == read[1]
