@@ -577,7 +577,7 @@ class Engine:
 
     def _steps_at_once(self, requests: StepRequests) -> int:
         """Decide how many steps are launched at once: more than one where no step needs the host, and no prompt waits."""
-        if not (self.decoder.runs_ahead and requests.quiet) or self._reader.work.units or self._scheduler.unread():
+        if not (requests.quiet and self.decoder.runs_ahead) or self._reader.work.units or self._scheduler.unread():
             return 1
         most = min(MOST_STEPS, int(self._reader.pacing.steps_in(LAUNCH_SECONDS)), self._scheduler.most_steps())
         if most <= 1:
@@ -607,7 +607,7 @@ class Engine:
                 left = [on and draws for on, draws in zip(live, requests.drawing, strict=True)]
             if any(requests.ends):
                 left = self._take_unseen(step, drawn, left, now)
-            for number, tokens in enumerate(drawn, 1 - step.steps):
+            for number, tokens in enumerate(drawn if any(left) else (), 1 - step.steps):
                 of_each = zip(requests.sequences, tokens, step.cached, read, strict=True)
                 for sequence, token, cached, attended in compress(of_each, left):
                     if not sequence.finished:  # by a step before
@@ -628,16 +628,20 @@ class Engine:
         """
         if set(map(type, chain.from_iterable(drawn))) != {int}:
             return live
-        requests, steps, left = step.requests, step.steps, live.copy()
-        fewer = steps * (steps - 1) // 2  # tokens in the steps before the last, all together
+        requests, steps, left = step.requests, step.steps, [False] * len(live)
+        cached, attended = step.cached, step.launched.attended
+        if steps > 1:  # of all steps together
+            fewer = steps * (steps - 1) // 2
+            cached, attended = [steps * last - fewer for last in cached], [steps * last - fewer for last in attended]
         lists = range(len(live)), requests.sequences, requests.ends, zip(*drawn, strict=True)
-        of_each = zip(*lists, step.cached, step.launched.attended, strict=True)
-        for number, sequence, ends, tokens, cached, attended in compress(of_each, live):
+        of_each = zip(*lists, cached, attended, strict=True)
+        for number, sequence, ends, tokens, all_cached, all_attended in compress(of_each, live):
             generated = sequence.sampler.generated
             if ends and ends.isdisjoint(tokens) and len(generated) + steps < sequence.request.max_tokens:
                 generated += tokens
-                sequence.statistics.record_tokens(steps * cached - fewer, steps * attended - fewer, now, steps)
-                left[number] = False
+                sequence.statistics.record_tokens(all_cached, all_attended, now, steps)
+            else:
+                left[number] = True
         return left
 
     def _take_token(

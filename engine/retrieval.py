@@ -241,12 +241,12 @@ class Retrieval:
     def begin_steps(self, tokens: Sequence[int], slots: Sequence[int], steps: int) -> tuple[Tensor, list[float]]:
         """Count the tokens of several steps, no more than Cache.alike_steps; each but the first reads the token before.
 
-        Returns the states of each step, int32 [steps, batch, 16], and what each request attends to in the last one: one token
-        fewer in each step before.
+        Returns the states of each step, int32 [steps, batch, 16], those of one step int32 [batch, 16]; and what each request
+        attends to in the last one: one token fewer in each step before.
         """
         first, attended = self.begin_step(tokens, slots)
         if steps == 1:
-            return first[None], attended
+            return first, attended
         states = first.numpy()[None].repeat(steps, axis=0)
         for slot in slots:
             self.cache.tokens[slot] += steps - 1

@@ -47,8 +47,8 @@ class DrawLayout:
         As Draws.begin is given them.
     head : array, uint8 [requests, ROW_BYTES]
         The DrawRow of each request, but for `number` and what `_lists` returns.
-    scored : array, bool [requests]
-        Whether something is returned with the token.
+    scored : list of int
+        Requests that get something with the token.
     refused : dict of int to Drawn
         By request, why nothing is drawn for it; a row that changes nothing stands in its place.
     """
@@ -57,7 +57,7 @@ class DrawLayout:
     samplers: list[Sampler]
     places: list[int]
     head: npt.NDArray[np.uint8]
-    scored: npt.NDArray[np.bool_]
+    scored: list[int]
     refused: dict[int, Drawn]
 
     @classmethod
@@ -73,7 +73,7 @@ class DrawLayout:
         head = np.frombuffer(b"".join(prepared), dtype=np.uint8).reshape(len(rows), ROW_BYTES).copy()
         column(head, "latest", np.uint64)[:] = places
         column(head, "row", np.int32)[:] = rows
-        scored = np.array([sampler.params.scores_tokens for sampler in samplers], dtype=np.bool_)
+        scored = [number for number, sampler in enumerate(samplers) if sampler.params.scores_tokens]
         return cls(rows, samplers, places, head, scored, refused)
 
     def pack(self, device: torch.device, steps: int) -> tuple[Tensor, dict[int, Drawn]]:
@@ -102,8 +102,10 @@ class DrawLayout:
         array = on_host.numpy()
         rows, data = array[:head].reshape(steps, *self.head.shape), memoryview(array)  # type: ignore[arg-type]
         rows[:] = self.head
-        numbers = np.array([sampler.number for sampler in self.samplers], dtype=np.int32)
-        column(rows, "number", np.int32)[:] = numbers + np.arange(steps, dtype=np.int32)[:, None]
+        numbers = column(rows, "number", np.int32)
+        numbers[:] = [sampler.number for sampler in self.samplers]
+        if steps > 1:
+            numbers += np.arange(steps, dtype=np.int32)[:, None]
         at = head
         for begin, field, words in lists:
             POINTER.pack_into(data, begin + field, buffer.data_ptr() + at)
@@ -133,9 +135,13 @@ class DrawLayout:
         """
         found, rest = tokens.numpy(), iter(logits)
         drawn: list[list[Drawn | int]] = found[:, :, 0].tolist()
-        for step, number in zip(*np.nonzero((found[:, :, 1] != DRAWN) | self.scored), strict=True):
-            result = DrawnToken.from_buffer_copy(found[step, number].tobytes())
-            drawn[step][number] = _result(result, self.samplers[number], rest)
+        looks = found[:, :, 1] != DRAWN
+        if self.scored:
+            looks[:, self.scored] = True
+        if looks.any():
+            for step, number in np.argwhere(looks).tolist():
+                result = DrawnToken.from_buffer_copy(found[step, number].tobytes())
+                drawn[step][number] = _result(result, self.samplers[number], rest)
         for number, one in refused.items():
             for own in drawn:
                 own[number] = one

@@ -17,7 +17,7 @@ from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
-from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Draws, Launched, Sampler, draw_once, sampled
+from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, draw_once, sampled
 from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.model.layer import WeightsModel
 from kvseek.engine.retrieval import Retrieval
@@ -97,10 +97,10 @@ class DecodeStep:
         self._graph = graph
 
     def pack(self, states: Tensor) -> Tensor:
-        """Fill up the requests of some steps, int32 [steps, at most `size`, 16], to `size` for `upload`."""
-        steps, given, _ = states.shape
+        """Fill up the requests of a step, int32 [at most `size`, 16], or of some [steps, ...], to `size` for `upload`."""
+        *steps, given, _ = states.shape
         if given < self.size:
-            states = torch.cat((states, self._padding.expand(steps, self.size - given, -1)), dim=1)
+            states = torch.cat((states, self._padding.expand(*steps, self.size - given, -1)), dim=-2)
         return states.pin_memory() if self.batch.requests.is_cuda else states  # kept until the copies have been made
 
     def upload(self, packed: Tensor) -> None:
@@ -109,7 +109,7 @@ class DecodeStep:
 
     def load(self, states: Tensor) -> None:
         """Upload the requests of the next launch, int32 [at most `size`, 16], as `upload`."""
-        self.upload(self.pack(states[None])[0])
+        self.upload(self.pack(states))
 
     def launch(self, replays: bool = True) -> StepResult:
         """Run the step on the current stream; its results stay valid until the next launch.
@@ -206,33 +206,33 @@ class GraphDecoder(Decoder):
         with wait_on_error(self._device):
             step = self.step(bucket_of(batch))
             states, attended = self.retrieval.begin_steps(tokens, slots, steps)
-            packed = step.pack(states).unbind()
-            recorder = self.retrieval.recorder_of(states[0], attended, wanted, together=True)
+            packed = step.pack(states)
+            recorder = self.retrieval.recorder_of(states, attended, wanted, together=True)
             for number in range(steps):
                 if number:
                     self.retrieval.refresh(slots)
-                step.upload(packed[number])
+                step.upload(packed if steps == 1 else packed[number])
                 with self.retrieval.recording(recorder):
                     result = step.launch(replays=recorder is None)
                 if drawing is not None:
                     drawing.draw(result.logits)
                 if len(rows) < batch:  # else something is drawn for every request
-                    greedy.append(result.tokens[None] if steps == 1 else result.tokens[None].clone())
+                    greedy.append(result.tokens if steps == 1 else result.tokens.clone())
             selected: RowsBySlot = dict if recorder is None else recorder.begin()
-            copies = HostCopy([torch.cat(greedy) if steps > 1 else greedy[0]] if greedy else [])
+            copies = HostCopy([torch.cat(greedy)] if steps > 1 and greedy else greedy)
             self.retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
 
         def collect() -> list[list[Drawn | int]]:
             with wait_on_error(self._device):
-                drawn: list[list[Drawn | int]] = [[NO_TOKEN] * batch for _ in range(steps)]
-                for tokens_made in copies.wait():
-                    drawn = tokens_made[:, :batch].tolist()
-                if drawing is not None and len(rows) == batch:
-                    return drawing.results()
-                if drawing is not None:
-                    for own, found in zip(drawn, drawing.results(), strict=True):
-                        for row, one in zip(rows, found, strict=True):
-                            own[row] = one
+                found = [] if drawing is None else drawing.results()
+                if len(rows) == batch:
+                    return found
+                (made,) = copies.wait()
+                tokens_made: list[Drawn | int] = made.tolist()
+                drawn = [tokens_made[first : first + batch] for first in range(0, len(tokens_made), step.size)]
+                for own, others in zip(drawn, found, strict=False):
+                    for row, one in zip(rows, others, strict=True):
+                        own[row] = one
                 return drawn
 
         return Launched(attended, collect, selected)
