@@ -257,7 +257,7 @@ def draw_once(draws: Draws, logits: Tensor, rows: Sequence[int], samplers: Seque
 def sampled(samplers: Sequence[Sampler | None]) -> tuple[list[int], list[Sampler]]:
     """Return the numbers of the requests that have a sampler, and their samplers."""
     numbers = [number for number, sampler in enumerate(samplers) if sampler is not None]
-    return numbers, [sampler for sampler in samplers if sampler is not None]
+    return numbers, [*filter(None, samplers)]
 
 
 def log_probabilities(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[LogProbs, ...]:
