@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import logging
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import uvloop
 
 from kvseek.core.command_line import Parser, tells_errors
 from kvseek.core.config_file import read_config
@@ -18,7 +15,7 @@ from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
 from kvseek.server.frontend import Frontend
 from kvseek.server.ports import CLOSED, Ports
-from kvseek.server.processes import leave_no_core, raise_file_limit
+from kvseek.server.processes import leave_no_core, raise_file_limit, run_process
 from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
 from kvseek.server.triton.repository import read_models
 
@@ -87,6 +84,4 @@ def make_parser() -> Parser:
 @tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek openai`; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    uvloop.run(run(make_parser().parse_args(argv)))
-    return 0
+    return run_process(run(make_parser().parse_args(argv)))
