@@ -67,40 +67,5 @@ int64_t extents_of(const Task& task) {
     return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
 }
 
-// A phase of a selection: parts(task) is how many parts it may be cut into, run(task, part) does one of them.
-template <class Parts, class Run>
-struct Phase {
-    Parts parts;
-    Run run;
-};
-
-template <class Parts, class Run>
-Phase<Parts, Run> cut(Parts parts, Run run) {
-    return {parts, run};
-}
-
-// A phase that run(task) does as a whole.
-template <class Run>
-auto whole(Run run) {
-    return cut([](const auto&) { return INT64_C(1); }, [run](const auto& task, int64_t) { run(task); });
-}
-
-// Run these phases of tasks [count], one after another of each task; `widest` and the others as of run_tasks.
-template <class Task, class LayOut, class... Phases>
-void run_selection(Task* tasks, int64_t count, int64_t threads, int widest, const LayOut& lay_out,
-                   const Phases&... phases) {
-    const auto parts_of = [&](const Task& task, int phase) {
-        int64_t parts = 1;
-        int number = 0;
-        ((number++ == phase ? void(parts = phases.parts(task)) : void()), ...);
-        return parts;
-    };
-    const auto run_part = [&](const Task& task, int phase, int64_t part) {
-        int number = 0;
-        ((number++ == phase ? phases.run(task, part) : void()), ...);
-    };
-    run_tasks<sizeof...(Phases)>(tasks, count, threads, widest, lay_out, parts_of, run_part);
-}
-
 }  // namespace
 }  // namespace kvseek

@@ -37,11 +37,9 @@ struct ClusterkvSelectArguments {
 
 namespace {
 
-constexpr int PHASES = 5;
-
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<5> progress;
     int64_t request, head, length, candidate_count, stride;
     int64_t clusters, cluster_stride;
     const int32_t* extents;
@@ -162,18 +160,18 @@ void select(const ClusterkvSelectArguments& a) {
     const auto scored = [&](const Task& task) {  // extents: a region has clusters
         return (task.clusters + a.clusters_per_extent - 1) / a.clusters_per_extent;
     };
-    run_selection(
+    run_tasks(
         tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
         whole([&](const Task& task) { prepare(job, task); }),
-        cut(scored,
-            [&](const Task& task, int64_t extent) {
-                return a.bfloat16 ? score<Bfloat16>(job, task, extent) : score<float>(job, task, extent);
-            }),
+        divided(scored,
+                [&](const Task& task, int64_t extent) {
+                    return a.bfloat16 ? score<Bfloat16>(job, task, extent) : score<float>(job, task, extent);
+                }),
         whole([&](const Task& task) { list(job, task); }),
-        cut([&](const Task& task) { return has_codes(job) ? candidate_units(task) : 1; },
-            [&](const Task& task, int64_t unit) {
-                if (has_codes(job)) estimate_candidates(a, task, job.lanes, unit);
-            }),
+        divided([&](const Task& task) { return has_codes(job) ? candidate_units(task) : 1; },
+                [&](const Task& task, int64_t unit) {
+                    if (has_codes(job)) estimate_candidates(a, task, job.lanes, unit);
+                }),
         whole([&](const Task& task) { finish(job, task); }));
 }
 

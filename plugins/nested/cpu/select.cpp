@@ -30,11 +30,9 @@ namespace {
 
 constexpr int AHEAD = 2048;  // bytes of a plane that are asked for ahead: processors do not look beyond a page's end
 
-constexpr int PHASES = 5;
-
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<5> progress;
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
     RoundedQuery* queries;  // [lanes]
@@ -111,12 +109,12 @@ void select(const NestedSelectArguments& a) {
     const Job job = {a, static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
     Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     const int64_t count = describe_tasks(a, tasks, [](const Request& request) { return request.method_fields[0]; });
-    run_selection(
+    run_tasks(
         tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
         whole([&](const Task& task) { round_queries(a, task.request, task.head, task.queries); }),
-        cut(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }), whole(collect),
-        cut(candidate_units<Task>,
-            [&](const Task& task, int64_t unit) { estimate_candidates(a, task, job.lanes, unit); }),
+        divided(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }), whole(collect),
+        divided(candidate_units<Task>,
+                [&](const Task& task, int64_t unit) { estimate_candidates(a, task, job.lanes, unit); }),
         whole([&](const Task& task) { choose_rows(a, task, job.lanes); }));
 }
 

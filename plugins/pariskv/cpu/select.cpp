@@ -32,11 +32,9 @@ constexpr int64_t RERANK_KEYS = 256;   // candidates of a unit of work
 constexpr int64_t PREFETCH_KEYS = 12;  // candidates asked for ahead, one by one
 constexpr int64_t REQUESTED = 32;      // the same, of those estimated several at a time
 
-constexpr int PHASES = 6;
-
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<6> progress;
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
     float* lanes;      // [lanes, padded_dim] rotated queries
@@ -181,13 +179,14 @@ void select(const SelectArguments& a) {
     const int64_t count = describe_tasks(a, tasks, [](const Request& request) { return request.method_fields[1]; });
     const Levels levels(a.levels);
     const auto units_of = [](const Task& task) { return (task.candidate_count + RERANK_KEYS - 1) / RERANK_KEYS; };
-    run_selection(
+    run_tasks(
         tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
         whole([&](const Task& task) { prepare(job, task); }),
-        cut([&](const Task&) { return job.blocks; }, [&](const Task& task, int64_t block) { vote(job, task, block); }),
-        cut(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }),
+        divided([&](const Task&) { return job.blocks; },
+                [&](const Task& task, int64_t block) { vote(job, task, block); }),
+        divided(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }),
         whole([](const Task& t) { collect_candidates(t.votes, t.length, t.candidate_count, t.places); }),
-        cut(units_of, [&](const Task& task, int64_t unit) { rerank(job, task, levels, unit); }),
+        divided(units_of, [&](const Task& task, int64_t unit) { rerank(job, task, levels, unit); }),
         whole([&](const Task& task) { choose_rows(a, task, job.lanes, a.mean); }));
 }
 

@@ -39,11 +39,9 @@ namespace {
 constexpr int CODE_BITS = 2;
 constexpr int AHEAD = 2048;  // bytes of a plane that are asked for ahead, as in nested
 
-constexpr int PHASES = 3;
-
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<3> progress;
     int64_t request, head, length;
     int64_t pages;
     int64_t stride;  // of the scores of a query, with room for whole vectors
@@ -208,10 +206,10 @@ void select(const PrkvSelectArguments& a) {
     Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * count));
     for (int64_t i = 0; i < count; i++) tasks[i] = describe(a, i);
     note_queries(a);
-    run_selection(
+    run_tasks(
         tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
         whole([&](const Task& task) { round_queries(a, task.request, task.head, task.queries); }),
-        cut(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }),
+        divided(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }),
         whole([&](const Task& task) { finish(job, task); }));
 }
 
