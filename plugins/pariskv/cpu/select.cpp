@@ -161,14 +161,7 @@ void rerank(const Job& job, const Task& task, const Levels& levels, int64_t chun
     const int64_t first = chunk * RERANK_KEYS, end = first + RERANK_KEYS;
     const int64_t last = end < task.candidate_count ? end : task.candidate_count;
     if (reranks_keys(static_cast<int>(job.a.padded_dim))) return estimate_groups(job, task, levels, first, last);
-    switch (job.a.padded_dim) {
-        case 64:
-            return estimate<64>(job, task, levels, first, last);
-        case 128:
-            return estimate<128>(job, task, levels, first, last);
-        default:
-            return estimate<0>(job, task, levels, first, last);
-    }
+    with_constant<64, 128, 0>(job.a.padded_dim, [&](auto size) { estimate<size>(job, task, levels, first, last); });
 }
 
 void select(const SelectArguments& a) {
