@@ -20,12 +20,12 @@ from tests.support.random_models import ARCHITECTURES, save_random_model
 
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.manifest import CODEBOOKS_FILE, MANIFEST_FILE, read_manifest, verify, write_manifest
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.weights import load_weights
+from kvseek.engine.model.weights import list_weights, load_weights
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.sources import SOURCES_FILE
 
