@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-
 from kvseek.core.request import Request, SamplingConfig
-from kvseek.engine.draws.sampling import Launched
 from kvseek.engine.engine import Engine
 from kvseek.engine.tokenizer import Tokenizer
 
-LEAST_GAP = (
-    1e-4  # between the two largest logits (of standard deviation 1): what other sums in the same step cannot close
-)
 WORDS = "the harbour master wrote the log while one ship of three lay at the quay in nineteen hundred".split()  # noqa: SIM905
 LONGEST_ANSWER = 240
-NOISES = (3e-7, 1e-6, 3e-6)  # of the embedding table, relative: about what another order of sums changes
-TRIALS = 12
 
 
 @dataclass(frozen=True)
@@ -55,40 +47,12 @@ class Case:
         return own
 
 
-class GapWatcher:
-    """In the place of a decoder's `launch`: remembers how close the two largest logits of a greedy step came."""
-
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
-        self.least = float("inf")
-
-    def __call__(self, tokens: Any, slots: Any, samplers: Sequence[Any], wanted: Any) -> Launched:
-        logits, attended = self._decoder.decode(tokens, slots)
-        drawn: list[Any] = []
-        for row, sampler in zip(logits, samplers, strict=True):
-            values, ids = torch.topk(row, 2)
-            self.least = min(self.least, float(values[0] - values[1])) if sampler is None else self.least
-            drawn.append(int(ids[0]) if sampler is None else self._decoder.draw(row[None], [sampler])[0])
-        return Launched(attended, lambda: drawn)
-
-
 def make_cases(engine_dir: Path, count: int, seed: int) -> list[Case]:
-    """Make cases of both models with prompts from one token to near the longest; greedy ones have no near tie.
-
-    Two answers of a greedy request may differ in rounding, as other requests in the batch change the order of sums; where
-    two logits nearly tie that would show as another token, so such requests are replaced by others.
-    """
+    """Make cases of both models with prompts from one token to near the longest."""
     engine, random = Engine.load(engine_dir, 1), Random(seed)
-    watcher = GapWatcher(engine.decoder)
-    engine.decoder.launch = watcher  # type: ignore[method-assign]
-    cases: list[Case] = []
-    while len(cases) < count:
-        case = _draw(len(cases), engine, random)
-        watcher.least = float("inf")
-        (tokens,) = engine.generate([Request(case.prompt_ids, case.max_tokens, case.sampling)])
-        if watcher.least >= LEAST_GAP:
-            cases.append(_answered(case, tokens, engine.tokenizer))
-    return cases
+    drawn = [_draw(number, engine, random) for number in range(count)]
+    answers = [engine.generate([Request(case.prompt_ids, case.max_tokens, case.sampling)])[0] for case in drawn]
+    return [_answered(case, tokens, engine.tokenizer) for case, tokens in zip(drawn, answers, strict=True)]
 
 
 def texts_of(tokenizer: Tokenizer, tokens: Sequence[int], prompt_ids: Sequence[int]) -> tuple[str, ...]:
@@ -134,36 +98,3 @@ def _text(tokens: int, tokenizer: Tokenizer, random: Random) -> str:
     while len(tokenizer.encode(text)) > tokens:  # words cut in two may be spelt with other tokens
         text = text[:-1]
     return text or "a"
-
-
-def is_rounding(engine_dir: Path, case: Case, got: Sequence[object]) -> bool:
-    """Whether `got`, the token ids or the text of an answer, departs from the right one as noise alone makes it depart.
-
-    A method may select another row, or a sampler draw another token, where two are nearly as good. If a request that is
-    alone, but whose numbers are a little off, goes the very way at the first difference that it went in company, then its
-    company's only fault is the order of sums.
-    """
-    agreed = _agreement(got, _answer(case))
-    return any(_agreement(got, _answer(noisy)) > agreed for noisy in _noisy_answers(engine_dir, case))
-
-
-def _answer(case: Case) -> Sequence[object]:
-    return case.texts[-1] if case.prompt else case.tokens
-
-
-def _agreement(got: Sequence[object], other: Sequence[object]) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(got, other, strict=False))
-    return next((at for at, (one, two) in pairs if one != two), min(len(got), len(other)))
-
-
-def _noisy_answers(engine_dir: Path, case: Case) -> Iterator[Case]:
-    engine = Engine.load(engine_dir, 1)
-    table: torch.Tensor = engine.decoder.model.embed.weight  # type: ignore[attr-defined]
-    exact = table.clone()
-    for trial in range(TRIALS):
-        noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(trial))
-        with torch.inference_mode():
-            table.copy_(exact * (1 + NOISES[trial % len(NOISES)] * noise))
-        (tokens,) = engine.generate([Request(case.prompt_ids, case.max_tokens, case.sampling)])
-        yield _answered(case, tokens, engine.tokenizer)
