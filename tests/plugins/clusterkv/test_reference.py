@@ -161,20 +161,6 @@ def test_any_region(n: int, top_k: int, seed: int) -> None:
         assert all(0 <= row < n for row in rows)
 
 
-def test_the_best_clusters_are_those_of_the_largest_inner_products() -> None:
-    keys, query = random_keys(400, DIM), random_queries(1, KV_HEADS, DIM)
-    index = built(whole(top_k=60, tokens_per_cluster=20), keys, group=1)
-    rows = select_rows(index, query, [0]).rows[0]
-    for head in range(KV_HEADS):
-        scores = index.read_clusters(index.centroids, 0)[head] @ query[0, head]
-        sizes, starts = index.read_clusters(index.sizes, 0)[head], index.read_clusters(index.starts, 0)[head]
-        wanted: list[int] = []
-        for cluster in scores.argsort(descending=True).tolist():
-            start = int(starts[cluster])
-            wanted += places(index, 0)[head, start : start + int(sizes[cluster])].tolist()
-        assert set(rows[head].tolist()) == set(wanted[:60])
-
-
 def test_the_seed_and_the_layer_choose_the_first_centroids() -> None:
     keys = random_keys(400, DIM)
 

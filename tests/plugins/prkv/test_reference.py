@@ -226,23 +226,6 @@ def test_only_what_was_selected_or_static_becomes_static() -> None:
 
 
 @SCORES
-@pytest.mark.parametrize("evicted", [2, 5, 40])
-def test_appended_keys_become_visible_when_they_are_published(evicted: int, page_score: str) -> None:
-    """Pages that steps see, one of them begun, score as they did until then, even if a key is loud that joins it."""
-    case = Case(replace(SMALL, page_score=page_score), [501])
-    keys, queries = random_keys(501 + evicted, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
-    keys[:, 501:] *= 20
-    case.prompt(0, keys[:, :501], window())
-    before = case.selected(queries, 0)
-    case.context.extents.write(case.pool, 0, 501, case.rows(keys[:, 501:]))
-    case.index.append(0, 501, keys[:, 501:])
-    assert torch.equal(case.selected(queries, 0), before)
-    case.context.lengths[0] += evicted
-    case.index.publish(0, 501, evicted)
-    case.check_summaries(0)
-
-
-@SCORES
 def test_growth_with_updates(page_score: str) -> None:
     """From a prompt without a single page to 5,000 tokens: summaries stay those of their rows."""
     case = Case(replace(SMALL, page_score=page_score), [5], room=5100)

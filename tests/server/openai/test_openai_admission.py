@@ -19,7 +19,7 @@ from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
 
-CLIENTS, EXTENTS = 64, 48
+CLIENTS, EXTENTS = 32, 24
 EXTENT_BYTES = 2 * 1024 * 2 * 32 * 4  # of two layers and one KV head of 32 channels, in float32
 NAME = "harbour"
 END, BIAS, LEAST = 1, 1.5, 120  # the end token, which is made likelier so that answers end, and tokens before it
