@@ -20,9 +20,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.server.soak.cases import make_cases
 from tests.server.soak.engine import build_soak_engine
-from tests.server.soak.jobs import Job, make_jobs
+from tests.server.soak.jobs import Job, make_cases, make_jobs
 from tests.server.soak.runner import Outcome, Runner
 from tests.server.soak.state import grown, quiet_state, table, warm
 from tests.support.live_server import LiveServer, live_server

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.server.soak.calls import CallError, Piece, make_call
-from tests.server.soak.cases import Case
-from tests.server.soak.jobs import Fate, Job
+from tests.server.soak.jobs import Case, Fate, Job
 
 REQUEST_SECONDS = 600.0  # from a request's first attempt to its end
 AFTER_KILL_SECONDS = 5.0  # after the server was ready again, in which errors may still be of the kill
