@@ -47,6 +47,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_every_load_and_a_method_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "served.json"
