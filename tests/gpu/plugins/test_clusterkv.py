@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -143,32 +144,6 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
             assert values[head][cut[0]] <= last + 1e-4 * last.abs(), "the cut one is the last"
 
 
-@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
-def test_selection(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
-    torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=300, tokens_per_cluster=40, iterations=3, **CENTROIDS)
-    expected, found = make_pair(config, dtype, dim, group, lengths)
-    queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
-    slots = list(reversed(range(len(lengths))))
-    selection = select_rows(found, queries.cuda(), slots)
-    assert [found.budget(lengths[slot]).rows for slot in slots] == [min(300, lengths[slot]) for slot in slots]
-    for request, slot in enumerate(slots):
-        check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
-
-
-@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
-def test_spreads_count(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
-    torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=300, iterations=3, spread_weight=3.0, rerank_bits=0)
-    expected, found = make_pair(config, dtype, dim, group, lengths)
-    queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
-    selection = select_rows(found, queries.cuda(), list(range(len(lengths))))
-    for slot in range(len(lengths)):
-        check_request(expected, found, queries[slot], slot, selection.rows[slot].cpu())
-
-
 def check_reranked(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
     """Of the candidates, rows are the best by their estimates up to rounding, in the candidates' order.
 
@@ -202,16 +177,29 @@ def check_reranked(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, 
             assert values[head][~chosen].max() <= values[head][chosen].min() + slack, "no better one was left"
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "centroids": {"tokens_per_cluster": 40, **CENTROIDS},
+    "spreads": {"spread_weight": 3.0, "rerank_bits": 0},
+    "codes": {"candidates": 4},
+}
+
+
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group"), gpu_context.SHAPES)
-def test_codes_choose_among_the_rows_of_clusters(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("way", "shape"), [(way, shape) for way in WAYS for shape in SHAPES if way != "codes" or shape[1] >= 64]
+)
+def test_selection(way: str, shape: tuple[str, int, int], lengths: list[int]) -> None:
+    dtype, dim, group = shape
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=300, iterations=3, candidates=4)
+    config = Config(top_k=300, iterations=3, **WAYS[way])
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
-    rows = select_rows(found, queries.cuda(), list(range(len(lengths)))).rows.cpu()
-    for slot in range(len(lengths)):
-        check_reranked(expected, found, queries[slot], slot, rows[slot])
+    slots = list(range(len(lengths)))[:: 1 if way == "codes" else -1]  # with codes a request's number is its slot's
+    rows = select_rows(found, queries.cuda(), slots).rows.cpu()
+    assert [found.budget(lengths[slot]).rows for slot in slots] == [min(300, lengths[slot]) for slot in slots]
+    for request, slot in enumerate(slots):
+        check = check_reranked if way == "codes" else check_request
+        check(expected, found, queries[request], slot, rows[request])
 
 
 def test_more_candidates_than_shared_memory_holds() -> None:
