@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,14 @@ def one_request(results: Results) -> Rows:
 
 
 def paper_presets(results: Results) -> Rows:
-    document = results("paper-presets-h200")
+    document, on_host_cores = results("paper-presets-h200"), results("paper-ctkvr-h200")
     yield ("", "rows in GPU memory", "rows in host memory")
     for name in ("prkv", "pariskv", "ctkvr", "clusterkv"):
-        times = (with_ratio(step(document, f"{name}:paper", offload, 128 * K)) for offload in ("never", "always"))
-        yield (f"`{name}:paper`", *times)
+        places = ((document, "never"), (on_host_cores if name == "ctkvr" else document, "always"))
+        yield (
+            f"`{name}:paper`",
+            *(with_ratio(step(found, f"{name}:paper", place, 128 * K)) for found, place in places),
+        )
 
 
 def short_contexts(results: Results) -> Rows:
@@ -581,6 +585,14 @@ def drawn_steps(results: Results) -> Rows:
         yield (kind, *(f"+{milliseconds(time)} ms" for time in added))
 
 
+def mixed_steps(results: Results) -> Rows:
+    """Steps of the whole engine for requests of different lengths."""
+    yield ("requests × tokens", "a step, ms")
+    for entry in results("engine-steps-mixed-h200")["results"]:
+        parts = re.sub(r"\d{4,}", lambda tokens: f"{int(tokens[0]):,}", entry["batch"])
+        yield (parts.replace("x", " × ").replace("+", ", "), milliseconds(entry["seconds"]))
+
+
 def load(results: Results) -> Rows:
     """A line a cell, with the medians of both tools; the picture of the document has the other percentiles."""
     found = results("load-cpu-smollm2")["results"]
@@ -740,6 +752,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "served": served,
     "served beside the bare engine": served_and_bare,
     "steps by how tokens are drawn": drawn_steps,
+    "steps of mixed lengths": mixed_steps,
     "load": load,
     "key codes": codes,
 }
