@@ -353,7 +353,7 @@ def test_inspect_and_verify(engine: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_damaged_index(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What else may be wrong with it: tests/engine/tensorrt/test_index.py."""
+    """What else may be wrong with it: tests/engine/tensorrt/test_runtime.py."""
     (engine / "rank0.plans.json").write_text('{"module": "tensorrt"}')
     assert build.main(["--inspect", str(engine)]) == 1
     found = capsys.readouterr().err
