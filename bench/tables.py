@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kvseek.bench.accuracy.perplexity import rise
@@ -35,6 +36,7 @@ TASKS = {  # of the suite needle, and their headings
 }
 
 PERPLEXITY = ("perplexity-cpu-smollm2", "perplexity-methods-cpu-smollm2")
+WITHIN = 3  # points of `full` within which wide answers should be
 NEEDLE = ("needle-gpu-32k-layers-together", "needle-h100-128k-layers-together")
 
 Row = tuple[str, ...]
@@ -258,26 +260,39 @@ def _counted(cell: dict[str, Any]) -> str:
     return f"{_right(cell)} of {cell['questions']}"
 
 
+def wide_tasks(results: Results) -> Rows:
+    """Parts of wide answers that are right, of `full`; and by how many points those of each method differ, fewest rows first."""
+    cells = {(c["task"], c["length"], c["engine"]): c["parts"] for c in results("wide-tasks-cpu-needle")["cells"]}
+    asked = dict.fromkeys(key[:2] for key in cells)
+    settings = {name: parse_variants(name)[0] for name in dict.fromkeys(engine for *_, engine in cells)}
+    yield ("", *(f"`{task}` at {length:,}" for task, length in asked))
+    full = [cells[*key, "full"] for key in asked]
+    yield ("`full`", *(f"{100 * fmean(parts):.1f}" for parts in full))
+    for method in METHODS[1:]:
+        own = sorted((one.settings.top_k, name) for name, one in settings.items() if one.method == method)
+        shown = []
+        for key, reference in zip(asked, full, strict=True):
+            found = [(rows, cells.get((*key, name))) for rows, name in own]
+            shown.append("; ".join(_points(rows, parts, reference) for rows, parts in found if parts is not None))
+        yield (f"`{method}`", *shown)
+
+
+def _points(rows: int, parts: Sequence[float], reference: Sequence[float]) -> str:
+    """The difference on the contexts that both have read, and behind it the rows; bold beyond WITHIN points."""
+    points = 100 * fmean(own - other for own, other in zip(parts, reference, strict=False))
+    text = f"{points:+.1f} ({rows:,})"
+    return f"**{text}**" if points < -WITHIN else text
+
+
 def perplexities(results: Results) -> Rows:
     found = results(PERPLEXITY[0])
     first = found["results"][0]
-    texts = [f"`{name.rpartition('/')[2].rpartition(':')[2]}`" for name in found["texts"]]
-    yield (
-        "",
-        "tokens attended to",
-        "perplexity",
-        f"× `{first['name']}`, %",
-        *texts,
-        "tokens that were likely",
-        "others",
-    )
+    yield ("", "tokens attended to", "perplexity", f"× `{first['name']}`, %")
     for entry in found["results"]:
         if any(part in entry["name"] for part in ("top_k=256", "candidates=8")):  # choosing.md shows what is between
             continue
-        rises = [rise(one) for one in (entry, *entry["by_text"])] if entry is not first else [""] * (1 + len(texts))
-        kinds = (f"{entry[name]:+.1f}" if entry is not first else "" for name in ("likely", "unlikely"))
         attended = f"{entry['attended_tokens']:,.0f}"
-        yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", *rises, *kinds)
+        yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", rise(entry) if entry is not first else "")
 
 
 def losses(results: Results) -> Rows:
@@ -337,6 +352,8 @@ def loss_and_time(results: Results) -> Rows:
     yield ("", "perplexity over `full`, %", "on the worst text, %", "a step, rows in GPU memory", "rows in host memory")
     settings = {entry["name"]: parse_variants(entry["name"])[0] for entry in losses[1:]}
     for entry in sorted(losses[1:], key=lambda one: _method_and_rows(settings[one["name"]])):
+        if entry["name"].endswith("candidates=8"):  # which was not timed, and loses what three lose
+            continue
         timed = entry["name"] in times["methods"]
         steps = [
             with_ratio(step(times, entry["name"], place, 128 * K)) if timed else "" for place in ("never", "always")
@@ -734,6 +751,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "losses": losses,
     "loss and time": loss_and_time,
     "losses at 64K": long_losses,
+    "wide tasks": wide_tasks,
     "lists of ctkvr": ctkvr_lists,
     "answers with sparse prompts": sparse_answers,
     "settings of sparse prompts": sparse_settings,
