@@ -80,6 +80,8 @@ def read(arguments: argparse.Namespace) -> None:
     fits = arguments.tokens % arguments.block == 0 and arguments.tokens > arguments.block
     limit = f"a multiple of --block = {arguments.block}, twice that or more"
     require(fits, "--tokens", arguments.tokens, limit, "change one of them")
+    least = NGRAM + PARTS if arguments.own_answers else 1
+    require(arguments.tokens >= least, "--tokens", arguments.tokens, f">= {least} with --own_answers", "take more")
     names = [text if ":" in text else Path(text).name for text in arguments.text]  # without folders of the machine
     require(len(set(names)) == len(names), "--text", names, "of different names", "rename one, or leave it out")
     arguments.text = dict(zip(names, map(read_text, arguments.text), strict=True))

@@ -386,6 +386,8 @@ class Training:
             name: getattr(arguments, name) for name in ("shape", "jumps", "seed", "positions", "learning_rate")
         }
         self.settings["wide_share"] = arguments.wide
+        if arguments.minutes:  # the steps of these stages are then the state's
+            self.settings["stages"] = [list(astuple(stage)) for stage in stages]
         torch.manual_seed(arguments.seed)
         self.model = make_model(SHAPES[arguments.shape], arguments.positions).to(self.device)
         if arguments.init:

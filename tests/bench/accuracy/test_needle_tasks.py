@@ -269,6 +269,7 @@ def test_a_training_begins_with_a_checkpoint_and_fits_into_its_time(tmp_path: Pa
     for name, of_first in weights("first").items():
         torch.testing.assert_close(weights("second")[name], of_first.bfloat16().float(), rtol=0, atol=0)
     stages = torch.load(tmp_path / "second/state.pt", weights_only=True)["stages"]
+    assert train(tmp_path / "second", *begun, "--minutes", "9", "--stage", "512:2:1")[0] == 1, "other stages"
     status, log = train(tmp_path / "second", *begun, "--minutes", "0.0001", "--evaluate", "1024")
     assert (status, len([line for line in log if "measured" in line])) == (0, 2), (
         "not measured again, and its time is over"

@@ -126,6 +126,7 @@ def test_figures_by_hand() -> None:
     [
         (["--tokens", "45"], "--tokens = 45: must be a multiple of --block = 10, twice that or more"),
         (["--tokens", "10"], "--tokens = 10: must be a multiple of --block = 10, twice that or more"),
+        (["--own_answers", "--tokens", "6", "--block", "3"], "--tokens = 6: must be >= 12 with --own_answers"),
         (["--block", "0"], "--block = 0: must be >= 1"),
         (["--methods", "full,prkv", "--top_k", "64,100"], "top_k = 100: must be a positive multiple of page = 8"),
         (["--top_k", "x"], "--top_k = 'x': must be a comma list of numbers >= 1"),
