@@ -287,12 +287,17 @@ def _points(rows: int, parts: Sequence[float], reference: Sequence[float]) -> st
 def perplexities(results: Results) -> Rows:
     found = results(PERPLEXITY[0])
     first = found["results"][0]
-    yield ("", "tokens attended to", "perplexity", f"× `{first['name']}`, %")
+    yield ("", "tokens attended to", "perplexity", f"× `{first['name']}`, %", "likely tokens", "others")
     for entry in found["results"]:
         if any(part in entry["name"] for part in ("top_k=256", "candidates=8")):  # choosing.md shows what is between
             continue
         attended = f"{entry['attended_tokens']:,.0f}"
-        yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", rise(entry) if entry is not first else "")
+        rises = (
+            (rise(entry), *(f"{entry[kind]:+.1f}" for kind in ("likely", "unlikely")))
+            if entry is not first
+            else [""] * 3
+        )
+        yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", *rises)
 
 
 def losses(results: Results) -> Rows:
