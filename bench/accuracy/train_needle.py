@@ -386,6 +386,8 @@ class Training:
             name: getattr(arguments, name) for name in ("shape", "jumps", "seed", "positions", "learning_rate")
         }
         self.settings["wide_share"] = arguments.wide
+        if arguments.minutes:  # the steps of these stages are then the state's
+            self.settings["stages"] = [list(astuple(stage)) for stage in stages]
         torch.manual_seed(arguments.seed)
         self.model = make_model(SHAPES[arguments.shape], arguments.positions).to(self.device)
         if arguments.init:
@@ -527,7 +529,7 @@ class Training:
                 return False
         for tokens in arguments.evaluate:
             found = check(self.model, tokens, self.device, EVALUATED_CONTEXTS)
-            self.log(evaluated=tokens, contexts=EVALUATED_CONTEXTS, exact_and_tokens=found)
+            self.log(evaluated=max(tokens, 1024), contexts=EVALUATED_CONTEXTS, exact_and_tokens=found)
         return True
 
 
