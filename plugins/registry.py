@@ -1,4 +1,5 @@
-"""The methods: each folder of plugins/ that has a method.py. Nothing outside a method's folder names it.
+"""The methods: each folder of plugins/ that has a method.py, and the competing systems below peers/. Nothing outside a
+method's folder names it.
 
 A method has three members: `Config` in config.py, a frozen dataclass of its fields, and in method.py
 `traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). A method of a paper has `PAPER` in config.py,
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from .contract import Index, Traits
 
 
-def _scan() -> dict[str, str]:
-    """Find every folder beside this file that has a method.py. `full`, with which the others are compared, comes first."""
-    folders = {path.parent.name for path in Path(__file__).parent.glob("*/method.py")}
-    return {name: f"kvseek.plugins.{name}" for name in sorted(folders, key=lambda name: (name != "full", name))}
+def _scan(where: str = "") -> dict[str, str]:
+    """Find the folders of `where` that have a method.py. `full`, with which the others are compared, comes first."""
+    folders = {path.parent.name for path in Path(__file__).parent.glob(f"{where}*/method.py")}
+    package = "kvseek.plugins." + where.replace("/", ".")
+    return {name: package + name for name in sorted(folders, key=lambda name: (name != "full", name))}
 
 
 METHODS: dict[str, str] = _scan()
+PEERS: dict[str, str] = _scan("peers/")  # named like a method, but listed, imported and given flags only then
 CACHE_PREFIX = "cache."  # of the cache's fields among those of a preset
 PAPER = "paper"  # the one preset: the method's settings in its paper
 
@@ -88,9 +91,10 @@ class Method:
 
 def get_method(name: str) -> Method:
     """Look a method up by name; raises ConfigError that lists the known methods."""
-    if name not in METHODS:
-        raise ConfigError(f"method = {name!r}: unknown; choose one of {', '.join(METHODS)}")
-    return Method(name, METHODS[name])
+    known = METHODS | PEERS
+    if name not in known:
+        raise ConfigError(f"method = {name!r}: unknown; choose one of {', '.join(known)}")
+    return Method(name, known[name])
 
 
 def method_traits(config: EngineConfig) -> Traits:
