@@ -18,9 +18,12 @@ from torch.nn.functional import pad
 from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import require
+from kvseek.core.extents import extents_for
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.contract import Budget, Index, Traits
 from kvseek.plugins.ranking import best_positions
+
+QUERIES = 32  # whose attention to all keys is in memory at a time
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Region:
     places : Tensor, int64 [n]
     valid : Tensor, bool [n]
         Which places hold a row; arrays may hold anything at the others.
+    selects : Tensor, bool [1]
+        Whether the request attends to what is selected, and not to every row.
     """
 
     slot: Tensor
@@ -61,6 +66,7 @@ class Region:
     length: Tensor
     places: Tensor
     valid: Tensor
+    selects: Tensor
 
 
 class PeerIndex(Index):
@@ -93,17 +99,19 @@ class PeerIndex(Index):
 
     def regions(self, batch: Batch) -> Iterator[Region]:
         """Return the regions of a batch's requests."""
-        slots, lengths = batch.column("slot"), batch.column("length")
-        for request in range(batch.size):
-            known = None if self.one_shape else batch.lengths[request]
-            yield self.region(slots[request : request + 1], batch.table, lengths[request : request + 1], known)
+        columns = [batch.column(name).split(1) for name in ("slot", "length", "dense")]
+        for request, (slot, length, dense) in enumerate(zip(*columns, strict=True)):
+            most = batch.table.shape[1] * EXTENT_TOKENS if self.one_shape else batch.lengths[request]
+            extents = batch.table.index_select(0, slot)[0, : extents_for(most)].clamp(min=0)
+            places = torch.arange(most, device=slot.device)
+            yield Region(slot, extents, length, places, places < length, dense == 0)
 
-    def region(self, slot: Tensor, table: Tensor, length: Tensor, known: int | None) -> Region:
-        """Return a slot's region; `known` is its length, None if it must not matter to the shape."""
-        most = table.shape[1] * EXTENT_TOKENS if known is None else known
-        extents = table.index_select(0, slot)[0, : -(-most // EXTENT_TOKENS)].clamp(min=0)
-        places = torch.arange(most, device=table.device)
-        return Region(slot, extents, length, places, places < length)
+    def by_slot(self) -> Tensor:
+        """Allocate a number for each row that a slot can have: float32 [slots, G, tokens]."""
+        extents = self.context.extents
+        shape = (extents.slots, self.context.num_kv_heads, extents.max_extents * EXTENT_TOKENS)
+        self.bytes_per_token += torch.float32.itemsize * shape[1]
+        return torch.zeros(shape, device=self.context.device)
 
     @abstractmethod
     def values(self, queries: Tensor, region: Region) -> Tensor:
@@ -120,11 +128,7 @@ class KeyedIndex(PeerIndex):
         super().__init__(context)
         shape = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS, context.head_dim)
         self.copies = torch.empty((0,) if self.dense else shape, dtype=context.dtype, device=context.device)
-
-    @property
-    def bytes_per_token(self) -> float:  # type: ignore[override]
-        """Bytes per token of the copy of the keys."""
-        return self.copies[0].nbytes / EXTENT_TOKENS if self.copies.numel() else 0.0
+        self.bytes_per_token += self.copies.nbytes / EXTENT_TOKENS / context.extents.capacity
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
@@ -150,6 +154,43 @@ def in_pages(rows: Tensor, page: int, filling: float) -> Tensor:
 def of_pages(values: Tensor, page: int, count: int) -> Tensor:
     """Give the first `count` rows the values [G, pages] of their pages: [G, count]."""
     return values.repeat_interleave(page, dim=1, output_size=values.shape[1] * page)[:, :count]
+
+
+def attention_received(
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float,
+    *,
+    causal: bool = False,
+    kept: Tensor | None = None,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """Sum the softmax attention that queries [H, w, D] pay to keys [G, n, D]: float32 [G, g, n].
+
+    Parameters
+    ----------
+    causal : bool
+        Whether the last query sees all keys, the one before it all but the last, and so on.
+    kept : Tensor, bool [G, n], optional
+        The only keys that there are.
+    counted : Tensor, bool [w], optional
+        The only queries that there are.
+    """
+    heads, n = keys.shape[0], keys.shape[1]
+    keys, sums = keys.float().transpose(1, 2)[:, None], keys.new_zeros((), dtype=torch.float32)
+    for first in range(0, queries.shape[1], QUERIES):
+        block = queries[:, first : first + QUERIES].float().unflatten(0, (heads, -1))
+        scores = block @ keys * scaling
+        if causal:
+            last = torch.arange(first, first + block.shape[2], device=keys.device) + n - queries.shape[1]
+            scores = scores.masked_fill(torch.arange(n, device=keys.device) > last[:, None], -torch.inf)
+        if kept is not None:
+            scores = scores.masked_fill(~kept[:, None, None], -torch.inf)
+        weights = scores.softmax(dim=-1)
+        if counted is not None:
+            weights = weights * counted[first : first + QUERIES, None]
+        sums = sums + weights.sum(dim=2)
+    return sums
 
 
 def peer_traits(config: Any, **own: Any) -> Traits:
