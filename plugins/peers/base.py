@@ -24,6 +24,7 @@ from kvseek.plugins.contract import Budget, Index, Traits
 from kvseek.plugins.ranking import best_positions
 
 QUERIES = 32  # whose attention to all keys is in memory at a time
+POINTS = 4096  # whose distances to all centroids are
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,17 @@ class PeerIndex(Index):
             places = torch.arange(most, device=slot.device)
             yield Region(slot, extents, length, places, places < length, dense == 0)
 
+    def by_row(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Allocate `width` numbers for each row of the pool: [extents, G, 1024, width]."""
+        context = self.context
+        shape = (0 if self.dense else context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS, width)
+        self.bytes_per_token += dtype.itemsize * width * context.num_kv_heads * (not self.dense)
+        return torch.empty(shape, dtype=dtype, device=context.device)
+
+    def read(self, array: Tensor, region: Region) -> Tensor:
+        """Copy what an array [extents, G, 1024, width] has of a region's places: [G, n, width]."""
+        return array.index_select(0, region.extents).transpose(0, 1).flatten(1, 2)[:, : len(region.places)]
+
     def by_slot(self) -> Tensor:
         """Allocate a number for each row that a slot can have: float32 [slots, G, tokens]."""
         extents = self.context.extents
@@ -126,9 +138,7 @@ class KeyedIndex(PeerIndex):
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        shape = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS, context.head_dim)
-        self.copies = torch.empty((0,) if self.dense else shape, dtype=context.dtype, device=context.device)
-        self.bytes_per_token += self.copies.nbytes / EXTENT_TOKENS / context.extents.capacity
+        self.copies = self.by_row(context.head_dim, context.dtype)
 
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build; the queries are not used."""
@@ -141,8 +151,61 @@ class KeyedIndex(PeerIndex):
 
     def keys(self, region: Region) -> Tensor:
         """Copy a region's keys: float32 [G, n, D], zero at places that are not valid."""
-        keys = self.copies.index_select(0, region.extents).transpose(0, 1).flatten(1, 2)[:, : len(region.places)]
-        return keys.float().masked_fill(~region.valid[:, None], 0)
+        return self.read(self.copies, region).float().masked_fill(~region.valid[:, None], 0)
+
+
+class CodedPeer(PeerIndex):
+    """Keeps codes of the rows, [extents, G, 1024, width], instead of keys; a slot learns how from its first keys.
+
+    Those are the prompt's. Of a prompt that stays in the window they are the first that leave it.
+    """
+
+    codes: Tensor
+
+    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
+        """See Index.build; the queries are not used."""
+        self.append(slot, 0, keys)
+
+    def append(self, slot: int, start: int, keys: Tensor) -> None:
+        """See Index.append. No selection reads beyond a region's length, so there is nothing to publish."""
+        if keys.shape[1] and not self.dense:
+            if start == 0:
+                self.learn(slot, keys.float())
+            self.context.extents.write(self.codes, slot, start, self.encode(slot, keys.float()))
+
+    @abstractmethod
+    def learn(self, slot: int, keys: Tensor) -> None:
+        """Set what the codes of a slot mean, by float32 keys [G, n, D], n >= 1."""
+
+    @abstractmethod
+    def encode(self, slot: int, keys: Tensor) -> Tensor:
+        """Encode float32 keys [G, u, D]: [G, u, width]."""
+
+
+def nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    """Find the nearest centroid [B, c, d] of each point [B, n, d]: int64 [B, n]."""
+    halves = centroids.square().sum(dim=-1)[:, None] / 2
+    parts = [part @ centroids.transpose(1, 2) - halves for part in points.split(POINTS, dim=1)]
+    return torch.cat([part.argmax(dim=-1) for part in parts], dim=1)
+
+
+def means_of(points: Tensor, labels: Tensor, otherwise: Tensor) -> Tensor:
+    """Average the points [B, n, d] of each label: [B, c, d]; `otherwise` [B, c, d] where there is none.
+
+    Sums are in float64, so that their order, which is any on a GPU, does not show.
+    """
+    sums = otherwise.new_zeros(otherwise.shape, dtype=torch.float64)
+    sums.scatter_add_(1, labels[..., None].expand_as(points), points.double())
+    sizes = sums.new_zeros(sums.shape[:2]).scatter_add_(1, labels, torch.ones_like(labels, dtype=torch.float64))
+    return torch.where(sizes[..., None] > 0, sums / sizes.clamp(min=1)[..., None], otherwise).float()
+
+
+def kmeans(points: Tensor, count: int, iterations: int) -> Tensor:
+    """Cluster points [B, n, d] around `count` centroids, which begin at evenly spaced points: [B, count, d]."""
+    centroids = points[:, torch.linspace(0, points.shape[1] - 1, count, device=points.device).round().long()]
+    for _ in range(iterations):
+        centroids = means_of(points, nearest(points, centroids), centroids)
+    return centroids
 
 
 def in_pages(rows: Tensor, page: int, filling: float) -> Tensor:

@@ -31,11 +31,14 @@ class HeavyIndex(KeyedIndex):
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build. All queries that are given count, each for the rows that are at least a window before it."""
         super().build(slot, keys, queries)
+        n = keys.shape[1]
+        queries = queries[
+            :, max(0, queries.shape[1] - n) :
+        ]  # as many as are known of every prompt: Traits.last_queries
         latest = queries[:, -self.config.recent_queries :].transpose(0, 1)
         self.recent[slot, : len(latest)], self.seen[slot] = latest.float(), len(latest)
-        n = keys.shape[1]
         if n:
-            sums = attention_received(queries[:, -n:], keys, self.context.scaling, causal=True)
+            sums = attention_received(queries, keys, self.context.scaling, causal=True)
             self.received[slot, :, :n] = sums.mean(dim=1)
             self._evict(slot, n)
 

@@ -14,6 +14,7 @@ from tests.plugins.cases import CASES
 from tests.plugins.retrieval_region import GROUP, KV_HEADS, Region, topical
 from torch import Tensor
 
+from kvseek.plugins.peers.base import kmeans, nearest
 from kvseek.plugins.registry import PEERS
 
 PROMPT, EVICTED, STEPS = 1200, 40, 4
@@ -30,11 +31,19 @@ class Head:
         self.keys = region.keys[0][number].double()
         self.prompt, self.past, self.queries = own[:PROMPT], [own[step] for step in steps[:-1]], own[steps[-1]]
         self.config: Any = region.context.config
-        self.top_k = self.config.top_k
+        self.top_k, self.index, self.number = self.config.top_k, region.index, number
 
     def weights(self, queries: Tensor, rows: list[int]) -> Tensor:
         """Attention of queries [g, D] to some rows, the mean over the heads: [rows]."""
         return (queries @ self.keys[rows].T / self.keys.shape[1] ** 0.5).softmax(dim=-1).mean(dim=0)
+
+    def best_rows(self, values: list[float]) -> set[int]:
+        """The rows of the largest values, the first of equal ones."""
+        return set(sorted(range(len(values)), key=lambda row: -values[row])[: self.top_k])
+
+    def kept(self, array: Tensor) -> Tensor:
+        """What the index keeps of this slot and KV head, in an array [slots, G, ...]."""
+        return array[0, self.number]
 
     def rows_of_best(self, value: Callable[[Tensor], float], page: int) -> set[int]:
         """The first rows of the pages of the largest values, as many as are kept."""
@@ -110,11 +119,77 @@ def h2o(head: Head) -> set[int]:
     return set(received)
 
 
+def arkvale(head: Head) -> set[int]:
+    def score(page: Tensor) -> float:
+        centre = (page.amin(dim=0) + page.amax(dim=0)) / 2
+        width = torch.stack([(key - centre).abs() for key in page]).mean(dim=0)
+        low, high = centre - width, centre + width
+        return float(torch.stack([torch.maximum(q * low, q * high).sum() for q in head.queries]).mean())
+
+    return head.rows_of_best(score, head.config.page)
+
+
+def infinigen(head: Head) -> set[int]:
+    """By a singular value decomposition, and keys and queries that are turned and cut."""
+    queries = head.prompt.flatten(0, 1)
+    turn = torch.linalg.svd(queries, full_matrices=False).Vh.T
+    count = int(head.config.partial * len(turn))
+    loudest = [(part @ turn).abs().sum(dim=0).topk(count).indices for part in (queries, head.keys[:PROMPT])]
+    turn = turn[:, sorted(set(torch.cat(loudest).tolist()))]
+    scores = (head.queries @ turn) @ (head.keys @ turn).T / head.keys.shape[1] ** 0.5
+    return head.best_rows(scores.softmax(dim=-1).mean(dim=0).tolist())
+
+
+def magicpig(head: Head) -> set[int]:
+    planes = head.index.planes.double().T.unflatten(0, (head.config.tables, -1))
+    mean, totals = head.keys[:PROMPT].mean(dim=0), [0.0] * len(head.keys)
+    for query in head.queries:
+        side = planes @ query > 0
+        for row, key in enumerate(head.keys):
+            shared = int(((planes @ (key - mean) > 0) == side).all(dim=1).sum())
+            totals[row] += shared if shared >= 2 else 0
+    return head.best_rows(totals)
+
+
+def pqcache(head: Head) -> set[int]:
+    centroids = head.kept(head.index.centroids).double()
+    coded = torch.cat(
+        [
+            part[torch.cdist(own, part).argmin(dim=1)]
+            for own, part in zip(head.keys.chunk(len(centroids), dim=1), centroids, strict=True)
+        ],
+        dim=1,
+    )
+    scores = head.queries @ coded.T / head.keys.shape[1] ** 0.5
+    return head.best_rows(scores.softmax(dim=-1).mean(dim=0).tolist())
+
+
+def squeezedattention(head: Head) -> set[int]:
+    directions = head.kept(head.index.directions).double()[: round(head.config.cluster_share * PROMPT)]
+    labels = torch.cdist(head.keys / head.keys.norm(dim=1, keepdim=True), directions).argmin(dim=1).tolist()
+    members = {label: [row for row in range(PROMPT) if labels[row] == label] for label in set(labels[:PROMPT])}
+    weights = dict.fromkeys(members, 0.0)
+    for query in head.queries:
+        raised = {
+            label: float((query @ head.keys[rows].mean(dim=0) / len(query) ** 0.5).exp())
+            for label, rows in members.items()
+        }
+        total = sum(raised[label] for label in labels)
+        for label in members:
+            weights[label] += raised[label] / total
+    return head.best_rows([weights[label] for label in labels])
+
+
 RULES: dict[str, Callable[[Head], set[int]]] = {
+    "arkvale": arkvale,
     "h2o": h2o,
+    "infinigen": infinigen,
+    "magicpig": magicpig,
+    "pqcache": pqcache,
     "quest": quest,
     "shadowkv": shadowkv,
     "snapkv": snapkv,
+    "squeezedattention": squeezedattention,
     "streamingllm": streamingllm,
 }
 
@@ -133,3 +208,13 @@ def test_the_papers_rule(peer: str, one_shape: bool) -> None:
         for number, rows in enumerate(found):
             assert set(rows.tolist()) == RULES[peer](Head(region, queries, steps, number))
         region.evict(0, keys[:, start : start + EVICTED])
+
+
+def test_kmeans_finds_clusters_and_labels_are_the_nearest() -> None:
+    generator = torch.Generator().manual_seed(1)
+    centres = 4 * torch.randn(2, 6, 8, generator=generator)
+    points = centres.repeat_interleave(50, dim=1) + 0.1 * torch.randn(2, 300, 8, generator=generator)
+    found = kmeans(points[:, torch.randperm(300, generator=generator)], 6, 10)
+    spread = [(points - found.gather(1, nearest(points, found)[..., None].expand(-1, -1, 8))).norm(dim=-1)]
+    assert torch.equal(nearest(points, found), torch.cdist(points, found).argmin(dim=2))
+    assert float(spread[0].median()) < 0.5
