@@ -93,14 +93,14 @@ class PeerIndex(Index):
         rows = torch.full(shape, -1, dtype=torch.int32, device=queries.device)
         for request, region in enumerate(self.regions(batch)):
             if region.places.numel():
-                values = self.values(queries[request].unflatten(0, (shape[1], -1)).float(), region)
+                values = self.values(queries[request].reshape(shape[1], -1, queries.shape[2]).float(), region)
                 best = best_positions(values.masked_fill(~region.valid, -torch.inf), self.config.top_k)
                 rows[request, :, : best.shape[1]] = torch.where(best < region.length, best, -1)
         return Selection(rows)
 
     def regions(self, batch: Batch) -> Iterator[Region]:
         """Return the regions of a batch's requests."""
-        columns = [batch.column(name).split(1) for name in ("slot", "length", "dense")]
+        columns = [torch.split(batch.column(name), 1) for name in ("slot", "length", "dense")]
         for request, (slot, length, dense) in enumerate(zip(*columns, strict=True)):
             most = batch.table.shape[1] * EXTENT_TOKENS if self.one_shape else batch.lengths[request]
             extents = batch.table.index_select(0, slot)[0, : extents_for(most)].clamp(min=0)
@@ -185,7 +185,7 @@ class CodedPeer(PeerIndex):
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
     """Find the nearest centroid [B, c, d] of each point [B, n, d]: int64 [B, n]."""
     halves = centroids.square().sum(dim=-1)[:, None] / 2
-    parts = [part @ centroids.transpose(1, 2) - halves for part in points.split(POINTS, dim=1)]
+    parts = [part @ centroids.transpose(1, 2) - halves for part in torch.split(points, POINTS, dim=1)]
     return torch.cat([part.argmax(dim=-1) for part in parts], dim=1)
 
 
@@ -210,8 +210,8 @@ def kmeans(points: Tensor, count: int, iterations: int) -> Tensor:
 
 def in_pages(rows: Tensor, page: int, filling: float) -> Tensor:
     """Cut rows [G, n, ...] into pages, the last of them filled up: [G, pages, page, ...]."""
-    missing = -rows.shape[1] % page
-    return pad(rows, (*(0, 0) * (rows.ndim - 2), 0, missing), value=filling).unflatten(1, (-1, page))
+    padded = pad(rows, (*(0, 0) * (rows.ndim - 2), 0, -rows.shape[1] % page), value=filling)
+    return padded.reshape(rows.shape[0], -1, page, *rows.shape[2:])
 
 
 def of_pages(values: Tensor, page: int, count: int) -> Tensor:
@@ -239,10 +239,10 @@ def attention_received(
     counted : Tensor, bool [w], optional
         The only queries that there are.
     """
-    heads, n = keys.shape[0], keys.shape[1]
+    heads, n, dim = keys.shape
     keys, sums = keys.float().transpose(1, 2)[:, None], keys.new_zeros((), dtype=torch.float32)
     for first in range(0, queries.shape[1], QUERIES):
-        block = queries[:, first : first + QUERIES].float().unflatten(0, (heads, -1))
+        block = queries[:, first : first + QUERIES].reshape(heads, queries.shape[0] // heads, -1, dim).float()
         scores = block @ keys * scaling
         if causal:
             last = torch.arange(first, first + block.shape[2], device=keys.device) + n - queries.shape[1]

@@ -27,7 +27,7 @@ class PartialIndex(KeyedIndex):
         """See Index.build. The right singular vectors of the queries are the rotation."""
         super().build(slot, keys, queries)
         queries = queries[:, -max(1, keys.shape[1]) :]  # as many as are known of every prompt: Traits.last_queries
-        grouped = queries.double().unflatten(0, (keys.shape[0], -1)).flatten(1, 2)
+        grouped = queries.double().reshape(keys.shape[0], -1, keys.shape[2])
         turned = torch.linalg.eigh(grouped.transpose(1, 2) @ grouped).eigenvectors  # [G, D, D], a column each
         count = max(1, int(self.config.partial * keys.shape[2]))
         chosen = torch.zeros_like(turned[:, :1])

@@ -37,14 +37,14 @@ class HashIndex(CodedPeer):
     def values(self, queries: Tensor, region: Region) -> Tensor:
         """Count the tables in which a row collides with a query of the group; of fewer than two of a query none counts."""
         keys, total = self.read(self.codes, region), torch.zeros((), device=queries.device)
-        for hashes in self._hash(queries).split(1, dim=1):
+        for hashes in torch.split(self._hash(queries), 1, dim=1):
             collisions = (keys == hashes).sum(dim=2)
             total = total + torch.where(collisions >= 2, collisions, 0)
         return total.float()
 
     def _hash(self, vectors: Tensor) -> Tensor:
         """Hash vectors [G, n, D]: [G, n, tables]."""
-        sides = (vectors @ self.planes > 0).unflatten(-1, (self.config.tables, -1))
+        sides = (vectors @ self.planes > 0).reshape(*vectors.shape[:2], self.config.tables, self.config.bits)
         return (sides << torch.arange(self.config.bits, device=sides.device)).sum(dim=-1).to(torch.int16)
 
 

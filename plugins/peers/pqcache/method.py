@@ -31,12 +31,12 @@ class ProductIndex(CodedPeer):
         """Cluster each part of the keys."""
         count = self.centroids.shape[3]
         found = kmeans(self._parts(keys).flatten(0, 1), count, self.config.iterations)
-        self.centroids[slot] = found.unflatten(0, (keys.shape[0], -1))
+        self.centroids[slot] = found.reshape(self.centroids.shape[1:])
 
     def encode(self, slot: int, keys: Tensor) -> Tensor:
         """Find the nearest centroids."""
         labels = nearest(self._parts(keys).flatten(0, 1), self.centroids[slot].flatten(0, 1))
-        return labels.unflatten(0, (keys.shape[0], -1)).transpose(1, 2).to(torch.uint8)
+        return labels.reshape(keys.shape[0], self.config.parts, -1).transpose(1, 2).to(torch.uint8)
 
     def values(self, queries: Tensor, region: Region) -> Tensor:
         """Rank by the mean softmax of the estimates."""
@@ -49,7 +49,8 @@ class ProductIndex(CodedPeer):
 
     def _parts(self, vectors: Tensor) -> Tensor:
         """Cut vectors [G, n, D] into parts: [G, parts, n, D / parts]."""
-        return vectors.unflatten(2, (self.config.parts, -1)).transpose(1, 2)
+        parts = self.config.parts
+        return vectors.reshape(*vectors.shape[:2], parts, vectors.shape[2] // parts).transpose(1, 2)
 
 
 def traits(config: Config) -> Traits:
