@@ -1,10 +1,11 @@
-"""The methods: each folder of plugins/ that has a method.py, and the competing systems below peers/. Nothing outside a
-method's folder names it.
+"""The methods: each folder of plugins/ that has a method.py, and of plugins/peers/, where the competing systems are. Nothing
+outside a method's folder names it.
 
 A method has three members: `Config` in config.py, a frozen dataclass of its fields, and in method.py
 `traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). A method of a paper has `PAPER` in config.py,
-too: what the paper sets, by field; fields of the cache are `cache.NAME`. measurements.py of its folder is for
-measurements alone (bench/methods.py); the engine does not look at them.
+too: what the paper sets, by field; fields of the cache are `cache.NAME`. Where a row that is not selected once is gone for good,
+there is `EVICTS = True`. measurements.py of its folder is for measurements alone (bench/methods.py); the engine does not look at
+them.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ class Method:
     def paper(self) -> dict[str, Any]:
         """What the method's paper sets, as its flags are called without the method's name; empty for a method of no paper."""
         return dict(getattr(importlib.import_module(f"{self.package}.config"), "PAPER", {}))
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a row that is not selected once is gone for good."""
+        return bool(getattr(importlib.import_module(f"{self.package}.config"), "EVICTS", False))
 
     def preset(self, name: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the fields of the method and those of the cache that a preset sets; none of them for None, the defaults.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvseek.core.errors import require
 from kvseek.plugins.peers.base import TopK
 
+EVICTS = True
 PAPER = {"top_k": 1024, "recent_share": 0.5}  # a fifth of its prompts of 5,000 tokens, half of it for the latest rows
 
 

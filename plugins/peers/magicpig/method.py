@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import CodedPeer, Region, peer_traits
+from kvseek.plugins.peers.base import POINTS, CodedPeer, Region, peer_traits
 
 from .config import Config
 
@@ -21,7 +21,8 @@ class HashIndex(CodedPeer):
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        self.planes = context.codebooks["planes"].to(context.device)
+        if not self.dense:
+            self.planes = context.codebooks["planes"].to(context.device)
         self.codes = self.by_row(self.config.tables, torch.int16)
         shape = (context.extents.slots, context.num_kv_heads, 1, context.head_dim)
         self.means = torch.zeros(shape, device=context.device)
@@ -44,8 +45,10 @@ class HashIndex(CodedPeer):
 
     def _hash(self, vectors: Tensor) -> Tensor:
         """Hash vectors [G, n, D]: [G, n, tables]."""
-        sides = (vectors @ self.planes > 0).reshape(*vectors.shape[:2], self.config.tables, self.config.bits)
-        return (sides << torch.arange(self.config.bits, device=sides.device)).sum(dim=-1).to(torch.int16)
+        tables, weights = self.config.tables, 2 ** torch.arange(self.config.bits, device=vectors.device)
+        sides = [(part @ self.planes > 0).short() for part in torch.split(vectors, POINTS, dim=1)]
+        hashes = [(part.reshape(*part.shape[:2], tables, -1) * weights.short()).sum(dim=-1).short() for part in sides]
+        return torch.cat(hashes, dim=1)
 
 
 def planes(config: Config, head_dim: int) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from kvseek.core.errors import require
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.peers.base import TopK
 
+EVICTS = True
 PAPER = {"top_k": 1024, "window": 32, "kernel": 7, "cache.local": 32}
 
 

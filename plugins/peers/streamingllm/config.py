@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvseek.plugins.peers.base import TopK
 
+EVICTS = True
 PAPER = {"top_k": 764, "cache.sink": 4, "cache.local": 256}  # 4 first and 1,020 latest tokens
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.plugins.cases import MethodCases
 
 EVICTS = 0.1  # MethodCases.mass: what comes back is not there
@@ -94,3 +96,4 @@ CASES = {
         ),
     ),
 }
+CASES = {peer: replace(case, on_gpu={peer: case.sparse}) for peer, case in CASES.items()}
