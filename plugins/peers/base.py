@@ -251,7 +251,7 @@ def attention_received(
             scores = scores.masked_fill(~kept[:, None, None], -torch.inf)
         weights = scores.softmax(dim=-1)
         if counted is not None:
-            weights = weights * counted[first : first + QUERIES, None]
+            weights = weights.masked_fill(~counted[first : first + QUERIES, None], 0)
         sums = sums + weights.sum(dim=2)
     return sums
 

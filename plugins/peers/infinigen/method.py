@@ -26,6 +26,8 @@ class PartialIndex(KeyedIndex):
     def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
         """See Index.build. The right singular vectors of the queries are the rotation."""
         super().build(slot, keys, queries)
+        if self.dense:
+            return
         queries = queries[:, -max(1, keys.shape[1]) :]  # as many as are known of every prompt: Traits.last_queries
         grouped = queries.double().reshape(keys.shape[0], -1, keys.shape[2])
         turned = torch.linalg.eigh(grouped.transpose(1, 2) @ grouped).eigenvectors  # [G, D, D], a column each

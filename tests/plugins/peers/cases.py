@@ -85,6 +85,12 @@ CASES = {
             ({"iterations": -1}, "iterations = -1: must be >= 0"),
         ),
     ),
+    "retrievalattention": MethodCases(
+        sparse={"top_k": 12, "links": 4, "beam": 4},
+        index={"top_k": 64},
+        paper={"top_k": 100, "cache.sink": 128, "cache.local": 512},
+        refused=(({"links": 0}, "links = 0: must be >= 1"), ({"rounds": 0}, "rounds = 0: must be >= 1")),
+    ),
     "squeezedattention": MethodCases(
         sparse={"top_k": 12},
         index={"top_k": 64},

@@ -5,6 +5,7 @@ A region is read, grows and is asked on the way, with the shapes of the CPU and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,10 @@ class Head:
     def kept(self, array: Tensor) -> Tensor:
         """What the index keeps of this slot and KV head, in an array [slots, G, ...]."""
         return array[0, self.number]
+
+    def graph(self, count: int) -> Tensor:
+        """The neighbours that the index keeps of the first rows: [count, links]."""
+        return self.index.context.extents.read(self.index.neighbours, 0, count)[self.number]
 
     def rows_of_best(self, value: Callable[[Tensor], float], page: int) -> set[int]:
         """The first rows of the pages of the largest values, as many as are kept."""
@@ -164,6 +169,36 @@ def pqcache(head: Head) -> set[int]:
     return head.best_rows(scores.softmax(dim=-1).mean(dim=0).tolist())
 
 
+def retrievalattention(head: Head) -> set[int]:
+    """Draws the graph, and walks through it; which of equally frequent neighbours a row has is taken from the index."""
+    links, beam, n = head.config.links, head.config.beam, len(head.keys)
+    given: dict[int, Counter[int]] = {row: Counter() for row in range(PROMPT)}
+    for query in head.prompt.flatten(0, 1):
+        first, *others = (head.keys[:PROMPT] @ query).topk(links).indices.tolist()
+        for other in others:
+            given[first][other] += 1
+            given[other][first] += 1
+    graph = head.graph(PROMPT)
+    for row, counts in given.items():
+        chosen = set(graph[row].tolist()) - {row}
+        assert len(chosen) == min(links, len(counts))
+        assert min([counts[other] for other in chosen], default=0) >= max(
+            [counts[other] for other in counts.keys() - chosen], default=0
+        )
+    entries = {number * PROMPT // beam for number in range(beam)}
+    weights = [0.0] * n
+    for query in head.queries:
+        scores, seen, left = (head.keys @ query).tolist(), entries | set(range(PROMPT, n)), set(range(n))
+        for _ in range(head.config.rounds):
+            best = sorted(seen & left, key=lambda row: -scores[row])[:beam]
+            left -= set(best)
+            seen |= {int(other) for row in best if row < PROMPT for other in graph[row]}
+        rows = sorted(seen)
+        for row, weight in zip(rows, head.weights(query[None], rows).tolist(), strict=True):
+            weights[row] += weight
+    return head.best_rows(weights)
+
+
 def squeezedattention(head: Head) -> set[int]:
     directions = head.kept(head.index.directions).double()[: round(head.config.cluster_share * PROMPT)]
     labels = torch.cdist(head.keys / head.keys.norm(dim=1, keepdim=True), directions).argmin(dim=1).tolist()
@@ -187,6 +222,7 @@ RULES: dict[str, Callable[[Head], set[int]]] = {
     "magicpig": magicpig,
     "pqcache": pqcache,
     "quest": quest,
+    "retrievalattention": retrievalattention,
     "shadowkv": shadowkv,
     "snapkv": snapkv,
     "squeezedattention": squeezedattention,
