@@ -283,11 +283,6 @@ class Retrieval:
             index.refresh(selecting)
         self.refresh_seconds = time.perf_counter() - begun
 
-    def check(self) -> None:
-        """Raise the error that the last step left behind; the step has ended."""
-        for index in self.indexes:
-            index.check()
-
     def _are_dense(self, tokens: Counts, lengths: Counts, rows: Counts) -> npt.NDArray[np.bool_]:
         """Whether requests of so many tokens attend to everything, if steps select so many of `lengths` retrieval tokens."""
         return np.logical_or(np.less(tokens, self.cache.config.full_threshold), np.greater_equal(rows, lengths))

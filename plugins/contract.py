@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from kvseek.core.batch import Batch, Selection
-from kvseek.core.index_context import IndexContext, ShapeLimits
+from kvseek.core.index_context import IndexContext
 from kvseek.core.streams import SideWork
 
 LAST_QUERIES = 2048  # most queries of a prompt that Index.build is given
@@ -138,9 +138,6 @@ class Index(ABC):
         ended, so that a step sees either the old state or the new one.
         """
 
-    def check(self) -> None:  # noqa: B027  only work of a step on host cores can fail without raising
-        """Raise the error that the last decode step left behind; the step has ended."""
-
 
 def _no_codebooks(head_dim: int) -> dict[str, Tensor]:
     return {}
@@ -173,9 +170,6 @@ class Traits:
         Whether `select` on a GPU gives the rows that are read; not where host cores choose them while they attend.
     cpu_library_on_gpu : bool
         Whether the method's index for the GPU calls compiled code of the CPU (kernels/cpu.so).
-    cpu_limits : ShapeLimits or None
-        Shapes that the method's compiled code of the CPU supports; None: all that attention's supports
-        (kernels/cpu/attention/attend.py). An engine of another shape is refused when it is built, and when it is loaded.
     prefix_reuse : "entries", "rows" or "copies"
         What requests whose prompts begin alike have in common (docs/conversations.md).
         "entries": whole extents with their rows and index entries. The entries
@@ -199,7 +193,6 @@ class Traits:
     cache_defaults: Mapping[str, Any] = field(default_factory=dict)
     reports_rows: bool = True
     cpu_library_on_gpu: bool = False
-    cpu_limits: ShapeLimits | None = None
     prefix_reuse: Literal["entries", "rows", "copies"] = "copies"
     last_queries: Callable[[int], int] = _no_queries
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks

@@ -1,7 +1,7 @@
 """What an engine's method and kernels support. A build asks before it writes, and loading asks before it reads weights.
 
-The limits themselves stand beside the kernels: `LIMITS` of kernels/cpu/attention/attend.py and device.py, `Traits.cpu_limits` and
-`Traits.cuda_macros` of a method, `check_sizes` of kernels/cuda/layer/layer.py.
+The limits themselves stand beside the kernels: `LIMITS` of kernels/cpu/attention/attend.py, `Traits.cuda_macros` of a
+method, `check_sizes` of kernels/cuda/layer/layer.py.
 """
 
 from __future__ import annotations
@@ -56,14 +56,5 @@ def _check_reuse(config: EngineConfig) -> None:
 
 
 def _check_cpu_kernels(config: EngineConfig) -> None:
-    shape = (config.model.head_dim, config.model.group_size)
-    if fault := LIMITS.fault(*shape):
+    if fault := LIMITS.fault(config.model.head_dim, config.model.group_size):
         raise ConfigError(f"{fault} with kernels = 'native'; build with --kernels reference")
-    own = method_traits(config).cpu_limits
-    if own is not None and (fault := own.fault(*shape)):
-        limits = {name: get_method(name).traits().cpu_limits for name in METHODS}
-        others = [name for name, other in limits.items() if other is None or other.fault(*shape) is None]
-        raise ConfigError(
-            f"{fault} with method = {config.method!r} and kernels = 'native'; build with --kernels reference, or choose "
-            f"another method: {', '.join(others)}"
-        )

@@ -1,4 +1,4 @@
-// IEEE half precision, for processors with and without instructions for it. Values are not negative.
+// IEEE half precision, for processors with and without instructions for it.
 #pragma once
 
 #include "simd.h"
@@ -6,7 +6,11 @@
 namespace kvseek {
 namespace {
 
-inline uint16_t to_half(float value) {  // to nearest, ties to even
+struct Half {
+    uint16_t bits;
+};
+
+inline uint16_t to_half(float value) {  // to nearest, ties to even; not negative
 #if defined(__F16C__)
     return static_cast<uint16_t>(_cvtss_sh(value, 0));
 #else
@@ -21,7 +25,7 @@ inline uint16_t to_half(float value) {  // to nearest, ties to even
 #endif
 }
 
-inline float from_half(uint16_t half) {  // finite
+inline float from_half(uint16_t half) {  // finite, not negative
 #if defined(__F16C__)
     return _cvtsh_ss(half);
 #else
@@ -30,7 +34,25 @@ inline float from_half(uint16_t half) {  // finite
 #endif
 }
 
-// LANES halves as floats; those that stand for no number may become any float.
+inline float to_float(Half value) {
+    const uint16_t magnitude = value.bits & 0x7fff;
+    float number = magnitude < 0x7c00 ? from_half(magnitude) : magnitude == 0x7c00 ? INFINITE : __builtin_nanf("");
+    return value.bits & 0x8000 ? -number : number;
+}
+
+inline Vec load(const Half* from) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return (Vec)_mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+    Vec numbers;
+    for (int i = 0; i < LANES; i++) numbers[i] = to_float(from[i]);
+    return numbers;
+#endif
+}
+
+// LANES halves that are not negative as floats; those that stand for no number may become any float.
 inline Vec load_half(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_cvtph_ps(load_as<__m256i>(from));

@@ -71,5 +71,20 @@ class Arena {
     char* memory_;
 };
 
+// Run the phases of tasks [count] on up to `threads` threads, no more than their phase `widest` has parts:
+// parts_of(task, phase) and run_part(task, phase, part) as of run_phases. lay_out(task, arena) takes a task's
+// intermediate results from an arena, at first only to measure.
+template <int PHASES, class Task, class LayOut, class Parts, class Run>
+void run_tasks(Task* tasks, int64_t count, int64_t threads, int widest, const LayOut& lay_out, const Parts& parts_of,
+               const Run& run_part) {
+    static thread_local Scratch memory;
+    Arena measured(nullptr);
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; i++) lay_out(tasks[i], measured), most += parts_of(tasks[i], widest);
+    Arena arena(static_cast<char*>(memory.reserve(measured.used)));
+    for (int64_t i = 0; i < count; i++) lay_out(tasks[i], arena);
+    run_phases<PHASES>(tasks, count, static_cast<int>(threads < most ? threads : most), parts_of, run_part);
+}
+
 }  // namespace
 }  // namespace kvseek

@@ -11,10 +11,9 @@ from torch import Tensor
 from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import pointer
 from kvseek.core.errors import KernelError
-from kvseek.core.index_context import IndexContext, ShapeLimits
+from kvseek.core.index_context import IndexContext
 from kvseek.kernels.arguments import require_fit
-
-REMEDY = "build the engine with --kernels reference"
+from kvseek.kernels.cpu.attention.attend import LIMITS, REMEDY
 
 
 class NativeSelection:
@@ -34,8 +33,11 @@ class NativeSelection:
         self._shape = (context.num_kv_heads, context.config.top_k)
         self._type, self._fixed = type(arguments), bytes(arguments)
 
-    def __call__(self, queries: Tensor, batch: Batch) -> Selection:
-        """Select for queries [batch, H, D]: rows int32 [batch, G, top_k]. Raises KernelError for another dtype."""
+    def __call__(self, queries: Tensor, batch: Batch, **more: int) -> Selection:
+        """Select for queries [batch, H, D]: rows int32 [batch, G, top_k]. Raises KernelError for another dtype.
+
+        `more` are arguments of this call that other methods do not have.
+        """
         require_fit("queries", queries, self._context)
         queries = queries.contiguous()
         rows = torch.empty((batch.size, *self._shape), dtype=torch.int32)
@@ -47,11 +49,13 @@ class NativeSelection:
         arguments.max_extents = batch.table.shape[1]
         arguments.batch = batch.size
         arguments.threads = torch.get_num_threads()
+        for name, value in more.items():
+            setattr(arguments, name, value)
         self._function(arguments)
         return Selection(rows)
 
 
-def require_native(kernels: str, context: IndexContext, shape: ShapeLimits) -> None:
+def require_native(kernels: str, context: IndexContext) -> None:
     """Raise KernelError, with the name of the kernels, unless they support an index's dtype, device and shape."""
     limits = (
         ("dtype", context.dtype, context.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16"),
@@ -60,5 +64,5 @@ def require_native(kernels: str, context: IndexContext, shape: ShapeLimits) -> N
     for name, value, holds, limit in limits:
         if not holds:
             raise KernelError(f"{kernels}: {name} = {value}: must be {limit}; {REMEDY}")
-    if fault := shape.fault(context.head_dim, context.group_size):
+    if fault := LIMITS.fault(context.head_dim, context.group_size):
         raise KernelError(f"{kernels}: {fault}; {REMEDY}")

@@ -172,6 +172,12 @@ inline uint64_t equal64(const uint8_t* bytes, uint8_t value) {
     return value == 255 ? reached : reached & ~at_least64(bytes, static_cast<uint8_t>(value + 1));
 }
 
+// Ask for the lines of a run of bytes.
+inline void prefetch(const void* from, int64_t bytes) {
+    const char* line = static_cast<const char*>(from);
+    for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(line + offset, 0, 3);
+}
+
 // The lowest `count` set bits.
 inline uint64_t lowest_bits(uint64_t bits, int64_t count) {
     if (__builtin_popcountll(bits) <= count) return bits;

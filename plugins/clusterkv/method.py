@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.cpu.codes.store import LIMITS
 from kvseek.plugins.contract import Index, Traits
 from kvseek.plugins.ranking import rotation_codebook
 
@@ -22,7 +21,6 @@ def traits(config: Config) -> Traits:
         kept_steps=config.cache_steps,
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
         codebooks=partial(rotation_codebook, config.seed if config.rerank_bits else None),
-        cpu_limits=LIMITS,
         cuda_macros=partial(cuda_macros, config),
     )
 

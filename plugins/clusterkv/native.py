@@ -8,7 +8,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import pointer
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.cpu.codes.store import LIMITS, NativeCodeStore
+from kvseek.kernels.cpu.codes.store import NativeCodeStore
 from kvseek.kernels.cpu.selection import NativeSelection, require_native
 from kvseek.kernels.reference.codes.key_codes import STEPS
 from kvseek.kernels.structs import c_struct
@@ -28,7 +28,7 @@ class NativeIndex(ReferenceIndex):
 
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
-        require_native("native clusters", context, LIMITS)
+        require_native("native clusters", context)
         config = self.config
         fields: dict[str, float] = {
             "kv_heads": context.num_kv_heads,

@@ -118,11 +118,6 @@ class CudaIndex(Index):
         assert isinstance(attention, LayerAttention), "the engine on a GPU gives the GPU's attention"
         return self._host.attend(queries, batch, selection, attention)
 
-    def check(self) -> None:
-        """See Index.check. Raises what failed on host cores."""
-        if self._host is not None:
-            self._host.check()
-
     def _recall_and_rerank(self, arguments: ctypes.Structure, rows: Tensor, batch: int) -> None:
         arguments.scores, arguments.statistics = self.workspace.scores.data_ptr(), self.workspace.statistics.data_ptr()
         arguments.keys, arguments.selected = address(self.workspace.keys), rows.data_ptr()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -18,18 +17,13 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch, Selection
+from kvseek.core.cpu_library import pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import LayerRows
 from kvseek.kernels.arguments import pointers
+from kvseek.kernels.cpu.attention.attend import AttendArguments
 from kvseek.kernels.cuda.attention.attend import LayerAttention, address
-from kvseek.plugins.ctkvr.native import (
-    MOST_THREADS,
-    HostPool,
-    check_supported,
-    describe_step,
-    host_function,
-    raise_error,
-)
+from kvseek.plugins.ctkvr.native import HostStep, SelectArguments, selection_sizes
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
 from kvseek.plugins.ctkvr.workspace import MergeArguments
 
@@ -75,7 +69,7 @@ def _granted(folder: Path, unlimited: int) -> int:
 class HostBuffers:
     """Buffers between GPU and host cores, for batches of up to `most` requests; the layers use them one after another.
 
-    All but the last two attributes lie in pinned memory, which both sides see at the same address.
+    All but the last three attributes lie in pinned memory, which both sides see at the same address.
 
     Attributes
     ----------
@@ -86,6 +80,8 @@ class HostBuffers:
     out : Tensor, float32 [most, H, D]
     lse : Tensor, float32 [most, H]
     best : Tensor, int32 [most, G, width], or None if centroids are not updated
+    selected : Tensor, int32 [most, G, top_k]
+        For host cores alone.
     window_lse : Tensor, float32 [most, H], on the device
     no_rows : Tensor, int32 [most, G, 1], on the device
         The rows of an empty selection.
@@ -93,7 +89,6 @@ class HostBuffers:
 
     def __init__(self, index: ReferenceIndex, most: int) -> None:
         context = index.context
-        assert context.library is not None, "Traits.cpu_library_on_gpu asks for it"
         heads, kv_heads, dim = context.num_heads, context.num_kv_heads, context.head_dim
 
         def pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -103,13 +98,11 @@ class HostBuffers:
         self.queries = pinned(heads, dim, dtype=context.dtype)
         self.out, self.lse = pinned(heads, dim, dtype=torch.float32), pinned(heads, dtype=torch.float32)
         self.best = pinned(kv_heads, index.width) if index.config.update else None
+        self.selected = torch.empty((most, kv_heads, index.config.top_k), dtype=torch.int32)
         self.window_lse = torch.empty((most, heads), dtype=torch.float32, device=context.device)
         self.no_rows = torch.full((most, kv_heads, 1), -1, dtype=torch.int32, device=context.device)
         self.stream = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
-        # One core is left to the thread that launches the steps.
-        self.pool = HostPool(context.library, min(MOST_THREADS, max(1, usable_cores() - 1)), pinned=True)
-        # Not at exit, because a step may still be running then, and the end of the process ends the threads anyway.
-        weakref.finalize(self, self.pool.close).atexit = False
+        self.threads = max(1, usable_cores() - 1)  # one core is left to the thread that launches the steps
 
     def targets(self) -> dict[str, int]:
         """Return the addresses of the buffers for StepArguments."""
@@ -117,19 +110,53 @@ class HostBuffers:
         return {f"host_{name}": getattr(self, name).data_ptr() for name in names}
 
 
+def describe_step(index: ReferenceIndex, rows: LayerRows, buffers: HostBuffers, batch: int) -> ctypes.Structure:
+    """Describe what host cores do in a step of `batch` requests, as a HostStep over the buffers that the recall kernel fills."""
+    context, table = index.context, index.context.extents.table
+    shared = {
+        "queries": buffers.queries.data_ptr(),
+        "table": pointer(table),
+        "max_extents": table.shape[1],
+        "extent_stride": rows.extent_stride,
+        "batch": batch,
+        "threads": buffers.threads,
+        "float16": context.dtype is torch.float16,
+    }
+    select = SelectArguments(
+        **shared,
+        **selection_sizes(index),
+        rows=pointer(buffers.selected),
+        best=address(buffers.best),
+        pool=rows.pool.data_ptr(),
+        recalled=buffers.recalled.data_ptr(),
+        counts=buffers.counts.data_ptr(),
+    )
+    attend = AttendArguments(
+        **shared,
+        **{name: getattr(select, name) for name in ("kv_heads", "group", "dim", "bfloat16", "scaling")},
+        out=buffers.out.data_ptr(),
+        lse=buffers.lse.data_ptr(),
+        rows=select.pool,
+        selected=select.rows,
+        entries=select.top_k,
+    )
+    return HostStep(select=select, attend=attend, slots=buffers.slots.data_ptr())
+
+
 class HostCoreAttention:
     """Attention of one layer with host cores. It keeps its HostSteps alive, because graphs hold their addresses."""
 
     def __init__(self, index: ReferenceIndex, written: Tensor, most: int, rows: LayerRows) -> None:
         context = index.context
-        check_supported(context)
         assert context.library is not None, "Traits.cpu_library_on_gpu asks for it"
         assert context.cuda is not None, "the index of a GPU made it"
         self.buffers = context.share("ctkvr.host", lambda: HostBuffers(index, most))
         self._index, self._written, self._rows, self._kernels = index, written, rows, context.cuda
-        self._function = host_function(context.library)
+        # It has the signature of a CUDA host function (CUhostFn).
+        function = ctypes.cast(context.library.function("kvseek_ctkvr_host_step", HostStep), ctypes.c_void_p).value
+        assert function is not None, "a symbol that was found has an address"
+        self._function = function
         self._steps: dict[int, ctypes.Structure] = {}  # by batch size
-        self._error = ctypes.c_int32(0)
 
     def attend(self, queries: Tensor, batch: Batch, selection: Selection | None, attention: LayerAttention) -> Tensor:
         """See Index.attend. The recall of the same queries must have been launched before."""
@@ -141,13 +168,9 @@ class HostCoreAttention:
         self._merge(queries, batch, out, lse)
         return out
 
-    def check(self) -> None:
-        """Raise KernelError if host cores failed in a step that has ended."""
-        raise_error(self._error.value)
-
     def _launch_host(self, batch: int) -> None:
         if batch not in self._steps:
-            self._steps[batch] = self._describe(batch)
+            self._steps[batch] = describe_step(self._index, self._rows, self.buffers, batch)
         stream, step = self.buffers.stream.cuda_stream, ctypes.addressof(self._steps[batch])
         status = launch_host_function()(stream, self._function, step)
         if status:
@@ -155,24 +178,6 @@ class HostCoreAttention:
                 f"cuLaunchHostFunc returned {status}: host cores could not be launched from the stream; set execution to "
                 "'codes' to do without"
             )
-
-    def _describe(self, batch: int) -> ctypes.Structure:
-        buffers = self.buffers
-        return describe_step(
-            self._index,
-            self._rows,
-            batch,
-            pool=buffers.pool.pointer,
-            queries=buffers.queries.data_ptr(),
-            recalled=buffers.recalled.data_ptr(),
-            recalled_count=buffers.counts.data_ptr(),
-            slots=buffers.slots.data_ptr(),
-            out=buffers.out.data_ptr(),
-            lse=buffers.lse.data_ptr(),
-            best=address(buffers.best),
-            error=ctypes.addressof(self._error),
-            threads=buffers.pool.threads,
-        )
 
     def _merge(self, queries: Tensor, batch: Batch, out: Tensor, lse: Tensor) -> None:
         index, buffers, kv_heads = self._index, self.buffers, self._index.context.num_kv_heads

@@ -10,7 +10,7 @@ from kvseek.plugins.ranking import rotation_codebook
 
 from .config import ROTATION_SEED, Config
 from .device import CudaIndex, cuda_macros
-from .native import LIMITS, NativeIndex
+from .native import NativeIndex
 from .reference import ReferenceIndex
 
 __all__ = ["create", "traits"]
@@ -22,7 +22,6 @@ def traits(config: Config) -> Traits:
     return Traits(
         cpu_library_on_gpu=on_host,
         reports_rows=not on_host,
-        cpu_limits=LIMITS,
         kept_steps=0 if on_host else 1,
         prefix_reuse="copies" if config.bits else "rows",  # `build` writes codes to extents
         last_queries=config.most_prompt_centroids,

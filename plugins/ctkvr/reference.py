@@ -7,6 +7,7 @@ lists of the centroids nearest to it, scores the recalled keys exactly, and keep
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -44,7 +45,7 @@ class ReferenceIndex(RankedIndex):
         `ring`) entries are valid.
     prompted : list of int
         Number of centroids of each slot's prompt, which are the first that were written.
-    listed : list of int
+    listed : array of int32
         Number of retrieval tokens of each slot's prompt. Later places are *unlisted*: no list of the prompt holds them.
     codes : CodeStore or None
         Codes of the keys, with execution "codes".
@@ -63,7 +64,7 @@ class ReferenceIndex(RankedIndex):
         self.means = torch.zeros((slots, heads, context.head_dim), device=context.device)
         self.offsets = torch.empty(shape[:3], device=context.device)
         self.lists = torch.empty((slots, kv_heads, self.ring, self.width), dtype=torch.int32, device=context.device)
-        self.written, self.prompted, self.listed = [0] * slots, [0] * slots, [0] * slots
+        self.written, self.prompted, self.listed = [0] * slots, [0] * slots, array("i", [0] * slots)
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # slot: query [H, D], best places [G, width]
         bits = self.config.bits
         self.codes = code_store(context, bits) if bits else None

@@ -17,7 +17,7 @@ from .reference import ReferenceIndex
 
 BINS = 4096  # of a histogram of scores
 SCAN_THREADS, CHOOSE_THREADS = 256, 512
-SCAN_BLOCKS = 2  # blocks of the scan of a multiprocessor
+SCAN_BLOCKS, CHOICE_BLOCKS = 2, 2  # blocks of a multiprocessor: while one waits for a phase to end, the other works
 MOST_BLOCKS_OF_SCAN = 1024  # of a task
 MOST_BLOCKS = 16  # blocks of a task in the choice
 HELD_CANDIDATES = 1600  # that the choice ranks without reading them again
@@ -51,7 +51,7 @@ class Workspace(SelectionWorkspace):
 
     def grids(self, batch: int) -> tuple[int, int]:
         """Return the blocks of a KV head in the scan and in the choice of a batch."""
-        return self.blocks(batch, MOST_BLOCKS_OF_SCAN, SCAN_BLOCKS), self.blocks(batch, MOST_BLOCKS)
+        return self.blocks(batch, MOST_BLOCKS_OF_SCAN, SCAN_BLOCKS), self.blocks(batch, MOST_BLOCKS, CHOICE_BLOCKS)
 
 
 class CudaIndex(ReferenceIndex):

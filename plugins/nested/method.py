@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.cpu.codes.store import LIMITS
 from kvseek.plugins.contract import Index, Traits
 from kvseek.plugins.ranking import rotation_codebook
 
@@ -20,7 +19,6 @@ __all__ = ["create", "traits"]
 def traits(config: Config) -> Traits:
     """Return the method's traits: the rotation's signs are all that codes need."""
     return Traits(
-        cpu_limits=LIMITS,
         prefix_reuse="entries",
         codebooks=partial(rotation_codebook, config.rotation_seed),
         cuda_macros=cuda_macros,

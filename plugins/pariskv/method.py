@@ -10,7 +10,7 @@ from kvseek.plugins.contract import Index, Traits
 from . import codebook
 from .config import Config
 from .device import CudaIndex, cuda_macros
-from .native import LIMITS, NativeIndex
+from .native import NativeIndex
 from .reference import ReferenceIndex
 
 __all__ = ["create", "traits"]
@@ -19,7 +19,6 @@ __all__ = ["create", "traits"]
 def traits(config: Config) -> Traits:
     """Return the method's traits: codebooks that need no data, and macros that compile kernels for one number of lanes."""
     return Traits(
-        cpu_limits=LIMITS,
         prefix_reuse="entries",
         codebooks=partial(codebook.build_codebooks, config),
         cuda_macros=partial(cuda_macros, config),

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, Selection
 from kvseek.core.cpu_library import pointer
-from kvseek.core.index_context import IndexContext, ShapeLimits
+from kvseek.core.index_context import IndexContext
 from kvseek.kernels.arguments import require_fit
 from kvseek.kernels.cpu.selection import NativeSelection, require_native
 from kvseek.kernels.structs import c_struct
 
 from .reference import ReferenceIndex
 
-LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, lanes of votes.h
 INT32_BYTES = 4
 
 EncodeArguments = c_struct("plugins/pariskv/cpu/encode.cpp", "EncodeArguments")
@@ -31,7 +30,7 @@ class NativeIndex(ReferenceIndex):
     def __init__(self, context: IndexContext) -> None:
         super().__init__(context)
         assert context.library is not None, "create() makes a NativeIndex only for a compiled library"
-        require_native("native ParisKV", context, LIMITS)
+        require_native("native ParisKV", context)
         self._encode = context.library.function("kvseek_pariskv_encode", EncodeArguments)
         self._shared = {
             "ids": pointer(self.ids),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.cpu.codes.store import LIMITS
 from kvseek.plugins.contract import Index, Traits
 from kvseek.plugins.ranking import rotation_codebook
 
@@ -23,7 +22,6 @@ def traits(config: Config) -> Traits:
         kept_steps=config.cache_steps,
         last_queries=lambda tokens: config.window_queries,
         codebooks=partial(rotation_codebook, ROTATION_SEED if coded else None),
-        cpu_limits=LIMITS if coded else None,
         cuda_macros=partial(cuda_macros, config),
     )
 

@@ -41,8 +41,9 @@ from kvseek.core.errors import ConfigError
 SHORTEST, LONGEST = 5, 14  # tokens of a filler sentence, the full stop counted
 STRAY_SHARE = 0.02  # of the filler tokens are words that facts are made of, so that no class of words gives facts away
 Ids = NDArray[np.int32]
+Round = tuple[str, list[int], list[int]]  # kind of question, its ids, ids of the right answer
 
-KINDS = ("value", "four", "values", "chain")
+PIECES = {"records": 7, "lists": 2}  # tokens of what stands in an answer several times
 VALUES = 4  # of a fact with several values, and keys of a question of kind "four"
 DIGIT_SHARE = 0.4  # of the values that are numbers
 
@@ -63,12 +64,18 @@ class Fact:
         One value, or several in the order of their sentences.
     sentences : list of list of int
         In the order in which they stand in the context.
+    asked : Round or None
+        The question about a fact of wide.py.
+    places : sequence of float or None
+        Depths of the sentences in the context, 0 to 1; by chance if None.
     """
 
     form: str
     names: list[int]
     values: list[list[int]]
     sentences: list[list[int]]
+    asked: Round | None = None
+    places: Sequence[float] | None = None
 
     @property
     def tokens(self) -> int:
@@ -82,6 +89,8 @@ class FactSource:
     def __init__(self, choices: random.Random) -> None:
         self._choices = choices
         self._keys: set[tuple[int, int]] = set()
+        self._words: set[int] = set()
+        self._pairs: set[tuple[int, int]] = set()
         self._variables = choices.sample(VARIABLES, len(VARIABLES))
 
     @property
@@ -91,7 +100,7 @@ class FactSource:
 
     def single(self) -> Fact:
         """A fact with one value."""
-        return _keyed("value", self._key(), [self._value(self._numeric())])
+        return _keyed("value", self.key(), [self._value(self._numeric())])
 
     def several(self) -> Fact:
         """A fact with four values, all words or all numbers, that begin differently: the first token tells which is meant."""
@@ -100,17 +109,44 @@ class FactSource:
         while len(by_first) < VALUES:
             value = self._value(numeric)
             by_first.setdefault(value[0], value)
-        return _keyed("values", self._key(), list(by_first.values()))
+        return _keyed("values", self.key(), list(by_first.values()))
 
     def chain(self, length: int | None = None) -> Fact:
         """A chain of `length` variables, 2 to 4 by chance if left out."""
-        names = [self._variables.pop() for _ in range(length or self._choices.randint(2, 4))]
+        names = [self.variable() for _ in range(length or self._choices.randint(2, 4))]
         value = self._value(self._numeric())
         sources = [value, *([name] for name in names)]
         sentences = [[*VAR, name, *EQUALS, *source, FULL_STOP] for name, source in zip(names, sources, strict=False)]
         return Fact("chain", names, [value], sentences)
 
-    def _key(self) -> list[int]:
+    def variable(self) -> int:
+        """A variable."""
+        return self._variables.pop()
+
+    @property
+    def words_taken(self) -> int:
+        """Calls of `word` so far."""
+        return len(self._words)
+
+    def word(self, among: range) -> int:
+        """A word that no other call has given; at most half of those of `among` may have been."""
+        if 2 * self.words_taken > len(among):
+            raise ValueError(f"words_taken = {self.words_taken}: must be <= {len(among) // 2}; state less")
+        while True:
+            word = self._choices.choice(among)
+            if word not in self._words:
+                self._words.add(word)
+                return word
+
+    def new_pair(self, first: int, second: int) -> bool:
+        """Note a pair of neighbours; whether it had not been noted."""
+        pair = (first, second)
+        new = pair not in self._pairs
+        self._pairs.add(pair)
+        return new
+
+    def key(self) -> list[int]:
+        """An adjective and a noun."""
         if len(self._keys) == (names := len(ADJECTIVES) * len(NOUNS)):
             raise ConfigError(
                 f"--lengths: a context has more than {names:,} facts: must be <= {names:,}; give shorter ones"
@@ -132,7 +168,7 @@ def _keyed(form: str, key: list[int], values: list[list[int]]) -> Fact:
     return Fact(form, key, values, [[*THE, *key, *IS, *value, FULL_STOP] for value in values])
 
 
-def ask(facts: Sequence[Fact]) -> tuple[str, list[int], list[int]]:
+def ask(facts: Sequence[Fact]) -> Round:
     """Kind, token ids and right answer of the question about a fact, or about the values of four."""
     if len(facts) > 1:
         question = encode("question what is")
@@ -140,6 +176,8 @@ def ask(facts: Sequence[Fact]) -> tuple[str, list[int], list[int]]:
             question += [ordinal, *THE, *fact.names]
         return "four", question + ANSWER, _listed([(fact.names, fact.values[0]) for fact in facts])
     (fact,) = facts
+    if fact.asked:
+        return fact.asked
     if fact.form == "values":
         question = [*encode("question what are all the"), *fact.names, *ANSWER]
         return "values", question, _listed([(fact.names, value) for value in fact.values])
@@ -163,7 +201,7 @@ def score(kind: str, gold: Sequence[int], given: Sequence[int]) -> Score:
     """Compare an answer's token ids with the right ones; what stands after the first full stop does not count.
 
     `exact`: every token is right; for all values of a key: every value is there, in any order. `part`: share of the tokens that
-    are right at their places, or of the values that are there.
+    are right at their places, or of the values, records or words of a list that are there.
     """
     gold, given = list(gold), list(given)
     if FULL_STOP in given:
@@ -172,8 +210,15 @@ def score(kind: str, gold: Sequence[int], given: Sequence[int]) -> Score:
         wanted, found = _values(gold), _values(given)
         part = sum(value in found for value in wanted) / len(wanted)
         return Score(part == 1 if kind == "values" else given == gold, part)
+    if kind in PIECES:
+        wanted, found = (_pieces(PIECES[kind], answer) for answer in (gold, given))
+        return Score(given == gold, sum(piece in found for piece in wanted) / len(wanted))
     same = sum(a == b for a, b in zip(gold, given, strict=False))
     return Score(given == gold, same / len(gold))
+
+
+def _pieces(tokens: int, answer: list[int]) -> list[list[int]]:
+    return [answer[start : start + tokens] for start in range(0, len(answer) - 1, tokens)]
 
 
 def _values(answer: list[int]) -> list[list[int]]:
@@ -218,7 +263,8 @@ def write_context(facts: Sequence[Fact], tokens: int, numbers: np.random.Generat
     # of sentences that go into the same gap.
     placed: list[tuple[float, list[int]]] = []
     for fact in facts:
-        chosen = np.sort(numbers.random(len(fact.sentences))) * len(gaps)
+        depths = np.sort(numbers.random(len(fact.sentences))) if fact.places is None else np.array(fact.places)
+        chosen = depths * len(gaps)
         placed += zip(chosen.tolist(), fact.sentences, strict=True)
     placed.sort(key=lambda one: one[0])
     lengths = np.array([len(sentence) for _, sentence in placed], dtype=np.int64)

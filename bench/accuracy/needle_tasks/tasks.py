@@ -1,4 +1,4 @@
-"""The seven tasks: what a context states, and what is asked about it."""
+"""The tasks: what a context states, and what is asked about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from kvseek.core.errors import ConfigError
 
-from .facts import Fact, FactSource, ask, write_context
+from . import wide
+from .facts import Fact, FactSource, Round, ask, write_context
 from .vocabulary import BOS
 
 FIRST_SEED = 10**6  # of contexts that are evaluated
@@ -18,7 +19,6 @@ ROUNDS = 8  # of a dialogue of multi_turn
 LONGEST_FACT = 10  # tokens of a sentence whose value is a number
 VALUE_TURNS = 5  # of eight rounds ask for one value; one for four, one for all values of a key, and one for a chain
 
-Round = tuple[str, list[int], list[int]]  # kind of question, its ids, ids of the right answer
 Stated = tuple[list[Fact], list[list[Fact]]]  # facts of a context, and those that each question is about
 
 
@@ -93,6 +93,35 @@ def _dialogue(source: FactSource, choices: random.Random, tokens: int, rounds: i
     return singles + several + chains, turns[:rounds]
 
 
+def _extract(source: FactSource, choices: random.Random, tokens: int, rounds: int) -> Stated:
+    facts = [wide.records(source, choices, max(4, min(wide.MOST_RECORDS, tokens // 128)))]
+    return facts, [facts]
+
+
+def _copy(source: FactSource, choices: random.Random, tokens: int, rounds: int) -> Stated:
+    facts = [wide.passage(source, choices, min(wide.LONGEST_PASSAGE, tokens // 5))]
+    return facts, [facts]
+
+
+def _count(source: FactSource, choices: random.Random, tokens: int, rounds: int) -> Stated:
+    most = max(4, min(wide.MOST_COUNTED, tokens // 256))
+    facts = [wide.count(source, choices, choices.randint(3, most)) for _ in range(3)]
+    return facts, [choices.sample(facts, 1)]
+
+
+def _compare(source: FactSource, choices: random.Random, tokens: int, rounds: int) -> Stated:
+    facts = [wide.lists(source, choices, wide.LONGEST_LIST, choices.randint(4, 12), distant=True)]
+    return facts, [facts]
+
+
+def _long_chain(source: FactSource, choices: random.Random, tokens: int, rounds: int) -> Stated:
+    """A prompt of some 260 tokens; the answer has the others, up to 8,000."""
+    prompt = 1 + 6 * wide.TABLE_WORDS + 2 + 5 + wide.LINE
+    lines = max(2, min(wide.MOST_LINES, 1 + (tokens - prompt - 1) // wide.LINE))
+    facts = [wide.long_chain(source, choices, wide.TABLE_WORDS, lines)]
+    return facts, [facts]
+
+
 TASKS: dict[str, Callable[[FactSource, random.Random, int, int], Stated]] = {
     "niah_single": _single,
     "niah_multikey": _multikey,
@@ -101,7 +130,13 @@ TASKS: dict[str, Callable[[FactSource, random.Random, int, int], Stated]] = {
     "niah_multiquery": _multiquery,
     "variable_tracking": _variables,
     "multi_turn": _dialogue,
+    "extract": _extract,
+    "copy": _copy,
+    "count": _count,
+    "compare": _compare,
+    "long_chain": _long_chain,
 }
+WIDE = ("extract", "copy", "count", "compare", "long_chain")  # which older models have not learnt
 
 
 def make_dialogues(task: str, tokens: int, contexts: int, *, rounds: int = ROUNDS, first: int = 0) -> list[Dialogue]:

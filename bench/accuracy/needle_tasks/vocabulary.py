@@ -22,7 +22,11 @@ NOUNS = range(ADJECTIVES.stop, ADJECTIVES.stop + 256)
 VALUE_WORDS = range(NOUNS.stop, NOUNS.stop + 512)
 VARIABLES = range(VALUE_WORDS.stop, VALUE_WORDS.stop + 512)
 FILLER = range(VARIABLES.stop, VARIABLES.stop + 1024)
-SIZE = -(-FILLER.stop // 64) * 64  # matrices' rows come in multiples of 64
+WIDE_WORDS = (  # behind the others: models that do not know wide.py have none here
+    *("weighs", "passage", "pick", "met", "list", "table", "from", "to", "both", "only"),
+    *("extract", "copy", "count", "compare", "grow"),
+)
+SIZE = -(-(FILLER.stop + len(WIDE_WORDS)) // 64) * 64  # matrices' rows come in multiples of 64
 
 SYLLABLES = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
 ENDINGS = {ADJECTIVES: "ish", NOUNS: "er", VALUE_WORDS: "ok", VARIABLES: "x", FILLER: ""}
@@ -34,6 +38,7 @@ def _words() -> list[str]:
     for ids, ending in ENDINGS.items():
         made = (a + b + ending for b, a in product(SYLLABLES, repeat=2))  # the first syllable changes fastest
         words += [word.upper() if ids is VARIABLES else word for word, _ in zip(made, ids, strict=False)]
+    words += WIDE_WORDS
     return words + [f"<unused_{number}>" for number in range(len(words), SIZE)]
 
 

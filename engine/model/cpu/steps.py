@@ -166,7 +166,6 @@ class HostDecoder(Decoder):
         with retrieval.recording(recorder):
             logits = self.model.run_layers(requests.batch, requests.attend)
         retrieval.end_step(slots)
-        retrieval.check()
         return logits, attended, dict if recorder is None else recorder.begin()
 
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:

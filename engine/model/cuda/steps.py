@@ -172,7 +172,6 @@ class GraphDecoder(Decoder):
             self.retrieval.end_step(slots)
             wait_for_stream(self._device)
             logits = result.logits[: len(slots)].float().cpu()
-            self.retrieval.check()
         return logits, attended
 
     @property
@@ -212,8 +211,7 @@ class GraphDecoder(Decoder):
                     drawn[:] = greedy.tolist()[: len(slots)]
                 for row, one in zip(rows, finish(), strict=True):
                     drawn[row] = one
-                self.retrieval.check()
-            return drawn
+                return drawn
 
         return Launched(attended, collect, selected)
 

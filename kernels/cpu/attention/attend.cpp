@@ -1,10 +1,10 @@
 // Attention of one decode step over window rows and selected retrieval rows, read where they lie.
 //
 // The rows of each (request, KV head) are cut into units; threads take units, keep a running softmax over tiles of rows
-// (flash-decoding), and whoever finishes the last unit of a head merges its partial results by log-sum-exp. How rows
-// are cut depends on the head's own row count only, so a request's output does not depend on its batch or on threads.
-#include "kernels/cpu/kernel.h"
-#include "kernels/cpu/parallel.h"
+// (flash-decoding), and when the last unit of a head is finished, one of them merges its partial results by
+// log-sum-exp. How rows are cut depends on the head's own row count only, so a request's output does not depend on its
+// batch or on threads.
+#include "kernels/cpu/phases.h"
 #include "rows.h"
 #include "tile.h"
 
@@ -14,12 +14,14 @@ namespace {
 constexpr int UNITS = 8;  // units of a head, if that leaves each between these numbers of rows
 constexpr int64_t MIN_UNIT_ROWS = 128, MAX_UNIT_ROWS = 1024;
 
+enum Phase { ATTEND, MERGE, PHASES };
+
 // One (request, KV head), and how far its units are.
 struct Task {
+    Progress<PHASES> progress;
     int64_t request, head;
-    int64_t rows, unit_rows;
-    int first_unit, units;
-    int unfinished;
+    int64_t rows, unit_rows, units;
+    float* partials;  // [units, group, DIM + 2]
 };
 
 // Running softmax of one unit: per query the largest score, the sum of weights, the weighted sum of values.
@@ -27,13 +29,6 @@ struct Partial {
     float* highest;  // [group]
     float* total;    // [group]
     float* values;   // [group, DIM]
-};
-
-struct Plan {
-    Task* tasks;
-    int* unit_tasks;  // [units] task of each unit
-    float* partials;  // [units, group, DIM + 2]
-    int task_count, unit_count;
 };
 
 // One tile for all queries of the group, a few at a time.
@@ -85,8 +80,8 @@ void attend_padded_tile(const float* queries, int group, int dim, const T* const
 }
 
 template <int DIM>
-Partial partial_of(const Plan& plan, int unit, int group) {
-    float* values = plan.partials + static_cast<int64_t>(unit) * group * (DIM + 2);
+Partial partial_of(const Task& task, int64_t unit, int64_t group) {
+    float* values = task.partials + unit * group * (DIM + 2);
     return {values + group * DIM, values + group * (DIM + 1), values};
 }
 
@@ -101,9 +96,8 @@ void load_queries(const AttendArguments& a, const Task& task, float* queries) {
 }
 
 template <class T, int DIM>
-void attend_unit(const AttendArguments& a, const Plan& plan, int unit) {
-    const Task& task = plan.tasks[plan.unit_tasks[unit]];
-    const Partial partial = partial_of<DIM>(plan, unit, a.group);
+void attend_unit(const AttendArguments& a, const Task& task, int64_t unit) {
+    const Partial partial = partial_of<DIM>(task, unit, a.group);
     alignas(64) float queries[MAX_GROUP * DIM];
     Weights weights;
     load_queries<T, DIM>(a, task, queries);
@@ -111,7 +105,7 @@ void attend_unit(const AttendArguments& a, const Plan& plan, int unit) {
     for (int q = 0; q < a.group; q++) partial.highest[q] = -INFINITE, partial.total[q] = 0.0f;
 
     RowCursor<T> cursor(a, task.request, task.head);
-    const int64_t first = (unit - task.first_unit) * task.unit_rows;
+    const int64_t first = unit * task.unit_rows;
     cursor.skip(first);
     int64_t left = task.rows - first < task.unit_rows ? task.rows - first : task.unit_rows;
     const T* rows[2][TILE];
@@ -127,83 +121,75 @@ void attend_unit(const AttendArguments& a, const Plan& plan, int unit) {
     }
 }
 
+template <class T, class Out>
+void write(const float* values, float total, int64_t rows, int64_t dim, Out* out) {
+    for (int d = 0; d < dim; d++) from_float(rows > 0 ? values[place_of<T>(d)] / total : 0.0f, out + d);
+}
+
 // Write a task's output from the partial results of its units; no rows at all give zeros.
 template <class T, int DIM>
-void merge(const AttendArguments& a, const Plan& plan, const Task& task) {
-    T* out = static_cast<T*>(a.out) + (task.request * a.kv_heads + task.head) * a.group * a.dim;
+void merge(const AttendArguments& a, const Task& task) {
+    const int64_t first = (task.request * a.kv_heads + task.head) * a.group;
     for (int q = 0; q < a.group; q++) {
         float highest = -INFINITE, total = 0.0f;
         alignas(64) float values[DIM] = {};
-        for (int u = 0; u < task.units; u++) {
-            const float unit_highest = partial_of<DIM>(plan, task.first_unit + u, a.group).highest[q];
+        for (int64_t u = 0; u < task.units; u++) {
+            const float unit_highest = partial_of<DIM>(task, u, a.group).highest[q];
             highest = unit_highest > highest ? unit_highest : highest;
         }
-        for (int u = 0; u < task.units; u++) {
-            const Partial partial = partial_of<DIM>(plan, task.first_unit + u, a.group);
+        for (int64_t u = 0; u < task.units; u++) {
+            const Partial partial = partial_of<DIM>(task, u, a.group);
             const float factor = exponential(partial.highest[q] - highest);
             total += partial.total[q] * factor;
             for (int d = 0; d < DIM; d++) values[d] += partial.values[q * DIM + d] * factor;
         }
-        for (int d = 0; d < a.dim; d++)
-            from_float(task.rows > 0 ? values[place_of<T>(d)] / total : 0.0f, out + q * a.dim + d);
+        if (a.lse != nullptr) {
+            a.lse[first + q] = task.rows > 0 ? highest + __builtin_logf(total) : -INFINITE;
+            write<T>(values, total, task.rows, a.dim, static_cast<float*>(a.out) + (first + q) * a.dim);
+        } else if constexpr (!std::is_same_v<T, Half>) {
+            write<T>(values, total, task.rows, a.dim, static_cast<T*>(a.out) + (first + q) * a.dim);
+        }
     }
 }
 
 template <class T, int DIM>
-void attend_units(const AttendArguments& a, const Plan& plan) {
-    Counter counter;
-    parallel(static_cast<int>(a.threads < plan.unit_count ? a.threads : plan.unit_count), [&] {
-        for (int unit = counter.take(); unit < plan.unit_count; unit = counter.take()) {
-            Task& task = plan.tasks[plan.unit_tasks[unit]];
-            attend_unit<T, DIM>(a, plan, unit);
-            if (__atomic_sub_fetch(&task.unfinished, 1, __ATOMIC_ACQ_REL) == 0) merge<T, DIM>(a, plan, task);
-        }
-    });
+void attend_units(const AttendArguments& a, Task* tasks) {
+    run_tasks<PHASES>(
+        tasks, a.batch * a.kv_heads, a.threads, ATTEND,
+        [&](Task& task, Arena& arena) { task.partials = arena.take<float>(task.units * a.group * (DIM + 2)); },
+        [](const Task& task, int phase) { return phase == ATTEND ? task.units : 1; },
+        [&](const Task& task, int phase, int64_t unit) {
+            phase == ATTEND ? attend_unit<T, DIM>(a, task, unit) : merge<T, DIM>(a, task);
+        });
 }
 
 template <class T>
-void attend_rows(const AttendArguments& a, const Plan& plan, int padded_dim) {
-    switch (padded_dim) {
-        case 64:
-            return attend_units<T, 64>(a, plan);
-        case 96:
-            return attend_units<T, 96>(a, plan);
-        case 128:
-            return attend_units<T, 128>(a, plan);
-        default:
-            return attend_units<T, MAX_DIM>(a, plan);
-    }
+void attend_rows(const AttendArguments& a, Task* tasks) {
+    if (a.dim <= 64) return attend_units<T, 64>(a, tasks);
+    if (a.dim <= 96) return attend_units<T, 96>(a, tasks);
+    if (a.dim <= 128) return attend_units<T, 128>(a, tasks);
+    attend_units<T, MAX_DIM>(a, tasks);
 }
 
-Task describe(const AttendArguments& a, int64_t request, int64_t head, int first_unit) {
-    const int64_t rows = count_rows(a, request, head);
-    int64_t unit_rows = (rows / UNITS + TILE - 1) / TILE * TILE;
-    unit_rows = unit_rows < MIN_UNIT_ROWS ? MIN_UNIT_ROWS : unit_rows > MAX_UNIT_ROWS ? MAX_UNIT_ROWS : unit_rows;
-    const int units = rows == 0 ? 1 : static_cast<int>((rows + unit_rows - 1) / unit_rows);
-    return {request, head, rows, unit_rows, first_unit, units, units};
+Task describe(const AttendArguments& a, int64_t request, int64_t head) {
+    Task task = {};
+    task.request = request, task.head = head, task.rows = count_rows(a, request, head);
+    const int64_t rows = (task.rows / UNITS + TILE - 1) / TILE * TILE;
+    task.unit_rows = rows < MIN_UNIT_ROWS ? MIN_UNIT_ROWS : rows > MAX_UNIT_ROWS ? MAX_UNIT_ROWS : rows;
+    task.units = task.rows == 0 ? 1 : (task.rows + task.unit_rows - 1) / task.unit_rows;
+    return task;
 }
 
 void attend(const AttendArguments& a) {
-    static thread_local Scratch task_memory, unit_memory;
-    const int padded_dim = a.dim <= 64 ? 64 : a.dim <= 96 ? 96 : a.dim <= 128 ? 128 : MAX_DIM;
-    Plan plan = {};
-    plan.task_count = static_cast<int>(a.batch * a.kv_heads);
-    plan.tasks = static_cast<Task*>(task_memory.reserve(sizeof(Task) * plan.task_count));
-    for (int task = 0; task < plan.task_count; task++) {
-        plan.tasks[task] = describe(a, task / a.kv_heads, task % a.kv_heads, plan.unit_count);
-        plan.unit_count += plan.tasks[task].units;
-    }
-    const int64_t partial_bytes = sizeof(float) * plan.unit_count * a.group * (padded_dim + 2);
-    char* memory = static_cast<char*>(unit_memory.reserve(partial_bytes + sizeof(int) * plan.unit_count));
-    plan.partials = reinterpret_cast<float*>(memory);
-    plan.unit_tasks = reinterpret_cast<int*>(memory + partial_bytes);
-    for (int task = 0; task < plan.task_count; task++)
-        for (int unit = 0; unit < plan.tasks[task].units; unit++)
-            plan.unit_tasks[plan.tasks[task].first_unit + unit] = task;
+    static thread_local Scratch memory;
+    Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
+    for (int64_t i = 0; i < a.batch * a.kv_heads; i++) tasks[i] = describe(a, i / a.kv_heads, i % a.kv_heads);
     if (a.bfloat16)
-        attend_rows<Bfloat16>(a, plan, padded_dim);
+        attend_rows<Bfloat16>(a, tasks);
+    else if (a.float16)
+        attend_rows<Half>(a, tasks);
     else
-        attend_rows<float>(a, plan, padded_dim);
+        attend_rows<float>(a, tasks);
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ from kvseek.core.index_context import ShapeLimits
 from kvseek.kernels.reference.attention import attend as reference
 from kvseek.kernels.structs import c_struct
 
-LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_DIM and MAX_GROUP of tile.h
+# Of all kernels of the CPU: MAX_DIM and MAX_GROUP of tile.h, MAX_PADDED_DIM and MAX_QUERIES of kernels/cpu/codes.
+LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)
 REMEDY = "build the engine with --kernels reference"
 
 AttendArguments = c_struct("kernels/cpu/attention/rows.h", "AttendArguments")

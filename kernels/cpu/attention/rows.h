@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "kernels/cpu/kernel.h"
 #include "kernels/request.h"
 
 namespace kvseek {
@@ -12,7 +13,8 @@ constexpr int64_t EXTENT_TOKENS = 1024;
 // Row: K [dim], V [dim]. Strides are in elements.
 struct AttendArguments {
     const void* queries;      // [batch, kv_heads * group, dim]
-    void* out;                // same shape and type
+    void* out;                // same shape and type; float32 if lse is wanted
+    float* lse;               // [batch, kv_heads * group] natural logarithm of the weights' sum; null: not wanted
     const Request* requests;  // [batch]
     const void* window;       // [slots, kv_heads, window_rows, 2, dim], contiguous but for the slot stride
     const void* rows;         // [extents, kv_heads, 1024, 2, dim], contiguous but for the extent stride
@@ -22,7 +24,7 @@ struct AttendArguments {
     int64_t window_rows, window_stride, sink;
     int64_t extent_stride, max_extents;
     int64_t entries;
-    int64_t bfloat16;  // rows, queries and out are bfloat16, else float32
+    int64_t bfloat16, float16;  // type of rows, queries and out; neither: float32. Of float16, lse must be wanted
     int64_t threads;
     double scaling;
 };
@@ -128,3 +130,5 @@ class RowCursor {
 
 }  // namespace
 }  // namespace kvseek
+
+KVSEEK_PUBLIC void kvseek_attend(const void* arguments);

@@ -1,7 +1,9 @@
 // Attention of a few queries to a tile of rows: scores, weights, weighted sums of values.
 #pragma once
 
-#include "kernels/cpu/simd.h"
+#include <type_traits>
+
+#include "kernels/cpu/half.h"
 
 namespace kvseek {
 namespace {
@@ -16,17 +18,13 @@ struct Weights {
     alignas(64) float of[MAX_GROUP][TILE];
 };
 
-inline void prefetch(const void* from, int bytes) {
-    const char* line = static_cast<const char*>(from);
-    for (int offset = 0; offset < bytes; offset += 64) __builtin_prefetch(line + offset, 0, 3);
-}
-
 // Two vectors of a row. Of bfloat16 rows these are the even and the odd channels, whose numbers are the halves of a
 // word.
 struct Pair {
     Vec first, second;
 };
-inline Pair load_pair(const float* from) {
+template <class T>
+inline Pair load_pair(const T* from) {
     return {load(from), load(from + LANES)};
 }
 inline Pair load_pair(const Bfloat16* from) {
@@ -38,7 +36,7 @@ inline Pair load_pair(const Bfloat16* from) {
 template <class T>
 constexpr int place_of(int channel) {
     const int inside = channel % (2 * LANES);
-    return sizeof(T) == 4 ? channel : channel - inside + inside % 2 * LANES + inside / 2;
+    return std::is_same_v<T, Bfloat16> ? channel - inside + inside % 2 * LANES + inside / 2 : channel;
 }
 
 // Scores of COUNT queries [COUNT, DIM] (scaled) for the rows of a tile, 4 rows at a time; asks for the next tile's rows

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import pointer
-from kvseek.core.index_context import IndexContext, ShapeLimits
+from kvseek.core.index_context import IndexContext
 from kvseek.kernels.arguments import require_fit
 from kvseek.kernels.cpu.selection import require_native
 from kvseek.kernels.reference.codes.key_codes import BITS, STEPS
 from kvseek.kernels.reference.codes.store import CodeStore
 from kvseek.kernels.structs import c_struct
 
-LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)  # MAX_PADDED_DIM of rotation.h, MAX_QUERIES of estimate.h
 INT32_BYTES = 4
 
 CodesEncodeArguments = c_struct("kernels/cpu/codes/encode.cpp", "CodesEncodeArguments")
@@ -27,7 +26,7 @@ class NativeCodeStore(CodeStore):
 
     def __init__(self, context: IndexContext, signs: Tensor, bits: int = BITS) -> None:
         super().__init__(context, signs, bits)
-        require_native("native key codes", context, LIMITS)
+        require_native("native key codes", context)
         assert context.library is not None, "indexes make a NativeCodeStore only for a compiled library"
         self._encode = context.library.function("kvseek_codes_encode", CodesEncodeArguments)
 

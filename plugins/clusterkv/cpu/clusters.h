@@ -1,28 +1,12 @@
-// Clusters of a region: the products of queries with centroids, and the places of the best clusters.
+// Clusters of a region: the places of the best ones.
 #pragma once
 
 #include "kernels/cpu/extent_rows.h"
+#include "kernels/cpu/inner_products.h"
 #include "kernels/cpu/top.h"
 
 namespace kvseek {
 namespace {
-
-constexpr int CLUSTER_STEP = 4;  // an extent has room for a multiple of this (Config.clusters_per_extent: of 16)
-
-// Inner products of a query [dim] with CLUSTER_STEP rows of `dim` numbers that lie one after another. Four sums at a
-// time, for one would wait for itself.
-template <class T>
-inline void multiply_rows(const float* query, const T* rows, int64_t dim, float* products) {
-    Vec sums[CLUSTER_STEP] = {};
-    int64_t d = 0;
-    for (; d + LANES <= dim; d += LANES) {
-        const Vec some = load(query + d);
-        for (int i = 0; i < CLUSTER_STEP; i++) sums[i] += some * load(rows + i * dim + d);
-    }
-    sum4(sums[0], sums[1], sums[2], sums[3], products);
-    for (; d < dim; d++)
-        for (int i = 0; i < CLUSTER_STEP; i++) products[i] += query[d] * to_float(rows[i * dim + d]);
-}
 
 // Where the best clusters of a region end: those of a higher rank are taken whole, and of those of this rank, in the
 // order of their numbers, `left` rows.

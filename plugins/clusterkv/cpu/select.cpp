@@ -110,11 +110,14 @@ void score(const Job& job, const Task& task, int64_t extent) {
     const int64_t count = left < a.clusters_per_extent ? left : a.clusters_per_extent;
     const T* centroids = static_cast<const T*>(a.centroids) + entry * a.dim;
     std::memcpy(task.sizes + first, a.sizes + entry, count * sizeof(int32_t));
-    for (int64_t c = 0; c < count; c += CLUSTER_STEP) {
+    for (int64_t c = 0; c < count;
+         c += MULTIPLIED_ROWS) {  // room is for a multiple (Config.clusters_per_extent: of 16)
+        const T* rows[MULTIPLIED_ROWS];
+        for (int i = 0; i < MULTIPLIED_ROWS; i++) rows[i] = centroids + (c + i) * a.dim;
+        multiply_rows(task.wide, job.lanes, rows, a.dim, task.scores + first + c, task.cluster_stride);
         for (int lane = 0; lane < job.lanes; lane++) {
             float* scores = task.scores + lane * task.cluster_stride + first + c;
-            multiply_rows(task.wide + lane * a.dim, centroids + c * a.dim, a.dim, scores);
-            for (int64_t i = 0; i < CLUSTER_STEP && c + i < count; i++) {
+            for (int64_t i = 0; i < MULTIPLIED_ROWS && c + i < count; i++) {
                 if (a.spread_weight > 0) scores[i] += task.bonuses[lane] * a.spreads[entry + c + i];
                 if (task.sizes[first + c + i] == 0) scores[i] = -INFINITE;
             }

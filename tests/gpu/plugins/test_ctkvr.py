@@ -261,7 +261,6 @@ def test_host_cores_attend_as_the_gpu_does(shape: tuple[str, int, int], captured
         else:
             found = run()
         torch.cuda.synchronize()
-        on_host.check()
         limit = 1e-4 if shape[0] == "float32" else 2e-2
         torch.testing.assert_close(found.float(), expected.float(), rtol=limit, atol=limit)
         assert torch.equal(on_host.written, on_gpu.written)

@@ -1,282 +1,170 @@
-"""CTkvr on host cores: every instruction level against float64, threads, errors."""
+"""CTkvr's compiled kernels for the CPU: the index of CPU engines, and what host cores do in engines on a GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import closing
+import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.plugins.ctkvr.host_steps import Case, check_results
+from tests.kernels.reference.codes import stores
+from tests.plugins.ctkvr.settings import BY_KEYS
+from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
+from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.plugins.ctkvr.native import ERRORS, HostPool, host_step, raise_error
+from kvseek.core.index_context import LayerRows
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotation_signs
+from kvseek.plugins.ctkvr.config import Config
+from kvseek.plugins.ctkvr.host_cores import describe_step
+from kvseek.plugins.ctkvr.native import HostStep, NativeIndex
+from kvseek.plugins.ctkvr.reference import ReferenceIndex
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = 2e-5  # products of 16-bit numbers are exact in float32, so the type makes no difference
-
-
-@pytest.fixture
-def pool(library: CpuLibrary) -> Iterator[HostPool]:
-    with closing(HostPool(library, 2, pinned=False)) as pool:
-        yield pool
+CONFIG = Config(centroids=64, centroid_divisor=16, top_k=40, recent=60, probes=8, **BY_KEYS)
 
 
-# Channels, query heads a KV head, number in DTYPES, and bits of codes (0: none).
-STEPS = [(64, 3, 0, 0), (96, 8, 1, 0), (128, 4, 2, 0), (256, 1, 0, 0), (32, 16, 1, 0), (160, 7, 2, 0), (128, 6, 1, 0)]
-STEPS += [(64, 3, 0, 4), (96, 8, 1, 4), (256, 1, 1, 4), (32, 16, 2, 4)]
-
-
-@pytest.mark.parametrize(("dim", "group", "dtype", "bits"), STEPS)
-def test_every_level_does_what_float64_says(
-    library: CpuLibrary, level: int, dim: int, group: int, dtype: int, bits: int
-) -> None:
-    counts = [[300, 1111], [0, 0], [1, 17], [40, 39]]
-    case = Case(counts, group, dim, DTYPES[dtype], top_k=40, rho=100, seed=dim + group, bits=bits)
-    assert case.run(library) == 0
-    check_results(case, TOLERANCE)
-    case.recalled[0, 1, 700] = 3 * 1024  # beyond the slot's extents
-    assert case.run(library) == 4
-
-
-def test_codes_give_no_attention(library: CpuLibrary) -> None:
-    case = Case([[300, 200]], 4, 64, torch.float32, top_k=40, rho=100, bits=4)
-    for field, value in (("out", case.out.data_ptr()), ("padded_dim", 32), ("padded_dim", 96)):
-        step = case.step()
-        setattr(step, field, value)
-        if field == "out":
-            step.lse = case.lse.data_ptr()
-        case.error.value = 0
-        host_step(library)(step)
-        assert case.error.value == 1, field
-        assert (case.selected == -2).all(), "nothing is written"
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    counts=st.lists(st.lists(st.integers(0, 700), min_size=2, max_size=2), min_size=1, max_size=3),
-    group=st.integers(1, 16),
-    dim=st.integers(1, 8).map(lambda steps: 32 * steps),
-    dtype=st.sampled_from(DTYPES),
-    top_k=st.integers(1, 300),
-    rho=st.integers(1, 600),
-    loudness=st.sampled_from([0.0, 1.0, 30.0]),
-    seed=st.integers(0, 2**31),
-)
-def test_any_shape(
+def _make(
+    kind: type[ReferenceIndex],
     library: CpuLibrary,
-    counts: list[list[int]],
+    lengths: list[int],
     group: int,
-    dim: int,
     dtype: torch.dtype,
-    top_k: int,
-    rho: int,
-    loudness: float,
-    seed: int,
+    config: Config = CONFIG,
+    dim: int = 64,
+) -> Any:
+    """An index over slots of these lengths; every row that holds no token is NaN."""
+    books = {"signs": rotation_signs(0, padded_dim(dim))}
+    context = dataclasses.replace(make_context(config, dim, group, lengths), codebooks=books)
+    pool = torch.full((8, 2, KV_HEADS, 1024, 2, dim), float("nan")).to(dtype)[:, 1]
+    rows = LayerRows(pool, pool.data_ptr(), pool.stride(0))
+    index = kind(dataclasses.replace(context, library=library, dtype=dtype, rows=rows))
+    for slot, n in enumerate(lengths):
+        keys = random_keys(n, dim, seed=slot).to(dtype)
+        values = torch.randn(KV_HEADS, n, dim)
+        context.extents.write(pool, slot, 0, torch.stack((keys, values.to(dtype)), dim=2))
+        queries = random_queries(KV_HEADS * group, 200, dim, seed=slot + 50).to(dtype)
+        index.build(slot, keys, queries)
+    return index
+
+
+CASES = [(64, 1, 0, "cpu"), (80, 3, 0, "cpu"), (64, 4, 1, "cpu"), (256, 16, 1, "cpu"), (64, 3, 0, "codes")]
+CASES += [(96, 7, 1, "codes")]
+
+
+@pytest.mark.parametrize(("dim", "group", "dtype", "execution"), CASES)
+def test_the_native_index_selects_what_the_reference_selects(
+    library: CpuLibrary, level: int, dim: int, group: int, dtype: int, execution: str
 ) -> None:
-    case = Case(counts, group, dim, dtype, top_k, rho, tokens=1500, seed=seed, loudness=loudness)
-    assert case.run(library, threads=2) == 0
-    check_results(case, TOLERANCE * max(1.0, loudness))
+    config, number = dataclasses.replace(CONFIG, execution=execution), (torch.float32, torch.bfloat16)[dtype]
+    native, reference = (
+        _make(kind, library, [1500, 39, 2100], group, number, config, dim) for kind in (NativeIndex, ReferenceIndex)
+    )
+    if execution == "codes":
+        for index in (native, reference):
+            extend(index, 0, random_keys(300, dim, seed=9).to(number))
+        stores.copy(native.codes, reference.codes)  # channels at the border of two cells may differ
+    for step, slots in itertools.product(range(4), ([0], [2, 1, 0])):
+        queries = random_queries(len(slots), KV_HEADS * group, dim, seed=step).to(number)
+        found, expected = select_rows(native, queries, slots), select_rows(reference, queries, slots)
+        assert torch.equal(found.rows, expected.rows)
+        for index in (native, reference):
+            index.refresh(slots)
+        assert native.written == reference.written
+        for slot in slots:  # what lies beyond a slot's centroids is nobody's
+            held = slice(min(native.written[slot], native.ring))
+            found_lists, lists = (index.lists[slot, :, held].sort(dim=-1).values for index in (native, reference))
+            assert torch.equal(found_lists, lists)
 
 
-def test_ties_go_to_the_lowest_place(library: CpuLibrary, level: int) -> None:
-    case = Case([[900]], 4, 128, torch.bfloat16, top_k=50, rho=120)
-    places = case.recalled[0, 0].tolist()
-    case.rows[:, :, :, 0] = 0.5  # all keys alike
-    assert case.run(library) == 0
-    assert sorted(case.selected[0, 0].tolist()) == sorted(places)[:50]
-    assert sorted(case.best[0, 0].tolist()) == sorted(places)[:120]
-    check_results(case, TOLERANCE)
+@pytest.mark.parametrize("execution", ["cpu", "codes"])
+def test_equal_keys_are_taken_from_the_front(library: CpuLibrary, level: int, execution: str) -> None:
+    config = dataclasses.replace(CONFIG, execution=execution)
+    index = _make(NativeIndex, library, [900], 4, torch.bfloat16, config)
+    keys = torch.full((KV_HEADS, 900, 64), 0.5).bfloat16()
+    index.context.rows.pool[:, :, :, 0] = 0.5
+    index.build(0, keys, random_queries(KV_HEADS * 4, 200, 64).bfloat16())
+    recalled = index.recall(random_queries(1, KV_HEADS * 4, 64)[0], 0)
+    rows = select_rows(index, random_queries(1, KV_HEADS * 4, 64).bfloat16(), [0]).rows[0]
+    assert torch.equal(rows, recalled[:, :40])
 
 
-def test_ties_between_better_and_worse_keys(library: CpuLibrary, level: int) -> None:
-    case = Case([[600]], 2, 64, torch.float32, top_k=100, rho=500)
-    places = case.recalled[0, 0].long()
-    loud = torch.tensor([2.0] * 70 + [1.0] * 400 + [0.0] * 130)[torch.randperm(600)]
-    case.queries[:] = 1.0
-    case.rows[case.table[0, places // 1024].long(), 0, places % 1024, 0] = loud[:, None].expand(-1, 64)
-    assert case.run(library) == 0
-    best, middle, worst = (sorted(places[loud == value].tolist()) for value in (2.0, 1.0, 0.0))
-    assert sorted(case.selected[0, 0].tolist()) == sorted(best + middle[:30])
-    assert sorted(case.best[0, 0].tolist()) == sorted(best + middle + worst[:30])
+def test_selections_depend_neither_on_the_batch_nor_on_threads(library: CpuLibrary) -> None:
+    index = _make(NativeIndex, library, [2900, 39, 1500], 4, torch.bfloat16)
+    queries = random_queries(3, KV_HEADS * 4, 64).bfloat16()
+    together = select_rows(index, queries, [0, 1, 2]).rows
+    torch.set_num_threads(3)  # the next test has as many as at first (conftest.py)
+    assert torch.equal(select_rows(index, queries.flip(0), [2, 1, 0]).rows.flip(0), together)
+    for slot in range(3):
+        assert torch.equal(select_rows(index, queries[slot : slot + 1], [slot]).rows[0], together[slot])
 
 
-@pytest.mark.parametrize("outlier", [-1e30, 1e4, -60000.0])
-def test_an_outlier_does_not_blur_the_ranking(library: CpuLibrary, level: int, outlier: float) -> None:
-    case = Case([[700]], 1, 64, torch.float32, top_k=60, rho=90)
-    place = int(case.recalled[0, 0, 5])
-    case.rows[int(case.table[0, place // 1024]), 0, place % 1024, 0] = 0.0
-    case.rows[int(case.table[0, place // 1024]), 0, place % 1024, 0, 3] = outlier * float(case.queries[0, 0, 3].sign())
-    assert case.run(library) == 0
-    check_results(case, 1e-4 if outlier < 0 else 1e-2)  # float32 scores of 1e3 differ by 1e-4
+def test_the_native_index_refuses_what_it_cannot(library: CpuLibrary) -> None:
+    context = dataclasses.replace(make_context(CONFIG, 260, 2, [100]), library=library)
+    with pytest.raises(KernelError, match=r"head_dim = 260: must be at most 256.*--kernels reference"):
+        NativeIndex(context)
+    index = _make(NativeIndex, library, [100], 2, torch.float32)
+    with pytest.raises(KernelError, match=r"queries: torch\.bfloat16.*must be torch\.float32"):
+        select_rows(index, torch.zeros(1, 4, 64, dtype=torch.bfloat16), [0])
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_poisoned_key_shows(library: CpuLibrary, level: int, poison: float) -> None:
-    case = Case([[300]], 2, 64, torch.bfloat16, top_k=300, rho=300)
-    place = int(case.recalled[0, 0, 9])
-    case.rows[int(case.table[0, place // 1024]), 0, place % 1024, 0] = poison
-    assert case.run(library) == 0
-    assert case.out.isnan().all()
+def host_buffers(index: ReferenceIndex, queries: Tensor, slots: list[int], threads: int) -> Any:
+    """HostBuffers of memory that is not pinned, as the recall kernel leaves them; the first request is dense."""
+    batch, heads, kv_heads = len(slots), index.context.num_heads, index.context.num_kv_heads
+    recalled = torch.stack([index.recall(queries[request], slot) for request, slot in enumerate(slots)])
+    counts = (recalled >= 0).sum(dim=2, dtype=torch.int32)
+    counts[0] = 0
+    return SimpleNamespace(
+        recalled=recalled,
+        counts=counts,
+        slots=torch.tensor(slots, dtype=torch.int32),
+        queries=queries,
+        out=torch.full((batch, heads, index.context.head_dim), torch.nan),
+        lse=torch.full((batch, heads), torch.nan),
+        best=torch.full((batch, kv_heads, index.width), -2, dtype=torch.int32),
+        selected=torch.full((batch, kv_heads, index.config.top_k), -2, dtype=torch.int32),
+        threads=threads,
+    )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_depend_neither_on_the_batch_nor_on_threads(library: CpuLibrary, dtype: torch.dtype) -> None:
-    together = Case([[1300, 250], [2, 800], [129, 128]], 4, 128, dtype, top_k=200, rho=400)
-    assert together.run(library) == 0
-    for threads in (2, 5):
-        with closing(HostPool(library, threads, pinned=False)) as pool:
-            again = Case(**_fields(together))
-            assert again.run(library, pool.pointer) == 0
-            assert _same(together, again, slice(None))
-    for request in range(3):
-        alone = Case(**_fields(together))
-        keep = torch.zeros(3, 1, dtype=torch.int32)
-        keep[request] = 1
-        alone.recalled_count *= keep
-        assert alone.run(library, threads=2) == 0
-        assert _same(together, alone, slice(request, request + 1))
-
-
-def _fields(case: Case) -> dict[str, object]:
-    return {field.name: getattr(case, field.name) for field in dataclasses.fields(case) if field.init}
-
-
-def _same(a: Case, b: Case, requests: slice) -> bool:
-    names = ("out", "lse", "selected", "best")
-    return all(torch.equal(getattr(a, name)[requests], getattr(b, name)[requests]) for name in names)
-
-
-def test_slots_of_requests_that_are_not_served_do_not_matter(library: CpuLibrary) -> None:
-    case = Case([[30, 20], [0, 0]], 2, 64, torch.float32, top_k=5, rho=8)
-    case.slots[1] = 99
-    assert case.run(library) == 0
-    check_results(case, TOLERANCE)
-
-
-def test_parts_that_are_not_wanted(library: CpuLibrary) -> None:
-    case = Case([[500, 20]], 4, 64, torch.bfloat16, top_k=64, rho=100)
-    assert case.run(library) == 0
-    for left_out in (("out", "lse"), ("selected",), ("best",)):
-        other = Case(**_fields(case))
-        step = other.step()
-        for name in left_out:
-            setattr(step, name, None)
-        host_step(library)(step)
-        assert other.error.value == 0
-        for name in ("out", "lse", "selected", "best"):
-            same = torch.equal(getattr(case, name), getattr(other, name))
-            assert same == (name not in left_out)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_pools_come_and_go(library: CpuLibrary, threads: int) -> None:
-    before = threading.active_count()
-    for _ in range(3):
-        tasks_before = len(os.listdir("/proc/self/task"))
-        with closing(HostPool(library, threads, pinned=False)) as pool:
-            assert len(os.listdir("/proc/self/task")) == tasks_before + threads - 1
-            case = Case([[700, 300]], 4, 128, torch.bfloat16, top_k=100, rho=250)
-            for _ in range(3):
-                assert case.run(library, pool.pointer) == 0
-                check_results(case, TOLERANCE)
-        assert len(os.listdir("/proc/self/task")) == tasks_before
-        pool.close()  # once more does no harm
-    assert threading.active_count() == before
-
-
-def test_pinning_the_caller_is_for_its_thread_alone(library: CpuLibrary) -> None:
-    cores: list[set[int]] = []
-
-    def call(pool: HostPool) -> None:
-        assert Case([[50]], 1, 64, torch.float32, 10, 10).run(library, pool.pointer) == 0
-        cores.append(os.sched_getaffinity(0))
-
-    before = os.sched_getaffinity(0)
-    with closing(HostPool(library, 2, pinned=True)) as pool:
-        thread = threading.Thread(target=call, args=(pool,))
-        thread.start()
-        thread.join()
-    assert cores == [{min(before)}]
-    assert os.sched_getaffinity(0) == before
-
-
-def test_pools_work_side_by_side_and_one_pool_for_many_callers(library: CpuLibrary) -> None:
-    failures: list[str] = []
-
-    def call(pool: HostPool, seed: int) -> None:
-        case = Case([[400 + seed, 90]], 4, 64, torch.bfloat16, top_k=50, rho=80, seed=seed)
-        for _ in range(20):
-            if case.run(library, pool.pointer) != 0:
-                failures.append(f"{seed}: error {case.error.value}")
-        check_results(case, TOLERANCE)
-        failures.append("")  # came to its end
-
-    with closing(HostPool(library, 2, pinned=False)) as first, closing(HostPool(library, 3, pinned=False)) as second:
-        threads = [threading.Thread(target=call, args=(pool, i)) for i, pool in enumerate((first, second, first))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert failures == ["", "", ""]
-
-
-def test_sleeping_threads_wake_up_and_memory_stays(library: CpuLibrary, pool: HostPool) -> None:
-    case = Case([[600, 600]], 4, 128, torch.bfloat16, top_k=100, rho=250)
-    pause = threading.Event()
-    for _ in range(20):
-        assert case.run(library, pool.pointer) == 0
-        pause.wait(0.002)  # longer than threads watch
-    check_results(case, TOLERANCE)
-    page, statm = os.sysconf("SC_PAGESIZE"), "/proc/self/statm"
-    with open(statm) as file:
-        before = int(file.read().split()[1])
-    for _ in range(300):
-        assert case.run(library, pool.pointer) == 0
-    with open(statm) as file:
-        grown = (int(file.read().split()[1]) - before) * page
-    assert grown < 4 << 20
-
-
-def test_errors_are_codes_and_results_are_cleared(library: CpuLibrary, pool: HostPool) -> None:
-    def failed(code: int, **changes: object) -> None:
-        case = Case([[30, 20], [10, 10]], 2, 64, torch.float32, top_k=5, rho=8)
-        step = case.step(pool.pointer)
-        for name, value in changes.items():
-            if name == "place":
-                case.recalled[1, 0, 3] = value
-            elif name == "count":
-                case.recalled_count[1, 1] = value
-            elif name == "slot":
-                case.slots[0] = value
-            else:
-                setattr(step, name, value)
-        host_step(library)(step)
-        assert case.error.value == code
-        if code != 1:
-            assert case.out.eq(0).all()
-            assert case.lse.eq(-torch.inf).all()
-            assert case.selected.eq(-1).all()
-        with pytest.raises(KernelError, match="CTkvr on host cores"):
-            raise_error(case.error.value)
-
-    failed(1, head_dim=80)
-    failed(1, head_dim=288)
-    failed(1, heads=3)
-    failed(1, dtype=3)
-    failed(1, lse=None)
-    failed(2, count=31)
-    failed(2, count=-1)
-    failed(3, slot=2)
-    failed(3, slot=-1)
-    failed(4, place=-1)
-    failed(4, place=4096)  # beyond the table
-    failed(4, place=3072)  # in the table, but no extent there
-    raise_error(0)
-    assert set(ERRORS) == set(range(1, 6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dim", "group"), [(64, 3), (160, 16), (128, 4)])
+def test_host_cores_rank_and_attend(library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype) -> None:
+    index, slots = _make(ReferenceIndex, library, [1500, 39, 2100], group, dtype, dim=dim), [1, 2, 1, 0]
+    queries = random_queries(len(slots), index.context.num_heads, dim).to(dtype)
+    assert index.context.rows is not None
+    results = []
+    for threads in (1, 3):
+        buffers = host_buffers(index, queries, slots, threads)
+        step = describe_step(index, index.context.rows, buffers, len(slots))
+        library.function("kvseek_ctkvr_host_step", HostStep)(
+            ctypes.cast(ctypes.pointer(step), ctypes.POINTER(HostStep))
+        )
+        results.append(buffers)
+    for name in ("out", "lse", "best", "selected"):
+        first, second = (getattr(buffers, name) for buffers in results)
+        assert torch.equal(first[1:], second[1:]), "threads make no difference"
+    assert (buffers.selected[0] == -1).all(), "nothing is selected for a dense request"
+    assert (buffers.out[0] == 0).all()
+    assert (buffers.lse[0] == -torch.inf).all()
+    for request, slot in list(enumerate(slots))[1:]:
+        if index.context.lengths[slot] > CONFIG.top_k:
+            rows, best = index.rerank(queries[request], slot, buffers.recalled[request])
+            assert torch.equal(buffers.selected[request], rows)
+            assert torch.equal(buffers.best[request], best.sort(dim=1).values)
+        else:
+            rows = buffers.recalled[request, :, : index.context.lengths[slot]]
+        held = index.context.extents.read(index.context.rows.pool, slot, index.context.lengths[slot]).double()
+        for head in range(KV_HEADS):
+            keys, values = held[head, rows[head].long()].unbind(dim=1)
+            own = slice(head * group, (head + 1) * group)
+            scores = queries[request, own].double() @ keys.T * dim**-0.5
+            torch.testing.assert_close(
+                buffers.out[request, own].double(), scores.softmax(dim=1) @ values, rtol=2e-5, atol=2e-5
+            )
+            torch.testing.assert_close(
+                buffers.lse[request, own].double(), scores.logsumexp(dim=1), rtol=2e-5, atol=2e-5
+            )

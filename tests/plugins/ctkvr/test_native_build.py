@@ -15,7 +15,7 @@ from kvseek.plugins.ctkvr.build import build_lists, log_weights
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.native import NativeIndex, write_lists
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = 3e-5  # of values, relative to the largest score: float32 sums, of exact products for 16 bits
 
 

@@ -5,7 +5,6 @@ from functools import partial
 from torch import Tensor
 
 from kvseek.core.index_context import IndexContext
-from kvseek.kernels.cpu.codes.store import LIMITS
 from kvseek.kernels.reference.codes.key_codes import QueryLanes, mean_products
 from kvseek.plugins.contract import Index, Traits
 from kvseek.plugins.ranking import CodedIndex, best_positions, rotation_codebook
@@ -30,7 +29,7 @@ class BlocksIndex(CodedIndex):
 def traits(config: Config) -> Traits:
     """Engines on a GPU refuse the method: it has no kernels for them."""
     signs = partial(rotation_codebook, 0)
-    return Traits(devices=("cpu",), cpu_limits=LIMITS, prefix_reuse="entries", codebooks=signs)
+    return Traits(devices=("cpu",), prefix_reuse="entries", codebooks=signs)
 
 
 def create(context: IndexContext) -> Index:

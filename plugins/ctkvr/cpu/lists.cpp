@@ -3,7 +3,6 @@
 // The keys of some KV heads are packed, then threads take tiles of centroids: products of the tile's queries with all
 // keys, the log-sum-exp of every query, each key's largest weight in the group, the best keys. Which keys a list holds
 // depends on its own scores alone, not on its tile or thread.
-#include "host_step.h"
 #include "kernels/cpu/candidates.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/packing.h"
@@ -25,6 +24,7 @@ struct HostLists {
 
 namespace {
 
+constexpr int MAX_GROUP = 16;
 constexpr int64_t PANEL = WIDE * LANES;     // keys that a product takes at a time, packed next to each other
 constexpr int64_t PACKED_KEYS = 8 * PANEL;  // keys of a unit of packing
 constexpr int64_t PACKED_BYTES = 64 << 20;  // most of packed keys, unless one KV head's take more
@@ -113,7 +113,7 @@ struct Tile {
 
     // Turn the scores [group, padded] of a centroid into the logarithms of the keys' largest weights, in the first row.
     void weigh(float* scores) const {
-        float sums[MAX_HOST_GROUP];
+        float sums[MAX_GROUP];
         for (int64_t q = 0; q < a.group; q++) sums[q] = scale(scores + q * sizes.padded);
         for (int64_t i = 0; i < a.tokens; i += LANES) {
             Vec value = load(scores + i) - sums[0];
