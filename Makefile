@@ -41,7 +41,7 @@ serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
 test: install model ## the tests but for the slow ones; those that need a GPU are skipped without one
 	$(PYTEST) -m "not slow"
 
-test-slow: install model $(PERF_ANALYZER) ## soak, fuzz, load and faults of real servers, real models: what make test leaves out
+test-slow: install model $(PERF_ANALYZER) ## soak, fuzz, load and faults of real servers, real models, whole benchmarks: what make test leaves out
 	$(PYTEST) -m slow
 
 test-gpu: install ## tests/gpu and every other test that is marked gpu; fails without a GPU

@@ -21,7 +21,7 @@ from typing import Any
 from kvseek.bench.charts import load, steps
 from kvseek.bench.output import markdown
 from kvseek.bench.tables import FOLDER, ROOT, SUMMARY, TABLES, Results, TableError
-from kvseek.core.errors import KvseekError, text_of
+from kvseek.core.command_line import tells_errors
 
 DOCUMENTS = ("README.md", "docs/*.md", "plugins/*/README.md", "bench/**/README.md")
 BLOCK = re.compile(r"^<!-- table: (?P<name>[^\n]*) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
@@ -101,18 +101,15 @@ def outputs() -> Iterator[tuple[Path, str]]:
         yield ROOT / name, paint(Results())
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Write what differs, and print its name; returns 0, or 1 after an error or, with --check, if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if anything would change")
     check = parser.parse_args(argv).check
-    try:
-        changed = [
-            (path, text) for path, text in outputs() if not path.exists() or path.read_text(encoding="utf-8") != text
-        ]
-    except (KvseekError, OSError) as error:
-        print(f"error: {text_of(error)}", file=sys.stderr)
-        return 1
+    changed = [
+        (path, text) for path, text in outputs() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     for path, text in changed:
         if check:
             print(f"{path.relative_to(ROOT)} differs from its result files: run make tables", file=sys.stderr)

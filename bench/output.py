@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvseek.core.errors import ConfigError, KvseekError, text_of
+from kvseek.core.command_line import tells_errors
+from kvseek.core.errors import ConfigError, KvseekError
 
 WIDEST = 1000  # columns that no table needs
 MOST_NAME = 24  # columns of a name before it is folded
@@ -149,15 +150,12 @@ def command(
     that has the flag, `details`. What the user can mend (KvseekError, OSError) becomes a line on stderr, and the status 1.
     """
 
+    @tells_errors
     def main(argv: Sequence[str] | None = None) -> int:
-        try:
-            arguments = parse(argv)
-            document = run(arguments)
-            if arguments.output:
-                write_result(arguments.output, document)
-        except (KvseekError, OSError) as error:
-            print(f"error: {text_of(error)}", file=sys.stderr)
-            return 1
+        arguments = parse(argv)
+        document = run(arguments)
+        if arguments.output:
+            write_result(arguments.output, document)
         if arguments.json:
             print(as_text(document), end="")
         else:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kvseek.bench.accuracy.perplexity import rise
@@ -35,6 +37,7 @@ TASKS = {  # of the suite needle, and their headings
 }
 
 PERPLEXITY = ("perplexity-cpu-smollm2", "perplexity-methods-cpu-smollm2")
+WITHIN = 3  # points of `full` within which wide answers should be
 NEEDLE = ("needle-gpu-32k-layers-together", "needle-h100-128k-layers-together")
 
 Row = tuple[str, ...]
@@ -112,11 +115,14 @@ def one_request(results: Results) -> Rows:
 
 
 def paper_presets(results: Results) -> Rows:
-    document = results("paper-presets-h200")
+    document, on_host_cores = results("paper-presets-h200"), results("paper-ctkvr-h200")
     yield ("", "rows in GPU memory", "rows in host memory")
     for name in ("prkv", "pariskv", "ctkvr", "clusterkv"):
-        times = (with_ratio(step(document, f"{name}:paper", offload, 128 * K)) for offload in ("never", "always"))
-        yield (f"`{name}:paper`", *times)
+        places = ((document, "never"), (on_host_cores if name == "ctkvr" else document, "always"))
+        yield (
+            f"`{name}:paper`",
+            *(with_ratio(step(found, f"{name}:paper", place, 128 * K)) for found, place in places),
+        )
 
 
 def short_contexts(results: Results) -> Rows:
@@ -255,26 +261,39 @@ def _counted(cell: dict[str, Any]) -> str:
     return f"{_right(cell)} of {cell['questions']}"
 
 
+def wide_tasks(results: Results) -> Rows:
+    """Parts of wide answers that are right, of `full`; and by how many points those of each method differ, fewest rows first."""
+    cells = {(c["task"], c["length"], c["engine"]): c["parts"] for c in results("wide-tasks-cpu-needle")["cells"]}
+    asked = dict.fromkeys(key[:2] for key in cells)
+    settings = {name: parse_variants(name)[0] for name in dict.fromkeys(engine for *_, engine in cells)}
+    yield ("", *(f"`{task}` at {length:,}" for task, length in asked))
+    full = [cells[*key, "full"] for key in asked]
+    yield ("`full`", *(f"{100 * fmean(parts):.1f}" for parts in full))
+    for method in METHODS[1:]:
+        own = sorted((one.settings.top_k, name) for name, one in settings.items() if one.method == method)
+        shown = []
+        for key, reference in zip(asked, full, strict=True):
+            found = [(rows, cells.get((*key, name))) for rows, name in own]
+            shown.append("; ".join(_points(rows, parts, reference) for rows, parts in found if parts is not None))
+        yield (f"`{method}`", *shown)
+
+
+def _points(rows: int, parts: Sequence[float], reference: Sequence[float]) -> str:
+    """The difference on the contexts that both have read, and behind it the rows; bold beyond WITHIN points."""
+    points = 100 * fmean(own - other for own, other in zip(parts, reference, strict=False))
+    text = f"{points:+.1f} ({rows:,})"
+    return f"**{text}**" if points < -WITHIN else text
+
+
 def perplexities(results: Results) -> Rows:
     found = results(PERPLEXITY[0])
     first = found["results"][0]
-    texts = [f"`{name.rpartition('/')[2].rpartition(':')[2]}`" for name in found["texts"]]
-    yield (
-        "",
-        "tokens attended to",
-        "perplexity",
-        f"× `{first['name']}`, %",
-        *texts,
-        "tokens that were likely",
-        "others",
-    )
+    yield ("", "tokens attended to", "perplexity", f"× `{first['name']}`, %")
     for entry in found["results"]:
         if any(part in entry["name"] for part in ("top_k=256", "candidates=8")):  # choosing.md shows what is between
             continue
-        rises = [rise(one) for one in (entry, *entry["by_text"])] if entry is not first else [""] * (1 + len(texts))
-        kinds = (f"{entry[name]:+.1f}" if entry is not first else "" for name in ("likely", "unlikely"))
         attended = f"{entry['attended_tokens']:,.0f}"
-        yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", *rises, *kinds)
+        yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", rise(entry) if entry is not first else "")
 
 
 def losses(results: Results) -> Rows:
@@ -347,6 +366,8 @@ def loss_and_time(results: Results) -> Rows:
     yield ("", "perplexity over `full`, %", "on the worst text, %", "a step, rows in GPU memory", "rows in host memory")
     settings = {entry["name"]: parse_variants(entry["name"])[0] for entry in losses[1:]}
     for entry in sorted(losses[1:], key=lambda one: _method_and_rows(settings[one["name"]])):
+        if entry["name"].endswith("candidates=8"):  # which was not timed, and loses what three lose
+            continue
         timed = entry["name"] in times["methods"]
         steps = [
             with_ratio(step(times, entry["name"], place, 128 * K)) if timed else "" for place in ("never", "always")
@@ -595,6 +616,14 @@ def drawn_steps(results: Results) -> Rows:
         yield (kind, *(f"+{milliseconds(time)} ms" for time in added))
 
 
+def mixed_steps(results: Results) -> Rows:
+    """Steps of the whole engine for requests of different lengths."""
+    yield ("requests × tokens", "a step, ms")
+    for entry in results("engine-steps-mixed-h200")["results"]:
+        parts = re.sub(r"\d{4,}", lambda tokens: f"{int(tokens[0]):,}", entry["batch"])
+        yield (parts.replace("x", " × ").replace("+", ", "), milliseconds(entry["seconds"]))
+
+
 def load(results: Results) -> Rows:
     """A line a cell, with the medians of both tools; the picture of the document has the other percentiles."""
     found = results("load-cpu-smollm2")["results"]
@@ -737,6 +766,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "loss and time": loss_and_time,
     "losses at 64K": long_losses,
     "losses of competing systems": peer_losses,
+    "wide tasks": wide_tasks,
     "lists of ctkvr": ctkvr_lists,
     "answers with sparse prompts": sparse_answers,
     "settings of sparse prompts": sparse_settings,
@@ -755,6 +785,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "served": served,
     "served beside the bare engine": served_and_bare,
     "steps by how tokens are drawn": drawn_steps,
+    "steps of mixed lengths": mixed_steps,
     "load": load,
     "key codes": codes,
 }

@@ -33,12 +33,12 @@ from kvseek.builder.inspection import print_engine, print_faults
 from kvseek.builder.options import BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
-from kvseek.core.command_line import Parser
+from kvseek.core.command_line import Parser, tells_errors
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
-from kvseek.core.errors import KvseekError, require, text_of
+from kvseek.core.errors import require
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
@@ -50,14 +50,10 @@ from kvseek.plugins.sources import write_sources_digest
 CHECKED_BYTES = 1_000_000_000  # of an engine's weights: with less, --check takes seconds and is the default
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Build, plan, inspect, verify or check; returns 0, or 1 after printing an error. Bad usage exits with 2."""
-    options = parse(argv)
-    try:
-        return _run(options)
-    except (KvseekError, OSError) as error:
-        print(f"error: {text_of(error)}", file=sys.stderr)
-        return 1
+    return _run(parse(argv))
 
 
 def make_parser() -> Parser:

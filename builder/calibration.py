@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
-from kvseek.builder.checkpoints.weights import list_weights, weight_reader
+from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
 from kvseek.builder.printing import Advance, Column, table
 from kvseek.core.config import EngineConfig, ModelConfig
@@ -37,7 +37,7 @@ from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference.attention import causal_attention
 from kvseek.engine.model.reference.operations import TorchOperations
 from kvseek.engine.model.reference.products import Products
-from kvseek.engine.model.weights import load_weights
+from kvseek.engine.model.weights import list_weights, load_weights
 from kvseek.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")

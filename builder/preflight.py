@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
-from kvseek.builder.checkpoints.weights import Weight, WeightFormat, check_tensors, list_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, check_tensors
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.sizes import readable
 from kvseek.engine.cache.host_memory import available_bytes
+from kvseek.engine.model.weights import Weight, list_weights
 
 # Upper bounds of what is small beside the weights and known only once it is made. Measured with SmolLM2 (49,152 tokens):
 # tokenizer files of 72 bytes a token, a CPU library of 1.0 MB, a cubin of 0.6 MB, codebooks of 1 KB, header and index of

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from kvseek.builder.printing import Column, print_json, table
-from kvseek.core.command_line import Parser
-from kvseek.core.errors import ConfigError, KvseekError, text_of
+from kvseek.core.command_line import Parser, tells_errors
+from kvseek.core.errors import ConfigError
 from kvseek.core.sizes import readable
 from kvseek.engine.cache.prefixes.file import DamagedFileError, Entry
 from kvseek.engine.cache.prefixes.folder import NEW_FILES, BusyFolderError, lock, scan
@@ -201,30 +200,27 @@ def make_parser() -> Parser:
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek cache`; returns the exit status."""
     arguments = make_parser().parse_args(argv)
-    try:
-        engines = [one for one in read_directory(arguments.disk_dir) if one.folder.name.startswith(arguments.engine)]
-        if arguments.engine and not engines:
-            raise ConfigError(
-                f"--engine = {arguments.engine!r}: no engine in {arguments.disk_dir} begins so; see kvseek cache list"
-            )
-        if arguments.command == "list":
-            if arguments.json:
-                print_json({"engines": document(engines)})
-            else:
-                show(document(engines), Console())
-            return 0
-        ways = (bool(arguments.keys), arguments.all, arguments.older_than is not None)
-        if sum(ways) != 1:
-            raise ConfigError("name what to drop: either prefixes, or --all, or --older_than HOURS")
-        hours = arguments.older_than
-        if hours is not None and not 0 <= hours < math.inf:
-            raise ConfigError(f"--older_than = {hours:g}: must be >= 0 and finite; give --all to drop all")
-        gone = drop(engines, arguments.keys, arguments.older_than, arguments.all)
-    except (KvseekError, OSError) as error:
-        print(f"error: {text_of(error)}", file=sys.stderr)
-        return 1
+    engines = [one for one in read_directory(arguments.disk_dir) if one.folder.name.startswith(arguments.engine)]
+    if arguments.engine and not engines:
+        raise ConfigError(
+            f"--engine = {arguments.engine!r}: no engine in {arguments.disk_dir} begins so; see kvseek cache list"
+        )
+    if arguments.command == "list":
+        if arguments.json:
+            print_json({"engines": document(engines)})
+        else:
+            show(document(engines), Console())
+        return 0
+    ways = (bool(arguments.keys), arguments.all, arguments.older_than is not None)
+    if sum(ways) != 1:
+        raise ConfigError("name what to drop: either prefixes, or --all, or --older_than HOURS")
+    hours = arguments.older_than
+    if hours is not None and not 0 <= hours < math.inf:
+        raise ConfigError(f"--older_than = {hours:g}: must be >= 0 and finite; give --all to drop all")
+    gone = drop(engines, arguments.keys, arguments.older_than, arguments.all)
     print(f"{len(gone):,} files are removed")
     return 0

@@ -16,8 +16,8 @@ from rich.console import Console
 from kvseek.client.chat import build_prompt, read_text, show
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.options import GenerateOptions
+from kvseek.core.command_line import tells_errors
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import running_server
 from kvseek.server.settings import ServeSettings
@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     console.print(f"the server has shut down (exit status {max(map(abs, server.statuses.values()))})")
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvseek.cli.demo", description=__doc__)
@@ -66,11 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--question", required=True, action="append", help="give it once for each question")
     parser.add_argument("--max_tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
-    try:
-        run(parser.parse_args(argv), Console())
-    except KvseekError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    run(parser.parse_args(argv), Console())
     return 0
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvseek.core.command_line import Parser
-from kvseek.core.errors import KvseekError
+from kvseek.core.command_line import Parser, tells_errors
 from kvseek.core.private_files import PrivateFileError, read_key_file
 
 from .chunk import AnswerFigures, Chunk
@@ -233,13 +232,11 @@ def tell(text: str, figures: AnswerFigures, as_json: bool, console: Console) -> 
         console.print(figures.summary(), style="dim", highlight=False)
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """`kvseek chat`."""
     try:
         ask(make_parser().parse_args(argv))
     except KeyboardInterrupt:
         return 130
-    except KvseekError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     return 0

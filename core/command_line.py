@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from .errors import KvseekError, text_of
+
+Main = Callable[..., int]
 
 CLOSE = 0.75  # least likeness, 0 to 1, of a word and what was meant: --nested.topk has 0.96 of --nested.top_k
 
@@ -15,6 +20,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known word that is nearest; empty if none is near."""
     near = get_close_matches(word, list(known), 1, CLOSE)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def tells_errors(main: Main) -> Main:
+    """Make a command print an error that its user can mend (KvseekError, OSError) as a line on stderr, and return status 1."""
+
+    @functools.wraps(main)
+    def told(*arguments: Any) -> int:
+        try:
+            return main(*arguments)
+        except (KvseekError, OSError) as error:
+            print(f"error: {text_of(error)}", file=sys.stderr)
+            return 1
+
+    return told
 
 
 class Parser(argparse.ArgumentParser):

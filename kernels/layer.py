@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CompiledOperations(ABC):
-    """The compiled operations of one model; LayerOperations of engine/model/reference/operations.py.
+    """The compiled operations of one model; TorchOperations of engine/model/reference/operations.py says what each does.
 
     Tensors are contiguous, on the device and of the engine's dtype, but for rotations. Arithmetic is in float32, rounded once
     where a value is stored.
@@ -77,7 +77,7 @@ class CompiledOperations(ABC):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Tensor:
-        """See LayerOperations.
+        """See TorchOperations.
 
         The tokens of a KV head follow each other in `keys` and `values`; the KV heads of both are equally far apart.
         """

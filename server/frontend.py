@@ -19,10 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import uvloop
-
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError
 from kvseek.core.liveness import answer_at
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.grpc.checks import message_limit
@@ -41,7 +38,7 @@ from kvseek.server.requests.models import LAYOUTS, RequestFactory
 from kvseek.server.triton.relay import TritonRelay
 
 from .ports import CLOSED, Ports, read_port
-from .processes import raise_file_limit, require_open_files
+from .processes import raise_file_limit, require_open_files, run_process
 from .settings import ServeSettings
 
 OTHER_FILES = 128  # open ones beside clients' connections
@@ -203,14 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--triton_metrics", required=True, help="host:port of Triton's own metrics")
     parser.add_argument("--alive", type=Path, help="socket at which the supervisor asks whether the process works")
     parser.add_argument("--state", type=Path, help="the supervisor's file of restarts, for the metrics")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
-    try:
-        uvloop.run(run(parser.parse_args(argv)))
-    except KvseekError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_process(run(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

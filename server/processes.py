@@ -13,10 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import uvloop
+
+from kvseek.core.errors import KvseekError
 from kvseek.core.private_files import open_own_file
 
 from .errors import ServerError
@@ -267,6 +271,16 @@ class Guard:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
+
+
+def run_process(serve: Coroutine[Any, Any, int | None]) -> int:
+    """Run a process of a server, which logs to its standard error; returns its status, 1 after a line on why it refuses to."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return uvloop.run(serve) or 0
+    except KvseekError as error:
+        print(f"{REFUSAL}{error}", file=sys.stderr)
+        return 1
 
 
 def last_words(log: Path | None, since: int = 0) -> str:

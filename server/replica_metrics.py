@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import uvloop
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from kvseek.core.errors import KvseekError, UnavailableError
+from kvseek.core.errors import UnavailableError
 from kvseek.core.liveness import answer_at
 
 from .engine.metrics import written
@@ -35,6 +33,7 @@ from .http.metrics import (
     server_text,
 )
 from .http.server import HttpServer
+from .processes import run_process
 
 LABEL = "replica"
 ANSWER_SECONDS = 5.0  # most time for a replica's metrics, for two of which it waits for its engine and for Triton
@@ -133,13 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--router", required=True, help="base URL of the router")
     parser.add_argument("--state", type=Path, required=True, help="the supervisor's file of restarts")
     parser.add_argument("--alive", type=Path, required=True, help="socket at which the supervisor asks")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        uvloop.run(run(parser.parse_args(argv)))
-    except KvseekError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_process(run(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

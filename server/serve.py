@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvseek.core.command_line import Parser
+from kvseek.core.command_line import Parser, tells_errors
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError, require, text_of
+from kvseek.core.errors import require
 from kvseek.engine.parallel.nodes import check_nodes
 
 from .launch import LOOPBACK, READY_SECONDS, running_ranks, running_server, signals
@@ -159,6 +159,7 @@ def _wait(check: Callable[[], None], received: Sequence[int]) -> int:
     return 0
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek serve` until SIGINT or SIGTERM, or until the server ends."""
     arguments = parse_arguments(argv)
@@ -176,6 +177,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve_replicas(arguments, settings)
     except KeyboardInterrupt:
         return 0
-    except (KvseekError, OSError) as error:
-        print(f"error: {text_of(error)}", file=sys.stderr)
-        return 1

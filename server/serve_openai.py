@@ -5,22 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import logging
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import uvloop
-
-from kvseek.core.command_line import Parser
+from kvseek.core.command_line import Parser, tells_errors
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError, text_of
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
 from kvseek.server.frontend import Frontend
 from kvseek.server.ports import CLOSED, Ports
-from kvseek.server.processes import leave_no_core, raise_file_limit
+from kvseek.server.processes import leave_no_core, raise_file_limit, run_process
 from kvseek.server.settings import OPENAI_FLAGS, ServeSettings, add_flags, settings_of
 from kvseek.server.triton.repository import read_models
 
@@ -86,12 +81,7 @@ def make_parser() -> Parser:
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek openai`; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        uvloop.run(run(make_parser().parse_args(argv)))
-    except (KvseekError, OSError) as error:
-        print(f"error: {text_of(error)}", file=sys.stderr)
-        return 1
-    return 0
+    return run_process(run(make_parser().parse_args(argv)))

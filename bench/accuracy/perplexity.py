@@ -5,6 +5,9 @@
 The engines run as they serve, and draw the text's own tokens (LLM.score). What a method loses is the rise of
 its loss over the first one's, token by token: of equal tokens, so that it is known far better than either loss. A run that
 was cut off goes on with its result file: engines that it has are not measured again.
+
+With --own_answers each engine also answers, greedily, and the tokens that count are those of the first one's answer: how far a
+method drifts from it over a long answer, and whether its own answer begins to repeat itself.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 
-from kvseek import LLM
+from kvseek import LLM, SamplingParams
 from kvseek.bench.accuracy.haystack import read_text
 from kvseek.bench.engines import free_memory, variant_engines
 from kvseek.bench.machine import describe, describe_gpu, digest_of_model
@@ -45,6 +48,7 @@ from kvseek.engine.tokenizer import Tokenizer
 
 LIKELY = -math.log(0.5)  # largest loss, by the first engine, of a token that is called likely
 PARTS = 4  # of the steps: a method that loses more and more has it in the last one
+NGRAM = 8  # neighbouring tokens of an answer that are looked for before them
 Losses = list[list[float]]  # minus the log probability of each token, by text
 Pair = tuple[float, float]  # losses of one token: by an engine, and by the first engine
 
@@ -58,6 +62,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--text", nargs="+", required=True, help="UTF-8 files, or PACKAGE:PATH in an installed Python package")
     add("--prompt_tokens", type=int, default=4096, help="first tokens of each text, which are read")
     add("--tokens", type=int, default=500, help="the next ones, each a step that counts")
+    add(
+        "--own_answers",
+        action="store_true",
+        help="in place of the next ones: the first method's greedy answer, which no end token ends",
+    )
     add("--block", type=int, default=50, help="neighbouring tokens that are one sample of standard errors")
     add("--device", choices=CHOICES["device"], default="cpu")
     add("--dtype", default="float32")
@@ -83,11 +92,11 @@ def read(arguments: argparse.Namespace) -> None:
 
 
 def texts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens of each text that are read, and that are forced behind them; raises ConfigError if one has too few.
+    """Tokens of each text that are read, and that stand behind them; raises ConfigError if one has too few.
 
     The first that is forced does not count: its loss comes from reading the prompt.
     """
-    read, forced = arguments.prompt_tokens, 1 + arguments.tokens
+    read, forced = arguments.prompt_tokens, 0 if arguments.own_answers else 1 + arguments.tokens
     for name, text in arguments.text.items():
         ids = tokenizer.encode(text)
         limit = f"<= {len(ids) - forced}, as {name} has {len(ids)} tokens"
@@ -95,15 +104,44 @@ def texts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[tuple
         yield ids[:read], ids[read : read + forced]
 
 
-def score(arguments: argparse.Namespace, directory: Path) -> tuple[Losses, dict[str, float]]:
-    """Load an engine and score every text; also the tokens that its steps attended to, and those in the cache, on average."""
+def score(
+    arguments: argparse.Namespace, directory: Path, answers: Sequence[Sequence[int]] | None
+) -> tuple[Losses, dict[str, Any]]:
+    """Load an engine and score every text; also the tokens that its steps attended to, and those in the cache, on average.
+
+    With --own_answers also its answers, and where they repeat themselves; `answers` are the first engine's, None if this is it.
+    """
+    own: dict[str, Any] = {}
     with LLM(directory, threads=arguments.threads) as llm:
         prompts, forced = zip(*texts(arguments, llm.tokenizer), strict=True)
+        if arguments.own_answers:
+            params = SamplingParams(max_tokens=1 + arguments.tokens, ignore_eos=True)
+            given = [list(output.token_ids) for output in llm.generate(prompts, params)]
+            own = {"repeated": repeated(given), "answers": given}
+            forced = tuple(given if answers is None else answers)
         outputs = llm.score(prompts, forced)
     # Rounded as in the result file, so that a run that goes on with one finds what an uninterrupted run does.
     losses = [[-round(one.token, 4) for one in output.logprobs[1:]] for output in outputs if output.logprobs]
     names = ("attended_tokens", "cached_tokens")
-    return losses, {name: statistics.fmean(getattr(output, name) for output in outputs) for name in names}
+    return losses, own | {name: statistics.fmean(getattr(output, name) for output in outputs) for name in names}
+
+
+def repeated(answers: Sequence[Sequence[int]]) -> list[float]:
+    """In each of PARTS parts of answers of one length, the share in % of n-grams that have stood in their answer before."""
+    known = []
+    for answer in answers:
+        seen = set[tuple[int, ...]]()
+        own = []
+        for at in range(len(answer) - NGRAM + 1):
+            ngram = tuple(answer[at : at + NGRAM])
+            own.append(ngram in seen)
+            seen.add(ngram)
+        known.append(own)
+    part = -(-len(known[0]) // PARTS)
+    return [
+        100 * statistics.fmean(one for own in known for one in own[at : at + part])
+        for at in range(0, len(known[0]), part)
+    ]
 
 
 def risen(pairs: Sequence[Pair]) -> float:
@@ -160,6 +198,7 @@ def begun(arguments: argparse.Namespace) -> dict[str, Any]:
     head = {"model": arguments.model.name, "weights": digest_of_model(arguments.model)}
     head |= {"texts": list(arguments.text), "digests": digests}
     head |= {name: getattr(arguments, name) for name in names}
+    head |= {"own_answers": arguments.own_answers or None}  # which older files do not have
     if arguments.output is None or not arguments.output.exists():
         return {"evaluation": "perplexity", "machines": [], **head, "results": []}
     document = read_result(arguments.output, evaluation="perplexity")
@@ -188,7 +227,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         directory = Path(folder) / "engine"
         longest = arguments.prompt_tokens + 1 + arguments.tokens
         for name, _ in variant_engines(arguments, left, directory, longest, len(arguments.text)):
-            losses, counts = score(arguments, directory)
+            losses, counts = score(
+                arguments, directory, results[0]["answers"] if results and arguments.own_answers else None
+            )
             free_memory()
             figures = figures_of(losses, losses_of(results[0]) if results else losses, arguments.block)
             built = {
@@ -225,6 +266,8 @@ def print_report(report: dict[str, Any]) -> None:
         "attended": figure("attended_tokens", ",.0f"),
         "cached": figure("cached_tokens", ",.0f"),
     }
+    if report.get("own_answers"):
+        figures["repeated, % by step"] = lambda entry: " ".join(f"{percent:.0f}" for percent in entry["repeated"])
     tokens = f"{report['tokens']} tokens behind {report['prompt_tokens']:,}"
     title = f"{tokens}; rise of perplexity over {report['results'][0]['name']}"
     print_whole(figures_table(title, "", figures, report["results"], "name"))

@@ -527,7 +527,7 @@ class Training:
                 return False
         for tokens in arguments.evaluate:
             found = check(self.model, tokens, self.device, EVALUATED_CONTEXTS)
-            self.log(evaluated=tokens, contexts=EVALUATED_CONTEXTS, exact_and_tokens=found)
+            self.log(evaluated=max(tokens, 1024), contexts=EVALUATED_CONTEXTS, exact_and_tokens=found)
         return True
 
 

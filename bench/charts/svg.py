@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from kvseek.core.errors import KvseekError, text_of
+from kvseek.core.command_line import tells_errors
 
 # Colours of Okabe and Ito, which readers who do not see all colours can tell apart; lighter ones on a dark ground.
 LIGHT = ("#454b54", "#0072b2", "#d55e00", "#00805f", "#a8487d", "#7a5c00")
@@ -96,6 +95,7 @@ def element(
     return added
 
 
+@tells_errors
 def draw_command(
     argv: Sequence[str] | None, description: str, draw: Callable[[Sequence[Path]], tuple[str, str]]
 ) -> int:
@@ -107,11 +107,7 @@ def draw_command(
     parser.add_argument("results", nargs="+", type=Path, help="result files")
     parser.add_argument("--output", type=Path, required=True, help="the SVG")
     arguments = parser.parse_args(argv)
-    try:
-        text, printed = draw(arguments.results)
-        arguments.output.write_text(text, encoding="utf-8")
-    except (KvseekError, OSError) as error:
-        print(f"error: {text_of(error)}", file=sys.stderr)
-        return 1
+    text, printed = draw(arguments.results)
+    arguments.output.write_text(text, encoding="utf-8")
     print(*filter(None, (printed, arguments.output)), sep="\n\n")
     return 0

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 
 from kvseek.builder.checkpoints.rank_weights import rank_shape
-from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size
+from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.builder.compile.cuda import specialise
 from kvseek.builder.options import FitOptions
 from kvseek.builder.weight_storage import weight_storage
@@ -40,6 +40,7 @@ from kvseek.engine.loading.memory import DryRun, IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.activation_memory import work_bytes
 from kvseek.engine.model.cpu.products import stays_quantised
+from kvseek.engine.model.weights import list_weights
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.plugins.registry import method_traits
 

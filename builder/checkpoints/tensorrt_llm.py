@@ -21,13 +21,13 @@ from torch import Tensor
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, require
 from kvseek.core.weight_only import HEAD
+from kvseek.engine.model.weights import source_shape
 
 from .checkpoint import Checkpoint
 from .files import Header, SafetensorsFile, generation_ends, metadata_files, naming, read_object
 from .known_keys import TENSORRT_LLM, USE_ANOTHER
 from .model_config import model_config
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
-from .weights import source_shape
 
 LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM")
 QWEN = "QWenForCausalLM"  # Qwen of any generation; qwen_type tells which

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
-from kvseek.core.weight_only import HEAD, NONE, NOT_FINITE, PRECISIONS, is_quantised, quantise
-from kvseek.engine.model.weights import index_file
+from kvseek.core.weight_only import NONE, NOT_FINITE, PRECISIONS, is_quantised, quantise
+from kvseek.engine.model.weights import Weight, index_file, list_weights, source_shape
 
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES
@@ -24,31 +24,11 @@ from .rank_weights import rank_part, rank_shape
 
 SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
 HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
-LAYER_WEIGHTS = {  # weight of a layer of an engine, in the order of the computation → its Hugging Face sources
-    "attention_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "o": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-HEAD_NORMS = ("q_norm", "k_norm")  # of models with qk_norm
 STORED_NAMES = {  # safetensors' own names
     **{dtype: name for name, dtype in FLOAT_TYPES.items()},
     torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One weight of an engine: `sources` are Hugging Face names, concatenated along the first axis."""
-
-    name: str
-    sources: tuple[str, ...]
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -98,65 +78,6 @@ class WeightFormat:
     def quantises(self, name: str) -> bool:
         """Whether a weight is stored with 8 bits."""
         return self.precision != NONE and is_quantised(name, quantize_lm_head=self.quantize_lm_head)
-
-
-def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[Weight]:
-    """List every weight of an engine, in the order of the computation.
-
-    embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
-    model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and lm_head.weight. That is left out if
-    it is tied to the embedding, unless it is quantised, which the embedding is not.
-    A weight that is quantised is followed by its .weight_scale.
-    """
-    embedding = _weight(model, "embed.weight", "model.embed_tokens.weight")
-    weights = [embedding]
-    for layer in range(model.num_layers):
-        weights += _layer_weights(model, layer)
-    weights.append(_weight(model, "norm.weight", "model.norm.weight"))
-    if not model.tie_word_embeddings:
-        weights.append(_weight(model, HEAD, "lm_head.weight"))
-    elif quantize_lm_head:
-        weights.append(replace(embedding, name=HEAD))
-    return weights
-
-
-def _layer_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    biases = {"qkv": model.qkv_bias, "o": model.output_bias, "gate_up": model.mlp_bias, "down": model.mlp_bias}
-    for name, sources in LAYER_WEIGHTS.items():
-        if name in HEAD_NORMS and not model.qk_norm:
-            continue
-        for kind in ("weight", "bias") if biases.get(name) else ("weight",):
-            own = [f"model.layers.{layer}.{source}.{kind}" for source in sources]
-            yield _weight(model, f"layers.{layer}.{name}.{kind}", *own)
-
-
-def _weight(model: ModelConfig, name: str, *sources: str) -> Weight:
-    shapes = [source_shape(model, source) for source in sources]
-    return Weight(name, sources, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
-
-
-def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
-    """Return the shape of a model's tensor with this Hugging Face name; raises KeyError if the decoder has no such tensor."""
-    *_, module, kind = name.split(".")
-    hidden, queries = model.hidden_size, model.num_heads * model.head_dim
-    keys, vocabulary = model.num_kv_heads * model.head_dim, (model.vocab_size, hidden)
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens": vocabulary,
-        "input_layernorm": (hidden,),
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "q_norm": (model.head_dim,),
-        "k_norm": (model.head_dim,),
-        "o_proj": (hidden, queries),
-        "post_attention_layernorm": (hidden,),
-        "gate_proj": (model.intermediate_size, hidden),
-        "up_proj": (model.intermediate_size, hidden),
-        "down_proj": (hidden, model.intermediate_size),
-        "norm": (hidden,),
-        "lm_head": vocabulary,
-    }
-    return shapes[module] if kind == "weight" else shapes[module][:1]
 
 
 def write_weights(

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size
+from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KernelError
 from kvseek.core.tensorrt_api import logger, why
+from kvseek.engine.model.weights import list_weights
 from kvseek.engine.tensorrt.plan_files import PlanEntry, PlanIndex, PlanLimits, Sizes, write_plan_index
 from kvseek.plugins.tensorrt.plugin import add_attention_layer
 

@@ -7,7 +7,8 @@ part when it is loaded. Benchmarks write such directories (bench/engines.py); wh
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,26 @@ from kvseek.core.ranks import vocabulary_rows
 from kvseek.core.weight_only import HEAD, stored_weight
 
 RANDOM_FILE = "random_weights.json"
+LAYER_WEIGHTS = {  # weight of a layer of an engine, in the order of the computation → its Hugging Face sources
+    "attention_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "o": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+HEAD_NORMS = ("q_norm", "k_norm")  # of models with qk_norm
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of an engine: `sources` are Hugging Face names, concatenated along the first axis."""
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
 
 
 def index_file(rank: int) -> str:
@@ -50,7 +71,7 @@ def load_weights(
     Returns
     -------
     dict of str to Tensor
-        Fused weights under the names that builder/checkpoints/weights.py lists.
+        Fused weights under the names of `list_weights`.
 
     Raises
     ------
@@ -105,38 +126,71 @@ def random_seed(directory: Path) -> int | None:
         raise EngineDirectoryError(f"{path} is corrupt ({error!r}); run the benchmark again") from None
 
 
-def weight_shapes(model: ModelConfig, size: int = 1) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight that a decoder of `model` reads, in the engine's naming.
+def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[Weight]:
+    """List every weight of an engine, in the order of the computation.
 
-    Parameters
-    ----------
-    model : ModelConfig
-        Of the whole model, or of one of `size` ranks (core/ranks.py).
+    embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
+    model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and lm_head.weight. That is left out if
+    it is tied to the embedding, unless it is quantised, which the embedding is not.
+    A weight that is quantised is followed by its .weight_scale.
     """
-    hidden, dim, vocabulary = model.hidden_size, model.head_dim, vocabulary_rows(model, size)
-    qkv = (model.num_heads + 2 * model.num_kv_heads) * dim
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (vocabulary, hidden), "norm.weight": (hidden,)}
+    embedding = _weight(model, "embed.weight", "model.embed_tokens.weight")
+    weights = [embedding]
+    for layer in range(model.num_layers):
+        weights += _layer_weights(model, layer)
+    weights.append(_weight(model, "norm.weight", "model.norm.weight"))
     if not model.tie_word_embeddings:
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    layer: dict[str, tuple[int, ...]] = {
-        "attention_norm.weight": (hidden,),
-        "qkv.weight": (qkv, hidden),
-        "o.weight": (hidden, model.num_heads * dim),
-        "mlp_norm.weight": (hidden,),
-        "gate_up.weight": (2 * model.intermediate_size, hidden),
-        "down.weight": (hidden, model.intermediate_size),
+        weights.append(_weight(model, HEAD, "lm_head.weight"))
+    elif quantize_lm_head:
+        weights.append(replace(embedding, name=HEAD))
+    return weights
+
+
+def _layer_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
+    biases = {"qkv": model.qkv_bias, "o": model.output_bias, "gate_up": model.mlp_bias, "down": model.mlp_bias}
+    for name, sources in LAYER_WEIGHTS.items():
+        if name in HEAD_NORMS and not model.qk_norm:
+            continue
+        for kind in ("weight", "bias") if biases.get(name) else ("weight",):
+            own = [f"model.layers.{layer}.{source}.{kind}" for source in sources]
+            yield _weight(model, f"layers.{layer}.{name}.{kind}", *own)
+
+
+def _weight(model: ModelConfig, name: str, *sources: str) -> Weight:
+    shapes = [source_shape(model, source) for source in sources]
+    return Weight(name, sources, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
+
+
+def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
+    """Return the shape of a model's tensor with this Hugging Face name; raises KeyError if the decoder has no such tensor."""
+    *_, module, kind = name.split(".")
+    hidden, queries = model.hidden_size, model.num_heads * model.head_dim
+    keys, vocabulary = model.num_kv_heads * model.head_dim, (model.vocab_size, hidden)
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": vocabulary,
+        "input_layernorm": (hidden,),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "q_norm": (model.head_dim,),
+        "k_norm": (model.head_dim,),
+        "o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "gate_proj": (model.intermediate_size, hidden),
+        "up_proj": (model.intermediate_size, hidden),
+        "down_proj": (hidden, model.intermediate_size),
+        "norm": (hidden,),
+        "lm_head": vocabulary,
     }
-    if model.qkv_bias:
-        layer["qkv.bias"] = (qkv,)
-    if model.output_bias:
-        layer["o.bias"] = (hidden,)
-    if model.mlp_bias:
-        layer |= {"gate_up.bias": (2 * model.intermediate_size,), "down.bias": (hidden,)}
-    if model.qk_norm:
-        layer |= {"q_norm.weight": (dim,), "k_norm.weight": (dim,)}
-    for number in range(model.num_layers):
-        shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
-    return shapes
+    return shapes[module] if kind == "weight" else shapes[module][:1]
+
+
+def weight_shapes(model: ModelConfig, size: int = 1) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight of the whole model, or of one of `size` ranks, whose `model` it is (core/ranks.py)."""
+    own = replace(
+        model, vocab_size=vocabulary_rows(model, size), bos_token_id=None, eos_token_ids=(), pad_token_id=None
+    )
+    return {weight.name: weight.shape for weight in list_weights(own)}
 
 
 def fill_weight(tensor: Tensor, name: str, layers: int, generator: torch.Generator, size: int = 1) -> None:

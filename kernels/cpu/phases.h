@@ -71,19 +71,47 @@ class Arena {
     char* memory_;
 };
 
-// Run the phases of tasks [count] on up to `threads` threads, no more than their phase `widest` has parts:
-// parts_of(task, phase) and run_part(task, phase, part) as of run_phases. lay_out(task, arena) takes a task's
-// intermediate results from an arena, at first only to measure.
-template <int PHASES, class Task, class LayOut, class Parts, class Run>
-void run_tasks(Task* tasks, int64_t count, int64_t threads, int widest, const LayOut& lay_out, const Parts& parts_of,
-               const Run& run_part) {
+// A phase: parts(task) >= 1 is how many parts it may be divided into, run(task, part) does one of them.
+template <class Parts, class Run>
+struct Phase {
+    Parts parts;
+    Run run;
+};
+
+template <class Parts, class Run>
+Phase<Parts, Run> divided(Parts parts, Run run) {
+    return {parts, run};
+}
+
+// A phase that run(task) does as a whole.
+template <class Run>
+auto whole(Run run) {
+    return divided([](const auto&) { return INT64_C(1); }, [run](auto& task, int64_t) { run(task); });
+}
+
+// Run phases of tasks [count], one after another of each task, on up to `threads` threads, no more than the phase with
+// the number `widest` has parts. lay_out(task, arena) takes a task's intermediate results from an arena, at first only
+// to measure.
+template <class Task, class LayOut, class... Phases>
+void run_tasks(Task* tasks, int64_t count, int64_t threads, int widest, const LayOut& lay_out,
+               const Phases&... phases) {
     static thread_local Scratch memory;
+    const auto parts_of = [&](const Task& task, int phase) {
+        int64_t parts = 1;
+        int number = 0;
+        ((number++ == phase ? void(parts = phases.parts(task)) : void()), ...);
+        return parts;
+    };
+    const auto run_part = [&](Task& task, int phase, int64_t part) {
+        int number = 0;
+        ((number++ == phase ? void(phases.run(task, part)) : void()), ...);
+    };
     Arena measured(nullptr);
     int64_t most = 0;
     for (int64_t i = 0; i < count; i++) lay_out(tasks[i], measured), most += parts_of(tasks[i], widest);
     Arena arena(static_cast<char*>(memory.reserve(measured.used)));
     for (int64_t i = 0; i < count; i++) lay_out(tasks[i], arena);
-    run_phases<PHASES>(tasks, count, static_cast<int>(threads < most ? threads : most), parts_of, run_part);
+    run_phases<sizeof...(Phases)>(tasks, count, static_cast<int>(threads < most ? threads : most), parts_of, run_part);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 // estimates, ranks.
 #pragma once
 
+#include "extent_rows.h"
 #include "kernels/request.h"
 #include "phases.h"
 #include "simd.h"
@@ -58,6 +59,12 @@ void choose_rows(const Arguments& a, const Task& task, int lanes, bool by_estima
     else
         rank_scores(a, task.estimates, lanes, task.stride, task.candidate_count, task.ranks);
     take_largest(task.ranks, task.places, task.candidate_count, a.top_k, rows);
+}
+
+// Extents that hold a task's region.
+template <class Task>
+int64_t extents_of(const Task& task) {
+    return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
 }
 
 }  // namespace

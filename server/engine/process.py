@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import msgspec
-import uvloop
 
 from kvseek.core.errors import ErrorCode, KvseekError, RequestError, code_of, renamed
 from kvseek.core.liveness import answer_at
@@ -32,7 +31,7 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
 from kvseek.server.errors import INTERNAL
-from kvseek.server.processes import leave_no_core
+from kvseek.server.processes import leave_no_core, run_process
 from kvseek.server.requests.messages import (
     UNSOUND_REQUESTS,
     Cancel,
@@ -391,12 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--alive", type=Path, help="socket at which whoever looks after the process asks whether it works"
     )
     parser.add_argument("--shared", action="store_true", help="end when the last frontend has left")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        status = uvloop.run(run(parser.parse_args(argv)))
-    except KvseekError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    status = run_process(run(parser.parse_args(argv)))
     if status == STATUS_FAILED:
         os._exit(status)  # what PyTorch and the driver do at the end of a process may wait for the GPU for ever
     return status

@@ -4,6 +4,7 @@ and as events, with log probabilities in the two forms that OpenAI has.
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ Piece = dict[str, Any]  # see Choice
 NO_FIELDS: Json = {}
 CHAT = ("chatcmpl", "chat.completion", "chat.completion.chunk")  # beginning of ids, `object` of answers and of events
 COMPLETION = ("cmpl", "text_completion", "text_completion")
+OFFSET_BYTES = 40  # a number in a list
 LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot write; OpenAI's number
 # Token id, its log probabilities, length of the text before it. The first token of an echoed prompt has no log probabilities.
 Tokens = Sequence[tuple[int, LogProbs | None, int]]
@@ -59,6 +61,11 @@ class Echo:
 
     text: str
     offsets: Sequence[int] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory."""
+        return sys.getsizeof(self.text) + OFFSET_BYTES * len(self.offsets)
 
 
 class Choice:
@@ -86,7 +93,9 @@ class Choice:
         echo: Echo | None = None,
         names: Mapping[str, str] | None = None,
         prompt: Echo | None = None,
+        held_bytes: int = 0,
     ) -> None:
+        self.held_bytes = held_bytes
         self.request, self.streaming, self.ended, self.names = request, streaming, False, names or {}
         self._new = Accumulator(request, tokenizer, stop)
         self._new.text = "" if echo is None else echo.text
@@ -184,8 +193,9 @@ def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: Engin
             raise RequestError(renamed(str(error), names)) from None
         echo = None if text is None else Echo(text, () if top is None else tokenizer.offsets(ids))
         read = None if sampling.return_selected_rows is None else Echo(tokenizer.decode(ids), tokenizer.offsets(ids))
+        held = sum(each.bytes for each in (echo, read) if each is not None) // body.choices  # which share them
         for own in with_own_seeds(request, body.choices):
-            choices.append(Choice(own, tokenizer, stop, streaming, echo, names, read))
+            choices.append(Choice(own, tokenizer, stop, streaming, echo, names, read, held))
     return choices, tokens
 
 

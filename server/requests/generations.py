@@ -189,12 +189,12 @@ class Generations:
         """Let the engine serve requests of one call, and give their chunks as they come, each with its request's place.
 
         A chunk is made of all outputs of a request that have come, or `one_by_one`. Requests that have not ended when the context
-        ends are cancelled. What the engine puts out counts as unread: in a stream until the client has read what was made of it,
-        else until `answer` ends.
+        ends are cancelled. What the engine puts out, and what the answers hold before, counts as unread: in a stream until the
+        client has read what was made of it, else until `answer` ends.
 
         Entering the context raises UnavailableError if there is no engine, and QueueFullError or RequestError if there is no
-        room for the logits that are asked for. Iterating raises CodedError when the engine ends a request with an error, and
-        QueueFullError if there is no room for the answer.
+        room for prompts that the answers repeat, or for the logits that are asked for. Iterating raises CodedError when the
+        engine ends a request with an error, and QueueFullError if there is no room for the answer.
         """
         arrivals, reserved = Arrivals(answer), [0] * len(submissions)
 
@@ -207,6 +207,9 @@ class Generations:
 
         self.open += len(submissions)
         try:
+            with self.counting_refusals():
+                answer.add(sum(each.served.held_bytes for each in submissions))
+                answer.check()
             for place, submission in enumerate(submissions):
                 with self.counting_refusals():
                     reserved[place] = self.unread.reserve(submission.served.request)
@@ -277,7 +280,7 @@ async def wait_for_ends(open_requests: Callable[[], int], client: EngineClient, 
 async def _chunks(
     served: Sequence[ServedRequest], arrivals: Arrivals, cancel: Callable[[int], None], one_by_one: bool
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
-    answer, kept = arrivals.answer, [0] * len(served)  # bytes of outputs that are still in memory, of each request
+    answer, kept = arrivals.answer, [each.held_bytes for each in served]  # what is still in memory, of each request
     left = set(range(len(served)))
     while left:
         place, outputs, size = await arrivals.next()

@@ -62,9 +62,12 @@ class ServedRequest(Protocol):
         Whether the client has its last chunk. The engine goes on if a stop word came: the caller has to cancel the request then.
     names : mapping
         The client's names of fields, by those with which the engine's errors begin.
+    held_bytes : int
+        Bytes of the answer that are there before the engine puts out anything: of a prompt that it repeats.
     """
 
     names: Mapping[str, str]
+    held_bytes: int
     request: Request
     streaming: bool
     ended: bool
@@ -147,6 +150,7 @@ class TokenRequest:
     names: Mapping[str, str] = TOKEN_NAMES
     prompt_input, stream_input = "input_ids", "streaming"
     takes_text, batched = False, True
+    held_bytes = 0
 
     @classmethod
     def make(cls, inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> list[Self]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -13,9 +12,8 @@ from pathlib import Path
 from google.protobuf import text_encoding, text_format
 from tritonclient.grpc import model_config_pb2
 
-from kvseek.core.command_line import Parser
+from kvseek.core.command_line import Parser, tells_errors
 from kvseek.core.config_file import read_config
-from kvseek.core.errors import KvseekError, text_of
 from kvseek.core.manifest import verify
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.models import LAYOUTS
@@ -144,6 +142,7 @@ def _checked_names(names: Sequence[str], engines: Sequence[Path]) -> list[str]:
     return list(names)
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvseek repository`; returns the exit status."""
     arguments = parse_arguments(argv)
@@ -165,10 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         ]
         part.rename(target)
-    except (KvseekError, OSError) as error:
+    except BaseException:
         shutil.rmtree(part, ignore_errors=True)
-        print(f"error: {text_of(error)}", file=sys.stderr)
-        return 1
+        raise
     print(f"wrote {', '.join(written)}; start them with: tritonserver --model-repository {target}")
     print(f"(the tritonserver of the wheel nvidia-pytriton: kvseek tritonserver --model-repository {target})")
     return 0

@@ -115,6 +115,7 @@ def test_files_of_other_commands_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert "must be of perplexity, tasks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_goes_on_where_it_was(
     random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +128,7 @@ def test_all_goes_on_where_it_was(
         "--top_k",
         "8",
         "--length",
-        "800",
+        "400",
         "--text",
         "asyncio:base_events.py",
     ]
@@ -145,7 +146,7 @@ def test_all_goes_on_where_it_was(
     progress = capsys.readouterr().err.splitlines()
     assert [line for line in progress if "contexts" in line or "perplexity" in line] == []
     assert "steps" in progress
-    assert main([*flags, "--length", "700"]) == 1
+    assert main([*flags, "--length", "300"]) == 1
     assert "must be of {'quick': True" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Extents: who owns which, what a refusal leaves behind, and rows that cross their borders."""
+"""Extents: how many a slot may have, and rows that cross their borders. Who owns which: tests/engine/test_admission.py."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ import torch
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import ExtentTable
-
-
-def test_extents_are_reserved_and_returned() -> None:
-    table = ExtentTable(slots=2, max_extents=3, capacity=4)
-    table.reserve(0, 2 * EXTENT_TOKENS + 1)
-    assert table.free == 1
-    with pytest.raises(CapacityError, match="2 more extents of 1024 tokens, 1 of 4 are free"):
-        table.reserve(1, EXTENT_TOKENS + 1)
-    assert table.free == 1, "a refused reservation changes nothing"
-    table.release(0)
-    assert table.free == 4
-    assert (table.table == -1).all()
 
 
 def test_a_slot_never_gets_more_extents_than_its_table_holds() -> None:
@@ -32,6 +20,8 @@ def test_a_slot_never_gets_more_extents_than_its_table_holds() -> None:
         table.reserve(0, 2 * EXTENT_TOKENS + 1)
     assert table.free == 7, "a refused reservation changes nothing"
     assert torch.equal(table.device_table, table.table)
+    with pytest.raises(CapacityError, match="4 more extents of 1024 tokens, 3 of 3 are free"):
+        ExtentTable(slots=1, max_extents=4, capacity=3).reserve(0, 4 * EXTENT_TOKENS)
 
 
 def test_a_reservation_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,34 +47,3 @@ def test_rows_cross_extent_borders() -> None:
     values = torch.arange(2.0 * EXTENT_TOKENS)[None, :, None]
     table.write(array, 0, 500, values)
     assert torch.equal(table.read(array, 0, 2 * EXTENT_TOKENS + 500)[:, 500:], values)
-
-
-def test_a_shared_extent_is_free_when_its_last_user_has_gone() -> None:
-    table = ExtentTable(slots=2, max_extents=3, capacity=4)
-    table.reserve(0, 2 * EXTENT_TOKENS)
-    table.reserve(1, 3 * EXTENT_TOKENS, table.of_slot(0))
-    assert table.of_slot(1)[:2] == table.of_slot(0)
-    assert (table.used, table.idle, table.free) == (3, 0, 1)
-    table.release(0)
-    assert (table.used, table.idle, table.free) == (3, 0, 1)
-    table.release(1)
-    assert (table.used, table.idle, table.free) == (0, 0, 4)
-
-
-def test_a_kept_extent_stays_without_users() -> None:
-    table = ExtentTable(slots=2, max_extents=3, capacity=4)
-    table.reserve(0, 2 * EXTENT_TOKENS)
-    kept, other = table.of_slot(0)
-    table.keep(kept)
-    table.release(0)
-    assert (table.used, table.idle, table.free) == (0, 1, 3)
-    table.reserve(1, 3 * EXTENT_TOKENS)
-    with pytest.raises(CapacityError, match="1 more extents of 1024 tokens, 0 of 4 are free"):
-        table.reserve(0, EXTENT_TOKENS)
-    table.release(1)
-    table.reserve(1, EXTENT_TOKENS, [kept])
-    assert (table.of_slot(1), table.in_use(kept), table.in_use(other)) == ((kept,), True, False)
-    table.forget(kept)
-    assert (table.used, table.idle, table.free) == (1, 0, 3), "forgotten, but in use"
-    table.release(1)
-    assert (table.used, table.idle, table.free) == (0, 0, 4)

@@ -83,27 +83,44 @@ def test_bytes_of_the_weights() -> None:
     assert sizes[True, "engine"] == matrix + layers + 64 * 2
 
 
+WITHOUT_IT = """
+import dataclasses, sys
+from pathlib import Path
+
+sys.modules["cuda"] = None  # an import of it fails
+import kvseek.core.cuda
+import torch
+from kvseek.builder import build
+from kvseek.core.request import Request
+from kvseek.engine.engine import Engine
+from kvseek.engine.loading.runtime import load_runtime
+
+def met():
+    parts = ("builder", "engine", "plugins")
+    return [name for name in sys.modules if name.startswith(tuple(f"kvseek.{part}.tensorrt" for part in parts))]
+
+directory, basis = Path(sys.argv[2]), ["--model", sys.argv[1], "--method", "full"]
+assert build.main([*basis, "--output_dir", str(directory), "--kernels", "reference", "--no-check", "--quiet"]) == 0
+assert build.main(["--inspect", str(directory)]) == 0
+assert build.main(["--plan", *basis, "--gpu_memory", "4GiB", "--host_memory", "4GiB"]) == 0
+engine = Engine.load(directory)
+engine.generate([Request((5, 6, 7), 3)])
+config = dataclasses.replace(engine.config, device="cuda", kernels="native")
+assert load_runtime(directory, config, torch.device("cpu"))[0].weights > 0
+assert not met(), met()
+import kvseek.plugins.tensorrt.plugin
+assert met(), "these are the names"
+assert not {"tensorrt", "tensorrt_rtx"} & set(sys.modules), "nor does the plugin import it before it is asked to"
+"""
+
+
 def test_engines_without_it_never_meet_it(model: Path, tmp_path: Path) -> None:
-    """Building, inspecting and asking what fits import nothing of builder/tensorrt/ for engines of runtime torch.
+    """Building, inspecting, asking what fits, loading and generating import nothing of it for engines of runtime torch.
 
     And those for the CPU nothing of cuda, where core.cuda can be imported too.
     """
-    basis = ["--model", str(model), "--method", "full"]
-    memory = ["--gpu_memory", "4GiB", "--host_memory", "4GiB"]
-    engine = str(tmp_path / "engine")
-    calls = [
-        [*basis, "--output_dir", engine, "--kernels", "reference", "--no-check"],
-        ["--inspect", engine],
-        ["--plan", *basis, *memory],
-    ]
-    script = (
-        "import sys\nsys.modules['cuda'] = None  # an import of it fails\n"
-        "import kvseek.core.cuda\nfrom kvseek.builder import build\n"
-        f"assert [build.main(call) for call in {calls!r}] == [0, 0, 0]\n"
-        "met = [name for name in sys.modules if name.startswith('kvseek.builder.tensorrt')]\n"
-        "assert not met, met"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", WITHOUT_IT, str(model), str(tmp_path / "engine")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 

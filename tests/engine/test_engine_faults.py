@@ -221,14 +221,3 @@ def test_cancelling_and_timing_out_while_prompts_are_read(engine: Engine) -> Non
         assert tokens_of(outputs, late) == expected
     engine.cancel(first)
     assert_everything_came_back(engine)
-
-
-def test_a_higher_priority_gets_the_next_slot(engine: Engine) -> None:
-    running = [engine.submit(Request(PROMPT[:30], 5)) for _ in range(2)]
-    engine.step()
-    low, middle, high = (engine.submit(Request(PROMPT[:30], 5, priority=priority)) for priority in (0, 128, 255))
-    outputs = run_to_end(engine)
-    started = [output.statistics for output in outputs if output.finish_reason and output.statistics is not None]
-    assert len(started) == len(running) + 3
-    begin = {output.request_id: output.statistics.started_at for output in outputs if output.statistics is not None}
-    assert begin[high] <= begin[middle] <= begin[low]

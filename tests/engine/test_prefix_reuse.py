@@ -169,20 +169,6 @@ def test_a_conversation_goes_on(method: str, load: Load, plain: Plain) -> None:
     assert engine.cache_usage.extents_kept == 2, "shorter beginnings of the same conversation are not kept too"
 
 
-@pytest.mark.parametrize("method", ["full", "ctkvr-rows"])
-def test_requests_about_one_document_share_its_extents(method: str, load: Load, plain: Plain) -> None:
-    engine = load(method)
-    requests = [Request(DOCUMENT + (number,) * 9, 5) for number in range(8)]
-    assert [tokens for tokens, _ in ask(engine, requests[0])] == [plain(requests[0])]
-    for request in requests:
-        engine.submit(request)
-    most = 0
-    while engine.has_work:
-        engine.step()
-        most = max(most, engine.cache_usage.extents_used)
-    assert most <= 2 + 8 + 1, "two shared extents, one of each request, and one that is copied from"
-
-
 @pytest.mark.parametrize(
     ("method", "shared"), [("full", 2), ("ctkvr-rows", 2), ("ctkvr", 0), ("clusterkv", 0), ("prkv", 0)]
 )
@@ -202,19 +188,6 @@ def test_requests_that_are_submitted_together_read_a_document_once(
         assert set(reused) <= {0, 2048 + SINK}
     else:
         assert reused == [0] + [2048 + SINK] * 7
-
-
-@pytest.mark.parametrize("method", NAMES)
-def test_two_requests_go_on_differently_from_one_partial_extent(method: str, load: Load, plain: Plain) -> None:
-    engine = load(method)
-    ask(engine, Request(DOCUMENT[:1500], 1))
-    pair = [Request(DOCUMENT[:1500] + (number,) * 200, 100) for number in (5, 6)]
-    answers = ask(engine, *pair)
-    assert [tokens for tokens, _ in answers] == [plain(request) for request in pair]
-    assert [statistics.reused_tokens for _, statistics in answers] == [1500, 1500]
-    third = Request(DOCUMENT[:1600], 3)
-    ((tokens, statistics),) = ask(engine, third)
-    assert (tokens, statistics.reused_tokens) == (plain(third), 1500)
 
 
 @pytest.mark.parametrize("method", NAMES)
@@ -242,20 +215,6 @@ def test_a_request_that_fails_keeps_nothing(load: Load, monkeypatch: pytest.Monk
         engine.submit(Request(DOCUMENT[:1000], 5))
         assert run_to_end(engine)[-1].finish_reason is FinishReason.ERROR
     assert engine.cache_usage.extents_kept == 0
-
-
-@pytest.mark.parametrize("method", NAMES)
-def test_kept_extents_make_room(method: str, load: Load, plain: Plain) -> None:
-    """Four extents: every request needs three of them."""
-    engine = load(method, kv_cache_host_memory_bytes=4 * EXTENT_BYTES)
-    assert engine._cache.extents.capacity == 4
-    for first in (3, 4, 5, 3, 5):
-        request = Request((first, *DOCUMENT[:2200]), 5)
-        ((tokens, _),) = ask(engine, request)
-        assert tokens == plain(request)
-    assert engine.cache_usage.reuse.evicted_extents > 0
-    both = [Request((9, *DOCUMENT[:2200]), 5), Request((5, *DOCUMENT[:2200]), 5)]
-    assert [tokens for tokens, _ in ask(engine, *both)] == [plain(request) for request in both]
 
 
 def test_as_much_is_copied_as_there_is_room_for(load: Load, plain: Plain) -> None:

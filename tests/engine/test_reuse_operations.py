@@ -244,14 +244,16 @@ def check_operations(
     return totals
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("flat", "pariskv")]
+)  # whose entries are as nested's
 def test_answers_are_those_without_reuse(
     name: str,
     model: Path,
     build_engine: BuildEngine,
     plain: Plain,
 ) -> None:
-    """2,000 operations: 250 a method."""
+    """250 operations a method."""
     method, own = NAMES[name]
     room = ("--cache.kv_cache_host_memory_bytes", str(ROOM * EXTENT_BYTES))
     everything = method_flags(method, CASES[method].everything)

@@ -110,7 +110,7 @@ def directory(model: Path, build_engine: BuildEngine) -> Path:
 def on_disk(engine: Engine) -> int:
     """Files, once everything has been written or removed."""
     store = engine._prefixes.store
-    wait_for(lambda: not (store._discarded or store._writes or store._busy_since is not None))
+    wait_for(lambda: not (store._erasures or store._writes or store._busy_since is not None))
     return len([path for path in store.folder.path.iterdir() if path.suffix != ".new"])
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.plugins import clusterkv_pairs, ctkvr_pairs, gpu_context, prkv_world
+from tests.gpu.plugins import gpu_context, prkv_world
 from tests.gpu.plugins import test_batches as batch_checks
 from tests.gpu.plugins import test_clusterkv as clusterkv_checks
+from tests.gpu.plugins import test_ctkvr as ctkvr_checks
 from tests.gpu.plugins import test_nested as nested_checks
-from tests.gpu.plugins.shared_extents import check_shared_extents
+from tests.gpu.plugins.gpu_context import check_shared_extents
 from tests.plugins.index_cases import KV_HEADS, select_rows
 from tests.support.emulated_kernels import EmulatedKernels, emulated_kernels
 from torch import Tensor
@@ -46,9 +47,9 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the checks put on a GPU stays on the CPU."""
     for module, name, value in (
         (gpu_context, "PLACE", HOST),
-        (ctkvr_pairs, "CUDA", HOST),
+        (ctkvr_checks, "CUDA", HOST),
         (gpu_context, "method_kernels", kernels_of),
-        (ctkvr_pairs, "method_kernels", kernels_of),
+        (ctkvr_checks, "method_kernels", kernels_of),
         (torch.Tensor, "cuda", lambda tensor: tensor),
         (torch.cuda, "synchronize", lambda: None),
     ):
@@ -95,7 +96,7 @@ def test_clusterkv(fields: dict[str, Any], shape: tuple[str, int, int]) -> None:
     torch.manual_seed(dim)
     lengths = [2100, 40]
     config = ClusterConfig(top_k=60, iterations=2, candidates=4, **fields)
-    expected, found = clusterkv_pairs.make_pair(config, dtype, dim, group, lengths)
+    expected, found = clusterkv_checks.make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(2, KV_HEADS * group, dim).to(getattr(torch, dtype))
     rows = select_rows(found, queries, [0, 1]).rows
     check = clusterkv_checks.check_reranked if config.rerank_bits else clusterkv_checks.check_request
@@ -159,20 +160,20 @@ def test_ctkvr(execution: str, dtype: str, dim: int, group: int, monkeypatch: py
     """Places recalled and reranked by keys or codes, and the centroids that steps add."""
     torch.manual_seed(dim)
     lengths = [1100, 47]
-    cache = ctkvr_pairs.make_cache((dtype, dim, group), lengths)
+    cache = ctkvr_checks.make_cache((dtype, dim, group), lengths)
     config = CTkvrConfig(top_k=48, centroids=24, recent=64, execution=execution)
     monkeypatch.setattr(LayerRows, "on_host", False)  # not host cores rank keys, but kernels
-    index = ctkvr_pairs.make_index((dtype, dim, group), config, cache)
+    index = ctkvr_checks.make_index((dtype, dim, group), config, cache)
 
     def build(last: Tensor, keys: Tensor, lists: Tensor) -> None:
         lists[:, : last.shape[1]] = build_lists(last, keys, index.width, index.context.scaling)
 
     monkeypatch.setattr(index._builder, "build", build)  # its kernels are not emulated
     for slot, length in enumerate(lengths):
-        ctkvr_pairs.build(index, cache, slot, length)
-    twin = ctkvr_pairs.Twin(index)
+        ctkvr_checks.build(index, cache, slot, length)
+    twin = ctkvr_checks.Twin(index)
     for _ in range(2):
-        twin.step(ctkvr_pairs.random_queries(index, 2), [1, 0])
+        twin.step(ctkvr_checks.random_queries(index, 2), [1, 0])
 
 
 def test_a_request_of_nested_selects_the_same_rows_in_any_batch() -> None:

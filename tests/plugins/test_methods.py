@@ -18,7 +18,7 @@ from kvseek.builder.options import build_options
 from kvseek.core.config import EngineConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
-from kvseek.core.request import Request, SamplingConfig
+from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import get_method
 
@@ -40,21 +40,6 @@ def test_exact_when_everything_is_kept(model: Path, method: str, kernels: str, b
     everything = (*WINDOW, *method_flags(method, CASES[method].everything), "--kernels", kernels)
     found = engine_logits(Engine.load(build_engine(model, method, *everything)), PROMPT, forced)
     assert (found - full).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize("method", CASES)
-def test_tokens_do_not_depend_on_the_batch(model: Path, method: str, build_engine: BuildEngine) -> None:
-    engine = Engine.load(build_engine(model, method, *WINDOW, *method_flags(method, CASES[method].sparse)))
-    requests = [
-        Request(tuple(PROMPT), 40),
-        Request(tuple(PROMPT[:25]), 60),  # dense at first
-        Request(tuple(PROMPT[3:]), 30, SamplingConfig(temperature=0.8, top_k=20, seed=5)),
-        Request(tuple(PROMPT[::-1]), 50),
-        Request((7,), 45),
-    ]
-    alone = [engine.generate([request])[0] for request in requests]
-    assert engine.generate(requests) == alone
-    assert engine.generate(requests[::-1]) == alone[::-1], "other slots, other order"
 
 
 @pytest.mark.parametrize("method", CASES)

@@ -10,8 +10,8 @@ import torch
 from tests.conftest import LEVELS
 from tests.plugins.clusterkv.test_native import Pair as ClusterKV
 from tests.plugins.index_cases import KV_HEADS, SHAPES, NativePair, keys_of_slots, select_rows
-from tests.plugins.nested.test_native import Pair as Nested
-from tests.plugins.pariskv.test_native import Pair as ParisKV
+from tests.plugins.nested.test_indexes import Pair as Nested
+from tests.plugins.pariskv.test_indexes import Pair as ParisKV
 from tests.plugins.prkv.test_native import Pair as PRKV
 from tests.support.instruction_levels import limited
 from torch import Tensor

@@ -56,8 +56,8 @@ class Served:
     streaming = True
     ended = False
 
-    def __init__(self, stops_at: int = -1) -> None:
-        self.stops_at, self.taken = stops_at, 0
+    def __init__(self, stops_at: int = -1, held_bytes: int = 0) -> None:
+        self.stops_at, self.taken, self.held_bytes = stops_at, 0, held_bytes
 
     def push(self, outputs: list[StepOutput]) -> Any:
         tokens = []
@@ -223,6 +223,26 @@ async def test_what_has_come_while_nobody_asked_is_one_chunk() -> None:
             assert unread.bytes == size_of(ANSWERED[2])
             assert await anext(chunks, None) is None
     assert unread.bytes == 0
+
+
+async def test_a_prompt_that_an_answer_repeats_counts_until_the_client_has_read_it() -> None:
+    unread, client = UnreadAnswers(2000), Client()
+    generations = Generations(client, 4, unread)  # type: ignore[arg-type]
+    with unread.answer() as answer:
+        async with generate(generations, Served(held_bytes=400), answer) as chunks:
+            assert unread.bytes == 400
+            with unread.answer() as other, pytest.raises(QueueFullError, match=r"have 2,001 bytes: must be <= 2,000"):
+                async with generate(generations, Served(held_bytes=1601), other):
+                    pass
+            assert len(client.takers) == 1, "the engine has not been asked"
+            assert unread.bytes == 400
+            client.give([ANSWERED[0]])
+            await anext(chunks)
+            client.give([ANSWERED[1]])
+            await anext(chunks)
+            assert unread.bytes == size_of(ANSWERED[1]), "what came before has been read"
+    assert (generations.open, client.counted) == (0, [ErrorCode.QUEUE_FULL])
+    generations.close()
 
 
 async def test_requests_of_one_call_come_each_in_its_order_and_end_together_with_an_error() -> None:

@@ -80,11 +80,11 @@ class ForkedProgram:
         self.send_signal(signal.SIGKILL)
 
 
-def start_rank(rank: int) -> followers.Member:
-    """Start a rank, as engine/leading/followers.py does."""
+def start_rank(rank: int, *arguments: str) -> followers.Member:
+    """Start a rank, as engine/leading/followers.py does; `arguments` are for another program in its place."""
     own, theirs = Pipe()
     with theirs:
-        process: Any = ForkedProgram(followers.FOLLOWER, (), connection=theirs)
+        process: Any = ForkedProgram(followers.FOLLOWER, arguments, connection=theirs)
     return followers.Member(rank, followers.Channel(own), process)
 
 

@@ -381,7 +381,7 @@ class PrefixCache:
         self.counts.discarded_extents += len(removed)
         self._forget(removed)
         if self.store is not None and self._loader is not None:
-            self.store.discard([*self._loader.keys(slot), *(node.key for node in used)])
+            self.store.erase([*self._loader.keys(slot), *(node.key for node in used)], continued=True)
 
     def close(
         self, slot: int, tokens: bytes | None = None, salt: str | None = None, session: Session | None = None
@@ -425,7 +425,7 @@ class PrefixCache:
                 freed.append(node)
         self._forget(freed)
         if self.store is not None:
-            self.store.erase(freed)
+            self.store.erase([node.key for node in freed], continued=False)
         return EndedSession(len(freed), sum(len(node.tokens) for node in freed) // TOKEN_BYTES)
 
     def _write(self, tokens: bytes, salt: str | None) -> None:

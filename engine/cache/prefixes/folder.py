@@ -194,23 +194,20 @@ class PrefixFolder:
             except OSError as error:
                 logger.warning("cannot remove %s: %s", entry.path, error)
 
-    def discard(self, keys: Sequence[bytes]) -> None:
-        """Remove the files of nodes and all that continue them; it touches files."""
+    def erase(self, keys: Sequence[bytes], continued: bool) -> None:
+        """Remove the files of nodes: with all that continue them if `continued`, else but for those that others continue.
+
+        Keys of nodes that continue another one are given before its own.
+        """
         with self._lock:
-            line, known = list(keys), set(keys)
-            for key in line:  # which grows meanwhile
+            line, known = [*reversed(keys)], set(keys)
+            for key in line if continued else ():  # the line grows meanwhile
                 behind = self._behind.get(key, set()) - known
                 line += behind
                 known |= behind
-            entries = [self._entries[key] for key in reversed(line) if key in self._entries]
-        for entry in entries:
-            self.remove(entry)
-
-    def erase(self, keys: Sequence[bytes]) -> None:
-        """Remove the files of nodes, in order, but for those that other files continue; it touches files."""
-        for key in keys:
+        for key in reversed(line):
             with self._lock:
-                entry = None if key in self._behind else self._entries.get(key)
+                entry = self._entries.get(key) if continued or key not in self._behind else None
             if entry is not None:
                 self.remove(entry)
 

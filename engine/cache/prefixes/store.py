@@ -131,7 +131,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Erasure:
-    """Files to remove, by the keys of their nodes; `continued`: with all that continue them, else unless something does."""
+    """Files to remove; see PrefixFolder.erase."""
 
     keys: Sequence[bytes]
     continued: bool
@@ -158,11 +158,10 @@ class PrefixStore:
         self._dtype = pool.dtype
         self._buffer = np.empty(folder.shape.data_bytes(folder.shape.sink + EXTENT_TOKENS, first=True), dtype=np.uint8)
         self._pool = threading.Lock()  # held while rows are copied to or from the pool
-        self._work = threading.Condition()  # guards the next six
+        self._work = threading.Condition()  # guards the next five
         self._writes: OrderedDict[bytes, Write] = OrderedDict()
         self._loads: deque[Load] = deque()
-        self._erased: list[bytes] = []  # keys of nodes whose files are to be removed, if nothing continues them
-        self._discarded: list[bytes] = []  # keys of nodes whose files are to be removed with all that continue them
+        self._erasures: deque[Erasure] = deque()
         self._closed = False
         self._busy_since: float | None = None
         self._warned_at = -WARN_SECONDS
@@ -203,19 +202,10 @@ class PrefixStore:
         with self._pool, self._work:
             return sum(self._writes.pop(node.key, None) is not None for node in nodes)
 
-    def erase(self, nodes: Sequence[Node]) -> None:
-        """Remove the files of nodes, soon; those that continue a node are given before it.
-
-        A file that another one on disk continues stays.
-        """
+    def erase(self, keys: Sequence[bytes], *, continued: bool) -> None:
+        """Remove the files of nodes, soon; see PrefixFolder.erase."""
         with self._work:
-            self._erased += [node.key for node in nodes]
-            self._work.notify()
-
-    def discard(self, keys: Sequence[bytes]) -> None:
-        """Remove the files of nodes, soon, and of all that continue them."""
-        with self._work:
-            self._discarded += keys
+            self._erasures.append(Erasure(keys, continued))
             self._work.notify()
 
     # Loading.
@@ -275,7 +265,7 @@ class PrefixStore:
                 elif isinstance(job, Write):
                     self._write(job)
                 else:
-                    (self.folder.discard if job.continued else self.folder.erase)(job.keys)
+                    self.folder.erase(job.keys, job.continued)
             except Exception:  # the thread must go on
                 logger.exception("keeping prefixes on disk failed")
             seconds, self._busy_since = time.perf_counter() - begun, None
@@ -292,17 +282,13 @@ class PrefixStore:
     def _next(self) -> Load | Write | Erasure | None:
         """Wait for work; None: there will be no more."""
         with self._work:
-            while not (self._discarded or self._erased or self._loads or self._writes):
+            while not (self._erasures or self._loads or self._writes):
                 if self._closed:
                     return None
                 self._work.wait()
             self._busy_since = time.perf_counter()  # before anybody who locks `_work` can see that a job was taken
-            if self._discarded:
-                discarded, self._discarded = self._discarded, []
-                return Erasure(discarded, continued=True)
-            if self._erased:
-                erased, self._erased = self._erased, []
-                return Erasure(erased, continued=False)
+            if self._erasures:
+                return self._erasures.popleft()
             return self._loads.popleft() if self._loads else next(iter(self._writes.values()))
 
     def _write(self, write: Write) -> None:

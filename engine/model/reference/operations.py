@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.rope import Rotation, rotate
+from kvseek.kernels.layer import CompiledOperations
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.config import ModelConfig
 
 
-class LayerOperations(Protocol):
-    """The operations on the device of their tensors, which have the engine's dtype unless said otherwise.
+class TorchOperations:
+    """The operations in PyTorch, on the device of their tensors, which have the engine's dtype unless said otherwise.
 
-    TorchOperations below, NativeOperations (kernels/cpu/layer/layer.py) and LayerKernels (kernels/cuda/layer/layer.py).
+    They define what is correct. As in transformers, results between two operators of PyTorch have the dtype of the tensors.
     """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta`, unless it is None, to x [rows, hidden] in place; returns the RMS norm of x, times `weight` [hidden]."""
+        if delta is not None:
+            x += delta
+        return F.rms_norm(x, weight.shape, weight, self.model.rms_norm_eps)
 
     def rope_append(
         self,
@@ -44,49 +51,6 @@ class LayerOperations(Protocol):
         q_norm, k_norm : Tensor [D] or None
             Weights of QK-norm, before the rotation.
         """
-
-    def rope_prompt(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
-        """Split a chunk's qkv [rows, (H + 2G) * D]: rotated queries [rows, H, D] are returned.
-
-        Rotated keys, and values, are written to `keys` and `values` [G, tokens, D] of the whole prompt, from token `start` on.
-        """
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Compute silu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate]."""
-
-
-class TorchOperations:
-    """The operations in PyTorch, on any device; LayerOperations. They define what is correct.
-
-    As in transformers, results between two operators of PyTorch have the dtype of the tensors.
-    """
-
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        if delta is not None:
-            x += delta
-        return F.rms_norm(x, weight.shape, weight, self.model.rms_norm_eps)
-
-    def rope_append(
-        self,
-        qkv: Tensor,
-        batch: Batch,
-        rotation: Rotation,
-        window: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
         queries, keys, values = self._split(qkv, rotation, q_norm, k_norm)
         slots, rows = batch.column("slot").long(), batch.column("write_row").long()
         window[slots, :, rows] = torch.stack((keys, values), dim=2)
@@ -102,12 +66,17 @@ class TorchOperations:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Tensor:
+        """Split a chunk's qkv [rows, (H + 2G) * D]: rotated queries [rows, H, D] are returned.
+
+        Rotated keys, and values, are written to `keys` and `values` [G, tokens, D] of the whole prompt, from token `start` on.
+        """
         queries, own_keys, own_values = self._split(qkv, rotation, q_norm, k_norm)
         stop = start + qkv.shape[0]
         keys[:, start:stop], values[:, start:stop] = own_keys.transpose(0, 1), own_values.transpose(0, 1)
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Compute silu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -124,3 +93,6 @@ class TorchOperations:
             qk = torch.cat([F.rms_norm(part, norm.shape, norm, epsilon) for part, norm in parts], dim=1)
         qk = rotate(qk, rotation)
         return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+
+
+LayerOperations = TorchOperations | CompiledOperations

@@ -14,11 +14,9 @@ namespace {
 constexpr int UNITS = 8;  // units of a head, if that leaves each between these numbers of rows
 constexpr int64_t MIN_UNIT_ROWS = 128, MAX_UNIT_ROWS = 1024;
 
-enum Phase { ATTEND, MERGE, PHASES };
-
 // One (request, KV head), and how far its units are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<2> progress;
     int64_t request, head;
     int64_t rows, unit_rows, units;
     float* partials;  // [units, group, DIM + 2]
@@ -154,13 +152,12 @@ void merge(const AttendArguments& a, const Task& task) {
 
 template <class T, int DIM>
 void attend_units(const AttendArguments& a, Task* tasks) {
-    run_tasks<PHASES>(
-        tasks, a.batch * a.kv_heads, a.threads, ATTEND,
+    run_tasks(
+        tasks, a.batch * a.kv_heads, a.threads, 0,
         [&](Task& task, Arena& arena) { task.partials = arena.take<float>(task.units * a.group * (DIM + 2)); },
-        [](const Task& task, int phase) { return phase == ATTEND ? task.units : 1; },
-        [&](const Task& task, int phase, int64_t unit) {
-            phase == ATTEND ? attend_unit<T, DIM>(a, task, unit) : merge<T, DIM>(a, task);
-        });
+        divided([](const Task& task) { return task.units; },
+                [&](const Task& task, int64_t unit) { attend_unit<T, DIM>(a, task, unit); }),
+        whole([&](const Task& task) { merge<T, DIM>(a, task); }));
 }
 
 template <class T>

@@ -117,25 +117,12 @@ void key_sums(const Planes& planes, int row, int count, const RoundedQuery* quer
 // are readable and `sums` writable up to the next multiple of 32 keys.
 void plane_sums(const Planes& planes, int row, int count, const RoundedQuery* queries, int lanes, int32_t* sums,
                 int64_t stride) {
-    switch (row) {
+    with_constant<16, 32, 64, 0>(row, [&](auto own) {
 #if defined(__AVX2__)
-        case 16:
-            return vector_sums<16>(planes, count, queries, lanes, sums, stride);
-        case 32:
-            return vector_sums<32>(planes, count, queries, lanes, sums, stride);
-        case 64:
-            return vector_sums<64>(planes, count, queries, lanes, sums, stride);
-#else
-        case 16:
-            return key_sums<16>(planes, row, count, queries, lanes, sums, stride);
-        case 32:
-            return key_sums<32>(planes, row, count, queries, lanes, sums, stride);
-        case 64:
-            return key_sums<64>(planes, row, count, queries, lanes, sums, stride);
+        if constexpr (own != 0) return vector_sums<own>(planes, count, queries, lanes, sums, stride);
 #endif
-        default:
-            return key_sums<0>(planes, row, count, queries, lanes, sums, stride);
-    }
+        key_sums<own>(planes, row, count, queries, lanes, sums, stride);
+    });
 }
 
 // Estimates of LANES keys from their sums: `bits` planes' bits, a query's sum of integers, and what half a cell is
@@ -151,16 +138,10 @@ inline Vec scale_sums(const int32_t* sums, Vec scales, int bits, int32_t query_s
 
 // Copy rows of `row` bytes of a plane to where they lie one after another.
 inline void gather_rows(const uint8_t* plane, int row, const int64_t* rows, int count, uint8_t* to) {
-    switch (row) {
-        case 16:
-            for (int i = 0; i < count; i++) std::memcpy(to + i * 16, plane + rows[i] * 16, 16);
-            return;
-        case 32:
-            for (int i = 0; i < count; i++) std::memcpy(to + i * 32, plane + rows[i] * 32, 32);
-            return;
-        default:
-            for (int i = 0; i < count; i++) std::memcpy(to + i * row, plane + rows[i] * row, row);
-    }
+    with_constant<16, 32, 0>(row, [&](auto own) {
+        const int bytes = own == 0 ? row : own;
+        for (int i = 0; i < count; i++) std::memcpy(to + i * bytes, plane + rows[i] * bytes, bytes);
+    });
 }
 
 }  // namespace

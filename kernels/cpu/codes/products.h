@@ -6,6 +6,7 @@
 // few are left to be added across a vector.
 #pragma once
 
+#include "kernels/cpu/constants.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/simd.h"
 #include "rotation.h"
@@ -232,19 +233,9 @@ void vector_sums(const Planes& planes, int count, const RoundedQuery* queries, i
                  int64_t stride) {
     constexpr int MOST = 4;  // queries whose sums stay in registers
     for (int lane = 0; lane < lanes; lane += MOST, queries += MOST, sums += MOST * stride) {
-        switch (lanes - lane) {
-            case 1:
-                vector_sums<ROW, LOW, VNNI, 1>(planes, count, queries, sums, stride);
-                break;
-            case 2:
-                vector_sums<ROW, LOW, VNNI, 2>(planes, count, queries, sums, stride);
-                break;
-            case 3:
-                vector_sums<ROW, LOW, VNNI, 3>(planes, count, queries, sums, stride);
-                break;
-            default:
-                vector_sums<ROW, LOW, VNNI, 4>(planes, count, queries, sums, stride);
-        }
+        with_constant<1, 2, 3, MOST>(lanes - lane, [&](auto together) {
+            vector_sums<ROW, LOW, VNNI, together>(planes, count, queries, sums, stride);
+        });
     }
 }
 

@@ -37,11 +37,9 @@ struct ClusterkvSelectArguments {
 
 namespace {
 
-enum Phase { PREPARE, SCORE, LIST, ESTIMATE, FINISH, PHASES };
-
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<5> progress;
     int64_t request, head, length, candidate_count, stride;
     int64_t clusters, cluster_stride;
     const int32_t* extents;
@@ -149,33 +147,6 @@ void finish(const Job& job, const Task& task) {
     std::memcpy(rows, task.places, a.top_k * sizeof(int32_t));  // the list has as many, for the region is longer
 }
 
-int64_t parts_of(const Job& job, const Task& task, int phase) {
-    switch (phase) {
-        case SCORE:
-            return (task.clusters + job.a.clusters_per_extent - 1) /
-                   job.a.clusters_per_extent;  // a region has clusters
-        case ESTIMATE:
-            return has_codes(job) ? candidate_units(task) : 1;
-        default:
-            return 1;
-    }
-}
-
-void run_part(const Job& job, const Task& task, int phase, int64_t part) {
-    switch (phase) {
-        case PREPARE:
-            return prepare(job, task);
-        case SCORE:
-            return job.a.bfloat16 ? score<Bfloat16>(job, task, part) : score<float>(job, task, part);
-        case LIST:
-            return list(job, task);
-        case ESTIMATE:
-            return has_codes(job) ? estimate_candidates(job.a, task, job.lanes, part) : void();
-        default:
-            return finish(job, task);
-    }
-}
-
 void select(const ClusterkvSelectArguments& a) {
     static thread_local Scratch memory;
     const Job job = {a, static_cast<int>(a.group)};
@@ -186,10 +157,22 @@ void select(const ClusterkvSelectArguments& a) {
         task->clusters = a.clusters[a.requests[task->request].slot];
         task->cluster_stride = rounded_up(task->clusters);
     }
-    run_tasks<PHASES>(
-        tasks, count, a.threads, SCORE, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
-        [&](const Task& task, int phase) { return parts_of(job, task, phase); },
-        [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
+    const auto scored = [&](const Task& task) {  // extents: a region has clusters
+        return (task.clusters + a.clusters_per_extent - 1) / a.clusters_per_extent;
+    };
+    run_tasks(
+        tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
+        whole([&](const Task& task) { prepare(job, task); }),
+        divided(scored,
+                [&](const Task& task, int64_t extent) {
+                    return a.bfloat16 ? score<Bfloat16>(job, task, extent) : score<float>(job, task, extent);
+                }),
+        whole([&](const Task& task) { list(job, task); }),
+        divided([&](const Task& task) { return has_codes(job) ? candidate_units(task) : 1; },
+                [&](const Task& task, int64_t unit) {
+                    if (has_codes(job)) estimate_candidates(a, task, job.lanes, unit);
+                }),
+        whole([&](const Task& task) { finish(job, task); }));
 }
 
 }  // namespace

@@ -51,11 +51,9 @@ namespace {
 constexpr int64_t WORD = 64;
 constexpr int AHEAD = 16;  // keys that are asked for ahead
 
-enum Phase { RECALL, SCORE, RANK, CHOOSE, PHASES };
-
 // One (request, KV head): how far it is, and where its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<4> progress;
     int64_t request, head, length;
     int64_t candidate_count;  // recalled places; until they are, the most that there may be
     int64_t stride;
@@ -216,32 +214,6 @@ bool is_ranked(const CtkvrSelectArguments& a, const Task& task) {
     return task.candidate_count > a.top_k;
 }
 
-int64_t parts_of(const CtkvrSelectArguments& a, const Task& task, int phase) {
-    switch (phase) {
-        case SCORE:
-            return is_ranked(a, task) ? candidate_units(task) : 1;
-        case CHOOSE:
-            return a.best == nullptr ? 1 : 2;
-        default:
-            return 1;
-    }
-}
-
-void run_part(const CtkvrSelectArguments& a, Task& task, int phase, int64_t part) {
-    const int64_t pair = task.request * a.kv_heads + task.head;
-    switch (phase) {
-        case RECALL:
-            return prepare(a, task);
-        case SCORE:
-            return is_ranked(a, task) ? score(a, task, part) : void();
-        case RANK:
-            return is_ranked(a, task) ? rank(a, task) : void();
-        default:
-            return part == 0 ? choose(task, a.top_k, a.rows + pair * a.top_k)
-                             : choose(task, a.width, a.best + pair * a.width);
-    }
-}
-
 // Describe the heads that have places; the others' rows are -1.
 int64_t describe(const CtkvrSelectArguments& a, Task* tasks) {
     int64_t count = 0;
@@ -264,10 +236,22 @@ void select(const CtkvrSelectArguments& a) {
     static thread_local Scratch memory;
     Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     const int64_t count = describe(a, tasks);
-    run_tasks<PHASES>(
-        tasks, count, a.threads, SCORE, [&](Task& task, Arena& arena) { lay_out(a, task, arena); },
-        [&](const Task& task, int phase) { return parts_of(a, task, phase); },
-        [&](Task& task, int phase, int64_t part) { run_part(a, task, phase, part); });
+    run_tasks(
+        tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(a, task, arena); },
+        whole([&](Task& task) { prepare(a, task); }),
+        divided([&](const Task& task) { return is_ranked(a, task) ? candidate_units(task) : 1; },
+                [&](const Task& task, int64_t unit) {
+                    if (is_ranked(a, task)) score(a, task, unit);
+                }),
+        whole([&](const Task& task) {
+            if (is_ranked(a, task)) rank(a, task);
+        }),
+        divided([&](const Task&) { return INT64_C(1) + (a.best != nullptr); },
+                [&](const Task& task, int64_t part) {
+                    const int64_t pair = task.request * a.kv_heads + task.head;
+                    part == 0 ? choose(task, a.top_k, a.rows + pair * a.top_k)
+                              : choose(task, a.width, a.best + pair * a.width);
+                }));
 }
 
 void run_host_step(const CtkvrHostStep& a) {

@@ -30,11 +30,9 @@ namespace {
 
 constexpr int AHEAD = 2048;  // bytes of a plane that are asked for ahead: processors do not look beyond a page's end
 
-enum Phase { PREPARE, SCAN, COLLECT, ESTIMATE, FINISH, PHASES };
-
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<5> progress;
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
     RoundedQuery* queries;  // [lanes]
@@ -106,41 +104,18 @@ void collect(const Task& task) {
     for (int64_t i = 0; i < task.length; i++) task.places[i] = static_cast<int32_t>(i);
 }
 
-// Parts into which a phase of a task may be cut.
-int64_t parts_of(const Task& task, int phase) {
-    switch (phase) {
-        case SCAN:
-            return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
-        case ESTIMATE:
-            return candidate_units(task);
-        default:
-            return 1;
-    }
-}
-
-void run_part(const Job& job, const Task& task, int phase, int64_t part) {
-    switch (phase) {
-        case PREPARE:
-            return round_queries(job.a, task.request, task.head, task.queries);
-        case SCAN:
-            return scan(job, task, part);
-        case COLLECT:
-            return collect(task);
-        case ESTIMATE:
-            return estimate_candidates(job.a, task, job.lanes, part);
-        default:
-            return choose_rows(job.a, task, job.lanes);
-    }
-}
-
 void select(const NestedSelectArguments& a) {
     static thread_local Scratch memory;
     const Job job = {a, static_cast<int>(a.group), static_cast<int>(a.padded_dim / FIELDS)};
     Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     const int64_t count = describe_tasks(a, tasks, [](const Request& request) { return request.method_fields[0]; });
-    run_tasks<PHASES>(
-        tasks, count, a.threads, SCAN, [&](Task& task, Arena& arena) { lay_out(job, task, arena); }, parts_of,
-        [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
+    run_tasks(
+        tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
+        whole([&](const Task& task) { round_queries(a, task.request, task.head, task.queries); }),
+        divided(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }), whole(collect),
+        divided(candidate_units<Task>,
+                [&](const Task& task, int64_t unit) { estimate_candidates(a, task, job.lanes, unit); }),
+        whole([&](const Task& task) { choose_rows(a, task, job.lanes); }));
 }
 
 }  // namespace

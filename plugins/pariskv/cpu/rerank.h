@@ -86,16 +86,7 @@ inline void dot(const float* key, const float* queries, int padded_dim, float* e
 // Estimates of up to PACK lanes for one decoded key.
 inline void dot_lanes(const float* key, const float* queries, int lanes, int padded_dim, float* estimates,
                       int64_t stride) {
-    switch (lanes) {
-        case 1:
-            return dot<1>(key, queries, padded_dim, estimates, stride);
-        case 2:
-            return dot<2>(key, queries, padded_dim, estimates, stride);
-        case 3:
-            return dot<3>(key, queries, padded_dim, estimates, stride);
-        default:
-            return dot<4>(key, queries, padded_dim, estimates, stride);
-    }
+    with_constant<1, 2, 3, PACK>(lanes, [&](auto count) { dot<count>(key, queries, padded_dim, estimates, stride); });
 }
 
 // 16 keys at a time: a vector lane is a key, so that sums need no shuffles, and a block's 8 nibbles are a lane's 32
@@ -171,16 +162,9 @@ inline void estimate_keys(const uint8_t* codes, const uint16_t* weights, const i
 
 inline void estimate_keys(const uint8_t* codes, const uint16_t* weights, const int64_t* rows, int padded_dim,
                           const float* levels, const float* queries, int lanes, float* estimates, int64_t stride) {
-    switch (lanes) {
-        case 1:
-            return estimate_keys<1>(codes, weights, rows, padded_dim, levels, queries, estimates, stride);
-        case 2:
-            return estimate_keys<2>(codes, weights, rows, padded_dim, levels, queries, estimates, stride);
-        case 3:
-            return estimate_keys<3>(codes, weights, rows, padded_dim, levels, queries, estimates, stride);
-        default:
-            return estimate_keys<4>(codes, weights, rows, padded_dim, levels, queries, estimates, stride);
-    }
+    with_constant<1, 2, 3, PACK>(lanes, [&](auto count) {
+        estimate_keys<count>(codes, weights, rows, padded_dim, levels, queries, estimates, stride);
+    });
 }
 
 #else

@@ -32,11 +32,9 @@ constexpr int64_t RERANK_KEYS = 256;   // candidates of a unit of work
 constexpr int64_t PREFETCH_KEYS = 12;  // candidates asked for ahead, one by one
 constexpr int64_t REQUESTED = 32;      // the same, of those estimated several at a time
 
-enum Phase { PREPARE, VOTE, SCAN, COLLECT, RERANK, FINISH, PHASES };
-
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<6> progress;
     int64_t request, head, length, candidate_count, stride;
     const int32_t* extents;
     float* lanes;      // [lanes, padded_dim] rotated queries
@@ -163,45 +161,7 @@ void rerank(const Job& job, const Task& task, const Levels& levels, int64_t chun
     const int64_t first = chunk * RERANK_KEYS, end = first + RERANK_KEYS;
     const int64_t last = end < task.candidate_count ? end : task.candidate_count;
     if (reranks_keys(static_cast<int>(job.a.padded_dim))) return estimate_groups(job, task, levels, first, last);
-    switch (job.a.padded_dim) {
-        case 64:
-            return estimate<64>(job, task, levels, first, last);
-        case 128:
-            return estimate<128>(job, task, levels, first, last);
-        default:
-            return estimate<0>(job, task, levels, first, last);
-    }
-}
-
-// Parts into which a phase of a task may be cut.
-int64_t parts_of(const Job& job, const Task& task, int phase) {
-    switch (phase) {
-        case VOTE:
-            return job.blocks;
-        case SCAN:
-            return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
-        case RERANK:
-            return (task.candidate_count + RERANK_KEYS - 1) / RERANK_KEYS;
-        default:
-            return 1;
-    }
-}
-
-void run_part(const Job& job, const Task& task, const Levels& levels, int phase, int64_t part) {
-    switch (phase) {
-        case PREPARE:
-            return prepare(job, task);
-        case VOTE:
-            return vote(job, task, part);
-        case SCAN:
-            return scan(job, task, part);
-        case COLLECT:
-            return collect_candidates(task.votes, task.length, task.candidate_count, task.places);
-        case RERANK:
-            return rerank(job, task, levels, part);
-        default:
-            return choose_rows(job.a, task, job.lanes, job.a.mean);
-    }
+    with_constant<64, 128, 0>(job.a.padded_dim, [&](auto size) { estimate<size>(job, task, levels, first, last); });
 }
 
 void select(const SelectArguments& a) {
@@ -211,10 +171,16 @@ void select(const SelectArguments& a) {
     Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * a.batch * a.kv_heads));
     const int64_t count = describe_tasks(a, tasks, [](const Request& request) { return request.method_fields[1]; });
     const Levels levels(a.levels);
-    run_tasks<PHASES>(
-        tasks, count, a.threads, VOTE, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
-        [&](const Task& task, int phase) { return parts_of(job, task, phase); },
-        [&](const Task& task, int phase, int64_t part) { run_part(job, task, levels, phase, part); });
+    const auto units_of = [](const Task& task) { return (task.candidate_count + RERANK_KEYS - 1) / RERANK_KEYS; };
+    run_tasks(
+        tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
+        whole([&](const Task& task) { prepare(job, task); }),
+        divided([&](const Task&) { return job.blocks; },
+                [&](const Task& task, int64_t block) { vote(job, task, block); }),
+        divided(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }),
+        whole([](const Task& t) { collect_candidates(t.votes, t.length, t.candidate_count, t.places); }),
+        divided(units_of, [&](const Task& task, int64_t unit) { rerank(job, task, levels, unit); }),
+        whole([&](const Task& task) { choose_rows(a, task, job.lanes, a.mean); }));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 // 256] in which each byte is a lane, so that one addition serves four.
 #pragma once
 
+#include "kernels/cpu/constants.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/simd.h"
 #include "layout.h"
@@ -125,20 +126,8 @@ void sum_word_votes(const uint8_t* ids, int count, const uint32_t* words, int pa
 }
 
 void sum_word_votes(const uint8_t* ids, int count, int64_t blocks, const uint32_t* words, int packs, uint8_t* best) {
-    switch (blocks) {
-        case 1:
-            return sum_word_votes<1>(ids, count, words, packs, best);
-        case 2:
-            return sum_word_votes<2>(ids, count, words, packs, best);
-        case 4:
-            return sum_word_votes<4>(ids, count, words, packs, best);
-        case 8:
-            return sum_word_votes<8>(ids, count, words, packs, best);
-        case 16:
-            return sum_word_votes<16>(ids, count, words, packs, best);
-        default:
-            return sum_word_votes<32>(ids, count, words, packs, best);
-    }
+    with_constant<1, 2, 4, 8, 16, 32>(blocks,
+                                      [&](auto of_row) { sum_word_votes<of_row>(ids, count, words, packs, best); });
 }
 
 // Write one lane's votes uint8 [256] of one block into the ballots.

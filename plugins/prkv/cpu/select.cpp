@@ -39,11 +39,9 @@ namespace {
 constexpr int CODE_BITS = 2;
 constexpr int AHEAD = 2048;  // bytes of a plane that are asked for ahead, as in nested
 
-enum Phase { PREPARE, SCAN, FINISH, PHASES };
-
 // One (request, KV head): how far it is, and where its index and its intermediate results are.
 struct Task {
-    Progress<PHASES> progress;
+    Progress<3> progress;
     int64_t request, head, length;
     int64_t pages;
     int64_t stride;  // of the scores of a query, with room for whole vectors
@@ -84,10 +82,6 @@ void lay_out(const Job& job, Task& task, Arena& arena) {
     task.places = arena.take<int32_t>(task.stride);
     task.free = arena.take<int32_t>(task.stride);
     task.ranked = arena.take<int64_t>(task.stride);
-}
-
-int64_t extents_of(const Task& task) {
-    return (task.length + INDEX_EXTENT - 1) / INDEX_EXTENT;
 }
 
 // Score the pages of an extent from the sums [group, INDEX_EXTENT] of its `count` keys: static rows weigh nothing. A
@@ -196,21 +190,6 @@ void finish(const Job& job, const Task& task) {
     std::fill(rows, end, -1);
 }
 
-int64_t parts_of(const Task& task, int phase) {
-    return phase == SCAN ? extents_of(task) : 1;
-}
-
-void run_part(const Job& job, const Task& task, int phase, int64_t part) {
-    switch (phase) {
-        case PREPARE:
-            return round_queries(job.a, task.request, task.head, task.queries);
-        case SCAN:
-            return scan(job, task, part);
-        default:
-            return finish(job, task);
-    }
-}
-
 // Keep the queries of the requests as their slots' last.
 void note_queries(const PrkvSelectArguments& a) {
     const int64_t bytes = a.kv_heads * a.group * a.dim * size_of_number(a);
@@ -227,9 +206,11 @@ void select(const PrkvSelectArguments& a) {
     Task* tasks = static_cast<Task*>(memory.reserve(sizeof(Task) * count));
     for (int64_t i = 0; i < count; i++) tasks[i] = describe(a, i);
     note_queries(a);
-    run_tasks<PHASES>(
-        tasks, count, a.threads, SCAN, [&](Task& task, Arena& arena) { lay_out(job, task, arena); }, parts_of,
-        [&](const Task& task, int phase, int64_t part) { run_part(job, task, phase, part); });
+    run_tasks(
+        tasks, count, a.threads, 1, [&](Task& task, Arena& arena) { lay_out(job, task, arena); },
+        whole([&](const Task& task) { round_queries(a, task.request, task.head, task.queries); }),
+        divided(extents_of<Task>, [&](const Task& task, int64_t extent) { scan(job, task, extent); }),
+        whole([&](const Task& task) { finish(job, task); }));
 }
 
 }  // namespace

@@ -206,6 +206,7 @@ FLAGS = ["--shape", "tiny", "--positions", "2048", "--stage", "128:4:8:1.0", "--
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One context a task is enough."""
     monkeypatch.setattr(train_needle, "CHECKED_CONTEXTS", 1)
+    monkeypatch.setattr(train_needle, "EVALUATED_CONTEXTS", 1)
 
 
 def train(folder: Path, *flags: str) -> tuple[int, list[dict[str, Any]]]:
@@ -252,6 +253,28 @@ def test_a_training_writes_a_model_and_goes_on_where_it_was(
         )
         == 0
     )
+
+
+def test_a_training_begins_with_a_checkpoint_and_fits_into_its_time(tmp_path: Path, checks: None) -> None:
+    """Measuring how many steps fit changes no weight; a run that goes on keeps their number; the end measures all tasks."""
+
+    def weights(name: str) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(tmp_path / name / "state.pt", weights_only=True)["model"]
+        return found
+
+    assert train(tmp_path / "first", "--seconds", "0")[0] == 3
+    begun = ("--init", str(tmp_path / "first/model"), "--learning_rate", "0")
+    status, log = train(tmp_path / "second", *begun, "--minutes", "9", "--seconds", "0")
+    assert (status, [line["measured"] for line in log if "measured" in line]) == (3, [128, 256])
+    for name, of_first in weights("first").items():
+        torch.testing.assert_close(weights("second")[name], of_first.bfloat16().float(), rtol=0, atol=0)
+    stages = torch.load(tmp_path / "second/state.pt", weights_only=True)["stages"]
+    status, log = train(tmp_path / "second", *begun, "--minutes", "0.0001", "--evaluate", "1024")
+    assert (status, len([line for line in log if "measured" in line])) == (0, 2), (
+        "not measured again, and its time is over"
+    )
+    assert [(line["step"], line["of"]) for line in log if "loss" in line][-1] == (2, sum(stage[2] for stage in stages))
+    assert (log[-1]["evaluated"], log[-1]["contexts"], set(log[-1]["exact_and_tokens"])) == (1024, 1, set(TASKS))
 
 
 def test_sequences() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import RandomModel
 
-from kvseek import LLM
+from kvseek import LLM, SamplingParams
 from kvseek.bench.accuracy import perplexity
 from kvseek.bench.accuracy.haystack import read_text
 from kvseek.bench.output import as_text
@@ -74,6 +74,35 @@ def test_figures_are_those_of_scores(
     assert few["perplexity"] == pytest.approx(math.exp(-sum(map(sum, few["log_probabilities"])) / 80), rel=1e-3)
     for heading in ("log.txt", "by step", "unlikely", f"{few['perplexity']:.3f}"):
         assert heading in shown
+
+
+def test_an_own_answer_is_what_the_engine_generates(
+    flags: list[str], random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokens that count are the first engine's; no text has to follow the prompt."""
+    output = tmp_path / "answers.json"
+    flags += ["--prompt_tokens", "560", "--own_answers", "--output", str(output)]
+    assert main([*flags, "--methods", "full"]) == 0
+    assert main([*flags, "--methods", f"full,nested:{WINDOW},top_k=8"]) == 0, "goes on with the first engine's answer"
+    assert "repeated" in capsys.readouterr().out
+    full, few = json.loads(output.read_text(encoding="utf-8"))["results"]
+    with LLM(random_model("llama"), cache_dir=tmp_path / "cache", quiet=True, method="full", max_seq_len=700) as llm:
+        prompts = [llm.tokenizer.encode(read_text(text))[:560] for text in flags[5:7]]
+        answers = llm.generate(prompts, SamplingParams(max_tokens=41, ignore_eos=True, logprobs=1))
+    assert full["answers"] == [list(answer.token_ids) for answer in answers]
+    for answer, own in zip(answers, full["log_probabilities"], strict=True):
+        assert own == pytest.approx([one.token for one in answer.logprobs[1:]], abs=1e-3)
+    assert few["percent"] > 0
+    assert few["answers"] != full["answers"]
+    assert few["repeated"] == perplexity.repeated(few["answers"])
+
+
+def test_repeated_by_hand() -> None:
+    """Eleven tokens, of which the next eleven are the same: their n-grams begin with tokens of both."""
+    fresh, again = list(range(27)), [*range(11), *range(11), *range(100, 105)]
+    assert perplexity.repeated([fresh]) == [0, 0, 0, 0]
+    assert perplexity.repeated([again]) == pytest.approx([0, 0, 80, 0])
+    assert perplexity.repeated([fresh, again]) == pytest.approx([0, 0, 40, 0])
 
 
 def test_figures_by_hand() -> None:

@@ -26,6 +26,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return learnt, held
 
 
+@pytest.mark.slow
 def test_learns_and_is_served(random_model: RandomModel, folders: tuple[Path, Path], tmp_path: Path) -> None:
     model, data, output = random_model("llama"), tmp_path / "texts.xz", tmp_path / "stretched"
     lengths = ["--lengths", "512,1280"]

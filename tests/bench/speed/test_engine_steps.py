@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from kvseek.bench.speed import shapes
 from kvseek.bench.speed.studies import engine_steps
+from kvseek.core.config import ModelConfig
+
+TINY = ModelConfig("llama", 3000, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, 512)
 
 
-def test_each_batch_is_timed_for_each_kind_of_drawing(tmp_path: Path) -> None:
+def test_each_batch_is_timed_for_each_kind_of_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
     output = tmp_path / "result.json"
-    where = ["--shape", "smollm2-135m", "--layers", "1", "--device", "cpu", "--dtype", "float32"]
+    where = ["--shape", "tiny", "--layers", "1", "--device", "cpu", "--dtype", "float32"]
     what = ["--drawn", "2x60", "--mixed", "200+2x60", "--steps", "1", "--row_memory", "64MiB"]
     assert engine_steps.main([*where, *what, "--output", str(output)]) == 0
     results = json.loads(output.read_text(encoding="utf-8"))["results"]

@@ -16,11 +16,12 @@ from tests.support.random_models import save_random_model
 
 from kvseek.builder import preflight
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, total_size
+from kvseek.builder.checkpoints.weights import WeightFormat, total_size
 from kvseek.builder.preflight import Room, available_room, needed_room, weight_memory
 from kvseek.builder.tensorrt import storage
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.manifest import verify
+from kvseek.engine.model.weights import list_weights
 
 PLENTY = 1 << 50
 

@@ -14,9 +14,10 @@ from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_m
 
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.tensorrt_llm import TensorRtLlmCheckpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, list_weights, write_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
+from kvseek.engine.model.weights import list_weights
 
 # Eight heads are shared by 4 ranks, two KV heads not: they are copied. The vocabulary needs padding.
 SHAPE = {"num_attention_heads": 8, "hidden_size": 256, "vocab_size": VOCABULARY + 2}

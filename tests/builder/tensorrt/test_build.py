@@ -19,12 +19,13 @@ from tests.support.tensorrt_stand_ins import with_plugin_layers
 from kvseek.builder import build
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import list_weights, weight_reader
+from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.plans import weight_bytes, write_plans
 from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import KernelError
 from kvseek.core.manifest import read_manifest, verify
+from kvseek.engine.model.weights import list_weights
 from kvseek.engine.tensorrt.plan_files import PLANS_FILE
 from kvseek.plugins.tensorrt.fields import AttentionFields
 
@@ -352,7 +353,7 @@ def test_inspect_and_verify(engine: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_damaged_index(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What else may be wrong with it: tests/engine/tensorrt/test_index.py."""
+    """What else may be wrong with it: tests/engine/tensorrt/test_runtime.py."""
     (engine / "rank0.plans.json").write_text('{"module": "tensorrt"}')
     assert build.main(["--inspect", str(engine)]) == 1
     found = capsys.readouterr().err

@@ -92,11 +92,6 @@ def compare(model: Path, dtype: torch.dtype = torch.float32, limit: float = MAX_
     assert abs(differences(model, dtype, reference(model))).max() <= limit
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits(architecture: str, tmp_path: Path) -> None:
-    compare(save_random_model(tmp_path / "model", architecture))
-
-
 @pytest.mark.parametrize("kind", ROPE)
 def test_rope_scaling(kind: str, tmp_path: Path) -> None:
     scaling = {"rope_theta": 10000.0, **ROPE[kind]}

@@ -169,19 +169,6 @@ def test_few_layers_of_a_prompt_wait_for_their_copy(monkeypatch: pytest.MonkeyPa
     run.check_contents()
 
 
-def test_a_cancelled_prompt_does_not_reach_the_next_owner_of_its_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "SideStream", LateStream)
-    run = CacheRun(make_config(4, 8, 8, offload="always"))
-    next(run.prefill(1, 0, 1500, 1500))  # layer 0 is on its way to the host
-    run.close(0)
-    late = list(run.cache._offload_stream.works)  # type: ignore[attr-defined]
-    for _ in run.prefill(2, 1, 1500, 1500):
-        pass
-    for work in late:
-        work()
-    run.check_contents()
-
-
 @pytest.mark.parametrize("device_layers", range(LAYERS + 1))
 def test_pointers_and_strides_lead_to_the_rows(device_layers: int) -> None:
     cache = make_cache(make_config(4, 8, 8, device_layers=device_layers))

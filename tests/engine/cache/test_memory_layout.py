@@ -1,17 +1,22 @@
-"""How device and host memory are divided; the numbers of a Llama-3.1-8B shape in bfloat16."""
+"""How device and host memory are divided, what of the host's is available, and the pool that lies in it."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
-from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
+from kvseek.engine.cache import row_storage
+from kvseek.engine.cache.host_memory import available_bytes
 from kvseek.engine.cache.memory_layout import MemoryLayout, divide_memory, lay_out_rows, window_bytes
+from kvseek.engine.cache.row_storage import HostPool
 
 MODEL = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
 LAYER_EXTENT = 8 * 1024 * 2 * 128 * 2  # 4 MiB
@@ -143,3 +148,106 @@ def test_a_plan_keeps_all_limits(
         assert made.device_bytes - made.rows.device_bytes + more.device_bytes > int(device_gib * GIB), (
             "no layer more fits"
         )
+
+
+SYSTEM = 8_000_000 * 1024
+STATISTICS = "anon 5\nactive_file 40000\ninactive_file 10000\n"
+FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+MOUNTS = {1: "sys/fs/cgroup/memory", 2: "sys/fs/cgroup"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A system with 8 GB available, whose process is in group /job/step of either version."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemFree: 5 kB\nMemAvailable: 8000000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("5:cpu,cpuacct:/other\n4:memory:/job/step\n0::/job/step\n")
+    return tmp_path
+
+
+def limit(root: Path, version: int, group: str, most: str, used: int, statistics: str = STATISTICS) -> None:
+    folder = root / MOUNTS[version] / group
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(FILES[version], (most, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(statistics)
+
+
+def test_no_limit(root: Path) -> None:
+    assert available_bytes(root) == SYSTEM
+    limit(root, 2, "job/step", "max", 700_000)
+    limit(root, 1, "job/step", str(0x7FFFFFFFFFFFF000), 700_000)
+    assert available_bytes(root) == SYSTEM
+    (root / "proc/self/cgroup").unlink()
+    limit(root, 2, "job/step", "1000000", 700_000)
+    assert available_bytes(root) == SYSTEM, "a kernel without control groups"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("group", ["job/step", "job", ""])
+def test_the_limit_of_a_group_or_of_one_above_it(root: Path, version: int, group: str) -> None:
+    limit(root, version, group, "1000000", 700_000)
+    assert available_bytes(root) == 1_000_000 - 700_000 + 50_000, "cached files can be dropped"
+    limit(root, version, group, "1000000", 1_200_000)
+    assert available_bytes(root) == 0
+
+
+def test_the_tightest_group_counts(root: Path) -> None:
+    limit(root, 2, "job/step", "9000000", 0)
+    limit(root, 2, "job", "3000000", 0)
+    limit(root, 2, "other", "1", 0)
+    limit(root, 1, "other", "1", 0)  # a group of another controller
+    assert available_bytes(root) == 3_050_000
+
+
+def test_version_1_counts_descendants_apart(root: Path) -> None:
+    statistics = "active_file 1\ninactive_file 2\ntotal_active_file 30000\ntotal_inactive_file 4000\n"
+    limit(root, 1, "job", "1000000", 700_000, statistics)
+    assert available_bytes(root) == 334_000
+
+
+def test_this_machine() -> None:
+    assert available_bytes() > 1 << 20
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("layers", "kv_heads"), [(1, 1), (1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_arrive_where_kernels_look(layers: int, kv_heads: int, dtype: torch.dtype) -> None:
+    pool = HostPool(3, 4, kv_heads, 8, dtype, CPU)
+    pool.rows.zero_()
+    everything = torch.randn(layers, kv_heads, 40, 2, 8).to(dtype)
+    pool.write(1, 4 - layers, slice(1000, 1024), everything[:, :, 7:31])
+    expected = torch.zeros_like(pool.rows)
+    expected[1, 4 - layers :, :, 1000:1024] = everything[:, :, 7:31]
+    assert torch.equal(pool.rows, expected)
+    head, position = kv_heads - 1, 1010
+    numbers = (3 * 3 + 1) * kv_heads * EXTENT_TOKENS * 2 * 8 + (head * EXTENT_TOKENS + position) * 2 * 8
+    row = (ctypes.c_byte * (16 * dtype.itemsize)).from_address(pool.device_pointer + numbers * dtype.itemsize)
+    assert torch.equal(torch.frombuffer(row, dtype=dtype).view(2, 8), everything[-1, -1, 17])
+
+
+def test_memory_that_the_system_needs_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * EXTENT_TOKENS * 2 * 4 * 4
+    monkeypatch.setattr(row_storage, "available_bytes", lambda: size + row_storage.PINNED_RESERVE_BYTES - 1)
+    with pytest.raises(CapacityError, match=r"needs 65,536 bytes of host memory, 1,073,807,359 are available"):
+        HostPool(2, 1, 1, 4, torch.float32, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 4, 2, 4), torch.float32), ((1, 1, 3, 2, 4), torch.bfloat16)])
+def test_rows_of_another_shape_are_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    pool = HostPool(1, 1, 1, 4, torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"must be \(1, 1, 3, 2, 4\) torch.float32"):
+        pool.write(0, 0, slice(0, 3), torch.ones(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda", 0)], ids=str)
+def test_a_pool_of_no_layers_takes_no_memory(device: torch.device) -> None:
+    assert HostPool(5, 0, 2, 4, torch.float32, device).rows.shape == (5, 0, 2, EXTENT_TOKENS, 2, 4)
+
+
+def test_too_much_pageable_memory_is_refused() -> None:
+    with pytest.raises(CapacityError, match="needs 288,230,376,151,711,744 bytes of host memory"):
+        HostPool(1 << 30, 1 << 6, 8, 128, torch.bfloat16, CPU)

@@ -1,13 +1,12 @@
 """Rank 1 of an engine whose GPUs cannot sum: test_loading_faults.py starts it in the place of a rank's program.
 
-    python -m tests.engine.leading.failing_rank DESCRIPTOR
+    python -m tests.engine.leading.failing_rank CASE DESCRIPTOR
 
-CASE in the environment says what the rank does once it has joined the others. There is no GPU.
+CASE says what the rank does once it has joined the others. There is no GPU, so it loads nothing.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from typing import Any, NoReturn
@@ -19,7 +18,6 @@ from kvseek.engine.parallel.cuda.ranks import DeviceRanks, make_together
 from kvseek.engine.parallel.ranks import Ranks
 
 WAY = "NCCL"
-CASE = "KVSEEK_TEST_CASE"
 REASON = "RuntimeError: no way to the other GPUs"
 
 
@@ -39,10 +37,11 @@ def join(ranks: Ranks, case: str) -> None:
 
 def over(ranks: Ranks, *_: Any) -> Ranks:
     """In the place of DeviceRanks.over."""
-    join(ranks, os.environ[CASE])
+    join(ranks, sys.argv[1])
     return ranks
 
 
 if __name__ == "__main__":
+    follower.load_rank = lambda *_: wait_for_ever()  # type: ignore[assignment]
     DeviceRanks.over = over  # type: ignore[assignment, method-assign]
-    sys.exit(follower.main(sys.argv[1:]))
+    sys.exit(follower.main(sys.argv[2:]))

@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conftest import BuildEngine, RandomModel
-from tests.engine.leading.failing_rank import CASE, REASON, join
+from tests.engine.leading.failing_rank import REASON, join
+from tests.support.forks import start_rank
 from tests.support.waiting import is_running, wait_for
 
 from kvseek.core.config_file import read_config
@@ -32,6 +33,9 @@ from kvseek.engine.parallel.nodes import ONE_NODE
 from kvseek.engine.parallel.ranks import RankProducts, Ranks, create_store, find_store
 from kvseek.engine.parallel.reports import Reporter, Reports
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+START = followers._start  # of a program of its own
 WAIT_SECONDS = (
     60.0  # that a fault may take to be told on a busy machine; the limits of the code are minutes and an hour
 )
@@ -55,10 +59,10 @@ def stuck(directory: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Process ids of the ranks that a test starts, none of which it leaves behind."""
-    pids, start = list[int](), followers._start
+    pids, start = list[int](), start_rank
 
-    def note(rank: int) -> Member:
-        member = start(rank)
+    def note(rank: int, *arguments: str) -> Member:
+        member = start(rank, *arguments)
         pids.append(member.process.pid)
         return member
 
@@ -99,8 +103,8 @@ def test_a_rank_that_dies_while_it_loads_is_named(
 
 @pytest.mark.usefixtures("started")
 def test_a_rank_that_dies_before_it_joins_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = shutil.which("false")
-    monkeypatch.setattr(sys, "executable", program)
+    monkeypatch.setattr(followers, "_start", START)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     begun = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1: its process \d+ has ended with status 1; the engine's ranks"):
         lead(directory, read_config(directory), timeout_seconds=3600.0)
@@ -145,7 +149,8 @@ def gpu_followers(directory: Path, monkeypatch: pytest.MonkeyPatch, case: str, o
         join(ranks, own_case)
         return ranks
 
-    monkeypatch.setenv(CASE, case)
+    start: Any = followers._start
+    monkeypatch.setattr(followers, "_start", lambda rank: start(rank, case))
     monkeypatch.setattr(followers, "FOLLOWER", "tests.engine.leading.failing_rank")
     monkeypatch.setattr(DeviceRanks, "over", over)
     monkeypatch.setattr(reports, "SETTLE_SECONDS", 1.0)

@@ -1,7 +1,4 @@
-"""`kvseek bench --device cuda` and the studies beside it, from command line to table, on a tiny shape.
-
-No test here asserts how long anything takes.
-"""
+"""`kvseek bench --device cuda` and what is beside it, from command line to table, on a tiny shape. No test asserts how long."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.random_models import save_random_model
 
+from kvseek.bench import evaluate
 from kvseek.bench.speed import decode, shapes
 from kvseek.bench.speed.studies import cached_prompts, evictions
 from kvseek.core.config import ModelConfig
@@ -141,3 +140,22 @@ def test_steps_beside_an_eviction(tmp_path: Path) -> None:
     assert [(entry["context"], entry["offload"]) for entry in results] == cells * 2
     measured = ("step_seconds", "longest_seconds", "shown_seconds")
     assert all(entry[name] > 0 for entry in results for name in measured)
+
+
+CACHE = "cache.sink=4,cache.local=32,cache.update=64,cache.full_threshold=40"
+
+
+def test_each_budget_has_its_kernels(tmp_path: Path) -> None:
+    model, text, output = tmp_path / "model", tmp_path / "log.txt", tmp_path / "result.json"
+    save_random_model(model, "llama", head_dim=64)
+    text.write_text(
+        "the harbour master wrote the log at dusk. one ship, two ships, three ships. " * 60, encoding="utf-8"
+    )
+    flags = ["--device", "cuda", "--dtype", "bfloat16", "--methods", f"full,nested:{CACHE},prkv:{CACHE},page=8"]
+    sizes = ["--top_k", "64,128,880", "--prompt_tokens", "600", "--tokens", "100", "--output", str(output)]
+    assert evaluate.main(["perplexity", "--model", str(model), "--text", str(text), *flags, *sizes]) == 0
+    full, *others = json.loads(output.read_text(encoding="utf-8"))["results"]
+    for few, more, every in (others[:3], others[3:]):
+        assert few["attended_tokens"] + 64 == more["attended_tokens"] < every["attended_tokens"]
+        assert every["attended_tokens"] == full["attended_tokens"]
+        assert every["perplexity"] == pytest.approx(full["perplexity"], rel=1e-2)

@@ -105,11 +105,6 @@ def test_a_conversation_goes_on(name: str, load: Load, plain: checks.Plain) -> N
     checks.test_a_conversation_goes_on(name, load, plain)
 
 
-@of(["pariskv", "clusterkv", "ctkvr-cpu", "prkv_codes"], "prkv_codes")
-def test_two_requests_go_on_differently_from_one_partial_extent(name: str, load: Load, plain: checks.Plain) -> None:
-    checks.test_two_requests_go_on_differently_from_one_partial_extent(name, load, plain)
-
-
 @of(["full", "nested", "pariskv", "clusterkv", "ctkvr-cpu", "prkv", "prkv_codes"], "full", "pariskv", "prkv_codes")
 def test_random_operations(name: str, load: Load, plain: checks.Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies on side streams come late, so that whoever does not wait for them shows."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from tests.gpu.plugins import gpu_context
-from tests.gpu.plugins.clusterkv_pairs import (
-    build,
-    copy_clusters,
-    make_context,
-    make_pair,
-    poison,
-    random_keys,
-)
 from tests.kernels.reference.codes import stores
 from tests.plugins.clusterkv.settings import CENTROIDS
 from tests.plugins.index_cases import KV_HEADS, extend, select, select_rows
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.errors import KernelError
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
@@ -25,6 +22,74 @@ from kvseek.plugins.clusterkv.config import Config
 from kvseek.plugins.clusterkv.device import CudaIndex
 from kvseek.plugins.clusterkv.reference import ReferenceIndex, expand, rows_taken
 from kvseek.plugins.ranking import softmax_mean
+
+LAYER = 4
+
+
+make_context = partial(gpu_context.make_context, "clusterkv", layer=LAYER)
+
+
+def random_keys(n: int, dim: int, dtype: str) -> Tensor:
+    """Keys of unequal norms around a common direction, as keys after RoPE are; on the CPU."""
+    return gpu_context.keys_of_slots([n], dim, dtype)[0]
+
+
+def copy_clusters(found: CudaIndex, expected: ReferenceIndex) -> None:
+    """Give the index on the GPU the reference's clusters; both have the same extents."""
+    for name in ("centroids", "sizes", "starts", "places", "clusters", "spreads"):
+        getattr(found, name).copy_(getattr(expected, name))
+    if expected.codes is not None and found.codes is not None:
+        stores.copy(expected.codes, found.codes)
+    found.counts[:] = expected.counts
+    found.prompt_tokens[:] = expected.prompt_tokens
+
+
+def poison(index: ReferenceIndex) -> None:
+    index.centroids.fill_(float("nan"))
+    index.spreads.fill_(float("nan"))
+    if index.codes is not None:
+        stores.poison(index.codes)
+    for array in (index.sizes, index.starts, index.places):
+        array.fill_(-7)
+    if isinstance(index, CudaIndex):
+        index.workspace.scores.fill_(float("nan"))
+        index.workspace.statistics.fill_(float("nan"))
+        if index.reranker is not None:
+            index.reranker.candidates.fill_(-7)
+            index.reranker.estimates.fill_(float("nan"))
+            index.reranker.normalisers.fill_(0x77)
+
+
+def build(index: CudaIndex, slot: int, keys: Tensor) -> None:
+    """Give a slot its prompt's keys, on the GPU, and wait for its clusters."""
+    work = index.build(slot, keys, keys)
+    if work is not None:
+        work.wait()
+
+
+def make_pair(
+    config: Config, dtype: str, dim: int, group: int, lengths: Sequence[int]
+) -> tuple[ReferenceIndex, CudaIndex]:
+    """The same clusters, found by the reference, in it on the CPU and in the index on the GPU; all else is poisoned."""
+    expected = ReferenceIndex(make_context(config, dtype, dim, group, lengths, "cpu"))
+    found = CudaIndex(make_context(config, dtype, dim, group, lengths, "cuda"))
+    poison(expected)
+    poison(found)
+    for slot, length in enumerate(lengths):
+        keys = random_keys(length, dim, dtype)
+        expected.build(slot, keys, keys)
+    copy_clusters(found, expected)
+    return expected, found
+
+
+def batch_of(index: CudaIndex, positions: Sequence[int], slots: Sequence[int], dense: Sequence[int] = ()) -> Batch:
+    lengths = index.context.lengths
+    states = [
+        RequestState(slot=slot, position=position, length=lengths[slot], dense=slot in dense)
+        for slot, position in zip(slots, positions, strict=True)
+    ]
+    return Batch.of(states, index.context.extents.device_table)
+
 
 pytestmark = pytest.mark.gpu
 
@@ -79,32 +144,6 @@ def check_request(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, s
             assert values[head][cut[0]] <= last + 1e-4 * last.abs(), "the cut one is the last"
 
 
-@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
-def test_selection(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
-    torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=300, tokens_per_cluster=40, iterations=3, **CENTROIDS)
-    expected, found = make_pair(config, dtype, dim, group, lengths)
-    queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
-    slots = list(reversed(range(len(lengths))))
-    selection = select_rows(found, queries.cuda(), slots)
-    assert [found.budget(lengths[slot]).rows for slot in slots] == [min(300, lengths[slot]) for slot in slots]
-    for request, slot in enumerate(slots):
-        check_request(expected, found, queries[request], slot, selection.rows[request].cpu())
-
-
-@pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
-def test_spreads_count(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
-    torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=300, iterations=3, spread_weight=3.0, rerank_bits=0)
-    expected, found = make_pair(config, dtype, dim, group, lengths)
-    queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
-    selection = select_rows(found, queries.cuda(), list(range(len(lengths))))
-    for slot in range(len(lengths)):
-        check_request(expected, found, queries[slot], slot, selection.rows[slot].cpu())
-
-
 def check_reranked(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, slot: int, rows: Tensor) -> None:
     """Of the candidates, rows are the best by their estimates up to rounding, in the candidates' order.
 
@@ -138,16 +177,29 @@ def check_reranked(expected: ReferenceIndex, found: CudaIndex, queries: Tensor, 
             assert values[head][~chosen].max() <= values[head][chosen].min() + slack, "no better one was left"
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "centroids": {"tokens_per_cluster": 40, **CENTROIDS},
+    "spreads": {"spread_weight": 3.0, "rerank_bits": 0},
+    "codes": {"candidates": 4},
+}
+
+
 @pytest.mark.parametrize("lengths", [[101, 1], [5000, 1024, 1025], [33_000, 3]], ids=str)
-@pytest.mark.parametrize(("dtype", "dim", "group"), gpu_context.SHAPES)
-def test_codes_choose_among_the_rows_of_clusters(dtype: str, dim: int, group: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("way", "shape"), [(way, shape) for way in WAYS for shape in SHAPES if way != "codes" or shape[1] >= 64]
+)
+def test_selection(way: str, shape: tuple[str, int, int], lengths: list[int]) -> None:
+    dtype, dim, group = shape
     torch.manual_seed(dim + group + len(lengths))
-    config = Config(top_k=300, iterations=3, candidates=4)
+    config = Config(top_k=300, iterations=3, **WAYS[way])
     expected, found = make_pair(config, dtype, dim, group, lengths)
     queries = torch.randn(len(lengths), KV_HEADS * group, dim).to(getattr(torch, dtype))
-    rows = select_rows(found, queries.cuda(), list(range(len(lengths)))).rows.cpu()
-    for slot in range(len(lengths)):
-        check_reranked(expected, found, queries[slot], slot, rows[slot])
+    slots = list(range(len(lengths)))[:: 1 if way == "codes" else -1]  # with codes a request's number is its slot's
+    rows = select_rows(found, queries.cuda(), slots).rows.cpu()
+    assert [found.budget(lengths[slot]).rows for slot in slots] == [min(300, lengths[slot]) for slot in slots]
+    for request, slot in enumerate(slots):
+        check = check_reranked if way == "codes" else check_request
+        check(expected, found, queries[request], slot, rows[request])
 
 
 def test_more_candidates_than_shared_memory_holds() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from tests.gpu.plugins import gpu_context
-from tests.gpu.plugins.shared_extents import check_shared_extents
+from tests.gpu.plugins.gpu_context import check_shared_extents
 from tests.kernels.reference.codes import stores
 from tests.plugins.index_cases import KV_HEADS, select_rows
 from torch import Tensor

@@ -1,8 +1,9 @@
-"""CTkvr's definition: lists, recall and rerank, and the fields of its configuration."""
+"""CTkvr's definition: lists, recall and rerank, centroids and their ring, and the fields of its configuration."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +11,90 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.plugins.ctkvr.bench import DIM, GROUP, SMALL, Bench, exact_rows, make, one_query
 from tests.plugins.ctkvr.settings import BY_KEYS
-from tests.plugins.index_cases import KV_HEADS, make_context, random_keys, random_queries
+from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_keys, random_queries, select_rows
 from torch import Tensor
 
 from kvseek.core.errors import KernelError
+from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.kernels.reference.codes.key_codes import leading_bits, mean_integers
-from kvseek.kernels.reference.codes.rotation import rotate
-from kvseek.plugins.ctkvr.build import build_lists, largest
+from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
+from kvseek.plugins.ctkvr.build import attention_values, build_lists, largest
+from kvseek.plugins.ctkvr.centroids import cosines, make_centroids, prompt_means
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.method import create, traits
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
+
+DIM, GROUP = 32, 3
+SMALL = Config(top_k=20, recent=24, probes=3, **BY_KEYS)  # lists of 50
+
+
+class Bench:
+    """An index whose slots hold given keys, rows in shuffled extents of which no other place is finite."""
+
+    def __init__(self, config: Config, keys: Sequence[Tensor], room: int = 0, group: int = GROUP) -> None:
+        lengths = [part.shape[1] for part in keys]
+        self.pool = torch.full((16, KV_HEADS, 1024, 2, keys[0].shape[2]), torch.nan)
+        rows = LayerRows(self.pool, self.pool.data_ptr(), self.pool.stride(0))
+        context = make_context(config, keys[0].shape[2], group, lengths, extents=16)
+        books = {"signs": rotation_signs(0, padded_dim(keys[0].shape[2]))}
+        self.context: IndexContext = replace(context, rows=rows, codebooks=books)
+        for slot in reversed(range(len(keys))):
+            self.context.extents.reserve(slot, lengths[slot] + room)
+        self.index = ReferenceIndex(self.context)
+        self.prompts: dict[int, Tensor] = {}  # queries that a slot was built with
+        for slot, part in enumerate(keys):
+            self.write(slot, 0, part)
+
+    def write(self, slot: int, start: int, keys: Tensor) -> None:
+        self.context.extents.write(self.pool, slot, start, torch.stack((keys, keys), dim=2))
+
+    def keys(self, slot: int) -> Tensor:
+        return self.context.extents.read(self.pool, slot, self.context.lengths[slot])[:, :, 0]
+
+    def build(self, slot: int, queries: Tensor) -> None:
+        self.prompts[slot] = queries
+        self.index.build(slot, self.keys(slot), queries)
+
+    def grow(self, slot: int, keys: Tensor) -> None:
+        self.write(slot, self.context.lengths[slot], keys)
+        extend(self.index, slot, keys)
+
+    def step(self, query: Tensor, slot: int = 0) -> Tensor:
+        rows = select_rows(self.index, query[None], [slot]).rows[0]
+        self.index.refresh([slot])
+        return rows
+
+
+def head_queries(count: int, seed: int) -> Tensor:
+    """Queries [H, count, D] that have, as real ones do, a large part in common: per head, in some heads larger."""
+    heads = KV_HEADS * GROUP
+    common = random_queries(heads, 1, DIM, seed=99) * torch.linspace(0.5, 4, heads)[:, None, None]
+    return random_queries(heads, count, DIM, seed) + common
+
+
+def one_query(seed: int) -> Tensor:
+    """A query [H, D] of a step."""
+    return head_queries(1, seed)[:, 0]
+
+
+def make(config: Config, lengths: Sequence[int], room: int = 0, queries: int = 300) -> Bench:
+    bench = Bench(config, [random_keys(n, DIM, seed=slot) for slot, n in enumerate(lengths)], room)
+    for slot in range(len(lengths)):
+        bench.build(slot, head_queries(queries, seed=10 + slot))
+    return bench
+
+
+def centroids_of(queries: Tensor, means: Tensor) -> Tensor:
+    """Centroids [H, C, D] of queries [H, C, D] whose prompt has the means [H, D], by their definition."""
+    return torch.nn.functional.normalize(queries.double() - means[:, None].double(), dim=-1).float()
+
+
+def exact_rows(query: Tensor, keys: Tensor, count: int) -> Tensor:
+    """Best places of a query [H, D] over keys [G, n, D] by CTkvr's value, ascending."""
+    grouped = query.view(keys.shape[0], -1, 1, query.shape[-1])
+    return largest(attention_values(grouped, keys, query.shape[-1] ** -0.5)[:, 0], count).sort(dim=1).values
+
 
 # Lists.
 
@@ -243,3 +316,293 @@ def test_the_largest_are_those_of_the_definition(data: st.DataObject, kind: Any,
     count = data.draw(st.integers(0, n))
     assert torch.equal(largest(values, count), largest_of_all(values, count))
     assert torch.equal(largest(values[0], count), largest_of_all(values[0], count))
+
+
+HEADS = KV_HEADS * GROUP
+
+
+def check_prompt(index: ReferenceIndex, slot: int, queries: Tensor, count: int) -> None:
+    """A slot's first centroids are the last `count` of queries [H, w, D], oldest first, less their mean."""
+    last = queries[:, queries.shape[1] - count :]
+    means = last.double().mean(dim=1).float()
+    expected = centroids_of(last, means)
+    assert index.written[slot] == count
+    torch.testing.assert_close(index.means[slot], means)
+    torch.testing.assert_close(index.centroids[slot, :, :count], expected)
+    offsets = (expected.double() * means[:, None].double()).sum(dim=-1).float()
+    torch.testing.assert_close(index.offsets[slot, :, :count], offsets)
+
+
+def test_centroids_are_the_last_queries_less_their_mean() -> None:
+    bench = make(SMALL, [777, 1500])
+    for slot, count in ((0, 49), (1, 94)):
+        check_prompt(bench.index, slot, bench.prompts[slot], count)
+    assert (bench.index.means[0] - bench.index.means[1]).abs().max() > 0.1, "each prompt has its own"
+
+
+def test_without_centring_they_are_the_papers() -> None:
+    bench = make(replace(SMALL, centred=False), [777])
+    last = bench.prompts[0][:, -49:]
+    assert torch.equal(bench.index.centroids[0, :, :49], last / last.norm(dim=-1, keepdim=True))
+    bench.step(one_query(3))
+    assert torch.equal(bench.index.centroids[0, :, 49], one_query(3) / one_query(3).norm(dim=-1, keepdim=True))
+    assert (bench.index.offsets[0, :, :50] == 0).all()
+    assert (bench.index.means == 0).all()
+
+
+def test_a_new_centroid_is_less_the_mean_of_its_prompt() -> None:
+    bench = make(SMALL, [777, 900])
+    index, query = bench.index, one_query(3)
+    means = index.means.clone()
+    bench.step(query, 1)
+    expected = centroids_of(query[:, None], means[1])
+    torch.testing.assert_close(index.centroids[1, :, 57:58], expected)
+    torch.testing.assert_close(index.offsets[1, :, 57:58], (expected * means[1][:, None]).sum(dim=-1))
+    assert torch.equal(index.means, means)
+
+
+def test_a_region_that_grew_from_nothing_has_no_mean() -> None:
+    bench = make(SMALL, [300], room=100)
+    bench.context.lengths[0] = 0  # another request without retrieval tokens takes the slot
+    bench.build(0, head_queries(5, seed=3))
+    assert (bench.index.means[0] == 0).all()
+    bench.grow(0, random_keys(60, DIM, seed=4))
+    query = one_query(3)
+    bench.step(query)
+    assert torch.equal(bench.index.centroids[0, :, 0], query / query.norm(dim=-1, keepdim=True))
+    assert (bench.index.offsets[0, :, 0] == 0).all()
+    assert (bench.step(one_query(4)) >= 0).all()
+
+
+def test_a_query_that_is_the_mean_has_cosine_zero() -> None:
+    bench = make(SMALL, [30], queries=1)  # one centroid, so that it is its mean
+    index, query = bench.index, bench.prompts[0][:, 0]
+    assert (index.centroids[0, :, 0] == 0).all()
+    assert (index.offsets[0, :, 0] == 0).all()
+    assert (cosines(query, index.centroids[0, :, :1], index.means[0], index.offsets[0, :, :1]) == 0).all()
+    assert (bench.step(query) >= 0).all()
+    assert (bench.step(one_query(3)) >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_offsets_belong_to_the_centroids_as_stored(dtype: torch.dtype) -> None:
+    """However the centroids are rounded, cosines are those of the difference with the stored centroid."""
+    queries, query = head_queries(200, seed=1).to(dtype), one_query(2).to(dtype)
+    means = prompt_means(queries, centred=True)
+    centroids, offsets = make_centroids(queries, means, dtype)
+    assert (centroids.dtype, means.dtype, offsets.dtype) == (dtype, torch.float32, torch.float32)
+    difference = query.double() - means.double()
+    products = (centroids.double() @ difference[..., None])[..., 0]
+    expected = (products / difference.norm(dim=-1, keepdim=True)).float()
+    found = cosines(query, centroids, means, offsets)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert found.abs().max() < 0.9, "cosines of the queries themselves are near 1 in some heads"
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_part_that_all_queries_share_does_not_matter(centred: bool) -> None:
+    """With the mean subtracted the same centroids are probed, whatever is added to all queries of a head."""
+    common = 3 * head_queries(1, seed=8)
+    probed = []
+    for shift in (0, common):
+        bench = Bench(replace(SMALL, centred=centred), [random_keys(777, DIM)])
+        bench.build(0, head_queries(300, seed=1) + shift)
+        bench.index.refresh([0])
+        probed.append([bench.index.probe((head_queries(1, seed) + shift)[:, 0], 0).tolist() for seed in range(8)])
+    assert (probed[0] == probed[1]) == centred
+
+
+def shared_part_recall(centred: bool, shared: float) -> float:
+    """Share of the true best rows selected where queries are a shared part, which no key answers, and a topic."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def across(vectors: Tensor) -> Tensor:
+        return vectors - (vectors * common).sum(dim=-1, keepdim=True) * common
+
+    common = torch.nn.functional.normalize(normal(KV_HEADS, 1, DIM), dim=-1)
+    topics = torch.nn.functional.normalize(across(normal(KV_HEADS, 32, DIM)), dim=-1)
+    own = torch.randint(0, 32, (4000,), generator=generator)
+    keys = across(3 * topics[:, own] + 0.7 * normal(KV_HEADS, 4000, DIM))
+
+    def queries(count: int) -> Tensor:
+        asked = torch.randint(0, 32, (count,), generator=generator)
+        strength = 0.5 + 2.5 * torch.rand(count, 1, generator=generator)
+        topical = (strength * topics[:, asked]).repeat_interleave(2, dim=0) + 0.3 * normal(2 * KV_HEADS, count, DIM)
+        return topical + shared * (1 + 0.1 * normal(2 * KV_HEADS, count, 1)) * common.repeat_interleave(2, dim=0)
+
+    bench = Bench(
+        replace(SMALL, top_k=64, recent=64, probes=2, recall_factor=1.25, update=False, centred=centred),
+        [keys],
+        group=2,
+    )
+    bench.build(0, queries(250))
+    found = 0
+    for query in queries(64).unbind(dim=1):
+        rows, best = bench.step(query).tolist(), exact_rows(query, keys, 64).tolist()
+        found += sum(len({*one} & {*other}) for one, other in zip(rows, best, strict=True))
+    return found / (64 * 64 * KV_HEADS)
+
+
+def test_centring_finds_better_centroids_where_queries_share_a_part() -> None:
+    centred, plain = (shared_part_recall(centred, 5.6) for centred in (True, False))
+    assert centred > plain + 0.03, (centred, plain)
+    centred, plain = (shared_part_recall(centred, 0.0) for centred in (True, False))
+    assert abs(centred - plain) < 0.015, "where they share none, it makes no difference"
+
+
+# The ring.
+
+
+def test_queries_enter_the_ring_after_the_step_and_replace_the_oldest() -> None:
+    config = Config(top_k=8, recent=8, centroids=6, probes=2, **BY_KEYS)
+    bench = make(config, [400])
+    index = bench.index
+    assert (index.ring, index.written[0]) == (6, 6)
+    lists, centroids, means = (array[0].clone() for array in (index.lists, index.centroids, index.means))
+    for step in range(8):
+        query = one_query(step)
+        recalled = index.recall(query, 0)
+        _, best = index.rerank(query, 0, recalled)
+        select_rows(index, query[None], [0])
+        assert torch.equal(index.lists[0], lists), "not before refresh"
+        index.refresh([0])
+        lists[:, step % 6] = best
+        centroids[:, step % 6] = centroids_of(query[:, None], index.means[0])[:, 0]
+        assert torch.equal(index.lists[0], lists)
+        torch.testing.assert_close(index.centroids[0], centroids)
+        torch.testing.assert_close(index.offsets[0], (centroids * index.means[0, :, None]).sum(dim=-1))
+        assert torch.equal(index.means[0], means), "the prompt's"
+        assert index.written[0] == 7 + step
+    index.refresh([0])
+    assert index.written[0] == 14, "a query enters once"
+
+
+def test_a_ring_with_room_keeps_the_prompts_centroids() -> None:
+    bench = make(SMALL, [100])
+    assert (bench.index.ring, bench.index.written[0]) == (2048, 7), "a centroid for 16 tokens"
+    first = bench.index.lists[0, :, :7].clone()
+    for step in range(5):
+        bench.step(random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0])
+    assert bench.index.written[0] == 12
+    assert torch.equal(bench.index.lists[0, :, :7], first)
+
+
+def test_the_last_selection_before_refresh_counts() -> None:
+    bench = make(SMALL, [777, 900])
+    queries = random_queries(2, KV_HEADS * GROUP, DIM)
+    select_rows(bench.index, queries, [0, 1])
+    select_rows(bench.index, queries[1:], [0])
+    bench.index.refresh([0])
+    assert bench.index.written == [50, 57]
+    expected = centroids_of(queries[1][:, None], bench.index.means[0])
+    torch.testing.assert_close(bench.index.centroids[0, :, 49:50], expected)
+    bench.index.refresh([0, 1])
+    assert bench.index.written == [50, 58]
+
+
+def test_another_prompt_drops_what_is_pending() -> None:
+    bench = make(SMALL, [777])
+    select_rows(bench.index, random_queries(1, KV_HEADS * GROUP, DIM), [0])
+    bench.build(0, random_queries(KV_HEADS * GROUP, 300, DIM))
+    bench.index.refresh([0])
+    assert bench.index.written == [49]
+
+
+def test_without_update_nothing_changes() -> None:
+    bench = make(replace(SMALL, update=False), [777])
+    lists = bench.index.lists[0, :, :49].clone()
+    for step in range(3):
+        bench.step(random_queries(1, KV_HEADS * GROUP, DIM, seed=step)[0])
+    assert bench.index.written == [49]
+    assert torch.equal(bench.index.lists[0, :, :49], lists)
+
+
+# Tokens that the prompt's lists do not hold.
+
+
+def test_recent_tokens_are_recalled() -> None:
+    bench = make(SMALL, [777], room=100)
+    bench.grow(0, random_keys(100, DIM, seed=3))
+    recalled = bench.index.recall(random_queries(1, KV_HEADS * GROUP, DIM)[0], 0)
+    assert recalled.shape == (KV_HEADS, bench.index.capacity)
+    for head in range(KV_HEADS):
+        places = recalled[head][recalled[head] >= 0]
+        assert (places.diff() > 0).all()
+        assert places[-24:].tolist() == list(range(853, 877))
+        assert not ((places >= 777) & (places < 853)).any()
+        assert (recalled[head][len(places) :] == -1).all()
+
+
+def topical(topics: Tensor, weights: Tensor, noise: float, generator: torch.Generator) -> Tensor:
+    """Vectors [heads, w, D] around sums of topics [heads, T, D] with weights [w, T]."""
+    mean = torch.einsum("wt,htd->hwd", weights, topics)
+    return mean + noise * torch.randn(mean.shape, generator=generator)
+
+
+def rounds_of_topics(update: bool, **fields: float) -> list[float]:
+    """Recall by round: the prompt's last queries are of topic 0 with some of all others, round r asks about topic r."""
+    generator = torch.Generator().manual_seed(0)
+    topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 8, DIM, generator=generator), dim=-1)
+    own = torch.eye(8)[torch.randint(0, 8, (4000,), generator=generator)]
+    bench = Bench(
+        replace(Config(top_k=64, recent=64, probes=8, update=update, **BY_KEYS), **fields),
+        [topical(3 * topics, own, 1.0, generator)],
+        group=2,
+    )
+    asked = 3 * topics.repeat_interleave(2, dim=0)
+    prompt = torch.rand(256, 8, generator=generator)
+    prompt[:, 0] += 1
+    bench.build(0, topical(asked, prompt, 0.6, generator))
+    recall = []
+    for topic in range(4):
+        found, steps = 0, 32
+        for query in topical(asked, torch.eye(8)[[topic] * steps], 0.6, generator).unbind(dim=1):
+            rows, best = bench.step(query), exact_rows(query, bench.keys(0), 64)
+            found += sum(len({*a} & {*b}) for a, b in zip(rows.tolist(), best.tolist(), strict=True))
+        recall.append(found / (steps * 64 * KV_HEADS))
+    return recall
+
+
+def test_the_update_follows_changing_topics() -> None:
+    # CTkvr paper, table 5: alike in the first round, better from the second on.
+    paper = {"probes": 4, "centred": False, "keep_prompt": False}
+    off, on = rounds_of_topics(False, **paper), rounds_of_topics(True, **paper)
+    assert abs(on[0] - off[0]) < 0.03, (off, on)
+    assert all(better > worse + 0.03 for better, worse in zip(on[1:], off[1:], strict=True)), (off, on)
+
+
+def test_probes_kept_for_the_prompt_let_the_update_help_with_centring_too() -> None:
+    off, on, locked_in = (
+        rounds_of_topics(update, recall_factor=1.25, keep_prompt=keep)
+        for update, keep in ((False, True), (True, True), (True, False))
+    )
+    assert sum(on[1:]) > sum(off[1:]) + 0.03, (off, on)
+    assert all(worse < better - 0.05 for better, worse in zip(off[1:], locked_in[1:], strict=True)), (off, locked_in)
+
+
+def test_tokens_that_were_generated_long_ago_are_still_found() -> None:
+    # 5,000 tokens after a prompt of 500, 1,024 of them recent: most can be found through updated lists alone.
+    generator = torch.Generator().manual_seed(0)
+    topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 4, DIM, generator=generator), dim=-1)
+    asked = 3 * topics.repeat_interleave(2, dim=0)
+
+    def keys(count: int) -> Tensor:
+        own = torch.eye(4)[torch.randint(0, 4, (count,), generator=generator)]
+        return topical(3 * topics, own, 1.0, generator)
+
+    bench = Bench(Config(top_k=64, recent=1024, probes=8, **BY_KEYS), [keys(500)], room=5000, group=2)
+    bench.build(0, topical(asked, torch.eye(4)[torch.arange(64) % 4], 0.3, generator))
+    found = total = 0
+    for burst in range(20):
+        bench.grow(0, keys(250))
+        weights = torch.eye(4)[torch.randint(0, 4, (16,), generator=generator)]
+        for query in topical(asked, weights, 0.3, generator).unbind(dim=1):
+            rows = bench.step(query)
+            if burst >= 12:
+                best = exact_rows(query, bench.keys(0), 64)
+                found += sum(len({*a} & {*b}) for a, b in zip(rows.tolist(), best.tolist(), strict=True))
+                total += best.numel()
+    assert found / total > 0.85, found / total

@@ -207,13 +207,6 @@ def test_a_full_queue_refuses_with_429(door: Door, engine_socket: Path) -> None:
     assert door.post(f"{TEXT_MODEL}/generate", TEXT).status_code == 200
 
 
-def test_many_clients_at_once_get_their_own_answers(door: Door) -> None:
-    bodies = [TOKENS | {"input_ids": [5 + i, 6, 7]} for i in range(QUEUE)]  # more could find the queue full
-    expected = [door.post(f"{TOKEN_MODEL}/generate", body).json() for body in bodies]
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        assert list(pool.map(lambda body: door.post(f"{TOKEN_MODEL}/generate", body).json(), bodies)) == expected
-
-
 @pytest.fixture(scope="module")
 def keyed(directory: Path, engine_socket: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     """Doors of two keys, before the same engine; nothing listens at the gRPC port."""

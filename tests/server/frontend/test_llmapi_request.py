@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 from google.protobuf import text_format
 from tests.conftest import ROOT
@@ -128,30 +125,6 @@ def datatype(field: Any) -> str:
     return str(model_config_pb2.DataType.Name(field.data_type)).removeprefix("TYPE_")
 
 
-STRANGE = {
-    "INT32": st.integers(-(2**31), 2**31 - 1) | st.sampled_from([-1, 0, 1, 2, 32]),
-    "UINT64": st.integers(0, 2**64 - 1),
-    "FP32": st.floats(width=32) | st.sampled_from([0.0, 0.5, 1.0]),
-    "BOOL": st.booleans(),
-    "STRING": st.binary(max_size=9) | st.sampled_from([b"", b"fox", b"\xff"]),
-}
-
-
-@hypothesis.settings(max_examples=100, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None)
-@hypothesis.given(data=st.data())
-def test_whatever_the_values_are_a_request_is_made_or_refused(factory: RequestFactory, data: st.DataObject) -> None:
-    inputs = configuration("llmapi/tensorrt_llm").input
-    chosen = data.draw(st.sets(st.sampled_from(range(1, len(inputs))), max_size=6))
-    given: dict[str, list[Any]] = {"text_input": [PROMPT.encode()]}
-    for field in (inputs[number] for number in sorted(chosen)):
-        size = 1 if list(field.dims) == [1] else data.draw(st.integers(0, 3))
-        kind = datatype(field)
-        values = data.draw(st.lists(STRANGE[kind], min_size=size, max_size=size))
-        given[field.name] = values
-    with contextlib.suppress(RequestError):
-        assert factory.make_one(LlmApiRequest.model, given).request.max_tokens >= 1
-
-
 def step(token: int, reason: FinishReason | None = None) -> StepOutput:
     statistics = RequestStatistics(4, 1.0, extents=5, prompt_extents=4, reused_extents=3, shared_extents=2)
     return StepOutput(0, token, reason, 1.0, 7, 5.0, statistics, logprobs=LogProbs(-0.5))
@@ -161,22 +134,6 @@ def outputs(served: ServedRequest, ids: list[int], reason: FinishReason | None) 
     """Responses to tokens, the last of which has the reason."""
     steps = [step(token, reason if number == len(ids) else None) for number, token in enumerate(ids, 1)]
     return [chunk for each in steps for chunk in served.push([each])]
-
-
-def test_a_plain_answer_has_nothing_but_the_text(factory: RequestFactory, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(" jumps over", False)
-    assert outputs(make(factory), ids, FinishReason.LENGTH) == [{"text_output": f"{PROMPT} jumps over"}]
-    bare = make(factory, sampling_param_exclude_input_from_output=True)
-    assert outputs(bare, ids, FinishReason.LENGTH) == [{"text_output": " jumps over"}]
-
-
-def test_each_response_of_a_stream_has_the_text_so_far(factory: RequestFactory, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(" jumps over", False)
-    texts = [tokenizer.decode(ids[:count]) for count in range(1, len(ids) + 1)]
-    served = make(factory, streaming=True, return_finish_reason=True)
-    found = outputs(served, ids, FinishReason.END_ID)
-    assert [chunk["text_output"] for chunk in found] == texts
-    assert [chunk["finish_reason"] for chunk in found] == ["None"] * (len(ids) - 1) + ["stop"]
 
 
 @pytest.mark.parametrize(
@@ -192,14 +149,6 @@ def test_reasons_are_tensorrt_llms(
     served = make(factory, return_finish_reason=True, return_stop_reason=True)
     (chunk,) = outputs(served, tokenizer.encode(" over", False), reason)
     assert (chunk["finish_reason"], chunk["stop_reason"]) == (shown, "None")
-
-
-def test_a_stop_word_is_the_stop_reason(factory: RequestFactory, tokenizer: Tokenizer) -> None:
-    served = make(factory, return_finish_reason=True, return_stop_reason=True, sampling_param_stop=["dog", "lazy"])
-    (chunk,) = outputs(served, tokenizer.encode(" over the lazy dog", False), None)
-    assert (chunk["finish_reason"], chunk["stop_reason"]) == ("stop", "lazy")
-    assert chunk["text_output"] == f"{PROMPT} over the "
-    assert served.ended
 
 
 def test_numbers_that_are_asked_for(factory: RequestFactory, tokenizer: Tokenizer) -> None:

@@ -11,8 +11,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from tests.server.fuzz.doors import FaultError
-from tests.server.fuzz.mutations import STRANGE, mutated_bytes
+from tests.server.fuzz.mutations import STRANGE, FaultError, mutated_bytes
 
 ANSWER_SECONDS = 3.0  # to an answer, and again after half of the connection is closed
 REQUEST: dict[str, Any] = {"prompt_ids": [5, 6, 7], "max_tokens": 3, "end_ids": [], "stop_words": [], "priority": 128}

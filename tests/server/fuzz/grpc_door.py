@@ -9,8 +9,7 @@ from random import Random
 from typing import Any
 
 import grpc
-from tests.server.fuzz.doors import ANSWER_SECONDS, EXCEPTION, FaultError
-from tests.server.fuzz.mutations import STRANGE, mutated_bytes, mutated_fields
+from tests.server.fuzz.mutations import ANSWER_SECONDS, EXCEPTION, STRANGE, FaultError, mutated_bytes, mutated_fields
 from tests.support.grpc_inputs import inputs_of
 from tritonclient.grpc import service_pb2
 

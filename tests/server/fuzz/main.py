@@ -18,11 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from tests.server.fuzz.doors import FaultError, Fuzzer
 from tests.server.fuzz.engine_socket import SocketFuzzer
 from tests.server.fuzz.grpc_door import GrpcFuzzer
-from tests.server.fuzz.http_door import HttpFuzzer, OpenAIFuzzer
-from tests.server.fuzz.raw_door import RawFuzzer
+from tests.server.fuzz.http_door import HttpFuzzer, OpenAIFuzzer, RawFuzzer
+from tests.server.fuzz.mutations import FaultError, Fuzzer
 from tests.server.soak.calls import CallError, make_call
 from tests.server.soak.engine import build_soak_engine
 from tests.support.live_server import LiveServer, live_server

@@ -468,6 +468,20 @@ def test_echo_asks_the_engine_for_log_probabilities_of_the_prompt(reader: Reader
     assert off.request.sampling.prompt_logprobs is None
 
 
+def test_the_bytes_of_a_prompt_that_is_given_back_are_shared_by_its_choices(reader: Reader) -> None:
+    """Its text, and a number for each token where these say where the tokens stand in it."""
+    text = "the harbour " * 20
+    ids = reader.complete(text, max_tokens=4)[0].request.prompt_ids
+    held = {
+        n: [one.held_bytes for one in reader.complete(text, n=n, max_tokens=4, return_selected_rows={})] for n in (1, 4)
+    }
+    assert held[1][0] >= len(text) + 8 * len(ids)
+    assert held[4] == [held[1][0] // 4] * 4
+    (plain,), (echoed,) = reader.complete(text, max_tokens=4), reader.complete(text, max_tokens=4, echo=True)
+    assert plain.held_bytes == 0
+    assert len(text) <= echoed.held_bytes < held[1][0]
+
+
 def test_echo_with_logprobs_of_a_tensorrt_engine_is_refused(reader: Reader) -> None:
     plans = Reader(reader.tokenizer, replace(reader.config, runtime="tensorrt", device="cuda"))
     assert plans.complete(echo=True)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.server.soak.calls import CallError, Piece, make_call
-from tests.server.soak.cases import Case
-from tests.server.soak.jobs import Fate, Job
+from tests.server.soak.jobs import Case, Fate, Job
 
 REQUEST_SECONDS = 600.0  # from a request's first attempt to its end
 AFTER_KILL_SECONDS = 5.0  # after the server was ready again, in which errors may still be of the kill
@@ -36,21 +35,18 @@ VICTIM = "tests.server.soak.victim"
 
 
 @dataclass
-class Kill:
-    """When a process of the server was killed, and when the server was ready again; 0 until it happens.
+class Kills:
+    """When processes of the server were killed, each with when the server was ready again; 0 until it is.
 
     `failure` says why there was no kill, or no process in place of the killed one; from then on no error is excused by it.
     """
 
-    at: float = 0.0
-    ready_at: float = 0.0
+    times: list[list[float]] = field(default_factory=list)
     failure: str = ""
 
     def covers(self, began: float) -> bool:
-        """Whether a request that began then and ends now may have met it."""
-        if not self.at or self.failure:
-            return False
-        return not self.ready_at or began < self.ready_at + AFTER_KILL_SECONDS
+        """Whether a request that began then and ends now may have met one."""
+        return not self.failure and any(not ready or began < ready + AFTER_KILL_SECONDS for _, ready in self.times)
 
 
 @dataclass
@@ -62,7 +58,6 @@ class Outcome:
     detail: str = ""
     refusals: int = 0  # attempts that met a full queue
     interruptions: int = 0  # attempts that the kill ended
-    got: Sequence[object] = ()  # another answer than the right one
     seconds: float = 0.0
 
 
@@ -70,20 +65,12 @@ class WrongError(Exception):
     """What the server did is not what it should do."""
 
 
-class OtherAnswerError(WrongError):
-    """Other tokens than the request gets alone: `got`, ids or text."""
-
-    def __init__(self, message: str, got: Sequence[object]) -> None:
-        super().__init__(message)
-        self.got = got
-
-
 @dataclass
 class Runner:
-    """Sends jobs from threads; `kill` says what may have gone wrong for which reason."""
+    """Sends jobs from threads; `kills` say what may have gone wrong for which reason."""
 
     urls: dict[str, str]
-    kill: Kill = field(default_factory=Kill)
+    kills: Kills = field(default_factory=Kills)
     done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,7 +85,6 @@ class Runner:
             outcome.verdict = self._until_done(job, outcome, began)
         except (CallError, WrongError) as error:
             outcome.verdict, outcome.detail = "WRONG", f"{type(error).__name__}: {error}"
-            outcome.got = error.got if isinstance(error, OtherAnswerError) else ()
         except Exception as error:  # of this program: no other job may be lost for it
             outcome.verdict, outcome.detail = "WRONG", f"{type(error).__name__}: {error!r}"
         outcome.seconds = time.monotonic() - began
@@ -115,7 +101,7 @@ class Runner:
             except CallError as error:
                 if FULL.search(str(error)) and error.status in (0, 200, 429):
                     outcome.refusals += 1
-                elif ENDED.search(str(error)) and self.kill.covers(attempt_began):
+                elif ENDED.search(str(error)) and self.kills.covers(attempt_began):
                     outcome.interruptions += 1
                 else:
                     raise
@@ -239,10 +225,9 @@ def _compare(case: Case, pieces: Sequence[Piece], count: int) -> None:
     if case.model == "tensorrt_llm":
         if ids != case.tokens[:count]:
             at = next(i for i, (own, other) in enumerate(zip(ids, case.tokens, strict=False)) if own != other)
-            raise OtherAnswerError(f"other tokens from number {at} of {count} (case {case.number})", ids)
+            raise WrongError(f"other tokens from number {at} of {count} (case {case.number})")
         return
     expected, whole = case.texts[count], count == len(case.tokens)
     # What ends early may flush bytes of an unfinished character.
     if text != expected and (whole or not pieces[-1].reason or not text.startswith(expected)):
-        message = f"another text after {count} tokens (case {case.number}): {text!r} instead of {expected!r}"
-        raise OtherAnswerError(message, text)
+        raise WrongError(f"another text after {count} tokens (case {case.number}): {text!r} instead of {expected!r}")

@@ -32,11 +32,11 @@ from kvseek.bench.speed.device.options import parse
 from kvseek.bench.speed.parts import part_groups
 from kvseek.bench.speed.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
 from kvseek.bench.timing import Samples
-from kvseek.builder.checkpoints.weights import WeightFormat, list_weights
+from kvseek.builder.checkpoints.weights import WeightFormat
 from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.layer import Layer
-from kvseek.engine.model.weights import weight_shapes
+from kvseek.engine.model.weights import list_weights, weight_shapes
 from kvseek.plugins.measurements import SelectionCosts
 
 KIB = 1024

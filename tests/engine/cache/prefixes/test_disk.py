@@ -96,7 +96,7 @@ class DiskMachine(CacheMachine):
         """Whether the store's thread waits for work."""
         store = self.store
         with store._work:
-            return not (store._erased or store._loads or store._writes or store._busy_since is not None)
+            return not (store._erasures or store._loads or store._writes or store._busy_since is not None)
 
     def look_up(self, slot: int, one: Running) -> Prefix | None:
         self.settle()
