@@ -28,10 +28,14 @@ class PartialIndex(KeyedIndex):
         super().build(slot, keys, queries)
         if self.dense:
             return
-        queries = queries[:, -max(1, keys.shape[1]) :]  # as many as are known of every prompt: Traits.last_queries
-        grouped = queries.double().reshape(keys.shape[0], -1, keys.shape[2])
+        n, dim = keys.shape[1:]
+        if n < dim:  # such a prompt leaves directions undetermined: all channels count
+            self.projections[slot] = torch.eye(dim, device=keys.device)
+            return
+        queries = queries[:, -n:]  # as many as are known of every prompt: Traits.last_queries
+        grouped = queries.double().reshape(keys.shape[0], -1, dim)
         turned = torch.linalg.eigh(grouped.transpose(1, 2) @ grouped).eigenvectors  # [G, D, D], a column each
-        count = max(1, int(self.config.partial * keys.shape[2]))
+        count = max(1, int(self.config.partial * dim))
         chosen = torch.zeros_like(turned[:, :1])
         for vectors in (grouped, keys.double()):
             loudest = best_positions((vectors @ turned).abs().sum(dim=1), count)
