@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,7 +155,7 @@ Options = BuildOptions | FitOptions | LookOptions
 
 def parse(argv: Sequence[str] | None) -> Options:
     """Parse the command line; exits with status 2 and a message on unknown flags and malformed values."""
-    parser = FlagParser()
+    parser = FlagParser(sys.argv[1:] if argv is None else argv)
     values = vars(parser.parse_args(argv))
     mode = next((mode for mode in MODES if mode in values), "build")
     if mode == "build" and values.get("check") and "method" not in values:
