@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import json
 import typing
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ class FlagParser(Parser):
     Parameters
     ----------
     words : sequence of str
-        Those of the command line: a competing system that is among them has its flags, too.
+        Those of the command line: a competing system that --method names, or a flag of its own, has its flags, too.
     """
 
     def __init__(self, words: Sequence[str] = ()) -> None:
@@ -67,7 +68,7 @@ class FlagParser(Parser):
         ]
         note = f"; other defaults: {', '.join(own)}" if own else ""
         self._add_fields("cache", CacheConfig, "cache", f"four-region cache, sizes in tokens{note}")
-        for method in (*METHODS, *(name for name in PEERS if name in words)):
+        for method in (*METHODS, *_named_peers(words)):
             fields = json.dumps(get_method(method).paper)[1:-1].replace('"', "")
             about = f"--preset {PAPER}: {fields}" if fields else ""
             self._add_fields(method, get_method(method).config_class, f"--method {method}", about)
@@ -199,6 +200,14 @@ def boolean(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(text)
     return text == "true"
+
+
+def _named_peers(words: Sequence[str]) -> list[str]:
+    """Competing systems that a command line names: as --method NAME, --method=NAME or --NAME.FIELD."""
+    methods = {after for flag, after in itertools.pairwise(words) if flag == "--method"}
+    methods |= {word.removeprefix("--method=") for word in words if word.startswith("--method=")}
+    methods |= {word[2:].partition(".")[0] for word in words if word.startswith("--") and "." in word}
+    return [name for name in PEERS if name in methods]
 
 
 def json_value(text: str) -> Any:

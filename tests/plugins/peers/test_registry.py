@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from kvseek.builder.flags import FlagParser
+from kvseek.builder.options import parse
 from kvseek.plugins.registry import METHODS, PEERS, get_method
 
 WITHOUT = """
@@ -28,6 +31,24 @@ def test_flags_are_those_of_the_one_that_is_named() -> None:
     assert "--snapkv.window" not in named
     assert "--quest.page" not in other
     assert all(peer in other for peer in PEERS), "they are listed"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--method=quest", "--quest.pages", "8"], "unrecognized arguments: --quest.pages"),
+        (["--method", "nested", "--quest.page", "8"], "--quest.page belongs to --method quest"),
+        (["--method", "quest", "--snapkv.window", "8"], "--snapkv.window belongs to --method snapkv"),
+    ],
+)
+def test_a_flag_of_one_that_is_not_built_is_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = ["--model", "m", "--output_dir", "o", "--tokenizer", "quest"]
+    parse([*build, "--method=quest", "--quest.page", "8"])
+    with pytest.raises(SystemExit):
+        parse([*build, *flags])
+    assert message in capsys.readouterr().err
 
 
 def test_those_that_evict_say_so() -> None:
