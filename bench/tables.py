@@ -18,6 +18,7 @@ from kvseek.bench.speed.parts import part_groups
 from kvseek.bench.speed.shapes import LLAMA_3_1_8B
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import KvseekError
+from kvseek.plugins.registry import get_method
 
 ROOT = Path(__file__).resolve().parents[1]  # also where the folder is reached through a link
 FOLDER = ROOT / "bench/results"
@@ -330,6 +331,19 @@ def long_losses(results: Results) -> Rows:
     for method in METHODS[1:]:
         own = zip(budgets, sorted(losses[method]), strict=True)
         yield (f"`{method}`", *(text if rows == budget else f"{text} ({rows})" for budget, (rows, text) in own))
+
+
+def peer_losses(results: Results) -> Rows:
+    """Loss of perplexity of the competing systems and some of kvseek's methods, by budget."""
+    losses = dict[str, dict[int, str]]()
+    for entry in results("perplexity-peers-cpu-smollm2")["results"][1:]:
+        (variant,) = parse_variants(entry["name"])
+        losses.setdefault(variant.method, {})[variant.settings.top_k] = rise(entry)
+    budgets = sorted({rows for own in losses.values() for rows in own})
+    yield ("", "", *(f"{budget:,} rows" for budget in budgets))
+    for method, own in losses.items():
+        kind = "evicts" if get_method(method).evicts else ""
+        yield (f"`{method}`", kind, *(own.get(budget, "") for budget in budgets))
 
 
 def _is_default(name: str, method: str) -> bool:
@@ -756,6 +770,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "losses": losses,
     "loss and time": loss_and_time,
     "losses at 64K": long_losses,
+    "losses of competing systems": peer_losses,
     "wide tasks": wide_tasks,
     "lists of ctkvr": ctkvr_lists,
     "answers with sparse prompts": sparse_answers,

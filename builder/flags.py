@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import json
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.core.command_line import Parser
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, TensorRtConfig
 from kvseek.core.sizes import memory_size, optional_size
-from kvseek.plugins.registry import METHODS, PAPER, get_method
+from kvseek.plugins.registry import METHODS, PAPER, PEERS, get_method
 
 LIMITS = {
     "max_batch_size": "most requests that are decoded together",
@@ -43,9 +44,15 @@ USAGE = """
 
 
 class FlagParser(Parser):
-    """The parser of `kvseek build`. Its namespace holds only what was given."""
+    """The parser of `kvseek build`. Its namespace holds only what was given.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    words : sequence of str
+        Those of the command line: a competing system that --method names, or a flag of its own, has its flags, too.
+    """
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
         super().__init__(
             prog="kvseek build",
             usage=USAGE,
@@ -61,7 +68,7 @@ class FlagParser(Parser):
         ]
         note = f"; other defaults: {', '.join(own)}" if own else ""
         self._add_fields("cache", CacheConfig, "cache", f"four-region cache, sizes in tokens{note}")
-        for method in METHODS:
+        for method in (*METHODS, *_named_peers(words)):
             fields = json.dumps(get_method(method).paper)[1:-1].replace('"', "")
             about = f"--preset {PAPER}: {fields}" if fields else ""
             self._add_fields(method, get_method(method).config_class, f"--method {method}", about)
@@ -85,7 +92,8 @@ class FlagParser(Parser):
             type=Path,
             help="engine directory to write, laid out like trtllm-build's; an old engine stays to the end; not with --plan",
         )
-        add("--method", choices=list(METHODS), help="what runs inside the attention operator")
+        about = f"what runs inside the attention operator; to compare with: {', '.join(PEERS)}, which have their --help"
+        add("--method", choices=[*METHODS, *PEERS], metavar="|".join(METHODS), help=about)
         having = ", ".join(name for name in METHODS if get_method(name).paper)
         about = f"the settings of the method's paper instead of the defaults ({having}); further flags override it"
         add("--preset", choices=[PAPER], help=about)
@@ -192,6 +200,14 @@ def boolean(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(text)
     return text == "true"
+
+
+def _named_peers(words: Sequence[str]) -> list[str]:
+    """Competing systems that a command line names: as --method NAME, --method=NAME or --NAME.FIELD."""
+    methods = {after for flag, after in itertools.pairwise(words) if flag == "--method"}
+    methods |= {word.removeprefix("--method=") for word in words if word.startswith("--method=")}
+    methods |= {word[2:].partition(".")[0] for word in words if word.startswith("--") and "." in word}
+    return [name for name in PEERS if name in methods]
 
 
 def json_value(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvseek.core.config import (
 )
 from kvseek.core.errors import ConfigError, require
 from kvseek.core.fields import from_dict, read_fields, refuse_unknown
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.registry import METHODS, PEERS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
 BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
@@ -154,7 +155,7 @@ Options = BuildOptions | FitOptions | LookOptions
 
 def parse(argv: Sequence[str] | None) -> Options:
     """Parse the command line; exits with status 2 and a message on unknown flags and malformed values."""
-    parser = FlagParser()
+    parser = FlagParser(sys.argv[1:] if argv is None else argv)
     values = vars(parser.parse_args(argv))
     mode = next((mode for mode in MODES if mode in values), "build")
     if mode == "build" and values.get("check") and "method" not in values:
@@ -234,7 +235,7 @@ def _refuse_misplaced(parser: FlagParser, mode: str, values: dict[str, Any]) -> 
 def _refuse_other_methods(parser: FlagParser, values: dict[str, Any]) -> None:
     """End with a message if a flag of another method was given."""
     chosen = values["method"]
-    for method in set(METHODS) - {chosen}:
+    for method in {*METHODS, *PEERS} - {chosen}:
         if others := _below(values, method):
             own = [f"--{chosen}.{f.name}" for f in dataclasses.fields(get_method(chosen).config_class)]
             parser.error(

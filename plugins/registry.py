@@ -1,9 +1,11 @@
-"""The methods: each folder of plugins/ that has a method.py. Nothing outside a method's folder names it.
+"""The methods: each folder of plugins/ that has a method.py, and of plugins/peers/, where the competing systems are. Nothing
+outside a method's folder names it.
 
 A method has three members: `Config` in config.py, a frozen dataclass of its fields, and in method.py
 `traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). A method of a paper has `PAPER` in config.py,
-too: what the paper sets, by field; fields of the cache are `cache.NAME`. measurements.py of its folder is for
-measurements alone (bench/methods.py); the engine does not look at them.
+too: what the paper sets, by field; fields of the cache are `cache.NAME`. Where a row that is not selected once is gone for good,
+there is `EVICTS = True`. measurements.py of its folder is for measurements alone (bench/methods.py); the engine does not look at
+them.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ if TYPE_CHECKING:
     from .contract import Index, Traits
 
 
-def _scan() -> dict[str, str]:
-    """Find every folder beside this file that has a method.py. `full`, with which the others are compared, comes first."""
-    folders = {path.parent.name for path in Path(__file__).parent.glob("*/method.py")}
-    return {name: f"kvseek.plugins.{name}" for name in sorted(folders, key=lambda name: (name != "full", name))}
+def _scan(where: str = "") -> dict[str, str]:
+    """Find the folders of `where` that have a method.py. `full`, with which the others are compared, comes first."""
+    folders = {path.parent.name for path in Path(__file__).parent.glob(f"{where}*/method.py")}
+    package = "kvseek.plugins." + where.replace("/", ".")
+    return {name: package + name for name in sorted(folders, key=lambda name: (name != "full", name))}
 
 
 METHODS: dict[str, str] = _scan()
+PEERS: dict[str, str] = _scan("peers/")  # named like a method, but listed, imported and given flags only then
 CACHE_PREFIX = "cache."  # of the cache's fields among those of a preset
 PAPER = "paper"  # the one preset: the method's settings in its paper
 
@@ -50,6 +54,11 @@ class Method:
     def paper(self) -> dict[str, Any]:
         """What the method's paper sets, as its flags are called without the method's name; empty for a method of no paper."""
         return dict(getattr(importlib.import_module(f"{self.package}.config"), "PAPER", {}))
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a row that is not selected once is gone for good."""
+        return bool(getattr(importlib.import_module(f"{self.package}.config"), "EVICTS", False))
 
     def preset(self, name: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the fields of the method and those of the cache that a preset sets; none of them for None, the defaults.
@@ -88,9 +97,10 @@ class Method:
 
 def get_method(name: str) -> Method:
     """Look a method up by name; raises ConfigError that lists the known methods."""
-    if name not in METHODS:
-        raise ConfigError(f"method = {name!r}: unknown; choose one of {', '.join(METHODS)}")
-    return Method(name, METHODS[name])
+    known = METHODS | PEERS
+    if name not in known:
+        raise ConfigError(f"method = {name!r}: unknown; choose one of {', '.join(known)}")
+    return Method(name, known[name])
 
 
 def method_traits(config: EngineConfig) -> Traits:

@@ -13,7 +13,7 @@ from tests.conftest import RandomModel
 from kvseek.builder import build
 from kvseek.builder.flags import FlagParser, field_texts
 from kvseek.core.config import CacheConfig, TensorRtConfig
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.registry import METHODS, PEERS, get_method
 
 
 @dataclass
@@ -55,7 +55,7 @@ def test_texts_come_from_the_attributes_section() -> None:
     assert field_texts(Bare) == field_texts(Silent) == {}
 
 
-@pytest.mark.parametrize("name", ["cache", "tensorrt", *METHODS])
+@pytest.mark.parametrize("name", ["cache", "tensorrt", *METHODS, *PEERS])
 def test_every_field_has_a_text(name: str) -> None:
     own = {"cache": CacheConfig, "tensorrt": TensorRtConfig}
     config_class = own.get(name) or get_method(name).config_class

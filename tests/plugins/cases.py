@@ -1,6 +1,7 @@
 """What the tests that every method goes through need to know of a method: `CASES` in tests/plugins/<method>/cases.py.
 
-A folder of plugins/ is found by a scan (plugins/registry.py), and so are its cases: a new method edits no list of tests.
+A folder of plugins/ is found by a scan (plugins/registry.py), and so are its cases: a new method edits no list of tests. Those of
+the competing systems are all in tests/plugins/peers/cases.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvseek.plugins.registry import METHODS
+from kvseek.plugins.registry import METHODS, PEERS
 
 Settings = Mapping[str, Any]
 
@@ -35,6 +36,7 @@ class MethodCases:
     on_gpu: settings with which an engine on a GPU keeps few of 500 tokens, each under its own name; none for a method
         that has no index for the GPU.
     counted: settings whose bytes on a GPU are counted without one, beside the defaults.
+    mass: least share of the softmax mass of exact top-k after long growth; a random choice of the rows keeps less than a tenth.
     recall: least share of the softmax mass of exact top-k, on real keys, at 1,024 of 8,192 tokens; None: not measured.
     needle: see NeedleCase; None: not measured.
     refused: fields that are refused, with what the message says.
@@ -47,6 +49,7 @@ class MethodCases:
     everything: Settings = field(default_factory=lambda: {"top_k": 8192})
     on_gpu: Mapping[str, Settings] = field(default_factory=dict)
     counted: tuple[Settings, ...] = ()
+    mass: float = 0.45
     recall: float | None = None
     needle: NeedleCase | None = None
     refused: tuple[tuple[Settings, str], ...] = ()
@@ -72,6 +75,7 @@ def _cases(method: str) -> MethodCases:
 
 
 CASES: dict[str, MethodCases] = {method: _cases(method) for method in METHODS}
+CASES |= {peer: importlib.import_module("tests.plugins.peers.cases").CASES[peer] for peer in PEERS}
 WITH_PAPER = [method for method, cases in CASES.items() if cases.paper]
 SELECTING = [method for method, cases in CASES.items() if not cases.dense]
 ON_GPU = [method for method, cases in CASES.items() if cases.on_gpu]

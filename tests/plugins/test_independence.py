@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import kvseek.plugins
-from kvseek.plugins.registry import METHODS
+from kvseek.plugins.registry import METHODS, PEERS
 
 PLUGINS = Path(kvseek.plugins.__path__[0])
+PACKAGES = METHODS | PEERS
 
 
 def imported(path: Path) -> set[str]:
@@ -27,10 +28,12 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PACKAGES)
 def test_a_method_imports_no_other(method: str) -> None:
-    others = tuple(f"kvseek.plugins.{other}" for other in METHODS if other != method)
-    for path in (PLUGINS / method).rglob("*.py"):
+    others = tuple(package for other, package in PACKAGES.items() if other != method)
+    files = list((PLUGINS / PACKAGES[method].removeprefix("kvseek.plugins.").replace(".", "/")).rglob("*.py"))
+    assert files
+    for path in files:
         found = {name for name in imported(path) if f"{name}.".startswith(tuple(f"{other}." for other in others))}
         assert not found, f"{path.name} imports {found}"
 

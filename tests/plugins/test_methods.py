@@ -20,7 +20,7 @@ from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.plugins.registry import get_method
 
 WINDOW = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "32")
 PROMPT = torch.arange(230).mul(13).remainder(101).tolist()
@@ -114,7 +114,7 @@ def test_a_papers_settings(model: Path, method: str, build_engine: BuildEngine) 
     assert outputs[-1].attended_tokens < outputs[-1].cached_tokens
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - set(WITH_PAPER)))
+@pytest.mark.parametrize("method", sorted(set(CASES) - set(WITH_PAPER)))
 def test_a_method_of_no_paper_has_no_preset(model: Path, method: str) -> None:
     options = build_options({"model": model, "method": method, "output_dir": model, "preset": "paper"})
     with pytest.raises(ConfigError, match=f"preset = 'paper': method {method} has none of that name; leave it out"):

@@ -68,7 +68,7 @@ def test_measures_of_a_layer(method: str) -> None:
     measure = recall.measure_layer(3, random_layer(), STEPS, variant)
     assert (measure.method, measure.layer, measure.dense) == (method, 3, False)
     assert 0 < measure.window_mass < measure.mass <= measure.flat_mass + 1e-6 < 1
-    assert 0.05 < measure.recall <= 1
+    assert (0.05 if CASES[method].mass > 0.1 else 0) < measure.recall <= 1
     assert measure.rows <= 64
     assert measure.ratio == pytest.approx(1) if method == "flat" else measure.ratio < 1
 

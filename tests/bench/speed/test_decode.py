@@ -193,12 +193,12 @@ def test_methods_are_built_for_the_occasion(tmp_path: Path, capsys: pytest.Captu
     model = save_random_model(tmp_path / "model", "qwen3")
     text = tmp_path / "text.txt"
     text.write_text("one ship, two ships, three ships. " * 20, encoding="utf-8")
-    arguments = ["--model", str(model), "--methods", "flat,flat:top_k=7", "--text", str(text), "--contexts", "50"]
+    arguments = ["--model", str(model), "--methods", "flat,quest:top_k=7", "--text", str(text), "--contexts", "50"]
     flags = ["--tokens", "2", "--dtype", "bfloat16", "--weight_only_precision", "int8", "--quantize_lm_head", "--json"]
     assert decode.main([*arguments, *flags, "--threads", "1", "--clock", "process"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["clock"] == "process"
-    assert [entry["name"] for entry in document["contexts"][0]["results"]] == ["flat", "flat:top_k=7"]
+    assert [entry["name"] for entry in document["contexts"][0]["results"]] == ["flat", "quest:top_k=7"]
     assert (document["dtype"], document["weight_only_precision"]) == ("bfloat16", "int8")
     assert document["quantize_lm_head"]
     print_report(document)

@@ -27,7 +27,7 @@ from kvseek.engine.engine import Engine
 from kvseek.engine.leading.followers import RankError
 from kvseek.engine.leading.leader import LeadDecoder, lead, load_decoder
 from kvseek.engine.service import EngineService
-from kvseek.plugins.registry import METHODS
+from kvseek.plugins.registry import METHODS, PEERS
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -69,7 +69,7 @@ def check_equal(one: Path, several: Path) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - set(REUSING)))  # test_ranks_reuse.py has the others
+@pytest.mark.parametrize("method", sorted(set(METHODS | PEERS) - set(REUSING)))  # test_ranks_reuse.py has the others
 def test_every_method_has_the_tokens_of_one_rank(
     method: str, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
