@@ -85,9 +85,11 @@ def check_unicode(name: str, text: str) -> None:
 
 def check_types(instance: object, but: Collection[str] = ()) -> None:
     """Raise RequestError unless the fields of a frozen dataclass have the types that the class says; see `typed`."""
-    for name, hint in _type_hints(type(instance)).items():  # type: ignore[arg-type]  # classes are hashable
-        if name not in but:
-            object.__setattr__(instance, name, typed(name, getattr(instance, name), hint))
+    cls = type(instance)
+    for name, hint in _type_hints(cls).items():  # type: ignore[arg-type]  # classes are hashable
+        value = getattr(instance, name)
+        if name not in but and value is not getattr(cls, name, instance):  # a default, as most are, needs no look
+            object.__setattr__(instance, name, typed(name, value, hint))
 
 
 @functools.cache

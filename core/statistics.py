@@ -27,12 +27,15 @@ class RequestStatistics:
     shared_extents: int = 0  # of `reused_extents`, those that were not copied
     num_preemptions: int = 0  # how often it had to make room for others, and went on later
 
-    def record_token(self, cached_tokens: int, attended_tokens: float, now: float) -> None:
-        """Count a token drawn now, by a step that attended to `attended_tokens` of `cached_tokens` (0 of 0: prefill)."""
+    def record_tokens(self, cached_tokens: int, attended_tokens: float, now: float, count: int = 1) -> None:
+        """Count tokens that came now, drawn by as many steps, which attended to `attended_tokens` of `cached_tokens`.
+
+        These are sums over the steps; 0 of 0: prefill.
+        """
         self.last_token_at = now
         if not self.generated_tokens:
             self.first_token_at = self.last_token_at
-        self.generated_tokens += 1
+        self.generated_tokens += count
         self.cached_token_steps += cached_tokens
         self.attended_token_steps += attended_tokens
 

@@ -13,7 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import METHOD_COLUMN, METHOD_FIELDS, REQUEST_FIELDS, Batch, Selection, give_scratch
+from kvseek.core.batch import (
+    LATEST,
+    METHOD_COLUMN,
+    METHOD_FIELDS,
+    REQUEST_FIELDS,
+    Batch,
+    Selection,
+    give_scratch,
+)
 from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight, SideWork
 from kvseek.engine.cache.cache import Cache
@@ -213,6 +221,7 @@ class Retrieval:
         attended : list of float
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
+        self.refresh_seconds = 0.0
         self.cache.begin_step(slots, self.indexes)
         lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions
         changed = regions is None or regions.lengths != lengths or regions.slots != slots
@@ -228,6 +237,22 @@ class Retrieval:
             self._selecting.difference_update(slots)
             self._selecting.update(slot for slot, is_dense in zip(slots, dense.tolist(), strict=True) if not is_dense)
         return torch.from_numpy(states.copy()), (near + np.where(dense, states[:, 7], rows)).tolist()
+
+    def begin_steps(self, tokens: Sequence[int], slots: Sequence[int], steps: int) -> tuple[Tensor, list[float]]:
+        """Count the tokens of several steps, no more than Cache.alike_steps; each but the first reads the token before.
+
+        Returns the states of each step, int32 [steps, batch, 16], those of one step int32 [batch, 16]; and what each request
+        attends to in the last one: one token fewer in each step before.
+        """
+        first, attended = self.begin_step(tokens, slots)
+        if steps == 1:
+            return first, attended
+        states = first.numpy()[None].repeat(steps, axis=0)
+        for slot in slots:
+            self.cache.tokens[slot] += steps - 1
+        states[1:, :, 0] = LATEST
+        self.cache.place(slots, states)
+        return torch.from_numpy(states), [read + steps - 1 for read in attended]
 
     def _find_regions(self, slots: Sequence[int], lengths: list[int]) -> _Regions:
         budgets = [self._budget(length) for length in lengths]
@@ -281,7 +306,7 @@ class Retrieval:
         selecting = [slot for slot in slots if slot in self._selecting]
         for index in self.indexes:
             index.refresh(selecting)
-        self.refresh_seconds = time.perf_counter() - begun
+        self.refresh_seconds += time.perf_counter() - begun
 
     def _are_dense(self, tokens: Counts, lengths: Counts, rows: Counts) -> npt.NDArray[np.bool_]:
         """Whether requests of so many tokens attend to everything, if steps select so many of `lengths` retrieval tokens."""

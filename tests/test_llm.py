@@ -274,7 +274,7 @@ if child == 0:
         lambda: llm.chat([{"role": "user", "content": "a"}]),
         lambda: llm.prefix("a"),
         lambda: llm.end_session("a"),
-        lambda: next(pieces),
+        lambda: [*pieces],  # behind those that came before the fork
     ]
     for call in calls:
         try:

@@ -113,6 +113,14 @@ class Cache:
         """Return the tokens for which a slot needs extents in its next step, or for an eviction that the step prepares."""
         return self.tokens[slot] + self.evict_ahead + 2
 
+    def alike_steps(self, slot: int) -> int:
+        """Count the steps of a slot before one in which tokens leave its window, or in which it may begin to select rows.
+
+        An eviction that is due in the first of them does not count.
+        """
+        dense = self.config.full_threshold - 1 - self.tokens[slot]
+        return min(self.room_in_ring(slot), dense) if dense > 0 else self.room_in_ring(slot)
+
     def steps_with_room(self, slot: int) -> int:
         """Count the steps that a slot can take until its extents have no room for `tokens_soon`; below 1: they have none now."""
         return self.most_tokens(len(self.extents.of_slot(slot))) + 1 - self.tokens_soon(slot)
@@ -285,15 +293,18 @@ class Cache:
         """Write where the latest tokens of described requests lie, after `begin_step` has counted them.
 
         A slot that occurs several times has so many new tokens, of which each request has one more than the one before it.
+        Rows [steps, batch, 16] are those of the last steps, one token after the other.
         """
         tokens, sink = np.array([self.tokens[slot] for slot in slots], dtype=np.int32), self.config.sink
         if len(set(slots)) < len(slots):
             tokens -= np.array([slots[number + 1 :].count(slot) for number, slot in enumerate(slots)], dtype=np.int32)
+        if rows.ndim == 3:
+            tokens = tokens - np.arange(len(rows), dtype=np.int32)[::-1, None]
         position = tokens - 1
-        rows[:, 2] = position
-        rows[:, 3] = np.where(position < sink, position, sink + (position - sink) % self.ring)
-        rows[:, 4] = np.minimum(tokens, sink)
-        rows[:, 6] = tokens - rows[:, 4] - rows[:, 7]
+        rows[..., 2] = position
+        rows[..., 3] = np.where(position < sink, position, sink + (position - sink) % self.ring)
+        rows[..., 4] = np.minimum(tokens, sink)
+        rows[..., 6] = tokens - rows[..., 4] - rows[..., 7]
 
     def state(self, slot: int, token: int, method_fields: tuple[int, ...], dense: bool) -> RequestState:
         """Return what indexes and attention read about one request; see `describe`."""

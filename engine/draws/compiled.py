@@ -20,8 +20,9 @@ from kvseek.core.request import LogProbs
 from kvseek.core.streams import HostCopy, everything_launched, to_device
 from kvseek.engine.draws.reference import MOST_INVERSE, least_weight, merged_biases
 from kvseek.engine.draws.sampling import Drawn, Sampler, not_finite
-from kvseek.kernels.draw_rows import DRAWN, NOT_FINITE, ROW_BYTES, DrawnToken, DrawRow
+from kvseek.kernels.draw_rows import DRAWN, DRAWN_WORDS, NOT_FINITE, ROW_BYTES, DrawnToken, DrawRow
 
+DRAWN_BYTES = ctypes.sizeof(DrawnToken)
 ALLOWED, BANNED = DrawRow.allowed.offset, DrawRow.banned.offset
 POINTER, COUNT = Struct("<Q"), Struct("<i")
 NEUTRAL = bytes(DrawRow(greedy=True, likeliest=-1, repetition_penalty=1.0))
@@ -46,8 +47,8 @@ class DrawLayout:
         As Draws.begin is given them.
     head : array, uint8 [requests, ROW_BYTES]
         The DrawRow of each request, but for `number` and what `_lists` returns.
-    scored : array, bool [requests]
-        Whether something is returned with the token.
+    scored : list of int
+        Requests that get something with the token.
     refused : dict of int to Drawn
         By request, why nothing is drawn for it; a row that changes nothing stands in its place.
     """
@@ -56,7 +57,7 @@ class DrawLayout:
     samplers: list[Sampler]
     places: list[int]
     head: npt.NDArray[np.uint8]
-    scored: npt.NDArray[np.bool_]
+    scored: list[int]
     refused: dict[int, Drawn]
 
     @classmethod
@@ -72,46 +73,47 @@ class DrawLayout:
         head = np.frombuffer(b"".join(prepared), dtype=np.uint8).reshape(len(rows), ROW_BYTES).copy()
         column(head, "latest", np.uint64)[:] = places
         column(head, "row", np.int32)[:] = rows
-        scored = np.array([sampler.params.scores_tokens for sampler in samplers], dtype=np.bool_)
+        scored = [number for number, sampler in enumerate(samplers) if sampler.params.scores_tokens]
         return cls(rows, samplers, places, head, scored, refused)
 
-    def pack(self, device: torch.device, work: int) -> tuple[Tensor, dict[int, Drawn]]:
-        """Complete the rows of a draw and copy them to the device; the host does not wait.
+    def pack(self, device: torch.device, steps: int) -> tuple[Tensor, dict[int, Drawn]]:
+        """Complete the rows of the draws of some steps and copy them to the device; the host does not wait.
 
         Returns
         -------
         buffer : Tensor, uint8, on the device
-            A DrawRow for each request, `work` bytes of zeros for each (DrawKernel.work_bytes), and the lists that the rows
-            point to.
+            A DrawRow for each step and request, and the lists that the rows point to.
         refused : dict of int to Drawn
             As `refused`, with those whose guide failed before the draw.
         """
         refused, lists = dict(self.refused), list[tuple[int, int, Words]]()
         for number, sampler in enumerate(self.samplers):
             if sampler.varies:
+                assert steps == 1, "what may be drawn next is only known for one step"
                 try:
                     lists += [(number * ROW_BYTES, field, words) for field, words in _lists(sampler)]
                 except Exception as error:  # whatever it is, it is one request's
                     refused[number] = Drawn(error=error)
-        head, zeros = self.head.size, len(self.samplers) * work
-        size = head + sum(words.nbytes for *_, words in lists)
-        on_host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")  # all but the zeros
-        buffer = torch.empty(size + zeros, dtype=torch.uint8, device=device)
-        buffer[head : head + zeros].zero_()
+        head = steps * self.head.size
+        on_host = torch.empty(
+            head + sum(words.nbytes for *_, words in lists), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        buffer = torch.empty_like(on_host, device=device)
         array = on_host.numpy()
-        rows, data = array[:head].reshape(self.head.shape), memoryview(array)  # type: ignore[arg-type]
+        rows, data = array[:head].reshape(steps, *self.head.shape), memoryview(array)  # type: ignore[arg-type]
         rows[:] = self.head
-        column(rows, "number", np.int32)[:] = [sampler.number for sampler in self.samplers]
+        numbers = column(rows, "number", np.int32)
+        numbers[:] = [sampler.number for sampler in self.samplers]
+        if steps > 1:
+            numbers += np.arange(steps, dtype=np.int32)[:, None]
         at = head
         for begin, field, words in lists:
-            POINTER.pack_into(data, begin + field, buffer.data_ptr() + zeros + at)
+            POINTER.pack_into(data, begin + field, buffer.data_ptr() + at)
             if field == BANNED:
                 COUNT.pack_into(data, begin + DrawRow.bans.offset, words.size)
             data[at : at + words.nbytes] = words.tobytes()
             at += words.nbytes
-        buffer[:head].copy_(on_host[:head], non_blocking=True)
-        if lists:
-            buffer[head + zeros :].copy_(on_host[head:], non_blocking=True)
+        buffer.copy_(on_host, non_blocking=True)
         return buffer, refused
 
     @property
@@ -120,30 +122,36 @@ class DrawLayout:
         each = zip(self.rows, self.samplers, strict=True)
         return [row for row, one in each if one.params.return_generation_logits]
 
-    def results(self, tokens: Tensor, logits: Sequence[Tensor], refused: dict[int, Drawn]) -> list[Drawn | int]:
+    def results(self, tokens: Tensor, logits: Sequence[Tensor], refused: dict[int, Drawn]) -> list[list[Drawn | int]]:
         """Read what a kernel wrote.
 
         Parameters
         ----------
-        tokens : Tensor, int32 [requests, DRAWN_WORDS], on the CPU
+        tokens : Tensor, int32 [steps, requests, DRAWN_WORDS], on the CPU
         logits : sequence of Tensor [vocabulary], on the CPU
-            Those of `logit_rows`.
+            Those of `logit_rows` of the last step.
         refused : dict of int to Drawn
             As `pack` returns it.
         """
         found, rest = tokens.numpy(), iter(logits)
-        drawn: list[Drawn | int] = found[:, 0].tolist()
-        for number in np.flatnonzero((found[:, 1] != DRAWN) | self.scored).tolist():
-            drawn[number] = _result(DrawnToken.from_buffer_copy(found[number].tobytes()), self.samplers[number], rest)
+        drawn: list[list[Drawn | int]] = found[:, :, 0].tolist()
+        looks = found[:, :, 1] != DRAWN
+        if self.scored:
+            looks[:, self.scored] = True
+        if looks.any():
+            for step, number in np.argwhere(looks).tolist():
+                result = DrawnToken.from_buffer_copy(found[step, number].tobytes())
+                drawn[step][number] = _result(result, self.samplers[number], rest)
         for number, one in refused.items():
-            drawn[number] = one
+            for own in drawn:
+                own[number] = one
         return drawn
 
 
 def column(rows: npt.NDArray[np.uint8], name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return the field of DrawRow of all rows, uint8 [requests, ROW_BYTES], to be written to."""
+    """Return the field of DrawRow of all rows, uint8 [..., ROW_BYTES], to be written to."""
     field = getattr(DrawRow, name)
-    values: npt.NDArray[Any] = rows[:, field.offset : field.offset + field.size].view(dtype)[:, 0]
+    values: npt.NDArray[Any] = rows[..., field.offset : field.offset + field.size].view(dtype)[..., 0]
     return values
 
 
@@ -214,40 +222,77 @@ class DrawKernel(Protocol):
     @property
     def work_bytes(self) -> int: ...
 
-    def __call__(self, logits: Tensor, rows: Tensor, count: int) -> Tensor:
-        """Draw for `count` requests, whose DrawRows begin the uint8 tensor `rows`; int32 [count, DRAWN_WORDS]."""
+    def __call__(self, logits: Tensor, rows: int, work: int, drawn: int, count: int) -> None:
+        """Draw for `count` >= 1 requests: addresses of their DrawRows, of the zeros, and of as many DrawnTokens to write."""
 
 
 class CompiledDraws:
-    """Draws by a kernel; Draws of sampling.py. On a GPU the host waits in what `begin` returns, and for the draws alone."""
+    """Draws by a kernel; Draws of sampling.py. On a GPU the host waits in `results`, and for the draws alone."""
 
     def __init__(self, kernel: DrawKernel) -> None:
         self._kernel = kernel
         self._layout: DrawLayout | None = None  # of the last draw
 
     def begin(
-        self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = ()
-    ) -> Callable[[], list[Drawn | int]]:
-        try:
-            given = list(rows), list(samplers), list(places) or [0] * len(rows)
+        self, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = (), steps: int = 1
+    ) -> CompiledDrawing:
+        given = list(rows), list(samplers), list(places) or [0] * len(rows)
+
+        def layout_on(device: torch.device) -> DrawLayout:
             layout = self._layout
             if layout is None or (layout.rows, layout.samplers, layout.places) != given:
-                layout = self._layout = DrawLayout.of(*given, logits.device)
-            buffer, refused = layout.pack(logits.device, self._kernel.work_bytes)
-            tokens = self._kernel(logits, buffer, len(rows))
-            copies = HostCopy([tokens, *(logits[row] for row in layout.logit_rows)])
-        except Exception as error:  # too little memory, say: requests that draw nothing go on
-            failed: list[Drawn | int] = [Drawn(error=error) for _ in rows]
-            wait = everything_launched(logits.device)
+                layout = self._layout = DrawLayout.of(*given, device)
+            return layout
 
-            def fail() -> list[Drawn | int]:
-                wait()
-                return failed
+        return CompiledDrawing(self._kernel, layout_on, len(rows), steps)
 
-            return fail
 
-        def finish() -> list[Drawn | int]:
-            found, *logits_copied = copies.wait()
-            return layout.results(found, logits_copied, refused)
+class CompiledDrawing:
+    """See Drawing. All that the draws of its steps need goes to the device with the first of them, while the step runs."""
 
-        return finish
+    def __init__(
+        self, kernel: DrawKernel, layout_on: Callable[[torch.device], DrawLayout], requests: int, steps: int
+    ) -> None:
+        self._kernel, self._layout_on, self._requests, self._steps = kernel, layout_on, requests, steps
+        self._done = 0  # draws that have begun
+        self._error: Exception | None = None  # for which nothing was drawn, such as too little memory
+        self._wait: Callable[[], list[Tensor]] = list  # for the results
+
+    def draw(self, logits: Tensor) -> None:
+        number, self._done = self._done, self._done + 1
+        try:
+            if number == 0:
+                self._prepare(logits.device)
+            if self._error is None:
+                before, requests, kernel = number * self._requests, self._requests, self._kernel
+                rows = self._rows.data_ptr() + before * ROW_BYTES
+                work = self._work.data_ptr() + before * kernel.work_bytes
+                kernel(logits, rows, work, self._drawn.data_ptr() + before * DRAWN_BYTES, requests)
+                if self._done == self._steps:
+                    self._wait = HostCopy([self._drawn, *(logits[row] for row in self._layout.logit_rows)]).wait
+        except Exception as error:  # requests that draw nothing go on
+            self._error = error
+        if self._error is not None:
+            self._wait = _after(everything_launched(logits.device))
+
+    def results(self) -> list[list[Drawn | int]]:
+        found = self._wait()
+        if self._error is not None:
+            return [[Drawn(error=self._error)] * self._requests for _ in range(self._steps)]
+        drawn, *logits = found
+        return self._layout.results(drawn, logits, self._refused)
+
+    def _prepare(self, device: torch.device) -> None:
+        self._layout = self._layout_on(device)
+        self._rows, self._refused = self._layout.pack(device, self._steps)
+        draws = self._steps * self._requests
+        self._work = torch.zeros(draws * self._kernel.work_bytes, dtype=torch.uint8, device=device)
+        self._drawn = torch.empty((self._steps, self._requests, DRAWN_WORDS), dtype=torch.int32, device=device)
+
+
+def _after(wait: Callable[[], None]) -> Callable[[], list[Tensor]]:
+    def nothing() -> list[Tensor]:
+        wait()
+        return []
+
+    return nothing

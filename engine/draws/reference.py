@@ -12,7 +12,7 @@ exceeds the bits' share of their sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -30,19 +30,30 @@ WORD = (1 << 32) - 1
 class TorchDraws:
     """Draws on the CPU by PyTorch; Draws of sampling.py."""
 
-    @torch.inference_mode()
     def begin(
-        self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = ()
-    ) -> Callable[[], list[Drawn | int]]:
+        self, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = (), steps: int = 1
+    ) -> TorchDrawing:
         """See Draws. It knows the tokens that have been taken, so none may be pending of a request with penalties."""
         assert not places, "the CPU's host knows the tokens"
-        drawn: list[Drawn | int] = [
-            _draw(logits[row].float(), sampler) for row, sampler in zip(rows, samplers, strict=True)
-        ]
-        return lambda: drawn
+        return TorchDrawing(rows, samplers)
 
 
-def _draw(logits: Tensor, sampler: Sampler) -> Drawn:
+class TorchDrawing:
+    """See Drawing."""
+
+    def __init__(self, rows: Sequence[int], samplers: Sequence[Sampler]) -> None:
+        self._rows, self._samplers, self._drawn = rows, samplers, list[list[Drawn | int]]()
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor) -> None:
+        each, done = zip(self._rows, self._samplers, strict=True), len(self._drawn)
+        self._drawn.append([_draw(logits[row].float(), sampler, sampler.number + done) for row, sampler in each])
+
+    def results(self) -> list[list[Drawn | int]]:
+        return self._drawn
+
+
+def _draw(logits: Tensor, sampler: Sampler, number: int) -> Drawn:
     params = sampler.params
     try:
         check_finite(logits)
@@ -55,7 +66,7 @@ def _draw(logits: Tensor, sampler: Sampler) -> Drawn:
     if not params.greedy:
         ids, weights = candidates(scores, params.temperature, params.top_k, params.top_p, params.min_p)
         sums = weights.cumsum(dim=0)
-        target = random_bits(params.seed, sampler.number) * int(sums[-1]) >> 64
+        target = random_bits(params.seed, number) * int(sums[-1]) >> 64
         token = ids[torch.searchsorted(sums, target, right=True)]
     drawn, logprobs = int(token), None
     if params.logprobs is not None:

@@ -43,21 +43,22 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Launched:
-    """A decode step that has been launched.
+    """Decode steps that have been launched: one, or several of which each takes in the tokens of the one before.
 
     Attributes
     ----------
     attended : list of float
-        Cached tokens that one KV head attends to, per request, averaged over the layers.
+        Cached tokens that one KV head attends to in the last step, per request, averaged over the layers; in each step before,
+        one fewer.
     collect : callable
-        Waits until the step has ended, and returns for each request what was drawn for it; to be called once. An int is a token
-        of which nothing else was asked for, or NO_TOKEN.
+        Waits until the steps have ended, and returns for each step and request what was drawn; to be called once. An int is a
+        token of which nothing else was asked for, or NO_TOKEN.
     selected_rows : callable
         Returns, by slot, what the requests that ask for it get of their selections; to be called after `collect`.
     """
 
     attended: list[float]
-    collect: Callable[[], list[Drawn | int]]
+    collect: Callable[[], list[list[Drawn | int]]]
     selected_rows: Callable[[], Mapping[int, SelectedRows]] = dict
 
 
@@ -88,7 +89,7 @@ class Sampler:
     generated : list of int
         Tokens drawn so far.
     pending : int
-        Draws that have begun and whose tokens have not been taken: 1 while the host runs ahead of the device.
+        Draws that have begun and whose tokens have not been taken, while the host runs ahead of the device.
     reads_tokens : bool
         Whether a draw depends on tokens that the host has to know, so that none may be pending when it begins.
     varies : bool
@@ -202,6 +203,25 @@ class Sampler:
         return token
 
 
+class Drawing(Protocol):
+    """Draws of one step, or of several that follow each other, for the same requests."""
+
+    def draw(self, logits: Tensor) -> None:
+        """Begin the draws of the next step.
+
+        Parameters
+        ----------
+        logits : Tensor [any, vocabulary]
+            On the engine's device: float32 on the CPU, in the engine's dtype on a GPU. Not changed. -inf excludes a token.
+        """
+
+    def results(self) -> list[list[Drawn | int]]:
+        """Wait for the draws of all steps, which have begun, and return them for each step and sampler.
+
+        An int is a token that was drawn for a request that asks for nothing else.
+        """
+
+
 class Draws(Protocol):
     """Draws the next tokens of requests from their logits.
 
@@ -212,27 +232,32 @@ class Draws(Protocol):
     """
 
     def begin(
-        self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = ()
-    ) -> Callable[[], list[Drawn | int]]:
-        """Begin to draw a token for each of `samplers`; the result waits for the draws and returns them.
-
-        An int is a token that was drawn for a request that asks for nothing else.
+        self, rows: Sequence[int], samplers: Sequence[Sampler], places: Sequence[int] = (), steps: int = 1
+    ) -> Drawing:
+        """Make what draws a token for each of `samplers` in each of `steps` steps.
 
         Parameters
         ----------
-        logits : Tensor [any, vocabulary]
-            On the engine's device: float32 on the CPU, in the engine's dtype on a GPU. Not changed. -inf excludes a token.
         rows : sequence of int
             The row of the logits for each sampler.
         places : sequence of int
             Addresses on a GPU to which the tokens go as well (Batch.latest).
+        steps : int
+            More than one only for samplers that do not vary (Sampler.varies).
         """
+
+
+def draw_once(draws: Draws, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> list[Drawn | int]:
+    """Draw a token for each sampler from its row of the logits, and wait for it; see Draws and Drawing."""
+    drawing = draws.begin(rows, samplers)
+    drawing.draw(logits)
+    return drawing.results()[0]
 
 
 def sampled(samplers: Sequence[Sampler | None]) -> tuple[list[int], list[Sampler]]:
     """Return the numbers of the requests that have a sampler, and their samplers."""
-    chosen = [(number, sampler) for number, sampler in enumerate(samplers) if sampler is not None]
-    return [number for number, _ in chosen], [sampler for _, sampler in chosen]
+    numbers = [number for number, sampler in enumerate(samplers) if sampler is not None]
+    return numbers, [*filter(None, samplers)]
 
 
 def log_probabilities(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[LogProbs, ...]:

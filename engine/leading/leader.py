@@ -163,8 +163,10 @@ class LeadDecoder(Decoder):
         slots: Sequence[int],
         samplers: Sequence[Sampler | None],
         wanted: Wanted = NOBODY,
+        steps: int = 1,
     ) -> Launched:
         """See Decoder. The step has ended when this returns; nobody can want the rows that it selects."""
+        assert steps == 1, "it does not run ahead"
         with self._followers.doing(self._decode(tokens, slots)):
             launched = self._decoder.launch(tokens, slots, samplers)
             drawn = launched.collect()

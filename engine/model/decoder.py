@@ -103,12 +103,21 @@ class Decoder(ABC):
         slots: Sequence[int],
         samplers: Sequence[Sampler | None],
         wanted: Wanted = NOBODY,
+        steps: int = 1,
     ) -> Launched:
         """Launch a decode step as `decode` runs one, and the draws of the next tokens.
 
         A token may be LATEST: the one that the slot's last step draws, which need not have been collected. Steps are collected
         in the order of their launches. A request without a sampler gets the token with the largest logit, NO_TOKEN if that
-        logit is not finite. `wanted`: whose selected rows are reported; `reports_rows` says whether any can be.
+        logit is not finite.
+
+        Parameters
+        ----------
+        wanted : mapping
+            Whose selected rows are reported; `reports_rows` says whether any can be.
+        steps : int
+            Launch so many steps, of which each takes in what the one before has drawn: more than one only where `runs_ahead`,
+            for slots whose steps are alike (Cache.alike_steps), samplers that do not vary, and nobody who wants rows.
         """
 
     @abstractmethod

@@ -132,20 +132,24 @@ class Pacing:
         """Seconds of a unit of short prompts without any token, at least those of reading its weights."""
         return max(self._decode_seconds / self._layers, self._intercept)
 
-    def record(self, seconds: float, works: Sequence[Work] = ()) -> None:
-        """Learn from a step with decoding requests.
+    def steps_in(self, seconds: float) -> float:
+        """Return how many undisturbed steps take so long; 1 where none has been measured."""
+        return seconds / self._decode_seconds if self._decode_seconds else 1.0
+
+    def record(self, seconds: float, works: Sequence[Work] = (), steps: int = 1) -> None:
+        """Learn from a step with decoding requests, or from several that were launched at once.
 
         Parameters
         ----------
         seconds : float
-            Duration of the whole step. The step has waited for its tokens, so device time is included.
+            Duration of all of it. The step has waited for its tokens, so device time is included.
         works : sequence of Work
             What was read in this time; none, or without units, if nothing was.
         """
         works = [work for work in works if work.units]
         if works and self._undisturbed:
             self._since_rest += 1
-            longer = max(0.0, seconds - self._decode_seconds)
+            longer = max(0.0, seconds - steps * self._decode_seconds)
             costs = [self._cost(work.short, work.units, work.token_layers) for work in works]
             for work, cost in zip(works, costs, strict=True):
                 own = longer * cost / sum(costs) if len(works) > 1 else longer
@@ -153,7 +157,7 @@ class Pacing:
                 if not work.free:
                     self._account(work.short).credit -= min(own, LARGEST_CHARGE * self._decode_seconds)
         elif not works:
-            self._undisturbed.append(seconds)
+            self._undisturbed.append(seconds / steps)
             self._since_rest = 0
         self._earn()
 

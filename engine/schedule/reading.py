@@ -122,8 +122,8 @@ class PromptReader:
             done += [Reading(sequence, job.prefill.progress) for sequence in job.sequences]
         return done
 
-    def note_step(self, work: Work, begun: float) -> None:
-        """Tell pacing of a decode step that has been collected now.
+    def note_step(self, work: Work, begun: float, steps: int = 1) -> None:
+        """Tell pacing of a decode step, or of several that were launched at once, collected now.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class PromptReader:
         done = [one for one in done if not one.charged]
         for one in done:
             one.charged = True
-        self.pacing.record(time.perf_counter() - begun, done)
+        self.pacing.record(time.perf_counter() - begun, done, steps)
 
     def drop(self, sequence: RequestSequence) -> None:
         """Leave a request, whose slot is about to be closed, out of all further reading."""

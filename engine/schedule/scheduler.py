@@ -273,6 +273,14 @@ class Scheduler:
         self._steps_with_room = least
         return sorted(found, key=order)
 
+    def most_steps(self) -> int:
+        """Return how many steps, the next one included, need no call of `short`; at least 1."""
+        return max(1, self._steps_with_room)
+
+    def note_steps(self, steps: int) -> None:
+        """Take note that so many steps have been launched behind one call of `short`."""
+        self._steps_with_room -= steps - 1
+
     def has_room(self, sequence: RequestSequence) -> bool:
         """Whether a decoding sequence can grow without others' making room."""
         return self._prefixes.has_room(sequence.slot, self._tokens_soon(sequence))
@@ -372,6 +380,9 @@ class Scheduler:
         self._prefixes.close(sequence.slot, tokens, request.cache_salt, request.session)
         if sequence.ends_session and request.session is not None:
             self._prefixes.end_session(request.cache_salt, request.session.id)
+        sequence.sampler.prepared = (
+            None  # whoever keeps the sequence, or lets it wait, must not keep the device's memory
+        )
         self._free_slots.append(sequence.slot)
         self._head_waits = False  # the next `admit` finds out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -87,6 +88,20 @@ class SimulatedPrefill:
         return torch.zeros(len(self.slots), 1)
 
 
+class SimulatedLaunches:
+    """BoundedLaunches of a machine's device."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._ends = server, deque[float]()
+
+    def wait(self) -> None:
+        while len(self._ends) >= reading.UNITS_AHEAD:
+            self._server.wait(self._ends.popleft())
+
+    def add(self) -> None:
+        self._ends.append(self._server.busy_until)
+
+
 class Server:
     """Streams on a machine, beside which PromptReader reads; prompts of up to `window` tokens stay in the window.
 
@@ -114,6 +129,8 @@ class Server:
         )
         self.machine, self.now, self.busy_until = machine, 0.0, 0.0
         self._reader, self._ahead = PromptReader(decoder, prefixes, 8192), ahead
+        launches: Any = SimulatedLaunches(self)
+        self._reader._launches = launches
         self.unread = list[RequestSequence]()
         self._flight: tuple[float, Work, float] | None = None
         self.tokens = [0.0]  # when each step's tokens came
@@ -286,10 +303,11 @@ def test_steps_take_the_slowdown_on_average(machine: Machine, chunk: int) -> Non
     )
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("longer", [False, True])
-def test_prompts_do_not_wait_for_requests_that_nobody_watches(longer: bool) -> None:
+def test_prompts_do_not_wait_for_requests_that_nobody_watches(longer: bool, ahead: bool) -> None:
     """But for a long one, which they would have to wait for; a stream that comes later pays for none of them."""
-    server = Server(H200, 2048)
+    server = Server(H200, 2048, ahead=ahead)
     for _ in range(5):
         server.step()
     numbers = [server.arrive(tokens) for tokens in [300] * 40 + [LONG] * longer]
@@ -297,6 +315,9 @@ def test_prompts_do_not_wait_for_requests_that_nobody_watches(longer: bool) -> N
         server.step(watched=False)
     assert (set(numbers) <= set(server.ttft)) != longer
     if not longer:
+        for _ in range(4):
+            server.step(watched=False)
+        assert server._reader.pacing.steps_in(1.0) == pytest.approx(1 / H200.decode), "nothing counts as a step's time"
         last = server.arrive(300)
         for _ in range(4):
             server.step()

@@ -21,6 +21,7 @@ from kvseek.core.errors import QueueFullError
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.core.session import EndedSession, Session
+from kvseek.engine import engine as engine_module
 from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.scheduler import MOST_PREEMPTIONS
 from kvseek.engine.schedule.sequence import RequestSequence
@@ -127,6 +128,29 @@ def test_answers_do_not_tell_of_preemptions(name: str, make: Make) -> None:
         assert found == expected
         if share and reuse and method_traits(engine.config).prefix_reuse == "entries":
             assert resumed, "nothing is computed again where all rows are kept"
+
+
+@pytest.mark.parametrize("name", ["full", "nested", "prkv"])
+def test_answers_that_come_whole_do_not_tell_of_preemptions(
+    name: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their requests take several steps at once, which are settled before one of them makes room."""
+    monkeypatch.setattr(engine_module, "LAUNCH_SECONDS", 60.0)
+    sampled = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=11)
+    requests = [Request(prompt(one), 64 - one, sampled if one % 2 else SamplingConfig()) for one in range(5)]
+    expected, engine = make(name, 30).generate(requests), make(name, 6)
+    decoder, outputs = run_ahead(engine), list[StepOutput]()
+    sequences = [engine.prepare(request) for request in requests]
+    for sequence in sequences:
+        engine.enqueue(sequence, whole=True)
+    while engine.has_work:
+        outputs += engine.step()
+    assert engine.preemptions > 0
+    assert decoder.at_once > 1
+    found = {one.request_id: [*one.earlier, one.token_id] for one in outputs}
+    assert len(outputs) == len(requests), "each has one output"
+    assert [found[sequence.request_id] for sequence in sequences] == expected
+    assert all(sequence.sampler.prepared is None for sequence in sequences), "nothing stays on the device"
 
 
 @pytest.mark.parametrize("name", NAMES)

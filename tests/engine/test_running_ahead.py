@@ -23,6 +23,7 @@ from tests.support.waiting import SECONDS
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.core.session import Session
+from kvseek.engine import engine as engine_module
 from kvseek.engine.draws.sampling import NO_TOKEN, Launched
 from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.pacing import Work
@@ -68,6 +69,19 @@ class Run:
         ]
 
 
+def ends_told(run: Run) -> list[Any]:
+    """What requests have got when they end, whether it came at once or not."""
+    found = []
+    for outputs in run.outputs.values():
+        end = outputs[-1]
+        tokens = [token for one in outputs for token in (*one.earlier, one.token_id) if token is not None]
+        assert end.statistics is not None
+        counts = end.statistics.generated_tokens, end.statistics.cached_token_steps
+        read = pytest.approx(end.statistics.attended_token_steps)
+        found.append((tokens, end.end_id, end.finish_reason, end.error, end.cached_tokens, counts, read))
+    return found
+
+
 def of_output(output: StepOutput) -> Any:
     counts: Any = None
     if output.statistics is not None:
@@ -99,9 +113,20 @@ def pair_of(random_model: RandomModel, build_engine: BuildEngine) -> Callable[[s
     return find
 
 
-def run(engine: Engine, requests: list[Request], cancels: dict[int, int]) -> Run:
+def submit_whole(engine: Engine, request: Request) -> int:
+    """As LLM.generate does, whose caller waits for the end."""
+    sequence = engine.prepare(request)
+    engine.enqueue(sequence, whole=True)
+    assert engine.compile_guide(sequence) is None
+    return sequence.request_id
+
+
+def run(engine: Engine, requests: list[Request], cancels: dict[int, int], whole: bool = False) -> Run:
     """All requests to their ends; `cancels` says after how many tokens a request is cancelled, by its number."""
-    ids = {engine.submit(request): number for number, request in enumerate(requests)}
+    ids = {
+        submit_whole(engine, request) if whole else engine.submit(request): number
+        for number, request in enumerate(requests)
+    }
     found = Run({number: [] for number in ids.values()})
     seen = dict.fromkeys(ids, 0)
     while engine.has_work:
@@ -191,6 +216,55 @@ def test_requests_get_the_same(method: str, pair_of: Callable[[str], Pair]) -> N
     assert pair.decoder.launches > 0
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_unwatched_requests_get_the_same_from_several_steps_at_once(
+    method: str, pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of(method)
+    monkeypatch.setattr(engine_module, "LAUNCH_SECONDS", 60.0)
+
+    @settings(max_examples=12 if method == "full" else 5)
+    @given(requests_drawn)
+    def check(drawn: list[tuple[int, int, int, int, int]]) -> None:
+        requests, _ = make_requests(drawn, pair.usual.config.model.vocab_size)
+        for engine in (pair.usual, pair.ahead):
+            engine._prefixes._evict(engine._cache.extents.capacity)
+        usual, ahead = run(pair.usual, requests, {}), run(pair.ahead, requests, {}, whole=True)
+        assert ends_told(ahead) == ends_told(usual)
+        check_empty(pair.ahead)
+        if len(requests) <= SLOTS:
+            assert kept(pair.ahead) == kept(pair.usual)
+
+    check()
+    assert pair.decoder.at_once > 1
+
+
+@pytest.mark.parametrize("how", ["cancel", "fail"])
+def test_unwatched_requests_end_between_steps_that_were_launched_at_once(
+    how: str, ahead: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what they have got by then; who comes next is served."""
+    monkeypatch.setattr(engine_module, "LAUNCH_SECONDS", 60.0)
+    request = Request(tuple(PROMPT[:30]), 60, SamplingConfig(temperature=0.8, seed=4))
+    (tokens,) = ahead.generate([request])
+    number = submit_whole(ahead, request)
+    while ahead._in_flight is None or ahead._in_flight.steps < 4:
+        assert ahead.step() == []
+    if how == "cancel":
+        end = ahead.cancel(number)
+        assert end is not None
+        assert ahead.settle() == []
+    else:
+        lost = replace(ahead._in_flight.launched, collect=lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        ahead._in_flight = replace(ahead._in_flight, launched=lost)
+        (end,) = ahead.settle()
+    assert end.finish_reason is (FinishReason.CANCELLED if how == "cancel" else FinishReason.ERROR)
+    assert list(end.earlier) == tokens[: len(end.earlier)]
+    assert len(end.earlier) > 0
+    check_empty(ahead)
+    assert ahead.generate([request]) == [tokens]
+
+
 @pytest.fixture
 def ahead(pair_of: Callable[[str], Pair]) -> Engine:
     engine = pair_of("nested").ahead
@@ -221,7 +295,10 @@ def test_logits_of_a_row_in_vain_fail_nobody(ahead: Engine, monkeypatch: pytest.
         def collect() -> list[Any]:
             running = {sequence.slot for sequence in ahead._scheduler.running}
             vain.extend(slot for slot in slots if slot not in running)
-            return [one if slot in running else NO_TOKEN for one, slot in zip(launched.collect(), slots, strict=True)]
+            return [
+                [one if slot in running else NO_TOKEN for one, slot in zip(step, slots, strict=True)]
+                for step in launched.collect()
+            ]
 
         return Launched(launched.attended, collect)
 
@@ -315,7 +392,7 @@ def test_who_asks_the_engine_finds_no_step_under_way(
 def test_reading_is_charged_to_the_step_that_waited_for_it(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units behind a step count for the next one, unless the host had to wait for them first."""
     reader, told = ahead._reader, list[list[Work]]()
-    monkeypatch.setattr(reader.pacing, "record", lambda seconds, works: told.append(works))
+    monkeypatch.setattr(reader.pacing, "record", lambda seconds, works, steps: told.append(works))
     first, second, third = Work(2, 20), Work(3, 30, waited=True), Work(4, 40)
     for now, of_step in ((second, first), (third, second), (third, third)):
         reader.work = now

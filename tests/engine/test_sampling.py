@@ -484,7 +484,9 @@ def test_tokens_go_where_the_next_step_finds_them(kind):
     params = [SamplingConfig(temperature=0.9, seed=n) for n in range(4)]
     samplers = [OneRequest(draws, one, VOCABULARY).sampler for one in params]
     places = [latest.data_ptr() + 4 * slot for slot in (3, 0, 1)]
-    drawn = draws.begin(logits, range(4), samplers, [*places, 0])()
+    drawing = draws.begin(range(4), samplers, [*places, 0])
+    drawing.draw(logits)
+    (drawn,) = drawing.results()
     assert latest.tolist() == [drawn[1], -5, -5, drawn[0]]
     assert all(isinstance(drawn[number], int) for number in (0, 1, 3))
     assert isinstance(drawn[2].error, LogitsError)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.request import Request, SamplingConfig
+from kvseek.engine.draws import sampling
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import Drawn, Draws, Sampler
@@ -51,7 +52,7 @@ class OneRequest:
 
 def draw_once(draws: Draws, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> list[Drawn]:
     """Draw for requests of one step."""
-    return [Drawn(one) if isinstance(one, int) else one for one in draws.begin(logits, rows, samplers)()]
+    return [Drawn(one) if isinstance(one, int) else one for one in sampling.draw_once(draws, logits, rows, samplers)]
 
 
 def draw_together(draws: Draws, logits: Tensor, params: list[SamplingConfig], **options: Any) -> list[list[Drawn]]:

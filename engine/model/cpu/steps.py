@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.batch import LATEST, Batch
 from kvseek.core.rope import RotaryEmbedding, Rotation
-from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, greedy_token, sampled
+from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, draw_once, greedy_token, sampled
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.layer import WeightsModel
 from kvseek.engine.model.reference.attention import CausalAttention
@@ -144,16 +144,18 @@ class HostDecoder(Decoder):
         slots: Sequence[int],
         samplers: Sequence[Sampler | None],
         wanted: Wanted = NOBODY,
+        steps: int = 1,
     ) -> Launched:
         """See Decoder. The step has ended when this returns."""
+        assert steps == 1, "it does not run ahead"
         known = [self._latest[slot] if token == LATEST else token for token, slot in zip(tokens, slots, strict=True)]
         logits, attended, selected = self._step(known, slots, wanted)
         rows, drawing = sampled(samplers)
-        others = iter(self._draws.begin(logits, rows, drawing)() if rows else ())
+        others = iter(draw_once(self._draws, logits, rows, drawing) if rows else ())
         drawn = [greedy_token(row) if s is None else next(others) for row, s in zip(logits, samplers, strict=True)]
         tokens_drawn = (one if isinstance(one, int) else one.token for one in drawn)
         self._latest.update(zip(slots, (max(0, token) for token in tokens_drawn), strict=True))
-        return Launched(attended, lambda: drawn, selected)
+        return Launched(attended, lambda: [drawn], selected)
 
     def _step(
         self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted
@@ -169,7 +171,7 @@ class HostDecoder(Decoder):
         return logits, attended, dict if recorder is None else recorder.begin()
 
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
-        return self._draws.begin(logits, range(len(samplers)), samplers)()
+        return draw_once(self._draws, logits, range(len(samplers)), samplers)
 
     def prepare(self) -> None:
         """See Decoder."""

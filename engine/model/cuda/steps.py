@@ -17,11 +17,11 @@ from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
-from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Draws, Launched, Sampler, sampled
+from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, draw_once, sampled
 from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.model.layer import WeightsModel
 from kvseek.engine.retrieval import Retrieval
-from kvseek.engine.row_recorder import NOBODY, RowRecorder, RowsBySlot, Wanted
+from kvseek.engine.row_recorder import NOBODY, RowsBySlot, Wanted
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
 from .attention import PromptAttention
@@ -96,14 +96,20 @@ class DecodeStep:
         current.wait_stream(stream)
         self._graph = graph
 
+    def pack(self, states: Tensor) -> Tensor:
+        """Fill up the requests of a step, int32 [at most `size`, 16], or of some [steps, ...], to `size` for `upload`."""
+        *steps, given, _ = states.shape
+        if given < self.size:
+            states = torch.cat((states, self._padding.expand(*steps, self.size - given, -1)), dim=-2)
+        return states.pin_memory() if self.batch.requests.is_cuda else states  # kept until the copies have been made
+
+    def upload(self, packed: Tensor) -> None:
+        """Upload the requests of the next launch, as `pack` returns them, on the current stream; the host does not wait."""
+        self.batch.requests.copy_(packed, non_blocking=True)
+
     def load(self, states: Tensor) -> None:
-        """Upload the requests of the next launch, int32 [at most `size`, 16], on the current stream; the host does not wait."""
-        packed, requests = states, self.batch.requests
-        if len(states) < self.size:
-            packed = torch.cat((states, self._padding.expand(self.size - len(states), -1)))
-        if requests.is_cuda:
-            packed = packed.pin_memory()  # PyTorch keeps the block until the copy has been made
-        requests.copy_(packed, non_blocking=True)
+        """Upload the requests of the next launch, int32 [at most `size`, 16], as `upload`."""
+        self.upload(self.pack(states))
 
     def launch(self, replays: bool = True) -> StepResult:
         """Run the step on the current stream; its results stay valid until the next launch.
@@ -168,7 +174,7 @@ class GraphDecoder(Decoder):
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         with wait_on_error(self._device):
-            result, attended, _ = self._launch(tokens, slots)
+            result, attended = self._launch(tokens, slots)
             self.retrieval.end_step(slots)
             wait_for_stream(self._device)
             logits = result.logits[: len(slots)].float().cpu()
@@ -185,32 +191,48 @@ class GraphDecoder(Decoder):
         slots: Sequence[int],
         samplers: Sequence[Sampler | None],
         wanted: Wanted = NOBODY,
+        steps: int = 1,
     ) -> Launched:
-        """See Decoder. Draws are launched behind the step's graph: the host prepares them while the step runs.
+        """See Decoder. Draws are launched behind a step's graph: the host prepares them while the step runs.
 
         A step whose selected rows somebody wants is launched kernel by kernel.
         """
-        rows, drawing = sampled(samplers)
-        latest = self.retrieval.cache.latest
+        rows, drawn_for = sampled(samplers)
+        latest, batch, drawing, greedy = self.retrieval.cache.latest, len(slots), None, list[Tensor]()
+        if rows:
+            first, size = latest.data_ptr(), latest.element_size()
+            places = [first + size * slots[row] for row in rows]
+            drawing = self._sampling.begin(rows, drawn_for, places, steps)
         with wait_on_error(self._device):
-            result, attended, recorder = self._launch(tokens, slots, wanted)
+            step = self.step(bucket_of(batch))
+            states, attended = self.retrieval.begin_steps(tokens, slots, steps)
+            packed = step.pack(states)
+            recorder = self.retrieval.recorder_of(states, attended, wanted, together=True)
+            for number in range(steps):
+                if number:
+                    self.retrieval.refresh(slots)
+                step.upload(packed if steps == 1 else packed[number])
+                with self.retrieval.recording(recorder):
+                    result = step.launch(replays=recorder is None)
+                if drawing is not None:
+                    drawing.draw(result.logits)
+                if len(rows) < batch:  # else something is drawn for every request
+                    greedy.append(result.tokens if steps == 1 else result.tokens.clone())
             selected: RowsBySlot = dict if recorder is None else recorder.begin()
-            finish: Callable[[], list[Drawn | int]] = list
-            if rows:
-                first, size = latest.data_ptr(), latest.element_size()
-                places = [first + size * slots[row] for row in rows]
-                finish = self._sampling.begin(result.logits, rows, drawing, places)
-            # Where something is drawn for every request, the draws come behind the step's end.
-            copies = HostCopy([result.tokens] if len(rows) < len(slots) else [])
+            copies = HostCopy([torch.cat(greedy)] if steps > 1 and greedy else greedy)
             self.retrieval.end_step(slots)  # evictions and upkeep, whose launches the host makes beside the step
 
-        def collect() -> list[Drawn | int]:
+        def collect() -> list[list[Drawn | int]]:
             with wait_on_error(self._device):
-                drawn: list[Drawn | int] = [NO_TOKEN] * len(slots)
-                for greedy in copies.wait():
-                    drawn[:] = greedy.tolist()[: len(slots)]
-                for row, one in zip(rows, finish(), strict=True):
-                    drawn[row] = one
+                found = [] if drawing is None else drawing.results()
+                if len(rows) == batch:
+                    return found
+                (made,) = copies.wait()
+                tokens_made: list[Drawn | int] = made.tolist()
+                drawn = [tokens_made[first : first + batch] for first in range(0, len(tokens_made), step.size)]
+                for own, others in zip(drawn, found, strict=False):
+                    for row, one in zip(rows, others, strict=True):
+                        own[row] = one
                 return drawn
 
         return Launched(attended, collect, selected)
@@ -220,7 +242,7 @@ class GraphDecoder(Decoder):
         """See Decoder. The logits are numbers of the engine's dtype, as all that its head computes."""
         with wait_on_error(self._device):
             own = to_device(logits, self.retrieval.cache.window.dtype, self._device)
-            return self._sampling.begin(own, range(len(samplers)), samplers)()
+            return draw_once(self._sampling, own, range(len(samplers)), samplers)
 
     @property
     def _sampling(self) -> Draws:
@@ -234,7 +256,7 @@ class GraphDecoder(Decoder):
     @torch.inference_mode()
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
         with wait_on_error(self._device):
-            result, _, _ = self._launch(tokens, [slot] * len(tokens))
+            result, _ = self._launch(tokens, [slot] * len(tokens))
             return result.logits[len(tokens) - 1 : len(tokens)].to(torch.float32, copy=True)
 
     def step(self, size: int) -> DecodeStep:
@@ -260,15 +282,11 @@ class GraphDecoder(Decoder):
         if self._reader is not None:
             self._reader.close()
 
-    def _launch(
-        self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY
-    ) -> tuple[StepResult, list[float], RowRecorder | None]:
+    def _launch(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[StepResult, list[float]]:
         step = self.step(bucket_of(len(slots)))
         states, attended = self.retrieval.begin_step(tokens, slots)
         step.load(states)
-        recorder = self.retrieval.recorder_of(states, attended, wanted, together=True)
-        with self.retrieval.recording(recorder):
-            return step.launch(replays=recorder is None), attended, recorder
+        return step.launch(), attended
 
     def _capture(self, step: DecodeStep) -> None:
         if self._capture_stream is None:

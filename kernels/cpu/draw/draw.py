@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary, pointer
-from kvseek.kernels.draw_rows import DRAWN_WORDS
 from kvseek.kernels.structs import c_struct
 
 DrawArguments = c_struct("kernels/cpu/draw/draw.cpp", "DrawArguments")
@@ -22,16 +21,14 @@ class NativeDraw:
     def __init__(self, library: CpuLibrary) -> None:
         self._draw = library.function("kvseek_draw", DrawArguments)
 
-    def __call__(self, logits: Tensor, rows: Tensor, count: int) -> Tensor:
+    def __call__(self, logits: Tensor, rows: int, work: int, drawn: int, count: int) -> None:
         """See DrawKernel; logits float32."""
-        drawn = torch.empty((count, DRAWN_WORDS), dtype=torch.int32)
         arguments = DrawArguments(
             logits=pointer(logits),
-            rows=pointer(rows),
-            drawn=drawn.data_ptr(),
+            rows=rows,
+            drawn=drawn,
             count=count,
             vocabulary=logits.shape[1],
             threads=torch.get_num_threads(),
         )
         self._draw(arguments)
-        return drawn

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvseek.core.request import MAX_LOGPROBS
-from kvseek.kernels.draw_rows import DRAWN_WORDS, ROW_BYTES
 from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
@@ -19,7 +18,9 @@ THREADS = 256
 MOST_BLOCKS = 64
 DIGITS = 16
 
-LEAST_TOKENS = 2048  # of a block's part of the vocabulary
+PART_TOKENS = (
+    2048  # of the vocabulary for a block, about: blocks that wait for each other cost more than some tokens more
+)
 BLOCKS_OF_MULTIPROCESSOR = 2  # that run at once on every GPU: they take a third of its shared memory or less
 
 DrawArguments = c_struct("kernels/cuda/draw/draw.cu", "DrawArguments")
@@ -33,23 +34,19 @@ class DeviceDraw:
     def __init__(self, kernels: CudaKernels) -> None:
         self._kernels = kernels
 
-    def __call__(self, logits: Tensor, rows: Tensor, count: int) -> Tensor:
+    def __call__(self, logits: Tensor, rows: int, work: int, drawn: int, count: int) -> None:
         """See DrawKernel; logits of the engine's dtype."""
-        vocabulary, device = logits.shape[1], logits.device
-        drawn = torch.empty((count, DRAWN_WORDS), dtype=torch.int32, device=device)
-        if count == 0:
-            return drawn
-        scores = torch.empty((count, vocabulary), device=device)
+        vocabulary = logits.shape[1]
+        scores = torch.empty((count, vocabulary), device=logits.device)
         arguments = DrawArguments(
             logits=logits.data_ptr(),
-            rows=rows.data_ptr(),
-            meetings=rows.data_ptr() + count * ROW_BYTES,
+            rows=rows,
+            meetings=work,
             scores=scores.data_ptr(),
-            drawn=drawn.data_ptr(),
+            drawn=drawn,
             vocabulary=vocabulary,
         )
         # All teams have to run at once, if their blocks wait for each other.
         room = BLOCKS_OF_MULTIPROCESSOR * self._kernels.multiprocessors // count
-        blocks = max(1, min(MOST_BLOCKS, room, -(-vocabulary // LEAST_TOKENS)))
+        blocks = max(1, min(MOST_BLOCKS, room, round(vocabulary / PART_TOKENS)))
         self._kernels.launch("kvseek_draw", (blocks, count, 1), THREADS, arguments, together=blocks > 1)
-        return drawn

@@ -19,6 +19,7 @@ from kvseek.core.batch import LATEST, Batch, Selection
 from kvseek.core.errors import CapacityError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.core.selected_rows import RowReport
+from kvseek.engine import engine as engine_module
 from kvseek.engine.draws.sampling import Drawn, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.indexes import device_retrieval
@@ -140,7 +141,7 @@ def test_greedy_tokens_are_those_of_the_logits(engine: Engine) -> None:
         run_prefill(decoder, slot, prompt, 10)
     params = SamplingConfig(return_generation_logits=True)
     sampler = Sampler(Request((1,), 5, params), engine.config.model.vocab_size)
-    tokens = decoder.launch([1, 2, 3], [0, 1, 2], [None, sampler, None]).collect()
+    (tokens,) = decoder.launch([1, 2, 3], [0, 1, 2], [None, sampler, None]).collect()
     for slot, prompt in SLOTS.items():
         decoder.cache.close(slot)
         run_prefill(decoder, slot, prompt, 10)
@@ -235,20 +236,58 @@ def test_requests_get_the_same_from_steps_that_run_ahead(
         assert ahead_of_host == usual, f"request {number}"
 
 
-def test_nothing_waits_for_the_device_but_tokens(engine: Engine) -> None:
+def test_requests_get_the_same_from_several_steps_at_once(
+    models: dict[str, Path], on_gpu: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, sampled and with penalties, ending by their lengths and end tokens."""
+    flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--cache.offload", "always", "--cache.reuse", "false")
+    engine = Engine.load(on_gpu(models["llama"], "pariskv", *flags, "--dtype", "bfloat16"))
+    monkeypatch.setattr(engine_module, "LAUNCH_SECONDS", 60.0)
+    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+    values: list[dict[str, Any]] = [{}, sampled, sampled | {"repetition_penalty": 1.3, "frequency_penalty": 0.2}]
+    ends = tuple(range(3, 100, 9))
+    requests = [
+        Request(tuple(PROMPT[number:]), 40, SamplingConfig(**params), ends * (number % 2))
+        for number, params in enumerate(values * 3)
+    ]
+    found, at_once, launch = list[list[Any]](), list[int](), engine.decoder.launch
+
+    def note(tokens: Any, slots: Any, samplers: Any, wanted: Any, steps: int) -> Any:
+        at_once.append(steps)
+        return launch(tokens, slots, samplers, wanted, steps)
+
+    monkeypatch.setattr(engine.decoder, "launch", note)
+    for whole in (False, True):
+        sequences = [engine.prepare(request) for request in requests]
+        for sequence in sequences:
+            engine.enqueue(sequence, whole=whole)
+        outputs = run_to_end(engine)
+        reasons = {one.request_id: one.finish_reason for one in outputs}
+        found.append([(sequence.generated, reasons[sequence.request_id]) for sequence in sequences])
+        assert engine._cache.extents.used == engine.preemptions == 0
+        assert (max(at_once) > 1) == whole
+    for number, (one_by_one, together) in enumerate(zip(*found, strict=True)):
+        assert together == one_by_one, f"request {number}"
+
+
+@pytest.mark.parametrize("most", [1, 8])
+def test_nothing_waits_for_the_device_but_tokens(most: int, engine: Engine) -> None:
     decoder = engine.decoder
+    sampler = Sampler(Request((1,), 60, SamplingConfig(temperature=0.9, top_p=0.9)), engine.config.model.vocab_size)
     decoder.cache.open(0, len(PROMPT) + 60)
     prefill = decoder.prefill([(0, PROMPT)])
     with no_host_waits():
         while prefill.progress < 1:
             prefill.advance(50)
     prefill.finish()
-    before = decoder.launch([0], [0], [None])
+    decoder.draw(torch.zeros(1, engine.config.model.vocab_size), [sampler])  # what it keeps on the device
+    before, done = decoder.launch([0], [0], [None]), 1
     with no_host_waits():  # evictions of 16 tokens come and go
-        for _ in range(50):
-            launched = decoder.launch([LATEST], [0], [None])
+        while done < 50:
+            steps = min(most, 50 - done, decoder.cache.alike_steps(0))
+            launched = decoder.launch([LATEST], [0], [sampler if done > 25 else None], steps=steps)
             before.collect()
-            before = launched
+            before, done = launched, done + steps
     before.collect()
     decoder.cache.close(0)
 

@@ -54,10 +54,10 @@ def test_requests_get_tokens(directory: Path, monkeypatch: pytest.MonkeyPatch) -
     decoder, other = start(directory), start(directory)
     sampler = Sampler(Request((1,), 5, SamplingConfig(return_generation_logits=True)), decoder.config.model.vocab_size)
     launched = decoder.launch([5, 6, 7], [0, 3, 2], [None, sampler, None])
-    drawn = launched.collect()
+    (drawn,) = launched.collect()
     logits, expected = other.decode([5, 6, 7], [0, 3, 2])
     assert (drawn[0], drawn[2], launched.attended) == (int(logits[0].argmax()), int(logits[2].argmax()), expected)
     assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     spoiled = logits.index_fill(0, torch.tensor([1]), torch.nan)
     monkeypatch.setattr(decoder.model, "run_layers", lambda batch, attend: spoiled)
-    assert decoder.launch([5, 6, 7], [0, 3, 2], [None] * 3).collect()[1] == NO_TOKEN
+    assert decoder.launch([5, 6, 7], [0, 3, 2], [None] * 3).collect()[0][1] == NO_TOKEN

@@ -13,7 +13,7 @@ from tests.support.prefill import check_agreement, run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
+from kvseek.core.batch import LATEST, Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.config import ModelConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import ConfigError, KernelError
@@ -66,12 +66,39 @@ def test_requests_get_tokens_and_logits(directories: dict[tuple[str, str], Path]
             run_prefill(decoder, slot, PROMPT[slot:], 10)
     sampler = Sampler(Request((1,), 5, SamplingConfig(return_generation_logits=True)), 100)
     launched = ours.launch([5, 6, 7], [0, 1, 2], [None, sampler, None])
-    drawn = launched.collect()
+    (drawn,) = launched.collect()
     logits, expected_attended = twin.decode([5, 6, 7], [0, 1, 2])
     assert drawn[0] == int(logits[0].argmax())
     assert drawn[1] == Drawn(int(logits[1].argmax()), logits=logits[1].numpy().tobytes())
     assert drawn[2] == int(logits[2].argmax())
     assert launched.attended == expected_attended
+
+
+@pytest.mark.parametrize("method", ["full", "flat"])
+def test_steps_at_once_are_steps_one_by_one(method: str, directories: dict[tuple[str, str], Path]) -> None:
+    """Greedy and drawn tokens, with a penalty that counts those of the steps before; selected rows too."""
+    ours, twin = (make_decoder(directories["llama", method]) for _ in range(2))
+    found, read, at_once = [list[list[int]]() for _ in range(2)], [list[list[float]]() for _ in range(2)], set[int]()
+    for decoder, own, seen in zip((ours, twin), found, read, strict=True):
+        params = SamplingConfig(temperature=0.8, top_p=0.9, repetition_penalty=1.3, seed=5)
+        slots, size = [0, 2, 1], decoder.config.model.vocab_size
+        sampler = Sampler(Request((1,), 60, params), size)
+        for slot, length in ((0, 180), (1, 30), (2, 70)):
+            run_prefill(decoder, slot, PROMPT[:length], 60)
+        tokens = [5, 6, 7]
+        while len(own) < 40:
+            alike = min(decoder.cache.alike_steps(slot) for slot in slots)
+            steps = min(alike, 40 - len(own)) if decoder is ours else 1
+            at_once.add(steps)
+            launched = decoder.launch(tokens, slots, [None, sampler, None], steps=steps)
+            drawn = launched.collect()
+            sampler.generated += [step[1] for step in drawn]  # type: ignore[misc]
+            own += drawn  # type: ignore[arg-type]
+            seen += [[count - before for count in launched.attended] for before in reversed(range(steps))]
+            tokens = [LATEST] * 3
+    assert found[0] == found[1]
+    assert read[0] == read[1]
+    assert max(at_once) > 2
 
 
 def test_an_engine_draws_the_same_tokens_on_both(directories: dict[tuple[str, str], Path]) -> None:
@@ -220,11 +247,14 @@ def test_no_token_is_an_error_of_its_request_alone(
     engine = Engine.load(directories["llama", "full"])
     original = engine.decoder.launch
 
-    def spoil(tokens: list[int], slots: list[int], samplers: list[Sampler | None], wanted: Wanted) -> Launched:
-        launched = original(tokens, slots, samplers, wanted)
-        drawn = launched.collect()
+    def spoil(
+        tokens: list[int], slots: list[int], samplers: list[Sampler | None], wanted: Wanted, steps: int
+    ) -> Launched:
+        launched = original(tokens, slots, samplers, wanted, steps)
+        (drawn,) = launched.collect()
         return Launched(
-            launched.attended, lambda: [NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)]
+            launched.attended,
+            lambda: [[NO_TOKEN if slot == 0 else one for one, slot in zip(drawn, slots, strict=True)]],
         )
 
     monkeypatch.setattr(engine.decoder, "launch", spoil)
