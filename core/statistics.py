@@ -74,7 +74,7 @@ class StepReport:
 
     number: int = 0  # number of the step, from 1; 0: there was no step
     seconds: float = 0.0
-    decode_batch: int = 0  # requests that got a token by decoding
+    decode_batch: int = 0  # tokens that requests got by decoding
     prefill_tokens: int = 0
     waiting: int = 0
     running: int = 0

@@ -44,7 +44,9 @@ from kvseek.plugins.registry import method_traits
 MAX_NUM_TOKENS = 8192
 NO_DISK = DiskSettings()
 MOST_STEPS = 8  # that are launched at once
-LAUNCH_SECONDS = 0.004  # that they take together: whoever comes or ends meanwhile waits for one launch or two
+# That they take together: whoever comes or ends meanwhile waits for one launch or two. 0: one step a launch. 0.004 is meant,
+# once tests/gpu/engine has passed with it.
+LAUNCH_SECONDS = 0.0
 SOUND_ENDS = (FinishReason.END_ID, FinishReason.STOP_WORD, FinishReason.LENGTH)
 
 
@@ -189,7 +191,7 @@ class Engine:
         self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows, config.tp_size)
         self.unsound, self.unsound_in_a_row = 0, 0
         self._in_flight: InFlightStep | None = None  # the decode step that has been launched and not collected
-        self._decoded = 0  # requests of the decode steps that have been collected since the last report
+        self._decoded = 0  # tokens of the decode steps that have been collected since the last report
         self._collected_at = 0.0  # when a decode step was last collected
         self._refresh_seconds = 0.0  # upkeep in the last decode step that was collected; 0 if it failed
         self.on_step: Callable[[StepReport], None] | None = None
@@ -591,7 +593,7 @@ class Engine:
         for sampler in requests.drawn_for:
             sampler.pending -= step.steps
         live = [not sequence.finished for sequence in requests.sequences]
-        self._decoded += sum(live)
+        self._decoded += step.steps * sum(live)
         self._refresh_seconds = 0.0
         try:
             drawn = step.launched.collect()
@@ -610,7 +612,9 @@ class Engine:
             for number, tokens in enumerate(drawn if any(left) else (), 1 - step.steps):
                 of_each = zip(requests.sequences, tokens, step.cached, read, strict=True)
                 for sequence, token, cached, attended in compress(of_each, left):
-                    if not sequence.finished:  # by a step before
+                    if sequence.finished:  # by a step before
+                        self._decoded -= 1
+                    else:
                         rows = selected.get(sequence.slot) if selected else None
                         outputs += self._take_token(sequence, token, cached + number, attended + number, now, rows)
         for sequence, keep in step.leaving:

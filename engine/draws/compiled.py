@@ -87,6 +87,7 @@ class DrawLayout:
             As `refused`, with those whose guide failed before the draw.
         """
         refused, lists = dict(self.refused), list[tuple[int, int, Words]]()
+        assert steps == 1 or not self.logit_rows, "logits are copied for one step"
         for number, sampler in enumerate(self.samplers):
             if sampler.varies:
                 assert steps == 1, "what may be drawn next is only known for one step"
@@ -254,33 +255,50 @@ class CompiledDrawing:
         self, kernel: DrawKernel, layout_on: Callable[[torch.device], DrawLayout], requests: int, steps: int
     ) -> None:
         self._kernel, self._layout_on, self._requests, self._steps = kernel, layout_on, requests, steps
-        self._done = 0  # draws that have begun
-        self._error: Exception | None = None  # for which nothing was drawn, such as too little memory
+        self._begun = self._launched = 0  # draws
+        self._error: Exception | None = None  # for which none was launched after them, such as too little memory
         self._wait: Callable[[], list[Tensor]] = list  # for the results
 
     def draw(self, logits: Tensor) -> None:
-        number, self._done = self._done, self._done + 1
+        self._begun += 1
         try:
-            if number == 0:
+            if self._begun == 1:
                 self._prepare(logits.device)
             if self._error is None:
-                before, requests, kernel = number * self._requests, self._requests, self._kernel
+                before, requests, kernel = self._launched * self._requests, self._requests, self._kernel
                 rows = self._rows.data_ptr() + before * ROW_BYTES
                 work = self._work.data_ptr() + before * kernel.work_bytes
                 kernel(logits, rows, work, self._drawn.data_ptr() + before * DRAWN_BYTES, requests)
-                if self._done == self._steps:
-                    self._wait = HostCopy([self._drawn, *(logits[row] for row in self._layout.logit_rows)]).wait
+                self._launched += 1
         except Exception as error:  # requests that draw nothing go on
             self._error = error
-        if self._error is not None:
-            self._wait = _after(everything_launched(logits.device))
+        if self._begun == self._steps:
+            self._wait = self._copy(logits)
 
     def results(self) -> list[list[Drawn | int]]:
         found = self._wait()
-        if self._error is not None:
-            return [[Drawn(error=self._error)] * self._requests for _ in range(self._steps)]
+        missing: list[list[Drawn | int]] = [
+            [Drawn(error=self._error)] * self._requests for _ in range(self._steps - self._launched)
+        ]
+        if not self._launched:
+            return missing
         drawn, *logits = found
-        return self._layout.results(drawn, logits, self._refused)
+        return self._layout.results(drawn, logits, self._refused) + missing
+
+    def _copy(self, logits: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to copy the results of the draws that were launched, the last step's logits with them."""
+        if self._launched:
+            try:
+                return HostCopy([self._drawn[: self._launched], *(logits[row] for row in self._layout.logit_rows)]).wait
+            except Exception as error:
+                self._error, self._launched = error, 0
+        wait = everything_launched(logits.device)
+
+        def nothing() -> list[Tensor]:
+            wait()
+            return []
+
+        return nothing
 
     def _prepare(self, device: torch.device) -> None:
         self._layout = self._layout_on(device)
@@ -288,11 +306,3 @@ class CompiledDrawing:
         draws = self._steps * self._requests
         self._work = torch.zeros(draws * self._kernel.work_bytes, dtype=torch.uint8, device=device)
         self._drawn = torch.empty((self._steps, self._requests, DRAWN_WORDS), dtype=torch.int32, device=device)
-
-
-def _after(wait: Callable[[], None]) -> Callable[[], list[Tensor]]:
-    def nothing() -> list[Tensor]:
-        wait()
-        return []
-
-    return nothing

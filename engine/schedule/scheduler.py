@@ -380,9 +380,8 @@ class Scheduler:
         self._prefixes.close(sequence.slot, tokens, request.cache_salt, request.session)
         if sequence.ends_session and request.session is not None:
             self._prefixes.end_session(request.cache_salt, request.session.id)
-        sequence.sampler.prepared = (
-            None  # whoever keeps the sequence, or lets it wait, must not keep the device's memory
-        )
+        if sequence.finished:  # whoever keeps the sequence must not keep the device's memory
+            sequence.sampler.prepared = None
         self._free_slots.append(sequence.slot)
         self._head_waits = False  # the next `admit` finds out
 

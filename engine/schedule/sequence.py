@@ -187,7 +187,7 @@ class RequestSequence:
     def cached_tokens(self) -> bytes:
         """Return the tokens of which the slot of a request whose prompt has been read has rows, packed as `packed_prompt`.
 
-        The row of the token drawn last is not among them, although a step that is launched ahead computes it.
+        The row of the token drawn last is not among them, although steps that are launched ahead compute it and more.
         """
         count = len(self.generated) - 1 - self.replay
         return self.packed_prompt + pack_tokens(self.generated[: max(0, count)])

@@ -153,6 +153,27 @@ def test_answers_that_come_whole_do_not_tell_of_preemptions(
     assert all(sequence.sampler.prepared is None for sequence in sequences), "nothing stays on the device"
 
 
+def test_what_a_draw_keeps_outlives_a_preemption(make: Make) -> None:
+    """The only request that draws comes back to its slot: its draws are as they were, and so are its tokens' counts."""
+    penalties = SamplingConfig(temperature=0.9, repetition_penalty=1.5, frequency_penalty=0.5, seed=11)
+    requests = [Request(prompt(0), 60), Request(prompt(1), 50, penalties)]
+    engine = make("full", 30)
+    expected = engine.generate(requests)
+    sequences = [engine.prepare(request) for request in requests]
+    for sequence in sequences:
+        engine.enqueue(sequence)
+    while len(sequences[1].generated) < 14:
+        engine.step()
+    engine.settle()
+    engine._scheduler.preempt(sequences[1])
+    others = [torch.full((sequences[1].sampler.vocab_size,), 7, dtype=torch.int32) for _ in range(20)]
+    while engine.has_work:
+        engine.step()
+    assert [sequence.generated for sequence in sequences] == expected
+    assert all(bool((other == 7).all()) for other in others)
+    assert all(sequence.sampler.prepared is None for sequence in sequences), "nothing stays on the device"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_request_grows_into_extents_that_hold_anything(name: str, make: Make) -> None:
     request = Request(prompt(1), 100, SamplingConfig(logprobs=0))

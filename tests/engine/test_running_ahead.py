@@ -265,6 +265,21 @@ def test_unwatched_requests_end_between_steps_that_were_launched_at_once(
     assert ahead.generate([request]) == [tokens]
 
 
+def test_reports_count_the_tokens_of_all_steps_of_a_launch(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request ends in the middle of a launch; first tokens come from prompts."""
+    monkeypatch.setattr(engine_module, "LAUNCH_SECONDS", 60.0)
+    (tokens,) = ahead.generate([Request(tuple(PROMPT[:30]), 40)])
+    end = next(token for token in tokens[5:] if token not in tokens[:5])
+    requests = [Request(tuple(PROMPT[:30]), 40, end_ids=(end,)), Request(tuple(PROMPT[:50]), 33)]
+    sequences, counts = [ahead.prepare(request) for request in requests], list[int]()
+    for sequence in sequences:
+        ahead.enqueue(sequence, whole=True)
+    monkeypatch.setattr(ahead, "on_step", lambda report: counts.append(report.decode_batch))
+    run_to_end(ahead)
+    assert max(counts) > len(requests)
+    assert sum(counts) == sum(len(sequence.generated) - 1 for sequence in sequences)
+
+
 @pytest.fixture
 def ahead(pair_of: Callable[[str], Pair]) -> Engine:
     engine = pair_of("nested").ahead

@@ -394,6 +394,28 @@ def test_logits_that_are_no_numbers_fail_the_request(draws, params, bad):
         OneRequest(draws, params, VOCABULARY).sample(torch.full((VOCABULARY,), float("-inf")))
 
 
+def test_draws_before_one_that_fails_are_kept():
+    """Of a launch of five steps, whose third draw finds no memory, on any device."""
+    draws, logits = make_draws("native"), random_logits(1)[None]
+    sampler = OneRequest(draws, SamplingConfig(temperature=1.0, seed=5), VOCABULARY).sampler
+    kernel, calls = draws._kernel, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        kernel(*arguments)
+
+    failing.work_bytes = kernel.work_bytes
+    expected = draws.begin([0], [sampler], steps=5)
+    for drawing in (expected, CompiledDraws(failing).begin([0], [sampler], steps=5)):
+        for _ in range(5):
+            drawing.draw(logits)
+    (*found, third, fourth, fifth), right = drawing.results(), expected.results()
+    assert (len(right), found, len(calls)) == (5, right[:2], 3)
+    assert [str(one.error) for (one,) in (third, fourth, fifth)] == ["no room"] * 3
+
+
 def test_an_error_of_one_request_harms_no_other(draws):
     logits = torch.stack([random_logits(n) for n in range(3)])[None].repeat(2, 1, 1)
     logits[0, 1, 77] = torch.nan

@@ -389,7 +389,7 @@ class PrefixCache:
         """Close a slot of the cache, and keep its rows for later requests.
 
         `tokens` are prompt and generated tokens that the slot has rows of; None: the request has failed, so that nothing more of
-        it is kept. The slot may have a row more, which is not kept.
+        it is kept. The slot may have more rows, of steps that were launched ahead; they are not kept.
         """
         if self.enabled and tokens is not None and slot in self._read - self._doubtful:
             count = len(tokens) // TOKEN_BYTES
