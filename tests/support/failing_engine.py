@@ -50,11 +50,11 @@ def main() -> int:
     def dead(self: Cache, slot: int) -> None:
         raise RuntimeError(DEAD_ERROR)
 
-    def failing_launch(self: HostDecoder, tokens: Any, slots: Any, samplers: Any, wanted: Any) -> Any:
+    def failing_launch(self: HostDecoder, tokens: Any, slots: Any, *others: Any) -> Any:
         if len(slots) == FAILING_SLOTS:
             raise RuntimeError(STEP_ERROR)
         time.sleep(STEP_SECONDS)
-        return launch(self, tokens, slots, samplers, wanted)
+        return launch(self, tokens, slots, *others)
 
     Retrieval.store_layer, Retrieval.store_pack = failing_store, failing_pack  # type: ignore[method-assign]
     HostDecoder.launch = failing_launch  # type: ignore[method-assign]

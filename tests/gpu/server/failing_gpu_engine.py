@@ -44,10 +44,10 @@ def install() -> None:
             fail(keys.shape[1])
         store_layer(self, layer, slot, keys, values, queries)
 
-    def failing_launch(self: GraphDecoder, tokens: Any, slots: Any, samplers: Any, wanted: Any) -> Any:
+    def failing_launch(self: GraphDecoder, tokens: Any, slots: Any, *others: Any) -> Any:
         for slot in slots:
             fail(faults.get(slot, 0))
-        return launch(self, tokens, slots, samplers, wanted)
+        return launch(self, tokens, slots, *others)
 
     prefill = GraphDecoder.prefill
 
