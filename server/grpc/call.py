@@ -184,6 +184,8 @@ class GrpcCall:
             forward.cancel()
             back.cancel()
             await asyncio.wait((forward, back))
+            if not back.cancelled():
+                back.exception()  # nobody is left to be told of it; else asyncio would write a traceback into the log
 
     async def _say_goodbye(self) -> None:
         own = self._open_call()
