@@ -216,16 +216,16 @@ def json_value(text: str) -> Any:
 
 
 def field_texts(config_class: type) -> dict[str, str]:
-    """Read the text of each attribute in the class's NumPy-style docstring, on one line, so that it is written only once."""
-    lines = inspect.cleandoc(config_class.__doc__ or "").splitlines()
+    """Read the text of each attribute in the NumPy-style docstrings of a class and its bases, on one line: it is written once."""
     texts: dict[str, list[str]] = {}
     current: list[str] = []
-    for line in _section(lines):
-        if line and not line[0].isspace():  # "name : type", or "name, other : type"
-            current = []
-            texts |= {name.strip(): current for name in line.partition(" : ")[0].split(",")}
-        elif line:
-            current.append(line.strip())
+    for one in reversed(config_class.__mro__):
+        for line in _section(inspect.cleandoc(vars(one).get("__doc__") or "").splitlines()):
+            if line and not line[0].isspace():  # "name : type", or "name, other : type"
+                current = []
+                texts |= {name.strip(): current for name in line.partition(" : ")[0].split(",")}
+            elif line:
+                current.append(line.strip())
     return {name: " ".join(parts) for name, parts in texts.items()}
 
 

@@ -20,7 +20,7 @@ from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import require
 from kvseek.core.extents import extents_for
 from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Budget, Index, Traits
+from kvseek.plugins.contract import LAST_QUERIES, Budget, Index, Traits
 from kvseek.plugins.ranking import best_positions
 
 QUERIES = 32  # whose attention to all keys is in memory at a time
@@ -41,6 +41,41 @@ class TopK:
 
     def __post_init__(self) -> None:
         require(self.top_k >= 1, "top_k", self.top_k, ">= 1", "256 is a common budget")
+
+
+@dataclass(frozen=True)
+class DenseFirst(TopK):
+    """The fields of those whose first layers read every row.
+
+    Attributes
+    ----------
+    dense_layers : int
+        First layers, which attend to every row.
+    """
+
+    dense_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        default = f"{type(self).dense_layers} is the default"
+        require(self.dense_layers >= 0, "dense_layers", self.dense_layers, ">= 0", default)
+
+
+@dataclass(frozen=True)
+class Pages(DenseFirst):
+    """The fields of those that take rows by pages.
+
+    Attributes
+    ----------
+    page : int
+        Neighbouring rows that are taken together.
+    """
+
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.page >= 1, "page", self.page, ">= 1", f"{type(self).page} is the default")
 
 
 @dataclass(frozen=True)
@@ -214,6 +249,13 @@ def in_pages(rows: Tensor, page: int, filling: float) -> Tensor:
     return padded.reshape(rows.shape[0], -1, page, *rows.shape[2:])
 
 
+def bounds_of_pages(keys: Tensor, valid: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Find the least and the largest number of each channel of the valid keys [G, n, D] of a page: [G, pages, D] each."""
+    invalid = ~valid[:, None]
+    least = in_pages(keys.masked_fill(invalid, torch.inf), page, torch.inf).amin(dim=2)
+    return least, in_pages(keys.masked_fill(invalid, -torch.inf), page, -torch.inf).amax(dim=2)
+
+
 def of_pages(values: Tensor, page: int, count: int) -> Tensor:
     """Give the first `count` rows the values [G, pages] of their pages: [G, count]."""
     return values.repeat_interleave(page, dim=1, output_size=values.shape[1] * page)[:, :count]
@@ -254,6 +296,11 @@ def attention_received(
             weights = weights.masked_fill(~counted[first : first + QUERIES, None], 0)
         sums = sums + weights.sum(dim=2)
     return sums
+
+
+def all_queries(tokens: int) -> int:
+    """Say that `build` makes use of all queries that it is given: Traits.last_queries."""
+    return min(tokens, LAST_QUERIES)
 
 
 def peer_traits(config: Any, **own: Any) -> Traits:

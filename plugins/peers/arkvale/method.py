@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region, in_pages, of_pages, peer_traits
+from kvseek.plugins.peers.base import KeyedIndex, Region, bounds_of_pages, in_pages, of_pages, peer_traits
 
 from .config import Config
 
@@ -19,9 +18,8 @@ class ArkValeIndex(KeyedIndex):
 
     def values(self, queries: Tensor, region: Region) -> Tensor:
         """Give each row the score of its page."""
-        page, keys, invalid = self.config.page, self.keys(region), ~region.valid[:, None]
-        least = in_pages(keys.masked_fill(invalid, torch.inf), page, torch.inf).amin(dim=2)
-        most = in_pages(keys.masked_fill(invalid, -torch.inf), page, -torch.inf).amax(dim=2)
+        page, keys = self.config.page, self.keys(region)
+        least, most = bounds_of_pages(keys, region.valid, page)
         centres, filled = (least + most) / 2, in_pages(region.valid[None], page, False)
         distances = (in_pages(keys, page, 0.0) - centres[:, :, None]).abs().masked_fill(~filled[..., None], 0)
         widths = distances.sum(dim=2) / filled.sum(dim=2).clamp(min=1)[..., None]

@@ -17,8 +17,6 @@ class Config(TopK):
 
     Attributes
     ----------
-    top_k : int
-        Rows per KV head.
     recent_share : float
         Share of the rows that are the latest ones.
     recent_queries : int

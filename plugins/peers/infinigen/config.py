@@ -5,30 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvseek.core.errors import require
-from kvseek.plugins.peers.base import TopK
+from kvseek.plugins.peers.base import DenseFirst
 
 PAPER = {"top_k": 1024, "partial": 0.2, "dense_layers": 1}
 
 
 @dataclass(frozen=True)
-class Config(TopK):
+class Config(DenseFirst):
     """How many rows are kept, and by how much of the keys.
 
     Attributes
     ----------
-    top_k : int
-        Rows per KV head.
     partial : float
         Share of the turned channels that queries, and as many that keys, are loudest in; products count these alone.
-    dense_layers : int
-        First layers, which attend to every row.
     """
 
     top_k: int = 1024
     partial: float = 0.2
-    dense_layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.partial <= 1, "partial", self.partial, "in (0, 1]", "0.2 is the default")
-        require(self.dense_layers >= 0, "dense_layers", self.dense_layers, ">= 0", "1 is the default")

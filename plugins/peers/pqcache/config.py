@@ -16,8 +16,6 @@ class Config(TopK):
 
     Attributes
     ----------
-    top_k : int
-        Rows per KV head.
     parts : int
         Parts of a key, each of which is coded by its nearest centroid; divides the head size.
     bits : int

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region, in_pages, of_pages, peer_traits
+from kvseek.plugins.peers.base import KeyedIndex, Region, bounds_of_pages, of_pages, peer_traits
 
 from .config import Config
 
@@ -19,10 +18,8 @@ class QuestIndex(KeyedIndex):
 
     def values(self, queries: Tensor, region: Region) -> Tensor:
         """Give each row the bound of its page."""
-        page, invalid = self.config.page, ~region.valid[:, None]
-        keys = self.keys(region)
-        least = in_pages(keys.masked_fill(invalid, torch.inf), page, torch.inf).amin(dim=2)
-        most = in_pages(keys.masked_fill(invalid, -torch.inf), page, -torch.inf).amax(dim=2)
+        page = self.config.page
+        least, most = bounds_of_pages(self.keys(region), region.valid, page)
         bounds = queries.relu() @ most.transpose(1, 2) - (-queries).relu() @ least.transpose(1, 2)
         return of_pages(bounds.mean(dim=1), page, len(region.places))
 

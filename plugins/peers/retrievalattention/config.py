@@ -16,8 +16,6 @@ class Config(TopK):
 
     Attributes
     ----------
-    top_k : int
-        Rows per KV head.
     links : int
         Neighbours of a row in the graph, and nearest rows of a query of which it is made.
     beam : int

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import LAST_QUERIES, Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region, peer_traits
+from kvseek.plugins.contract import Index, Traits
+from kvseek.plugins.peers.base import KeyedIndex, Region, all_queries, peer_traits
 from kvseek.plugins.ranking import softmax_mean
 
 from .config import Config
@@ -85,7 +85,7 @@ def neighbours_of(near: Tensor, n: int, links: int) -> Tensor:
 
 def traits(config: Config) -> Traits:
     """Return the method's traits."""
-    return peer_traits(config, prefix_reuse="copies", last_queries=lambda tokens: min(tokens, LAST_QUERIES))
+    return peer_traits(config, prefix_reuse="copies", last_queries=all_queries)
 
 
 def create(context: IndexContext) -> Index:

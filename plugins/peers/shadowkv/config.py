@@ -16,8 +16,6 @@ class Config(TopK):
 
     Attributes
     ----------
-    top_k : int
-        Rows per KV head.
     chunk : int
         Neighbouring rows that are taken together.
     outlier_share : float

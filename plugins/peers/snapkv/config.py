@@ -18,8 +18,6 @@ class Config(TopK):
 
     Attributes
     ----------
-    top_k : int
-        Rows per KV head.
     window : int
         Last queries of a prompt, whose attention chooses its rows; at most as many as the local window has tokens.
     kernel : int

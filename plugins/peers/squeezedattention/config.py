@@ -16,8 +16,6 @@ class Config(TopK):
 
     Attributes
     ----------
-    top_k : int
-        Rows per KV head.
     cluster_share : float
         Clusters for each row of a prompt.
     iterations : int
