@@ -2,7 +2,7 @@
 
     python bench/accuracy/ablations.py --model PATH --text FILE --context 8192 --output FILE
 
-On captured keys and queries (recall.py), the last --queries as decode steps; means over layers.
+On captured keys and queries (recall.py), the last --queries as decode steps; means over every third layer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kvseek.plugins.clusterkv import clustering
 from kvseek.plugins.pariskv import reference as pariskv
 from kvseek.plugins.pariskv.codebook import pack_bits, split_blocks
 from kvseek.plugins.prkv.summaries import Boxes, Codes, box_scores, read_pages
+from kvseek.plugins.ranking import best_positions
 
 ROUNDS = 10  # of k-means of learned centroids
 RHO, BETA = 0.3, 0.1  # of every length, so that lengths compare
@@ -45,7 +46,7 @@ def collision(layer: CapturedLayer, steps: int, form: str) -> Figures:
     replay = Replay(layer, 0, steps, parse_variants("pariskv:paper")[0])
     index, keys = replay.index, replay.region.float()
     assert isinstance(index, pariskv.ReferenceIndex)
-    queries = layer.queries[:, -steps:].unflatten(0, (len(keys), -1)).mean(dim=1)
+    queries = layer.queries[:, -steps:].view(len(keys), -1, steps, keys.shape[2]).mean(dim=1)
     exact = queries @ keys.transpose(1, 2)
     best = exact.topk(100, dim=-1).indices
     turned = [part if form == "no rotation" else rotate(part, index.signs) for part in (keys, queries)]
@@ -66,14 +67,14 @@ def collision(layer: CapturedLayer, steps: int, form: str) -> Figures:
     for percent, tier in [(100, 1)] if form == "one tier" else reversed(pariskv.TIERS):
         tiers[before * 100 < percent * RHO * keys.shape[1]] = tier
     tiers = torch.zeros_like(tiers).scatter_(-1, order, tiers)
-    votes = sum(
-        t.gather(-1, i[:, None].expand(-1, steps, -1)) for t, i in zip(tiers.unbind(1), ids.unbind(1), strict=True)
-    )
+    votes = torch.stack(
+        [t.gather(-1, i[:, None].expand(-1, steps, -1)) for t, i in zip(tiers.unbind(1), ids.unbind(1), strict=True)]
+    ).sum(dim=0)
     _, codes, weights = index.encode(keys)
     if form == "no alpha":
         weights = pariskv.block_sum(split_blocks(rotate(keys, index.signs)).square()).sqrt()
     estimates = pariskv.estimate_scores(rotate(queries, index.signs), codes, weights, index.levels)
-    few, candidates = (pariskv.best_positions(votes, count) for count in (100, int(BETA * keys.shape[1])))
+    few, candidates = (best_positions(votes, count) for count in (100, int(BETA * keys.shape[1])))
     kept = candidates.gather(-1, estimates.gather(-1, candidates).topk(100, dim=-1).indices)
     found = (
         torch.zeros_like(exact, dtype=torch.bool).scatter_(-1, rows, True).gather(-1, best)
@@ -171,13 +172,15 @@ def reuse(number: int, layer: CapturedLayer, steps: int) -> Figures:
     first, last = (replay.region_weights(layer.queries[:, at].contiguous(), at + steps) for at in (-steps, -1))
     chosen = torch.zeros_like(first[:, 0], dtype=torch.bool).scatter_(1, first.mean(dim=1).topk(1024).indices, True)
     alone = (last * chosen[:, None]).sum(dim=-1).mean().item()
-    queries = layer.queries[:, [-steps - 64, -steps - 1]].unflatten(0, (chosen.shape[0], -1)).flatten(1, 2)
-    weights = (queries @ replay.region.transpose(1, 2)).unflatten(1, (-1, 2))
+    queries = layer.queries[:, [-steps - 64, -steps - 1]]
+    weights = (queries.view(len(chosen), -1, queries.shape[-1]) @ replay.region.transpose(1, 2)).view(
+        len(queries), 2, -1
+    )
     found = {"alone": alone, "with window": alone + 1 - last.sum(dim=-1).mean().item()}
     for rows in (512, 1024):
         marks = [
             torch.zeros_like(one, dtype=torch.bool).scatter_(-1, one.topk(rows).indices, True)
-            for one in weights.unbind(2)
+            for one in weights.unbind(1)
         ]
         found[f"static of {rows}"] = ((marks[0] & marks[1]).sum(dim=-1).float().mean() // 32 * 32 / rows).item()
     return found
@@ -236,7 +239,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     layers = cached_capture(options.model, options.text, options.context, options.context, options.captures)
     results = []
     for name in (name for name in MEASURES if options.only in name):
-        found = [MEASURES[name](number, layer, options.queries) for number, layer in enumerate(layers)]
+        found = [MEASURES[name](number, layer, options.queries) for number, layer in list(enumerate(layers))[::3]]
         results.append({"name": name, **{key: fmean(one[key] for one in found) for key in found[0]}})
         progress(str(results[-1]))
     head = {name: getattr(options, name) for name in ("context", "queries")}
