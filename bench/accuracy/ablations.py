@@ -186,6 +186,22 @@ def reuse(number: int, layer: CapturedLayer, steps: int) -> Figures:
     return found
 
 
+def cosines(number: int, layer: CapturedLayer, steps: int) -> Figures:
+    """CTkvr, figure 2: cosines of queries 1,000 tokens apart, as they are and less their mean; and their common best 512 rows."""
+    queries = layer.queries[:, -1501:]
+    found = {}
+    for name, shift in (("plain", 0), ("centred", queries.mean(dim=1, keepdim=True))):
+        away = queries - shift
+        found[name] = F.cosine_similarity(away[:, :500], away[:, 1000:1500], dim=-1).mean().item()
+    replay = Replay(layer, number, steps, named(CTKVR))
+    marks = []
+    for at in (-1001, -1):
+        grouped = layer.queries[:, at].view(len(layer.keys), -1, layer.keys.shape[2])
+        best = (grouped @ replay.region[:, :-1000].transpose(1, 2)).topk(512, dim=-1).indices
+        marks.append(torch.zeros((*best.shape[:2], replay.length), dtype=torch.bool).scatter_(-1, best, True))
+    return found | {"common of 512": (marks[0] & marks[1]).sum(dim=-1).float().mean().item() / 512}
+
+
 def plain(variant: Variant) -> Measure:
     def measure(number: int, layer: CapturedLayer, steps: int) -> Figures:
         found = measure_layer(number, layer, steps, variant)
@@ -231,6 +247,7 @@ MEASURES: dict[str, Measure] = {
     f"{CLUSTERKV}, hits": hits(named(CLUSTERKV)),
     f"{PRKV}, fixed pages": swapped("prkv.reference.Boxes", FixedPages, PRKV),
     "prkv, reuse": reuse,
+    "ctkvr, cosines": cosines,
 }
 
 
