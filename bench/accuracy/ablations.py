@@ -32,7 +32,7 @@ from kvseek.plugins.pariskv.codebook import pack_bits, split_blocks
 from kvseek.plugins.prkv.summaries import Boxes, Codes, box_scores, read_pages
 from kvseek.plugins.ranking import best_positions
 
-ROUNDS = 10  # of k-means of learned centroids
+ROUNDS = 8  # of k-means of learned centroids
 RHO, BETA = 0.3, 0.1  # of every length, so that lengths compare
 Figures = dict[str, float]
 Measure = Callable[[int, CapturedLayer, int], Figures]  # of a layer's number and vectors, and the decode steps
@@ -52,15 +52,18 @@ def collision(layer: CapturedLayer, steps: int, form: str) -> Figures:
     turned = [part if form == "no rotation" else rotate(part, index.signs) for part in (keys, queries)]
     blocks, asked = (split_blocks(part).transpose(1, 2) for part in turned)  # [G, B, n, 8]
     if form.startswith("learned"):
-        blocks, asked = (split_blocks(part).transpose(1, 2) for part in (keys, queries))
+        if "rotated" in form:
+            blocks = split_blocks(rotate(F.normalize(keys, dim=-1), index.signs)).transpose(1, 2)
+        else:
+            blocks, asked = (split_blocks(part).transpose(1, 2) for part in (keys, queries))
         centroids = learned(blocks[:, :, : int(blocks.shape[2] * float(form.split()[1]))])
-        ids, scores = torch.cdist(blocks, centroids).argmin(dim=-1), asked @ centroids.transpose(2, 3)
+        ids, scores = nearest(blocks, centroids), asked @ centroids.transpose(2, 3)
     else:
         ids, scores = (
             pack_bits(blocks < 0).long(),
             pariskv.centroid_scores(asked.transpose(1, 2).flatten(2)).transpose(1, 2),
         )
-    counts = F.one_hot(ids, pariskv.CENTROIDS).sum(dim=2)
+    counts = counted(ids)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     ranked = counts[:, :, None].expand_as(order).gather(-1, order)
     before, tiers = ranked.cumsum(dim=-1) - ranked, torch.zeros_like(order)
@@ -87,10 +90,20 @@ def learned(blocks: Tensor) -> Tensor:
     """256 centroids of each block by k-means: blocks [G, B, n, 8] to [G, B, 256, 8]."""
     centroids = blocks[:, :, torch.linspace(0, blocks.shape[2] - 1, pariskv.CENTROIDS).long()]
     for _ in range(ROUNDS):
-        members = F.one_hot(torch.cdist(blocks, centroids).argmin(dim=-1), pariskv.CENTROIDS).float()
-        sizes = members.sum(dim=2)[..., None]
-        centroids = torch.where(sizes > 0, members.transpose(2, 3) @ blocks / sizes.clamp(min=1), centroids)
+        labels = nearest(blocks, centroids)
+        sizes = counted(labels)[..., None]
+        sums = torch.zeros_like(centroids).scatter_add_(2, labels[..., None].expand_as(blocks), blocks)
+        centroids = torch.where(sizes > 0, sums / sizes.clamp(min=1), centroids)
     return centroids
+
+
+def nearest(blocks: Tensor, centroids: Tensor) -> Tensor:
+    return (blocks @ centroids.transpose(2, 3)).sub_(centroids.square().sum(dim=-1)[:, :, None] / 2).argmax(dim=-1)
+
+
+def counted(ids: Tensor) -> Tensor:
+    counts = ids.new_zeros((*ids.shape[:2], pariskv.CENTROIDS))
+    return counts.scatter_add_(2, ids, torch.ones_like(ids))
 
 
 def centroids_at(form: str, variant: Variant) -> Measure:
@@ -233,7 +246,7 @@ def named(method: str) -> Variant:
     return parse_variants(method)[0]
 
 
-FORMS = ("paper", "one tier", "no rotation", "no alpha", "learned 1", "learned 0.25")
+FORMS = ("paper", "one tier", "no rotation", "no alpha", "learned 1", "learned 0.25", "learned 1 rotated")
 CTKVR, CLUSTERKV, PRKV = "ctkvr:paper,top_k=512", "clusterkv:paper,dense_layers=0", "prkv:paper"
 PLACES, DISTANCES = ("random", "first", "equidistant"), ("L2", "inner product")
 MEASURES: dict[str, Measure] = {
