@@ -246,7 +246,16 @@ def named(method: str) -> Variant:
     return parse_variants(method)[0]
 
 
-FORMS = ("paper", "one tier", "no rotation", "no alpha", "learned 1", "learned 0.25", "learned 1 rotated")
+FORMS = (
+    "paper",
+    "one tier",
+    "no rotation",
+    "no alpha",
+    "learned 1",
+    "learned 0.25",
+    "learned 1 rotated",
+    "learned 0.25 rotated",
+)
 CTKVR, CLUSTERKV, PRKV = "ctkvr:paper,top_k=512", "clusterkv:paper,dense_layers=0", "prkv:paper"
 PLACES, DISTANCES = ("random", "first", "equidistant"), ("L2", "inner product")
 MEASURES: dict[str, Measure] = {
