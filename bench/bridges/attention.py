@@ -25,18 +25,23 @@ NAME = "kvseek"
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with PyTorch's attention to what the module's selector chooses; see transformers' AttentionInterface."""
     selector: Selector = module.kvseek_selector
     if query.shape[2] == key.shape[2]:
-        selector.begin(module.layer_idx, key, query, kwargs.get("scaling") or query.shape[3] ** -0.5)
+        selector.begin(module.layer_idx, key, query, module.scaling)
     else:
         chosen = selector.choose(module.layer_idx, query, key)
         attention_mask = chosen if attention_mask is None else chosen & attention_mask
-    attended: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, query, key, value, attention_mask, **kwargs
-    )
+    dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    attended: tuple[Tensor, Tensor | None] = dense(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     return attended
 
 
