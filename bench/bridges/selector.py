@@ -1,7 +1,8 @@
 """What an engine of kvseek would attend to, over the keys and queries of somebody else's model.
 
 Kept of a method: its index, by the PyTorch reference, and the engine's window, evictions and `full_threshold`. The prompt
-attends to everything. Not kept: where rows lie, and speed. All keys and values stay in the caller's cache beside the index.
+attends to everything. Not kept: where rows lie, and speed. All keys and values stay in the caller's cache. The index and a copy
+of its keys are on the CPU, wherever the model is.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Selector:
         scaling : float
             Softmax scale.
         """
-        require(keys.shape[0] == 1, "sequences of a batch", keys.shape[0], "1", "give them one by one")
+        check_single(keys)
         self._layers[layer] = LayerSelection(self, layer, keys[0], queries[0], scaling)
 
     @torch.no_grad()
@@ -101,10 +102,16 @@ class Selector:
         Tensor, bool [1, H, q, n]
             What each query attends to, no later token among it; alike for the query heads that share a KV head.
         """
-        begun = layer in self._layers and keys.shape[0] == 1
+        check_single(keys)
+        begun = layer in self._layers
         require(begun, "layer", layer, "one that has begun with a prompt", "let the prompt pass the model first")
         chosen = self._layers[layer].choose(queries[0], keys[0])
         return chosen.repeat_interleave(queries.shape[1] // keys.shape[1], dim=0)[None]
+
+
+def check_single(keys: Tensor) -> None:
+    """Raise ConfigError if there are several sequences, whose padding would take places of the sink."""
+    require(keys.shape[0] == 1, "sequences of a batch", keys.shape[0], "1", "give them one by one")
 
 
 class LayerSelection:
@@ -115,12 +122,11 @@ class LayerSelection:
         kv_heads, n, head_dim = keys.shape
         self.cache, self.tokens, self.most_tokens = selector.cache, n, n + selector.max_new_tokens
         capacity = max(1, extents_for(retrieval_tokens(self.cache, self.most_tokens)))
-        self.extents = ExtentTable(1, capacity, capacity, keys.device)
+        self.extents = ExtentTable(1, capacity, capacity)
         self.extents.reserve(0, capacity * EXTENT_TOKENS)
         self.lengths = [retrieval_tokens(self.cache, self.tokens)]
-        pool = keys.new_empty((capacity, kv_heads, EXTENT_TOKENS, 2, head_dim))
+        pool = torch.empty((capacity, kv_heads, EXTENT_TOKENS, 2, head_dim), dtype=keys.dtype)
         self.pool_keys = pool[:, :, :, 0]  # no index reads values
-        books = {name: book.to(keys.device) for name, book in selector.codebooks(head_dim).items()}
         self.index = selector.method.create(
             IndexContext(
                 layer=layer,
@@ -129,18 +135,18 @@ class LayerSelection:
                 head_dim=head_dim,
                 scaling=scaling,
                 config=selector.config,
-                codebooks=books,
+                codebooks=selector.codebooks(head_dim),
                 extents=self.extents,
                 lengths=self.lengths,
                 dtype=keys.dtype,
-                device=keys.device,
+                device=pool.device,
                 update=self.cache.update,
                 rows=LayerRows(pool, pool.data_ptr(), pool.stride(0)),
                 shared=selector.shared,
             )
         )
         region = self._region_keys(keys, 0, self.lengths[0])
-        work = self.index.build(0, region, queries[:, -LAST_QUERIES:].contiguous())
+        work = self.index.build(0, region, queries[:, -LAST_QUERIES:].cpu().contiguous())
         if work is not None:
             work.wait()
 
@@ -151,11 +157,11 @@ class LayerSelection:
         require(n == self.tokens + new, "keys", n, follow, "a cache must hold one whole sequence, as DynamicCache does")
         most = f"at most {self.most_tokens}, the prompt's and max_new_tokens more"
         require(n <= self.most_tokens, "keys", n, most, "give the selector a larger max_new_tokens")
-        chosen = torch.zeros((kv_heads, new, n), dtype=torch.bool, device=keys.device)
+        chosen, queries = torch.zeros((kv_heads, new, n), dtype=torch.bool), queries.cpu()
         for number in range(new):
             self._count_token(keys)
             chosen[:, number, : self.tokens] = self._attended(queries[:, number])
-        return chosen
+        return chosen.to(keys.device)
 
     def _count_token(self, keys: Tensor) -> None:
         """Count one more token, and move those that leave the window because of it to the index."""
@@ -168,7 +174,7 @@ class LayerSelection:
 
     def _region_keys(self, keys: Tensor, start: int, stop: int) -> Tensor:
         """Return the keys [G, u, D] of some places, which the pool holds from now on."""
-        own = keys[:, self.cache.sink + start : self.cache.sink + stop].contiguous()
+        own = keys[:, self.cache.sink + start : self.cache.sink + stop].cpu().contiguous()
         self.extents.write(self.pool_keys, 0, start, own)
         return own
 

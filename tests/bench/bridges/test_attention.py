@@ -44,7 +44,7 @@ def selected_logits(model: Any, selector: Selector, calls: list[list[int]]) -> T
 
 
 def check_close(found: Tensor, expected: Tensor) -> None:
-    """Logits [tokens, vocabulary] agree; rounding may change a row near the last place of a selection, and what follows with it."""
+    """Logits [tokens, vocabulary] agree; rounding may change the last row of a selection, and with it what follows."""
     differences = (found - expected).abs().amax(dim=1)
     assert differences[0] <= MAX_DIFFERENCE, "a prompt is dense"
     assert differences.median() <= SELECTED / 50
