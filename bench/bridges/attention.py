@@ -45,13 +45,11 @@ def attend(
     return attended
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
 @contextmanager
 def selecting(model: PreTrainedModel, selector: Selector) -> Iterator[None]:
     """Let a model attend to what a selector chooses; the sequence goes on in a later context with the same selector."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     layers: list[Module] = [module for module in model.modules() if hasattr(module, "layer_idx")]
     before = model.config._attn_implementation
     for layer in layers:
