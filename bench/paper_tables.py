@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvseek.bench.accuracy.perplexity import rise
@@ -11,6 +11,7 @@ from kvseek.bench.tables import K, Results, Rows, step, with_ratio
 PRESETS = ("pariskv:paper", "ctkvr:paper", "clusterkv:paper", "prkv:paper")
 BESIDE = ("quest:top_k=1024", "infinigen:top_k=1024", "arkvale:top_k=1024", "snapkv:top_k=1024")
 PERPLEXITY, RECALL, PIECES = "perplexity-papers-cpu-smollm2", "recall-papers-smollm2-8k", "ablations-papers-smollm2"
+ANSWERS = "needle-papers-cpu"
 FIELDS = ("recall-fields-smollm2-8k", "recall-updates-smollm2-8k")
 
 
@@ -19,7 +20,16 @@ def presets(results: Results) -> Rows:
     losses, kept = (
         {e[key]: e for e in results(name)["results"]} for name, key in ((PERPLEXITY, "name"), (RECALL, "method"))
     )
-    yield ("", "perplexity over `full`, %", "recall", "mass", "a step, rows in GPU memory", "in host memory")
+    answers = results(ANSWERS)["cells"]
+    yield (
+        "",
+        "perplexity over `full`, %",
+        "needle answers",
+        "recall",
+        "mass",
+        "a step, rows in GPU memory",
+        "in host memory",
+    )
     for name in (*PRESETS, *BESIDE):
         loss = rise(losses[name]) if name in losses else ""
         times = [_step(results, name, offload) for offload in ("never", "always")] if name in PRESETS else ["", ""]
@@ -27,10 +37,17 @@ def presets(results: Results) -> Rows:
         yield (
             f"`{name}`",
             loss,
+            _answers([cell for cell in answers if cell["engine"] == name]),
             f"{found['recall']:.3f}",
             f"{found['ratio']:.3f}",
             *times,
         )
+
+
+def _answers(cells: Sequence[dict[str, Any]]) -> str:
+    """Right answers of all questions; nothing where none was asked."""
+    right = sum(answers.count("1") for cell in cells for answers in cell["right"])
+    return f"{right} of {sum(cell['questions'] for cell in cells)}" if cells else ""
 
 
 def _step(results: Results, name: str, offload: str) -> str:
