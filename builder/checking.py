@@ -288,7 +288,7 @@ def generated_logits(model: Any, ids: Sequence[int], rows: int, passes: int) -> 
 
 def _model(checkpoint: Checkpoint, folder: Path) -> tuple[Any, str]:
     """Make transformers' model, and say what of the checkpoint transformers did not read itself."""
-    if isinstance(checkpoint, HuggingFaceCheckpoint):
+    if isinstance(checkpoint, HuggingFaceCheckpoint) and checkpoint.quantised_by is None:
         return _own_model(checkpoint.path, folder), ""
     reason = _foreign(checkpoint)
     if not reason:
@@ -307,7 +307,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _foreign(checkpoint: Checkpoint) -> str:
-    """Say why transformers should not read a checkpoint that is no Hugging Face directory; empty for most GGUF files."""
+    """Say why transformers should not read a quantised or a foreign checkpoint; empty for most GGUF files."""
+    if checkpoint.quantised_by is not None:
+        return f"transformers needs packages and kernels of its own for weights by {checkpoint.quantised_by}"
     if not isinstance(checkpoint, GgufCheckpoint):
         return "transformers does not read TensorRT-LLM checkpoints"
     if len(checkpoint.files) > 1:

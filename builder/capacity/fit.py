@@ -101,6 +101,11 @@ class FitSearch:
     notes : sequence of str
         What the numbers of the weights contain.
 
+    Parameters
+    ----------
+    precision : str, optional
+        That of the checkpoint's own weights; see EngineOptions.engine_config.
+
     Raises
     ------
     ConfigError
@@ -108,11 +113,11 @@ class FitSearch:
         rank's part of it on the device.
     """
 
-    def __init__(self, options: FitOptions, model: ModelConfig) -> None:
+    def __init__(self, options: FitOptions, model: ModelConfig, precision: str | None = None) -> None:
         self.options, self.reach = options, model.max_position_embeddings
         longest = max(self.reach, options.limits.get("max_seq_len", 0))
         self.model = dataclasses.replace(model, max_position_embeddings=longest)
-        whole, ranks = options.engine_config(self.model), options.tp_size
+        whole, ranks = options.engine_config(self.model, precision), options.tp_size
         self.model.check_ranks(ranks)
         remedy = "plans are not divided among ranks: plan with --runtime torch"
         require(ranks == 1 or whole.runtime == "torch", "tp_size", ranks, "1 with runtime = 'tensorrt'", remedy)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvseek.builder.checkpoints.open import open_checkpoint
+from kvseek.builder.checkpoints.weights import own_precision
 from kvseek.builder.options import FitOptions
 from kvseek.builder.printing import Column, print_json, table
 from kvseek.core.config import EXTENT_TOKENS
@@ -50,7 +51,8 @@ def print_fit(options: FitOptions, console: Console) -> None:
 
 def fit_document(options: FitOptions) -> Document:
     """The whole report as JSON values; sizes in bytes."""
-    search = FitSearch(options, open_checkpoint(options.model, options.tokenizer).config)
+    checkpoint = open_checkpoint(options.model, options.tokenizer)
+    search = FitSearch(options, checkpoint.config, own_precision(checkpoint, options.choices["device"]))
     asked = search.asked
     attempt = search.attempt(asked.max_seq_len, asked.max_batch_size)
     return {

@@ -101,9 +101,6 @@ def _architecture(values: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:
-    quantization = values.get("quantization_config")
-    remedy = "use the unquantised checkpoint, or a GGUF file"
-    require(quantization is None, "quantization_config", quantization, "absent", remedy)
     activation = values.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
     biased, name = values.get("mlp_bias", False), values["architectures"][0]

@@ -120,7 +120,7 @@ def write_weights(
                 _write_header(outputs[rank], tensors)
                 weight_maps[rank] |= dict.fromkeys((stored.name for stored in tensors), files[rank])
             for weight in shard:
-                converted = weight_format.convert(fuse(checkpoint, weight), weight.name)
+                converted = _converted(checkpoint, weight, weight_format)
                 for stored, tensor in zip(weight_format.stored(weight), converted, strict=True):
                     for rank in ranks:
                         _write_tensor(outputs[rank], rank_part(stored.name, tensor, model, tp_size, rank))
@@ -130,6 +130,33 @@ def write_weights(
     for rank in ranks:
         index = {"metadata": {"total_size": size}, "weight_map": weight_maps[rank]}
         (directory / index_file(rank)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def own_precision(checkpoint: Checkpoint, device: str) -> str | None:
+    """Find the weight_only_precision of an engine that computes with a quantised checkpoint's own numbers.
+
+    Returns
+    -------
+    str or None
+        One of PRECISIONS if every matrix of the layers is stored so, with scales for rows, which on a CPU must be numbers of
+        bfloat16; "none" of a checkpoint of other formats, whose values an engine rounds to its dtype; None if none is stated.
+
+    Raises
+    ------
+    ConfigError
+        If a weight is of a format that is not supported.
+    """
+    if checkpoint.quantised_by is None:
+        return None
+    weights = [weight for weight in list_weights(checkpoint.config) if weight.name.endswith(".weight")]
+    found = {name: checkpoint.quantised(name) for weight in weights for name in weight.sources}
+    layers = [found[name] for weight in weights if is_quantised(weight.name) for name in weight.sources]
+    precisions = {None if one is None else one.precision for one in layers}
+    others = [name for weight in weights if not is_quantised(weight.name) for name in weight.sources if found[name]]
+    precision = precisions.pop() if len(precisions) == 1 and not others else None
+    if precision is None or (device == "cpu" and not all(one is None or one.has_narrow_scales for one in layers)):
+        return NONE
+    return precision
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -157,6 +184,16 @@ def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
     """Read and concatenate the sources of a weight, in the widest of their types if the types differ."""
     parts = [checkpoint.tensor(name) for name in weight.sources]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat) -> tuple[Tensor, ...]:
+    """Read a weight as the tensors that it is stored as: a quantised one with its own numbers, if they are of the format."""
+    if weight_format.quantises(weight.name):
+        parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) is not None]
+        if parts:  # own_precision has found that all have this precision
+            numbers, scales = zip(*(part.bytes() for part in parts), strict=True)
+            return torch.cat(numbers), torch.cat(scales)
+    return weight_format.convert(fuse(checkpoint, weight), weight.name)
 
 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:

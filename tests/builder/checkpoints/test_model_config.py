@@ -114,7 +114,6 @@ REFUSED = [
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "original_max_position_embeddings = 0: must be > 0"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \['sliding_attention'\]"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = "),
     ({"mlp_bias": True, "architectures": ["Qwen2ForCausalLM"]}, "mlp_bias = True: must be false, or absent, with arch"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({"num_hidden_layers": "12"}, "num_hidden_layers = '12': must be an integer"),
@@ -490,10 +489,6 @@ PUBLISHED_MODELS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Mixtral-8x7B": (
         MISTRAL_2 | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
         "num_local_experts = 8",
-    ),
-    "Llama-3.1-8B-Instruct-FP8": (
-        LLAMA_31 | {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config = .*: must be absent; use the unquantised checkpoint",
     ),
     "Gemma-2-9B": (
         LLAMA_3 | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0},
