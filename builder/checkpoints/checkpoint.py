@@ -18,6 +18,7 @@ from .files import Header, metadata_files
 from .quantised import QuantisedWeight
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
+OWN_DTYPE = "activations and rows keep the engine's dtype: the checkpoint's scales for 8 bits of them are not used"
 NAME_TOKENIZER = "name a directory with the model's tokenizer.json"
 
 

@@ -13,7 +13,7 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import HEAD
 
-from .checkpoint import Checkpoint
+from .checkpoint import OWN_DTYPE, Checkpoint
 from .effective_config import check_effective_config
 from .files import DOWNLOAD_AGAIN, Header, SafetensorsFile, generation_ends, metadata_files, naming, read_object
 from .model_config import model_config
@@ -75,9 +75,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         found = self._quantised
         if found is None or not (found.rules.cache or found.reduces_activations):
             return ()
-        return (
-            "activations and rows keep the engine's dtype: the checkpoint's scales for 8 bits of them are not used",
-        )
+        return (OWN_DTYPE,)
 
     def header(self, name: str) -> Header:
         """Describe one tensor; raises ConfigError if no file has the tensor, or it is of an unknown type."""
