@@ -18,11 +18,9 @@ from kvseek.core.config_file import read_config
 from kvseek.core.cuda import check_alive
 from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, LogitsError, RequestError, SamplingError
 from kvseek.core.manifest import verify
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.request import EndedSession, FinishReason, Request, RequestStatistics, StepOutput, StepReport
 from kvseek.core.selected_rows import FIELD as ROWS_FIELD
 from kvseek.core.selected_rows import SelectedRows
-from kvseek.core.session import EndedSession
-from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore

@@ -24,8 +24,7 @@ from starlette.types import Send
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.manifest import read_manifest
-from kvseek.core.request import MAX_SALT
-from kvseek.core.session import MAX_SESSION_ID, check_text
+from kvseek.core.request import MAX_SALT, MAX_SESSION_ID, check_text
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.content import BodyReader, Writer, largest_body, trace_of
 from kvseek.server.http.errors import JSON, HttpError

@@ -15,10 +15,12 @@ from kvseek.core.request import (
     MAX_SALT,
     MAX_SEED,
     SamplingConfig,
+    Session,
+    check_text,
     check_words,
+    read_session,
 )
 from kvseek.core.selected_rows import RowReport
-from kvseek.core.session import Session, check_text, read_session
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.json_fields import first_character
 

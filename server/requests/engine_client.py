@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvseek.core.errors import ErrorCode, RequestError, TimeoutExpiredError, UnavailableError
-from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.core.session import EndedSession
+from kvseek.core.request import EndedSession, FinishReason, Request, StepOutput
 from kvseek.server.errors import INTERNAL
 
 from .messages import (

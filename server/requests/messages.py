@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvseek.core.request import Request, StepOutput
-from kvseek.core.session import EndedSession
+from kvseek.core.request import EndedSession, Request, StepOutput
 
 MAX_FRAME_BYTES = 256 << 20
 UNSOUND_REQUESTS = 5  # in a row whose logits are not finite: with so many the engine is not ready

@@ -16,8 +16,16 @@ from typing import Any, cast
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingConfig, check_words
-from kvseek.core.session import Session, read_session
+from kvseek.core.request import (
+    DEFAULT_PRIORITY,
+    MAX_SEED,
+    MAX_STOP_WORDS,
+    Request,
+    SamplingConfig,
+    Session,
+    check_words,
+    read_session,
+)
 from kvseek.engine.tokenizer import Tokenizer
 
 Inputs = Mapping[str, list[Any]]  # values of each input of one prompt, in order, whatever its shape

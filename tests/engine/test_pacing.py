@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvseek.core.request import Request
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import Request, RequestStatistics
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.schedule import reading
 from kvseek.engine.schedule.pacing import (

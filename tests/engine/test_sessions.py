@@ -7,8 +7,7 @@ from tests.engine.test_prefix_reuse import EXTENT_BYTES, SINK, Load, ask, load, 
 from tests.support.prefill import run_to_end
 
 from kvseek.core.errors import RequestError
-from kvseek.core.request import FinishReason, Request
-from kvseek.core.session import EndedSession, Session, read_session
+from kvseek.core.request import EndedSession, FinishReason, Request, Session, read_session
 from kvseek.engine.cache.prefixes import sessions as sessions_module
 from kvseek.engine.cache.prefixes.sessions import Sessions
 from kvseek.engine.engine import Engine

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, Session
+from kvseek.core.request import DEFAULT_RETENTION_PRIORITY, Session
 
 from .tree import Node
 

@@ -25,9 +25,8 @@ from kvseek.core.config import TensorRtConfig
 from kvseek.core.config_file import read_config
 from kvseek.core.errors import CapacityError
 from kvseek.core.ranks import rank_config
-from kvseek.core.request import Request
+from kvseek.core.request import Request, RequestStatistics
 from kvseek.core.sizes import readable
-from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.cache.prefixes.cache import PrefixCache, PrefixRows

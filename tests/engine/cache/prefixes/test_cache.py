@@ -15,7 +15,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.index_context import IndexContext
-from kvseek.core.session import Session
+from kvseek.core.request import Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.prefix import Prefix
