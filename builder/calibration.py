@@ -26,8 +26,7 @@ from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
 from kvseek.builder.printing import Advance, Column, table
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, require
-from kvseek.core.fields import from_dict
+from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, from_dict, require
 from kvseek.core.rope import RotaryEmbedding
 from kvseek.core.weight_only import HEAD, NONE
 from kvseek.engine.draws.sampling import overflow_remedy

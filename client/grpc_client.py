@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
-from kvseek.core.errors import RequestError
-from kvseek.core.fields import check_unicode
+from kvseek.core.errors import RequestError, check_unicode
 
 from .chunk import Chunk
 from .errors import ClientError, RefusedError, check_address, no_reply

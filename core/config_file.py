@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import CONFIG_FILE, FORMAT_VERSION, EngineConfig, ModelConfig
-from .errors import EngineDirectoryError, require
-from .fields import from_dict, read_fields, refuse_unknown
+from .errors import EngineDirectoryError, from_dict, read_fields, refuse_unknown, require
 
 # Fields of EngineConfig that lie beside those of its `model` in pretrained_config. All others lie in build_config.
 PRETRAINED = ("dtype",)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .config_file import check_format
-from .errors import ConfigError, EngineDirectoryError
-from .fields import from_dict
+from .errors import ConfigError, EngineDirectoryError, from_dict
 
 MANIFEST_FILE = "manifest.json"
 CODEBOOKS_FILE = "codebooks.safetensors"

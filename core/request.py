@@ -11,8 +11,7 @@ from functools import partial
 import msgspec
 
 from .config import EngineConfig
-from .errors import ErrorCode, RequestError, require
-from .fields import check_types, check_unicode, typed
+from .errors import ErrorCode, RequestError, check_types, check_unicode, require, typed
 from .guide import Guide
 from .selected_rows import RowReport, SelectedRows
 

@@ -19,8 +19,8 @@ from kvseek.core.errors import (
     RequestError,
     UnavailableError,
     renamed,
+    typed,
 )
-from kvseek.core.fields import typed
 from kvseek.core.request import DEFAULT_PRIORITY, MAX_SALT, MAX_SESSION_ID, EndedSession, Request, Session, check_text
 from kvseek.engine.engine import MAX_NUM_TOKENS, Engine
 from kvseek.engine.loading.prefixes import DiskSettings
