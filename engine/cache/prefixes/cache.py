@@ -23,9 +23,8 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.plugins.contract import Index, Traits
 
-from .sessions import Sessions
 from .store import PrefixLoader, PrefixStore
-from .tree import TOKEN_BYTES, Node, PrefixTree
+from .tree import TOKEN_BYTES, Node, PrefixTree, Sessions
 
 
 class PrefixRows:
