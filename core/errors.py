@@ -1,4 +1,4 @@
-"""Errors that a user can act on, and the checks that raise them. A message names the field, its value, the limit and the remedy."""
+"""Errors that a user can act on, and checks that raise them. A message names the field, its value, the limit and the remedy."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.row_recorder import Wanted
 from kvseek.engine.schedule.guides import Guides
-from kvseek.engine.schedule.pacing import Work
-from kvseek.engine.schedule.reading import PromptReader, Reading
+from kvseek.engine.schedule.reading import PromptReader, Reading, Work
 from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
 from kvseek.engine.schedule.sequence import PromptScores, RequestSequence
 from kvseek.engine.tokenizer import Tokenizer

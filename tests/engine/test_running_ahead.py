@@ -25,7 +25,7 @@ from kvseek.core.request import FinishReason, Request, SamplingConfig, Session, 
 from kvseek.engine import engine as engine_module
 from kvseek.engine.draws.sampling import NO_TOKEN, Launched
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.pacing import Work
+from kvseek.engine.schedule.reading import Work
 from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
 

@@ -1,4 +1,4 @@
-"""Which prefixes of token sequences are kept, in which extents, for whom: a tree of extents, without their rows, and its sessions.
+"""Which prefixes of token sequences are kept, in which extents, and for whom: a tree of extents, without their rows.
 
 A *node* is one extent. It stands for the tokens of that extent that follow its parent's; the first node of a sequence also
 stands for the tokens of the sink, which lie in no extent. A node with all tokens that an extent has room for may have
@@ -7,9 +7,9 @@ whole extent is found in one look-up, whatever the length of the sequence. Seque
 
 Tokens are given as bytes, a 32-bit number each, so that spans are hashed and compared without a loop over tokens.
 
-A session (docs/conversations.md) pins the node in which its latest request ends. It need not pin those before, each of which counts
-as much as the highest of those that continue it (PrefixTree.evict). So however many sessions share a document, an eviction looks
-at each once. Only the engine's thread changes sessions; any thread may count them.
+A *session* (docs/conversations.md) pins the node in which its latest request ends. It need not pin those before, each of which
+counts as much as the highest of those that continue it (PrefixTree.evict). So however many sessions share a document, an
+eviction looks at each once. Only the engine's thread changes sessions; any thread may count them.
 """
 
 from __future__ import annotations
