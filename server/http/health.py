@@ -16,8 +16,7 @@ from starlette.routing import BaseRoute, Route
 from tritonclient.grpc import service_pb2
 
 from kvseek.core.errors import KvseekError, UnavailableError
-from kvseek.server.requests.engine_client import RETRY_SECONDS, EngineClient
-from kvseek.server.requests.messages import UNSOUND_REQUESTS, Pong
+from kvseek.server.requests.engine_client import RETRY_SECONDS, UNSOUND_REQUESTS, EngineClient, Pong
 from kvseek.server.triton.relay import TritonRelay
 
 from .errors import HttpError
