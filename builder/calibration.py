@@ -30,12 +30,10 @@ from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError,
 from kvseek.core.rope import RotaryEmbedding
 from kvseek.core.weight_only import HEAD, NONE
 from kvseek.engine.draws.sampling import overflow_remedy
-from kvseek.engine.model.cpu.products import HostProducts, bfloat16_works
-from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.cpu import HostProducts, bfloat16_works
+from kvseek.engine.model.layer import Head, Layer, Products
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.reference.attention import causal_attention
-from kvseek.engine.model.reference.operations import TorchOperations
-from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.reference import TorchOperations, causal_attention
 from kvseek.engine.model.weights import list_weights, load_weights
 from kvseek.engine.tokenizer import Tokenizer
 

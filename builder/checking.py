@@ -32,7 +32,7 @@ from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelErr
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.core.weight_only import NOT_FINITE
 from kvseek.engine.leading.leader import load_decoder
-from kvseek.engine.model.cpu.products import bfloat16_works
+from kvseek.engine.model.cpu import bfloat16_works
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.cuda.gpus import ranks_share_gpus
 

@@ -39,7 +39,7 @@ from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.loading.memory import DryRun, IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.activation_memory import work_bytes
-from kvseek.engine.model.cpu.products import stays_quantised
+from kvseek.engine.model.cpu import stays_quantised
 from kvseek.engine.model.weights import list_weights
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.plugins.registry import method_traits
@@ -272,7 +272,7 @@ def host_weight_bytes(config: EngineConfig, tp_size: int) -> int:
     """Return the bytes of the weights of one of `tp_size` ranks in memory, which may be more than in its files.
 
     Native kernels copy weights into oneDNN's layout, so a head that is tied to the embedding takes memory of its own, and weights
-    of 8 bits that are not multiplied as they are become numbers of the engine's dtype (engine/model/cpu/products.py). Pages of
+    of 8 bits that are not multiplied as they are become numbers of the engine's dtype (engine/model/cpu.py). Pages of
     the files that were copied are not counted, because the system drops them when it needs their memory.
     """
     native, dtype = config.kernels == "native", getattr(torch, config.dtype)

@@ -18,8 +18,8 @@ from torch import Tensor
 from kvseek.core.config import KEY_BLOCK
 from kvseek.engine.model.library_attention import OCCUPYING_QUERIES, cudnn_attention, flash_attention
 from kvseek.engine.model.prompt_windows import LSE_ELEMENTS, power_of_two
-from kvseek.engine.model.reference.attention import BlockAttention, CausalAttention
 
+from .reference import BlockAttention, CausalAttention
 from .repeated_tokens import MOST_PLACES, RepeatedTokens
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ class PromptModel(Protocol):
 
 
 class Decoder(ABC):
-    """Reads prompts and runs decode steps, for one thread: HostDecoder of cpu/steps.py, GraphDecoder of cuda/steps.py."""
+    """Reads prompts and runs decode steps, for one thread: HostDecoder of cpu.py, GraphDecoder of cuda/steps.py."""
 
     def __init__(self, model: PromptModel, retrieval: Retrieval) -> None:
         self.model, self.retrieval = model, retrieval

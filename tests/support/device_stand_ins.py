@@ -25,9 +25,9 @@ from kvseek.engine.draws.sampling import greedy_token
 from kvseek.engine.loading.indexes import host_retrieval
 from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel
 from kvseek.engine.model.decoder import Decoder
+from kvseek.engine.model.layer import Products
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.reference.operations import TorchOperations
-from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.reference import TorchOperations
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval

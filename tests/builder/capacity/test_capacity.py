@@ -33,8 +33,8 @@ from kvseek.engine.cache.prefixes.cache import PrefixCache, PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.model.activation_memory import prefill_bytes, work_bytes
-from kvseek.engine.model.cpu.products import HostProducts
-from kvseek.engine.model.reference.products import Linear, Products
+from kvseek.engine.model.cpu import HostProducts
+from kvseek.engine.model.layer import Linear, Products
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler

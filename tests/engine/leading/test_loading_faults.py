@@ -26,7 +26,7 @@ from kvseek.core.errors import CapacityError
 from kvseek.engine.leading import followers, leader
 from kvseek.engine.leading.followers import Followers, Member, RankError
 from kvseek.engine.leading.leader import lead
-from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.layer import Products
 from kvseek.engine.parallel import reports
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.nodes import ONE_NODE

@@ -27,7 +27,7 @@ from kvseek.engine.model.block_sparse import (
     repeated_blocks,
     sample,
 )
-from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.model.reference import causal_attention
 from kvseek.engine.model.repeated_tokens import MOST_PLACES, RepeatedTokens
 
 HEADS, KV_HEADS, DIM, SAMPLES = 6, 2, 32, 16

@@ -25,7 +25,7 @@ from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.model.activation_memory import decode_bytes, prefill_bytes, work_bytes
 from kvseek.engine.model.cuda.steps import DecodeStep, KernelModel, StepResult
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.model.reference import causal_attention
 from kvseek.engine.row_recorder import Wanted
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
