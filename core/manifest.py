@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .config_file import check_format
+from .config import check_format
 from .errors import ConfigError, EngineDirectoryError, from_dict
 
 MANIFEST_FILE = "manifest.json"

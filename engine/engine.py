@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import LATEST
-from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, read_config
 from kvseek.core.cuda import check_alive
 from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, LogitsError, RequestError, SamplingError
 from kvseek.core.manifest import verify

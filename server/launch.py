@@ -16,7 +16,7 @@ from pathlib import Path
 
 import requests
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.liveness import ask
 from kvseek.core.manifest import verify
 from kvseek.core.private_files import PrivateFileError, open_own_file, open_private_folder

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import requests
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.liveness import ask
 
 from .errors import ServerError

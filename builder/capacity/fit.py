@@ -16,8 +16,7 @@ from functools import cached_property
 
 import torch
 
-from kvseek.builder.checkpoints.rank_weights import rank_shape
-from kvseek.builder.checkpoints.weights import WeightFormat, total_size
+from kvseek.builder.checkpoints.weights import WeightFormat, rank_shape, total_size
 from kvseek.builder.compile.cuda import specialise
 from kvseek.builder.options import FitOptions
 from kvseek.builder.weight_storage import weight_storage

@@ -12,8 +12,7 @@ from tests.support.draws import make_draws
 from torch import Tensor
 
 from kvseek.core.batch import Batch, Selection, buckets_for
-from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, ModelConfig, read_config
 from kvseek.core.index_context import IndexContext
 from kvseek.core.ranks import rank_config
 from kvseek.core.rope import Rotation

@@ -21,8 +21,7 @@ from kvseek.builder.capacity.report import Document, fit_document
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.builder.options import FitOptions, parse
-from kvseek.core.config import TensorRtConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import TensorRtConfig, read_config
 from kvseek.core.errors import CapacityError
 from kvseek.core.ranks import rank_config
 from kvseek.core.request import Request, RequestStatistics

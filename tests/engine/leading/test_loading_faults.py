@@ -21,7 +21,7 @@ from tests.engine.leading.failing_rank import REASON, join
 from tests.support.forks import start_rank
 from tests.support.waiting import is_running, wait_for
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import CapacityError
 from kvseek.engine.leading import followers, leader
 from kvseek.engine.leading.followers import Followers, Member, RankError

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 import transformers
 
-from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, read_config
 from kvseek.engine.chat_template import TEMPLATE_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.openai.bodies import Message, chat_ids, message_texts
