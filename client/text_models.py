@@ -1,4 +1,4 @@
-"""The text models that kvseek's clients ask, one in each layout of the server's model repository, and the options of a request."""
+"""The text models that kvseek's clients ask, one in each layout of the model repository, and the options of a request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fuses weights of an engine from checkpoint tensors, divides them among ranks (core/ranks.py says by what) and writes safetensors
-shards, with one tensor in memory at a time.
+"""Fuses weights of an engine from checkpoint tensors, divides them among ranks (core/ranks.py says by what) and writes
+safetensors shards, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
