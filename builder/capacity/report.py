@@ -11,8 +11,8 @@ from rich.table import Table
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.options import FitOptions
 from kvseek.builder.printing import Column, print_json, table
+from kvseek.core.command_line import readable
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.core.sizes import readable
 from kvseek.engine.cache.memory_layout import MemoryLayout
 from kvseek.engine.loading.memory import HOPPER
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes

@@ -25,10 +25,10 @@ from kvseek.core.streams import SideWork, wait_for_stream
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
 from kvseek.engine.model.prompt_windows import row_tokens
-from kvseek.engine.model.repeated_tokens import RepeatedTokens
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
 
+from .block_sparse import RepeatedTokens
 from .reference import BlockAttention, CausalAttention
 
 RotatePrompt = Callable[[int, int, int], Rotation]

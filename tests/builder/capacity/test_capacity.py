@@ -21,11 +21,11 @@ from kvseek.builder.capacity.report import Document, fit_document
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.builder.options import FitOptions, parse
+from kvseek.core.command_line import readable
 from kvseek.core.config import TensorRtConfig, read_config
 from kvseek.core.errors import CapacityError
 from kvseek.core.ranks import rank_config
 from kvseek.core.request import Request, RequestStatistics
-from kvseek.core.sizes import readable
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.cache.prefixes.cache import PrefixCache, PrefixRows

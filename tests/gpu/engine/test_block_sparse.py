@@ -19,6 +19,7 @@ from kvseek.engine.model.block_sparse import (
     PIECES_TOGETHER,
     Attend,
     BlockSparseAttention,
+    RepeatedTokens,
     attend_by_cudnn,
     attend_by_flash,
     block_mass,
@@ -30,7 +31,6 @@ from kvseek.engine.model.block_sparse import (
     sample,
     sparse_bytes,
 )
-from kvseek.engine.model.repeated_tokens import RepeatedTokens
 
 pytestmark = pytest.mark.gpu
 
