@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 LEADING_NAMES = re.compile(r"[a-z]\w*(?:, [a-z]\w*)*")  # of the fields that a message is about
-SHOWN_CHARACTERS = 60  # of a value, in an error
+SHOWN_CHARACTERS = 40  # of what a client has sent, in an error,
+SHOWN_OF_VALUE = 60  # and of a field's value
 T = TypeVar("T")
 
 
@@ -94,6 +95,12 @@ def require(
     """Raise an error that names the field, its value, the limit and the remedy unless `condition` holds."""
     if not condition:
         raise error(f"{name} = {value!r}: must be {limit}; {remedy}")
+
+
+def shortened(value: object, most: int = SHOWN_CHARACTERS) -> str:
+    """Shorten a value for an error message, to what a reader needs to find it."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def text_of(error: Exception) -> str:
@@ -181,8 +188,7 @@ def typed(name: str, value: Any, kind: Any, error: type[KvseekError] = RequestEr
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as found:
         reason, _, place = str(found).partition(" - at `$")
-        text = repr(value)
-        shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+        shown = shortened(repr(value), SHOWN_OF_VALUE)
         where = f"{name}{place.removesuffix('`')}" if place else f"{name} = {shown}"
         raise error(f"{where}: {reason}; correct it, or leave it out for its default") from None
 

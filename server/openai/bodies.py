@@ -28,7 +28,7 @@ from kvseek.core.request import (
 )
 from kvseek.core.selected_rows import RowReport
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.http.json_fields import first_character
+from kvseek.server.http.content import first_character
 from kvseek.server.requests.translation import PromptTooLongError, encode_prompt, max_text_bytes
 
 from .fields import ABSENT, PARAMS, BodyFormat, FieldError, decode, field_of, is_absent, require
