@@ -383,7 +383,7 @@ class LayerwisePrefill(Prefill):
 
     def _load(self, layer: int) -> tuple[Rows, SideWork]:
         rows = self._new_rows()
-        return rows, self.retrieval.load_prefix(layer, self.slots[0], *rows)
+        return rows, self.retrieval.cache.load_prefix(layer, self.slots[0], *rows)
 
     def _new_rows(self) -> Rows:
         return new_rows(self.retrieval, self.tokens), new_rows(self.retrieval, self.tokens)

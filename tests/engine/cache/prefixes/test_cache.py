@@ -195,7 +195,7 @@ class CacheMachine(RuleBasedStateMachine):
             keys, values = torch.full((1, n, 2), torch.nan), torch.full((1, n, 2), torch.nan)
             rows = rows_of(one.tokens, layer)
             if one.reused:
-                self.retrieval.load_prefix(layer, slot, keys, values).wait()
+                self.retrieval.cache.load_prefix(layer, slot, keys, values).wait()
                 assert torch.equal(keys[:, : one.reused], rows[:, : one.reused, 0])
                 assert torch.equal(values[:, : one.reused], rows[:, : one.reused, 1])
             keys[:, one.reused :], values[:, one.reused :] = rows[:, one.reused :, 0], rows[:, one.reused :, 1]
