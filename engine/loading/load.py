@@ -28,7 +28,7 @@ from kvseek.engine.model.layer import Products
 from kvseek.engine.model.reference import TorchOperations, causal_attention
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
-from kvseek.kernels.cpu.attention.causal_attention import causal_attention as native_attention
+from kvseek.kernels.cpu.attention.attend import causal_attention as native_attention
 from kvseek.kernels.cpu.draw.draw import NativeDraw
 from kvseek.kernels.cpu.layer.layer import NativeOperations
 from kvseek.plugins.sources import check_sources

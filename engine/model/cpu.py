@@ -34,7 +34,7 @@ from kvseek.core.weight_only import INPUTS_MULTIPLE
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, draw_once, greedy_token, sampled
 from kvseek.engine.retrieval import Retrieval
 from kvseek.engine.row_recorder import NOBODY, RowsBySlot, Wanted
-from kvseek.kernels.cpu.layer.byte_products import MOST_INPUTS, ByteProduct
+from kvseek.kernels.cpu.layer.layer import MOST_INPUTS, ByteProduct
 
 from .decoder import Decoder
 from .layer import Linear, Product, Products, WeightsModel

@@ -1,7 +1,6 @@
 """What a decoder layer computes of a prompt besides matrix products, and of a step besides selection and attention, in PyTorch.
 
-That is the definition of correct for kernels/layer.py and kernels/cpu/attention/causal_attention.py. Attention of decode steps on
-the CPU is in kernels/cpu/attention/attend.py.
+That is the definition of correct for kernels/layer.py and for causal attention in kernels/cpu/attention/attend.py.
 """
 
 from __future__ import annotations

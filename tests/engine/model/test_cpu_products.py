@@ -26,7 +26,7 @@ from kvseek.engine.model.cpu import (
     multiplies_integers,
 )
 from kvseek.engine.model.layer import Linear, Product, Products
-from kvseek.kernels.cpu.layer.byte_products import ByteProduct
+from kvseek.kernels.cpu.layer.layer import ByteProduct
 
 ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, 31, 32, 33, 150)
 DTYPES = (torch.float32, torch.bfloat16)

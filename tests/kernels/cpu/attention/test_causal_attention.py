@@ -16,7 +16,7 @@ from kvseek.builder.compile.cpu import instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.engine.model import reference as in_pytorch
-from kvseek.kernels.cpu.attention.causal_attention import causal_attention
+from kvseek.kernels.cpu.attention.attend import causal_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 # q, n, heads, KV heads, head size: several blocks of keys and units, groups that a tile of 6 rows straddles, padding
