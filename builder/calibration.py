@@ -224,7 +224,7 @@ class WindowedText:
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention
         for number in range(self.model.num_layers):
             weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
-            layer = Layer(self.model, weights, number, self.products)
+            layer = Layer(weights, number, self.products)
             del weights
             for start, stop in self.spans:
                 x, tokens = hidden[start:stop], stop - start

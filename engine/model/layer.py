@@ -147,13 +147,7 @@ class Layer:
         Makes the layer's products; None: with PyTorch's operator, in the dtype of the norms.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        weights: Mapping[str, Tensor],
-        number: int,
-        products: Products | None = None,
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], number: int, products: Products | None = None) -> None:
         prefix = f"layers.{number}."
         self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
@@ -306,7 +300,7 @@ class WeightsModel(LayerwiseModel[Stream]):
         super().__init__(retrieval, attention)
         self.ops = ops
         self.embed = products.embedding(weights["embed.weight"])
-        self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
+        self.layers = [Layer(weights, number, products) for number in range(self.model.num_layers)]
         self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
 
