@@ -40,9 +40,8 @@ from kvseek.plugins.registry import method_traits
 MAX_NUM_TOKENS = 8192
 NO_DISK = DiskSettings()
 MOST_STEPS = 8  # that are launched at once
-# That they take together: whoever comes or ends meanwhile waits for one launch or two. 0: one step a launch. 0.004 is meant,
-# once tests/gpu/engine has passed with it.
-LAUNCH_SECONDS = 0.0
+# That they take together: whoever comes or ends meanwhile waits for one launch or two.
+LAUNCH_SECONDS = 0.004
 SOUND_ENDS = (FinishReason.END_ID, FinishReason.STOP_WORD, FinishReason.LENGTH)
 
 

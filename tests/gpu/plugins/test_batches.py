@@ -16,6 +16,7 @@ from tests.plugins.index_cases import KV_HEADS, batch_of
 from torch import Tensor
 
 from kvseek.plugins.contract import Index
+from kvseek.plugins.peers.base import PeerIndex
 from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
@@ -92,7 +93,8 @@ def test_a_captured_selection_follows_requests_and_skips_dense_ones(name: str) -
     captured.rows.fill_(-9)
     graph.replay()
     assert torch.equal(captured.rows[:2], last.rows[:2])
-    assert (captured.rows[2] == -9).all(), "nothing is selected for a dense request"
+    if not isinstance(index, PeerIndex):  # which selects for equal ground, not for speed
+        assert (captured.rows[2] == -9).all(), "nothing is selected for a dense request"
 
 
 def check_bad_queries(index: Index) -> None:
