@@ -20,8 +20,7 @@ from kvseek.engine.model.layer import Products
 from kvseek.engine.model.prefill import logits_at_once
 from kvseek.engine.model.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.model.weights import load_weights, make_weights, random_seed
-from kvseek.engine.parallel.cuda.layer import RankLayerKernels
-from kvseek.engine.parallel.cuda.ranks import DeviceRanks
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks, RankLayerKernels
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
