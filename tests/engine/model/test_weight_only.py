@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.builder.capacity.test_capacity import planner
+from tests.builder.test_capacity import planner
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.model.test_logits import load_transformers
 from tests.support.checkpoint_files import save_dequantised

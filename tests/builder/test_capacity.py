@@ -16,8 +16,18 @@ from tests.plugins.cases import ON_GPU
 from tests.support.random_models import SHAPE, save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.capacity.fit import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, FitSearch
-from kvseek.builder.capacity.report import Document, fit_document
+from kvseek.builder.capacity import (
+    BUDGET,
+    DEVICE,
+    HOST,
+    KERNELS,
+    REACH,
+    REQUESTS,
+    Attempt,
+    Document,
+    FitSearch,
+    fit_document,
+)
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.builder.options import FitOptions, parse
