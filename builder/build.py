@@ -19,7 +19,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
 from kvseek.builder.calibration import Calibration, Calibrator, Text
-from kvseek.builder.capacity.report import print_fit
 from kvseek.builder.checking import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
@@ -35,8 +34,7 @@ from kvseek.builder.options import BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import write_config
+from kvseek.core.config import EngineConfig, write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require
@@ -48,6 +46,8 @@ from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import method_traits
 from kvseek.plugins.sources import write_sources_digest
+
+from .capacity import print_fit
 
 CHECKED_BYTES = 1_000_000_000  # of an engine's weights: with less, --check takes seconds and is the default
 

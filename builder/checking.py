@@ -26,13 +26,12 @@ from kvseek.builder.checkpoints.hugging_face import HuggingFaceCheckpoint
 from kvseek.builder.checkpoints.model_config import ARCHITECTURES
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig, read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.core.weight_only import NOT_FINITE
 from kvseek.engine.leading.leader import load_decoder
-from kvseek.engine.model.cpu.products import bfloat16_works
+from kvseek.engine.model.cpu import bfloat16_works
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.cuda.gpus import ranks_share_gpus
 

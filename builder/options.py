@@ -20,8 +20,7 @@ from kvseek.core.config import (
     ModelConfig,
     TensorRtConfig,
 )
-from kvseek.core.errors import ConfigError, require
-from kvseek.core.fields import from_dict, read_fields, refuse_unknown
+from kvseek.core.errors import ConfigError, from_dict, read_fields, refuse_unknown, require
 from kvseek.core.weight_only import NONE
 from kvseek.plugins.registry import METHODS, PEERS, get_method
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvseek.core.config import CHECK_CONFIG, ModelConfig, RopeScaling
-from kvseek.core.errors import ConfigError, require
-from kvseek.core.fields import from_dict
+from kvseek.core.errors import ConfigError, from_dict, require
 
 from .known_keys import CONFIG, IDLE_ROPE_KEYS, ROPE_KINDS, USE_ANOTHER, KnownKeys
 

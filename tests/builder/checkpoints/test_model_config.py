@@ -20,8 +20,7 @@ from kvseek.builder.checkpoints.effective_config import check_effective_config
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
-from kvseek.core.config import ModelConfig, RopeScaling
-from kvseek.core.config_file import read_config
+from kvseek.core.config import ModelConfig, RopeScaling, read_config
 from kvseek.core.errors import ConfigError
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

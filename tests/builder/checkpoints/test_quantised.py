@@ -16,7 +16,7 @@ from tests.support.prefill import run_prefill
 from kvseek.builder.build import main as build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.quantised import Quantisation
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
