@@ -193,7 +193,7 @@ def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightForm
     if weight_format.quantises(weight.name):
         parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) is not None]
         if parts:  # own_precision has found that all have this precision
-            numbers, scales = zip(*(part.bytes() for part in parts), strict=True)
+            numbers, scales = zip(*(part.as_stored() for part in parts), strict=True)
             return torch.cat(numbers), torch.cat(scales)
     return weight_format.convert(fuse(checkpoint, weight), weight.name)
 
