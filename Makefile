@@ -21,6 +21,8 @@ LOAD := .cache/load
 PERF_ANALYZER := $(LOAD)/perf_analyzer/bin/perf_analyzer
 AIPERF := $(LOAD)/aiperf/bin/aiperf
 LM_EVAL := $(LOAD)/lm_eval/bin/lm_eval
+BRIDGES := .cache/bridges/bin/python
+HUB := git+https://github.com/xAlg-ai/sparse-attention-hub@1a048c9314b6b2cb7e8a7553f744c478b8abfef0
 LOAD_ENGINE := .cache/engines/smollm2-load
 LOAD_RESULT ?= build/load.json
 PERF_ARGS ?=
@@ -29,7 +31,7 @@ COMMIT ?= main
 # Hundreds of processes of the tests import kvseek, and would compile it each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools lm-eval check check-install lint sizes types links format install model engine clean
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools lm-eval test-bridges check check-install lint sizes types links format install model engine clean
 
 demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -97,6 +99,16 @@ $(LM_EVAL): | install
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > $$($(LOAD)/lm_eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvseek.pth
 	$(LOAD)/lm_eval/bin/pip install -q $(PIP_ARGS) 'lm_eval[api]==0.4.13' 'pyarrow<21'
+
+test-bridges: $(BRIDGES) ## bench/bridges in kvpress and sparse-attention-hub, and their choices beside those of plugins/peers; 1 GB
+	$(BRIDGES) -m pytest -p no:cacheprovider tests/bench/bridges tests/plugins/peers/test_theirs.py
+
+$(BRIDGES): | install
+	$(PYTHON) -m venv .cache/bridges
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$($(BRIDGES) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvseek.pth
+	$(BRIDGES) -m pip install -q $(PIP_ARGS) kvpress==0.5.5 'ray[tune]' seaborn
+	$(BRIDGES) -m pip install -q $(PIP_ARGS) --no-deps $(HUB)
 
 # mypy has one thread, so it runs beside the tests; lint has made the links that it needs.
 check: lint model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls

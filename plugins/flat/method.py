@@ -1,44 +1,27 @@
-"""Exact top-k: score every retrieval key. The upper bound of token-level retrieval, in PyTorch on any device."""
+"""Exact top-k: score every retrieval key. The upper bound of token-level retrieval, on the ground of the competing systems."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.ranking import RankedIndex, best_positions, softmax_mean
+from kvseek.plugins.peers.base import KeyedIndex, Region
+from kvseek.plugins.ranking import best_positions, softmax_mean
 
 from .config import Config
 
 __all__ = ["create", "traits"]
 
 
-class FlatIndex(RankedIndex):
-    """An index that keeps a copy of the keys, [extents, G, 1024, D] in the cache's dtype; scores are float32."""
+class FlatIndex(KeyedIndex):
+    """Ranks all keys by their products with the queries, in float32."""
 
-    def __init__(self, context: IndexContext) -> None:
-        super().__init__(context)
-        shape = (context.extents.capacity, context.num_kv_heads, EXTENT_TOKENS, context.head_dim)
-        self.keys = torch.empty(shape, dtype=context.dtype, device=context.device)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes per token of the copy of the keys."""
-        return self.context.num_kv_heads * self.context.head_dim * self.context.dtype.itemsize
-
-    def build(self, slot: int, keys: Tensor, queries: Tensor) -> None:
-        """See Index.build; the queries are not used."""
-        self.append(slot, 0, keys)
-
-    def append(self, slot: int, start: int, keys: Tensor) -> None:
-        """See Index.append. The keys are invisible as yet, because no selection reads beyond a region's length."""
-        self.context.extents.write(self.keys, slot, start, keys)
-
-    def best(self, queries: Tensor, slot: int, length: int) -> Tensor:
-        keys = self.context.extents.read(self.keys, slot, length)
-        return exact_top_k(queries, keys, self.config.top_k, self.context.scaling)
+    def values(self, queries: Tensor, region: Region) -> Tensor:
+        """Rank by the mean softmax."""
+        scores = queries @ self.keys(region).transpose(1, 2)
+        return softmax_mean(scores.masked_fill(~region.valid, -torch.inf), self.context.scaling)
 
 
 def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, scaling: float) -> Tensor:
@@ -51,8 +34,8 @@ def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, scaling: float) -> Te
 
 
 def traits(config: Config) -> Traits:
-    """Return the method's traits: it runs only on the CPU, because it is for comparisons and has no kernels."""
-    return Traits(devices=("cpu",), prefix_reuse="entries")
+    """Return the method's traits."""
+    return Traits(prefix_reuse="entries")
 
 
 def create(context: IndexContext) -> Index:

@@ -13,6 +13,7 @@ from tests.conftest import RandomModel
 from kvseek.builder import build
 from kvseek.builder.flags import FlagParser, field_texts
 from kvseek.core.config import CacheConfig, TensorRtConfig
+from kvseek.plugins import registry
 from kvseek.plugins.registry import METHODS, PEERS, get_method
 
 
@@ -224,7 +225,7 @@ def test_bad_values(
 
 
 PLANS: list[tuple[tuple[str, ...], str]] = [
-    (FLAT, "method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv"),
+    (("--method", "toy"), "method = 'toy' does not run with device = 'cuda'; choose one of full, clusterkv"),
     (("--max_batch_size", "65"), "max_batch_size = 65: must be <= 64"),
     (("--tp_size", "3"), "tp_size = 3: must be a divisor of intermediate_size = 160; choose"),
     (("--kernels", "reference"), "kernels = 'reference': must be 'native'"),
@@ -233,7 +234,12 @@ PLANS: list[tuple[tuple[str, ...], str]] = [
 
 @pytest.mark.parametrize(("flags", "message"), PLANS)
 def test_bad_values_of_plans(
-    flags: tuple[str, ...], message: str, random_model: RandomModel, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...],
+    message: str,
+    random_model: RandomModel,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(registry.METHODS, "toy", "tests.plugins.toy_method")
     assert build.main([*PLAN, "--model", str(random_model("llama", head_dim=64)), *flags]) == 1
     assert message in capsys.readouterr().err

@@ -16,6 +16,7 @@ from kvseek.core.index_context import ShapeLimits
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.kernels.cpu.attention.attend import LIMITS
+from kvseek.plugins import registry
 from kvseek.plugins.sources import package_roots
 
 (ROOT,) = package_roots()
@@ -29,7 +30,7 @@ REFUSED = [
         (),
         f"num_kv_heads = 24: must be at most 16 {NO_OTHER}",
     ),
-    ("flat", {}, CUDA, "method = 'flat' does not run with device = 'cuda'; choose one of full"),
+    ("toy", {}, CUDA, "method = 'toy' does not run with device = 'cuda'; choose one of full"),
     ("full", {"intermediate_size": 100}, CUDA, "intermediate_size = 100: must be a multiple of 8 on a GPU; build with"),
     ("full", {"head_dim": 100}, CUDA, "head_dim = 100: must be a multiple of 32 up to 256 with device = 'cuda'; build"),
     (
@@ -59,7 +60,9 @@ def test_a_build_refuses_what_could_not_be_served(
     random_model: RandomModel,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(registry.METHODS, "toy", "tests.plugins.toy_method")
     where = ("--model", str(random_model("llama", **shape)), "--output_dir", str(tmp_path / "engine"))
     assert build.main([*where, "--method", method, "--quiet", *flags]) == 1
     assert re.search(message, capsys.readouterr().err)

@@ -29,6 +29,7 @@ from kvseek.engine.loading.memory import (
     UnloadedKernels,
     make_without_rows,
 )
+from kvseek.plugins import registry
 from kvseek.plugins.registry import METHODS, get_method
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
@@ -181,10 +182,11 @@ def test_work_space_follows_the_gpu() -> None:
     assert half.fixed < large.fixed
 
 
-def test_what_kernels_refuse_is_refused() -> None:
-    config = engine(SMALL, "flat", {})
+def test_what_kernels_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.METHODS, "toy", "tests.plugins.toy_method")
+    config = engine(SMALL, "toy", {})
     with pytest.raises(
-        ConfigError, match="method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv"
+        ConfigError, match="method = 'toy' does not run with device = 'cuda'; choose one of full, clusterkv"
     ):
         DryRun({}).index_needs(config)
     small = dataclasses.replace(HOPPER, shared_memory_per_block=16 << 10)

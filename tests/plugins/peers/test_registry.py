@@ -16,7 +16,7 @@ import sys
 from kvseek.builder.options import parse
 from kvseek.engine.engine import Engine
 options = parse(["--model", "m", "--output_dir", "o", "--method", "full"])
-print([name for name in sys.modules if name.startswith("kvseek.plugins.peers")])
+print([name for name in sys.modules if name.startswith("kvseek.plugins.peers.") and not name.endswith(".base")])
 """
 
 

@@ -1,4 +1,4 @@
-"""Each competing system selects what its paper's rule says, computed here directly, row by row and in float64.
+"""Each competing system, and exact top-k, selects what its rule says, computed here directly, row by row and in float64.
 
 A region is read, grows and is asked on the way, with the shapes of the CPU and with those of a step that a GPU captures.
 """
@@ -57,6 +57,10 @@ class Head:
         order = sorted(range(len(values)), key=lambda number: -values[number])
         rows = [row for number in order for row in range(number * page, min((number + 1) * page, len(self.keys)))]
         return set(rows[: self.top_k])
+
+
+def flat(head: Head) -> set[int]:
+    return head.best_rows(head.weights(head.queries, list(range(len(head.keys)))).tolist())
 
 
 def streamingllm(head: Head) -> set[int]:
@@ -218,6 +222,7 @@ def squeezedattention(head: Head) -> set[int]:
 
 RULES: dict[str, Callable[[Head], set[int]]] = {
     "arkvale": arkvale,
+    "flat": flat,
     "h2o": h2o,
     "infinigen": infinigen,
     "magicpig": magicpig,
@@ -232,7 +237,7 @@ RULES: dict[str, Callable[[Head], set[int]]] = {
 
 
 @pytest.mark.parametrize("one_shape", [False, True])
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", [*PEERS, "flat"])
 def test_the_papers_rule(peer: str, one_shape: bool) -> None:
     region = Region(peer, CASES[peer].index, slots=2)
     region.index.one_shape = one_shape  # type: ignore[attr-defined]
@@ -247,7 +252,7 @@ def test_the_papers_rule(peer: str, one_shape: bool) -> None:
         region.evict(0, keys[:, start : start + EVICTED])
 
 
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", [*PEERS, "flat"])
 def test_a_step_that_a_gpu_captures_reads_nothing_back(peer: str) -> None:
     """Tensors without numbers refuse whatever depends on them: shapes, and what the host would wait for."""
     region = Region(peer, CASES[peer].index)

@@ -20,7 +20,6 @@ from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutpu
 from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Launched, Sampler
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
-from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.model.activation_memory import decode_bytes, prefill_bytes, work_bytes
 from kvseek.engine.model.cuda.steps import DecodeStep, KernelModel, StepResult
 from kvseek.engine.model.library_attention import causal_attention_device
@@ -143,15 +142,6 @@ def test_running_out_of_memory_ends_one_request_with_the_numbers(
     assert "72 are free" in failed.error
     tokens = [output.token_id for output in outputs if output.request_id == short and output.token_id is not None]
     assert [tokens] == reference.generate([Request(tuple(PROMPT[:60]), 12)])
-
-
-def test_a_method_that_does_not_run_on_a_gpu_is_refused_by_name(directories: dict[tuple[str, str], Path]) -> None:
-    config = dataclasses.replace(read_config(directories["llama", "flat"]), device="cuda", kernels="native")
-    pattern = (
-        "method = 'flat' does not run with device = 'cuda'; choose one of full, clusterkv, .*, or build with --dev"
-    )
-    with pytest.raises(ConfigError, match=pattern):
-        IndexMaker(config, {})
 
 
 def test_buckets() -> None:
