@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
 from kvseek.builder.calibration import Calibration, Calibrator, Text
+from kvseek.builder.capacity import print_fit
 from kvseek.builder.checking import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
@@ -46,8 +47,6 @@ from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import method_traits
 from kvseek.plugins.sources import write_sources_digest
-
-from .capacity import print_fit
 
 CHECKED_BYTES = 1_000_000_000  # of an engine's weights: with less, --check takes seconds and is the default
 
