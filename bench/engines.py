@@ -23,8 +23,7 @@ import torch
 from kvseek.bench.variants import Variant
 from kvseek.builder.build import main as build
 from kvseek.builder.build import write_codebooks, write_kernels
-from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.config_file import read_config, write_config
+from kvseek.core.config import EngineConfig, ModelConfig, read_config, write_config
 from kvseek.core.cuda import KERNELS_FOLDER
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.manifest import MANIFEST_FILE, read_manifest, write_manifest

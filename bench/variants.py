@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvseek.core.command_line import optional_size
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig
-from kvseek.core.errors import ConfigError, require
-from kvseek.core.fields import from_dict
-from kvseek.core.sizes import optional_size
+from kvseek.core.errors import ConfigError, from_dict, require
 from kvseek.plugins.registry import CACHE_PREFIX, PAPER, Method, get_method
 
 DENSE = EngineConfig.prefill_attention

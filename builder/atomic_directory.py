@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvseek.core.command_line import readable
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import MANIFEST_FILE
-from kvseek.core.sizes import readable
 
 PARTIAL, REPLACED = "partial", "replaced"
 NO_ROOM = {  # errors of a file that cannot grow, and what helps

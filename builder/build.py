@@ -19,12 +19,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
 from kvseek.builder.calibration import Calibration, Calibrator, Text
-from kvseek.builder.capacity.report import print_fit
+from kvseek.builder.capacity import print_fit
 from kvseek.builder.checking import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
+from kvseek.builder.checkpoints.weights import own_precision
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
@@ -34,13 +35,13 @@ from kvseek.builder.options import BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import write_config
+from kvseek.core.config import EngineConfig, write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
+from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -102,7 +103,7 @@ class _Build:
     def of(cls, options: BuildOptions, checkpoint: Checkpoint) -> _Build:
         """Complete the options; raises as `build_engine`."""
         text = None if options.calibrate is None else Text.read(options.calibrate)
-        config = options.engine_config(checkpoint.config)
+        config = options.engine_config(checkpoint.config, own_precision(checkpoint, options.choices["device"]))
         storage = weight_storage(config)
         sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
         return cls(
@@ -114,6 +115,15 @@ class _Build:
         """Whether the engine's logits are compared with transformers'."""
         asked = self.options.check
         return self.storage.weight_bytes < CHECKED_BYTES if asked is None else asked
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What becomes of a quantised checkpoint's numbers."""
+        if self.checkpoint.quantised_by is None:
+            return ()
+        own = self.config.weight_only_precision
+        kept = f"rounded to {self.config.dtype}" if own == NONE else f"kept as they are, {own}"
+        return (f"weights quantised by {self.checkpoint.quantised_by}: {kept}", *self.checkpoint.notes)
 
     def check(self, output_dir: Path) -> None:
         """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice.
@@ -165,6 +175,8 @@ def build_engine(options: BuildOptions) -> bool:
         return False
     with console.status("check the model"):
         build.check(output_dir)
+    for note in build.notes:
+        console.print(note)
     with atomic_directory(output_dir) as directory:
         calibration = _write_engine(build, directory, console)
         if build.compares:  # before the engine takes its place: one that is wrong is not kept

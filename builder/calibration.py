@@ -26,17 +26,14 @@ from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
 from kvseek.builder.printing import Advance, Column, table
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, require
-from kvseek.core.fields import from_dict
+from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, from_dict, require
 from kvseek.core.rope import RotaryEmbedding
 from kvseek.core.weight_only import HEAD, NONE
 from kvseek.engine.draws.sampling import overflow_remedy
-from kvseek.engine.model.cpu.products import HostProducts, bfloat16_works
-from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.cpu import HostProducts, bfloat16_works
+from kvseek.engine.model.layer import Head, Layer, Products
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.reference.attention import causal_attention
-from kvseek.engine.model.reference.operations import TorchOperations
-from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.reference import TorchOperations, causal_attention
 from kvseek.engine.model.weights import list_weights, load_weights
 from kvseek.engine.tokenizer import Tokenizer
 
@@ -227,7 +224,7 @@ class WindowedText:
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention
         for number in range(self.model.num_layers):
             weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
-            layer = Layer(self.model, weights, number, self.products)
+            layer = Layer(weights, number, self.products)
             del weights
             for start, stop in self.spans:
                 x, tokens = hidden[start:stop], stop - start

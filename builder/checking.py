@@ -26,13 +26,12 @@ from kvseek.builder.checkpoints.hugging_face import HuggingFaceCheckpoint
 from kvseek.builder.checkpoints.model_config import ARCHITECTURES
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig, read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.core.weight_only import NOT_FINITE
 from kvseek.engine.leading.leader import load_decoder
-from kvseek.engine.model.cpu.products import bfloat16_works
+from kvseek.engine.model.cpu import bfloat16_works
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.cuda.gpus import ranks_share_gpus
 
@@ -288,7 +287,7 @@ def generated_logits(model: Any, ids: Sequence[int], rows: int, passes: int) -> 
 
 def _model(checkpoint: Checkpoint, folder: Path) -> tuple[Any, str]:
     """Make transformers' model, and say what of the checkpoint transformers did not read itself."""
-    if isinstance(checkpoint, HuggingFaceCheckpoint):
+    if isinstance(checkpoint, HuggingFaceCheckpoint) and checkpoint.quantised_by is None:
         return _own_model(checkpoint.path, folder), ""
     reason = _foreign(checkpoint)
     if not reason:
@@ -307,7 +306,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _foreign(checkpoint: Checkpoint) -> str:
-    """Say why transformers should not read a checkpoint that is no Hugging Face directory; empty for most GGUF files."""
+    """Say why transformers should not read a quantised or a foreign checkpoint; empty for most GGUF files."""
+    if checkpoint.quantised_by is not None:
+        return f"transformers needs packages and kernels of its own for weights by {checkpoint.quantised_by}"
     if not isinstance(checkpoint, GgufCheckpoint):
         return "transformers does not read TensorRT-LLM checkpoints"
     if len(checkpoint.files) > 1:

@@ -11,7 +11,6 @@ from typing import Any
 
 import kvseek.builder
 import kvseek.core.config
-import kvseek.core.config_file
 import kvseek.core.manifest
 import kvseek.core.rope
 import kvseek.core.weight_only
@@ -26,7 +25,6 @@ SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
 # tables of angles in TensorRT plans.
 BUILT_IN = (
     kvseek.core.config,
-    kvseek.core.config_file,
     kvseek.core.manifest,
     kvseek.core.weight_only,
     kvseek.core.rope,

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvseek.builder.compile.cuda import ARCHITECTURES
-from kvseek.core.command_line import Parser
+from kvseek.core.command_line import Parser, memory_size, optional_size
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, TensorRtConfig
-from kvseek.core.sizes import memory_size, optional_size
 from kvseek.plugins.registry import METHODS, PAPER, PEERS, get_method
 
 LIMITS = {

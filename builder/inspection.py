@@ -14,12 +14,11 @@ from kvseek.builder.calibration import CALIBRATION_FILE, Calibration
 from kvseek.builder.flags import LIMITS
 from kvseek.builder.printing import print_json, table
 from kvseek.builder.weight_storage import weight_storage
-from kvseek.core.config import FORMAT_VERSION, CacheConfig
-from kvseek.core.config_file import check_format, read_config
+from kvseek.core.command_line import readable
+from kvseek.core.config import FORMAT_VERSION, CacheConfig, check_format, read_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import cubin_architectures
 from kvseek.core.manifest import MANIFEST_FILE, Fault, find_faults, read_manifest
-from kvseek.core.sizes import readable
 from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.model.cuda.attention import expected_attention
 from kvseek.engine.parallel.cuda.sums import expected_sums

@@ -20,14 +20,15 @@ from kvseek.core.config import (
     ModelConfig,
     TensorRtConfig,
 )
-from kvseek.core.errors import ConfigError, require
-from kvseek.core.fields import from_dict, read_fields, refuse_unknown
+from kvseek.core.errors import ConfigError, from_dict, read_fields, refuse_unknown, require
+from kvseek.core.weight_only import NONE
 from kvseek.plugins.registry import METHODS, PEERS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
 BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
 CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
 ENGINE_FIELDS = (*CHOICES, "quantize_lm_head")  # of EngineConfig, each with a flag of its name
+PRECISION = "weight_only_precision"  # of these, the one whose default is the checkpoint's
 MODES = ("plan", "inspect", "verify")
 NEEDED = {"tensorrt": ("runtime", "tensorrt"), "block_sparse": ("prefill_attention", "block_sparse")}  # for their flags
 GROUPS = ("cache", *NEEDED)  # of flags, by what comes before the dot; the chosen method is another one
@@ -35,7 +36,10 @@ GROUPS = ("cache", *NEEDED)  # of flags, by what comes before the dot; the chose
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The engine that was asked for. `choices` are the values of ENGINE_FIELDS; other dictionaries hold only what was given."""
+    """The engine that was asked for. `choices` are the values of ENGINE_FIELDS, but for PRECISION only if it was given.
+
+    The other dictionaries hold only what was given.
+    """
 
     model: Path
     method: str
@@ -48,11 +52,25 @@ class EngineOptions:
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
     preset: str | None = None  # of the method (plugins/registry.py); fields that were given override it
 
-    def engine_config(self, model: ModelConfig) -> EngineConfig:
+    def engine_config(self, model: ModelConfig, precision: str | None = None) -> EngineConfig:
         """Complete the options for a model; raises ConfigError on a value out of range.
 
         Method fields are stored with their defaults, so that an engine keeps them when a later version changes one.
+
+        Parameters
+        ----------
+        precision : str, optional
+            That the checkpoint's own numbers have (own_precision of builder/checkpoints/weights.py), and the engine's, unless
+            another one was asked for.
         """
+        asked = self.choices.get(PRECISION)
+        if precision is not None and asked not in (None, NONE, precision):
+            own = NONE if precision == NONE else f"{precision}, which the checkpoint has, or {NONE}"
+            require(False, PRECISION, asked, own, "the checkpoint is quantised, and would be rounded a second time")
+        choices = dict(self.choices)
+        if precision is not None and asked is None:
+            narrow = choices["runtime"] == "torch" and (choices["device"], choices["dtype"]) != ("cuda", "float32")
+            choices[PRECISION] = precision if narrow else NONE
         method = get_method(self.method)
         fields, cache = method.preset(self.preset)
         settings = method.configure(fields | self.method_config)
@@ -71,7 +89,7 @@ class EngineOptions:
             cache=from_dict(CacheConfig, {**method.traits(settings).cache_defaults, **cache, **self.cache}, "cache"),
             tensorrt=tensorrt,
             block_sparse=from_dict(BlockSparseConfig, self.block_sparse, "block_sparse"),
-            **self.choices,
+            **choices,
             **limits,
         )
         if config.prefill_attention == "block_sparse":
@@ -293,7 +311,9 @@ def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
         "model": values["model"],
         "method": values["method"],
         "tokenizer": values.get("tokenizer"),
-        "choices": {name: values.get(name, default) for name, default in defaults.items()},
+        "choices": {
+            name: values.get(name, defaults[name]) for name in ENGINE_FIELDS if name in values or name != PRECISION
+        },
         "limits": {name: values[name] for name in LIMITS if name in values},
         "preset": values.get("preset"),
         "method_config": _below(values, values["method"]),

@@ -13,9 +13,9 @@ import torch
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, check_tensors
 from kvseek.builder.weight_storage import weight_storage
+from kvseek.core.command_line import readable
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.core.sizes import readable
 from kvseek.engine.cache.host_memory import available_bytes
 from kvseek.engine.model.weights import Weight, list_weights
 

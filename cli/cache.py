@@ -15,9 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from kvseek.builder.printing import Column, print_json, table
-from kvseek.core.command_line import Parser, tells_errors
+from kvseek.core.command_line import Parser, readable, tells_errors
 from kvseek.core.errors import ConfigError
-from kvseek.core.sizes import readable
 from kvseek.engine.cache.prefixes.file import DamagedFileError, Entry
 from kvseek.engine.cache.prefixes.folder import NEW_FILES, BusyFolderError, lock, scan
 

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from kvseek.client.chat import build_prompt, read_text, show
 from kvseek.client.grpc_client import GrpcClient
-from kvseek.client.options import GenerateOptions
+from kvseek.client.text_models import GenerateOptions
 from kvseek.core.command_line import tells_errors
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import running_server
 from kvseek.server.settings import ServeSettings

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
-from kvseek.core.errors import RequestError
-from kvseek.core.fields import check_unicode
+from kvseek.core.errors import RequestError, check_unicode
 
 from .chunk import Chunk
 from .errors import ClientError, RefusedError, check_address, no_reply
-from .options import REPLY_SECONDS, GenerateOptions, bearer
-from .text_models import BLS, TextModel
+from .text_models import BLS, REPLY_SECONDS, GenerateOptions, TextModel, bearer
 
 # Of tensorrt_llm_bls; the inputs of other models have the types of those that they rename.
 DTYPES: dict[str, tuple[str, Any]] = {

@@ -11,8 +11,7 @@ import requests
 
 from .chunk import Chunk
 from .errors import ClientError, RefusedError, check_address, no_answer, no_reply
-from .options import REPLY_SECONDS, GenerateOptions, bearer
-from .text_models import BLS, TextModel
+from .text_models import BLS, REPLY_SECONDS, GenerateOptions, TextModel, bearer
 
 CONNECT_SECONDS = 10.0
 EVENT = b"data: "

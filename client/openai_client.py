@@ -12,7 +12,7 @@ import requests
 from .chunk import Chunk
 from .errors import ClientError, RefusedError, check_base_url
 from .http_client import EVENT, HttpPort
-from .options import REPLY_SECONDS, GenerateOptions
+from .text_models import REPLY_SECONDS, GenerateOptions
 
 DONE = b"[DONE]"
 GIVE_URL = "give the URL of its OpenAI port, with /v1, such as http://127.0.0.1:9000/v1"

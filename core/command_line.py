@@ -1,11 +1,16 @@
-"""The parser of all commands: dashes stand for underscores, a near miss gets a suggestion, and nothing is abbreviated."""
+"""The parser of all commands, and amounts of memory, as people write and read them.
+
+Dashes stand for underscores, a near miss gets a suggestion, and nothing is abbreviated.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -14,6 +19,14 @@ from .errors import KvseekError, text_of
 Main = Callable[..., int]
 
 CLOSE = 0.75  # least likeness, 0 to 1, of a word and what was meant: --nested.topk has 0.96 of --nested.top_k
+UNITS = {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+FACTORS = {unit.lower(): factor for unit, factor in UNITS.items()} | {"": 1, "b": 1}
+BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -97,3 +110,30 @@ class Parser(argparse.ArgumentParser):
 
 def _plain(flag: str) -> str:
     return f"--{flag[2:].replace('_', '-')}"
+
+
+def memory_size(text: str) -> int:
+    """Parse 80GiB, 1.5TB, 512mib or plain bytes, what every flag of a size in bytes takes.
+
+    Raises argparse.ArgumentTypeError, which argparse puts the flag before.
+    """
+    match = SIZE.fullmatch(text)
+    size = int(Decimal(match[1]) * FACTORS[match[2].lower()]) if match and match[2].lower() in FACTORS else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be a number > 0 and a unit, one of {', '.join(UNITS)}, or bytes without a unit; write it as 80GiB"
+        )
+    return size
+
+
+def optional_size(text: str) -> int | None:
+    """Parse a size, or null for none; raises as `memory_size`."""
+    return None if text == "null" else memory_size(text)
+
+
+def readable(size: float) -> str:
+    """An amount with the binary unit that leaves it below 1024: 3.25 GiB, 640 B."""
+    power = 0
+    while abs(size) >= 1024 and power < len(BINARY) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:,.2f} {BINARY[power]}" if power else f"{size:,.0f} B"

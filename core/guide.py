@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from .errors import RequestError
-from .fields import check_unicode, typed
+from .errors import RequestError, check_unicode, typed
 
 MAX_GUIDE_BYTES = 1 << 16
 # The library's time for an expression or a grammar grows with the square of its length, and what is nested deep enough ends the

@@ -13,9 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .config_file import check_format
-from .errors import ConfigError, EngineDirectoryError
-from .fields import from_dict
+from .config import check_format
+from .errors import ConfigError, EngineDirectoryError, from_dict
 
 MANIFEST_FILE = "manifest.json"
 CODEBOOKS_FILE = "codebooks.safetensors"

@@ -1,4 +1,4 @@
-"""The engine's input and output: requests, sampling parameters, step outputs."""
+"""The engine's input and output: requests, sampling parameters, sessions; step outputs, and statistics of requests and steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from functools import partial
 import msgspec
 
 from .config import EngineConfig
-from .errors import ErrorCode, RequestError, require
-from .fields import check_types, check_unicode
+from .errors import ErrorCode, RequestError, check_types, check_unicode, require, typed
 from .guide import Guide
 from .selected_rows import RowReport, SelectedRows
-from .session import Session, check_text
-from .statistics import RequestStatistics
 
+# Of sessions (docs/conversations.md). The scale and the default are those of TensorRT-LLM's KvCacheRetentionConfig.
+MAX_RETENTION_PRIORITY = 100
+DEFAULT_RETENTION_PRIORITY = 35  # of what requests without a session leave
+SESSION_PRIORITY = 70
+SESSION_SECONDS = 3600.0
+MAX_RETENTION_SECONDS = 7 * 24 * 3600.0
+MAX_SESSION_ID = 256
 MAX_SEED = 2**64 - 1
 DEFAULT_PRIORITY = 128
 MAX_PRIORITY = 255
@@ -31,7 +35,6 @@ MAX_BIASED_TOKENS = 1024
 MAX_SALT = 256
 MAX_STOP_WORDS = 64  # every token of the output is compared with all of them
 MAX_STOP_WORD_BYTES = 1024
-
 _require = partial(require, error=RequestError)
 
 
@@ -46,6 +49,66 @@ def check_words(name: str, words: Iterable[str]) -> tuple[str, ...]:
     if longest > MAX_STOP_WORD_BYTES:
         raise RequestError(f"{name}: one has {longest} bytes: must be <= {MAX_STOP_WORD_BYTES}; shorten it")
     return kept
+
+
+def check_text(name: str, text: str, most: int) -> None:
+    """Raise RequestError unless a client's name for something has 1 to `most` characters that UTF-8 can encode."""
+    typed(name, text, str)
+    if not 1 <= len(text) <= most:
+        raise RequestError(f"{name} has {len(text)} characters: must be 1 to {most}; leave it out for none")
+    check_unicode(name, text)
+
+
+@dataclass(frozen=True)
+class Session:
+    """The conversation that a request continues, and how its extents are kept once the request has ended.
+
+    Parameters
+    ----------
+    id : str
+        1 to 256 characters. Requests with the same id and the same `cache_salt` are of one session.
+    retention_priority : int
+        0 to 100: extents of lower priority make room first. What requests without a session leave has 35.
+    retention_seconds : float or None
+        How long the priority lasts after the session's latest request, at most a week; 35 afterwards. None: as long as the
+        session is not forgotten.
+
+    Raises
+    ------
+    RequestError
+        On a value that is out of range.
+    """
+
+    id: str
+    retention_priority: int = SESSION_PRIORITY
+    retention_seconds: float | None = SESSION_SECONDS
+
+    def __post_init__(self) -> None:
+        check_text("session_id", self.id, MAX_SESSION_ID)
+        check_types(self)
+        if not 0 <= self.retention_priority <= MAX_RETENTION_PRIORITY:
+            raise RequestError(
+                f"retention_priority = {self.retention_priority!r}: must be in [0, {MAX_RETENTION_PRIORITY}]; "
+                f"{SESSION_PRIORITY} is a session's default, {DEFAULT_RETENTION_PRIORITY} that of requests without one"
+            )
+        if self.retention_seconds is not None and not 0 < self.retention_seconds <= MAX_RETENTION_SECONDS:
+            raise RequestError(
+                f"retention_seconds = {self.retention_seconds!r}: must be > 0 and <= {MAX_RETENTION_SECONDS:.0f} s, a week; "
+                f"{SESSION_SECONDS:.0f} is the default"
+            )
+
+
+def read_session(session_id: str | None, priority: int | None, seconds: float | None) -> Session | None:
+    """Make the session of a client's fields session_id, retention_priority and retention_seconds; raises RequestError."""
+    if session_id is None:
+        for name, value in (("retention_priority", priority), ("retention_seconds", seconds)):
+            if value is not None:
+                raise RequestError(
+                    f"{name} = {value!r}: is for requests of a session; send session_id too, or leave it out"
+                )
+        return None
+    own_priority = SESSION_PRIORITY if priority is None else priority
+    return Session(session_id, own_priority, SESSION_SECONDS if seconds is None else seconds)
 
 
 @dataclass(frozen=True)
@@ -321,3 +384,90 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     generation_logits: bytes = b""
     selected_rows: SelectedRows | None = None
     earlier: tuple[int, ...] = ()
+
+
+@dataclass
+class RequestStatistics:
+    """Counts and times of one request, filled in while it runs.
+
+    Times are in seconds of `time.perf_counter`; a time is 0 until its event has happened.
+    """
+
+    prompt_tokens: int
+    submitted_at: float
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    generated_tokens: int = 0
+    cached_token_steps: int = 0  # cached tokens, summed over decode steps
+    attended_token_steps: float = 0.0  # cached tokens that were attended to, summed over decode steps
+    extents: int = 0  # of the row pool, the most that the request has had; shared ones count too
+    prompt_extents: int = 0  # of `extents`, those that hold the prompt
+    reused_tokens: int = 0  # first tokens of the prompt that were not read, as an earlier request had left their rows
+    reused_extents: int = 0  # of `prompt_extents`, those of which an earlier request had left at least the first rows
+    shared_extents: int = 0  # of `reused_extents`, those that were not copied
+    num_preemptions: int = 0  # how often it had to make room for others, and went on later
+
+    def record_tokens(self, cached_tokens: int, attended_tokens: float, now: float, count: int = 1) -> None:
+        """Count tokens that came now, drawn by as many steps, which attended to `attended_tokens` of `cached_tokens`.
+
+        These are sums over the steps; 0 of 0: prefill.
+        """
+        self.last_token_at = now
+        if not self.generated_tokens:
+            self.first_token_at = self.last_token_at
+        self.generated_tokens += count
+        self.cached_token_steps += cached_tokens
+        self.attended_token_steps += attended_tokens
+
+    @property
+    def queue_seconds(self) -> float:
+        """Time from submission to the start of prefill."""
+        return max(0.0, self.started_at - self.submitted_at)
+
+    @property
+    def ttft_seconds(self) -> float:
+        """Time to first token, queueing included."""
+        return max(0.0, self.first_token_at - self.submitted_at)
+
+    @property
+    def tpot_seconds(self) -> float:
+        """Time per output token after the first; 0 with fewer than two tokens."""
+        if self.generated_tokens < 2:
+            return 0.0
+        return (self.last_token_at - self.first_token_at) / (self.generated_tokens - 1)
+
+    @property
+    def attended_share(self) -> float:
+        """Share of the cached tokens that decode steps attended to; 1 before the first decode step."""
+        return self.attended_token_steps / self.cached_token_steps if self.cached_token_steps else 1.0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Work of one engine step, and how full the engine was after it.
+
+    `prefill_tokens` counts the tokens that the step read of all prompts: tokens × layers read, divided by the number of layers.
+    So a prompt that is read layer by layer counts from its first layer on, not when its tokens have passed the last. Remainders
+    of the division go to later steps, so the counts of all steps add up to all that was read, prompts that ended half-way
+    included.
+    """
+
+    number: int = 0  # number of the step, from 1; 0: there was no step
+    seconds: float = 0.0
+    decode_batch: int = 0  # tokens that requests got by decoding
+    prefill_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    extents_used: int = 0  # by requests
+    extents_kept: int = 0  # for later requests, by none that runs
+    extents_free: int = 0
+    refresh_seconds: float = 0.0  # time that the host spent on the indexes' upkeep after decoding
+
+
+@dataclass(frozen=True)
+class EndedSession:
+    """What the end of a session has freed: extents that no other session and no request without a session had used."""
+
+    freed_extents: int
+    freed_tokens: int

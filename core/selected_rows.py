@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 
 from .config import EngineConfig
-from .errors import RequestError, require
-from .fields import check_types
+from .errors import RequestError, check_types, require
 
 FIELD = "return_selected_rows"
 SMALLEST_BLOCK = 16

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, RequestStatistics, StepOutput
 from kvseek.core.selected_rows import SelectedRows
-from kvseek.core.statistics import RequestStatistics
 
 from .tokenizer import Tokenizer
 

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import LATEST
-from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, read_config
 from kvseek.core.cuda import check_alive
 from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, LogitsError, RequestError, SamplingError
 from kvseek.core.manifest import verify
-from kvseek.core.request import FinishReason, Request, StepOutput
+from kvseek.core.request import EndedSession, FinishReason, Request, RequestStatistics, StepOutput, StepReport
 from kvseek.core.selected_rows import FIELD as ROWS_FIELD
 from kvseek.core.selected_rows import SelectedRows
-from kvseek.core.session import EndedSession
-from kvseek.core.statistics import RequestStatistics, StepReport
 from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
@@ -34,8 +31,7 @@ from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.row_recorder import Wanted
 from kvseek.engine.schedule.guides import Guides
-from kvseek.engine.schedule.pacing import Work
-from kvseek.engine.schedule.reading import PromptReader, Reading
+from kvseek.engine.schedule.reading import PromptReader, Reading, Work
 from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
 from kvseek.engine.schedule.sequence import PromptScores, RequestSequence
 from kvseek.engine.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from kvseek.core.batch import (
     give_scratch,
 )
 from kvseek.core.config import EngineConfig
-from kvseek.core.streams import InFlight, SideWork
+from kvseek.core.streams import InFlight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.row_recorder import RowRecorder, Wanted
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
@@ -149,10 +149,6 @@ class Retrieval:
         for layer in range(len(self.indexes)):
             self._adopt(layer, slot, self.cache.write_prefix(layer, slot))
         self.finish_rows(slot)
-
-    def load_prefix(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> SideWork:
-        """Start to copy a layer's keys and values of the tokens that `reused` counts; see Cache.load_prefix."""
-        return self.cache.load_prefix(layer, slot, keys, values)
 
     def store_layer(self, layer: int, slot: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a layer of a prompt and write its rows: keys and values [G, n, D], and the last queries of those read [H, w, D].

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvseek.core.errors import EngineHungError, ErrorCode, UnavailableError
-from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.core.statistics import StepReport
+from kvseek.core.request import FinishReason, Request, StepOutput, StepReport
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.schedule.sequence import RequestSequence

@@ -11,8 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from kvseek.core.errors import EngineDirectoryError, RequestError
-from kvseek.core.fields import check_unicode
+from kvseek.core.errors import EngineDirectoryError, RequestError, check_unicode
 
 from .chat_template import ChatTemplate
 

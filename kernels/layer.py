@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CompiledOperations(ABC):
-    """The compiled operations of one model; TorchOperations of engine/model/reference/operations.py says what each does.
+    """The compiled operations of one model; TorchOperations of engine/model/reference.py says what each does.
 
     Tensors are contiguous, on the device and of the engine's dtype, but for rotations. Arithmetic is in float32, rounded once
     where a value is stored.

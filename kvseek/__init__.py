@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvseek.core.errors import ConfigError, KvseekError, RequestError
     from kvseek.core.guide import Guide, GuideType
+    from kvseek.core.request import EndedSession, Session
     from kvseek.core.selected_rows import RowReport, SelectedRows
-    from kvseek.core.session import EndedSession, Session
 
     from .async_llm import AsyncLLM
     from .generation import GenerationError
@@ -54,7 +54,7 @@ _MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "ConfigError": "core.errors",
-    "EndedSession": "core.session",
+    "EndedSession": "core.request",
     "GenerationError": "generation",
     "Guide": "core.guide",
     "GuideType": "core.guide",
@@ -66,7 +66,7 @@ _MODULES = {
     "RowReport": "core.selected_rows",
     "SamplingParams": "sampling_params",
     "SelectedRows": "core.selected_rows",
-    "Session": "core.session",
+    "Session": "core.request",
 }
 
 

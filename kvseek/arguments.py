@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from kvseek.core.errors import ConfigError, RequestError
-from kvseek.core.fields import typed
+from kvseek.core.errors import ConfigError, RequestError, typed
 
 Prompt = str | Sequence[int]  # text or token ids
 Message = Mapping[

@@ -11,8 +11,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from kvseek.core.request import StepOutput
-from kvseek.core.session import EndedSession
+from kvseek.core.request import EndedSession, StepOutput
 
 from .arguments import CHAT_NAMES, Message, Prompt, check_conversation
 from .base_llm import BaseLLM, RequestOptions, template_arguments

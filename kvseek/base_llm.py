@@ -19,10 +19,9 @@ from kvseek.core.errors import (
     RequestError,
     UnavailableError,
     renamed,
+    typed,
 )
-from kvseek.core.fields import typed
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_SALT, Request
-from kvseek.core.session import MAX_SESSION_ID, EndedSession, Session, check_text
+from kvseek.core.request import DEFAULT_PRIORITY, MAX_SALT, MAX_SESSION_ID, EndedSession, Request, Session, check_text
 from kvseek.engine.engine import MAX_NUM_TOKENS, Engine
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService

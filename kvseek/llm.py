@@ -9,10 +9,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from kvseek.core.errors import RequestError, require
-from kvseek.core.fields import typed
-from kvseek.core.request import StepOutput
-from kvseek.core.session import EndedSession
+from kvseek.core.errors import RequestError, require, typed
+from kvseek.core.request import EndedSession, StepOutput
 
 from .arguments import CHAT_NAMES, SCORE_NAMES, Message, Prompt, conversation_list, prompt_list, token_ids
 from .base_llm import BaseLLM, RequestOptions, template_arguments

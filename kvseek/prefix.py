@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from kvseek.core.errors import RequestError
-from kvseek.core.session import MAX_RETENTION_PRIORITY, Session
+from kvseek.core.request import MAX_RETENTION_PRIORITY, Session
 from kvseek.engine.service import EngineService
 
 from .arguments import Message

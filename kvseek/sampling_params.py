@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from kvseek.core import request
-from kvseek.core.errors import RequestError
-from kvseek.core.fields import typed
+from kvseek.core.errors import RequestError, typed
 from kvseek.core.guide import Guide
 from kvseek.core.selected_rows import RowReport
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import ConfigError
-from kvseek.core.fields import from_dict
+from kvseek.core.errors import ConfigError, from_dict
 
 if TYPE_CHECKING:
     from kvseek.core.index_context import IndexContext

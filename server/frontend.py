@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.liveness import answer_at
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.grpc.checks import message_limit

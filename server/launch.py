@@ -16,7 +16,7 @@ from pathlib import Path
 
 import requests
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.liveness import ask
 from kvseek.core.manifest import verify
 from kvseek.core.private_files import PrivateFileError, open_own_file, open_private_folder
@@ -211,7 +211,7 @@ def _programs(
             (*python, "kvseek.server.engine.process", *own, "--alive", str(engine_alive)),
             settings.drain_seconds + STOP_SECONDS,
             {**os.environ, **environment},
-            asks={ENGINE: _ask(engine_alive)},
+            asks={ENGINE: asked_at(engine_alive)},
             # With ranks on other hosts it waits for them, however late they come back.
             start_seconds=ready_seconds if settings.nnodes == 1 else math.inf,
             clean_up=lambda: socket.unlink(missing_ok=True),
@@ -221,7 +221,7 @@ def _programs(
             FRONTEND,
             (*python, "kvseek.server.frontend", *own, *http, "--alive", str(frontend_alive)),
             STOP_SECONDS,
-            asks={FRONTEND: _ask(frontend_alive)},
+            asks={FRONTEND: asked_at(frontend_alive)},
             start_seconds=ready_seconds,
             core_dumps=settings.core_dumps,
         ),
@@ -235,7 +235,7 @@ def _programs(
             workers=tuple(f"/models/{model}/" for model in models),
             # Its gRPC endpoint is asked by the frontend, which uses it; one that does not answer says nothing of Triton.
             asks={TRITON: lambda seconds: answers(triton_metrics, seconds) and ask(frontend_alive, seconds) != TRITON}
-            | {f"/models/{model}/": _ask(alive_socket(scratch, model)) for model in models},
+            | {f"/models/{model}/": asked_at(alive_socket(scratch, model)) for model in models},
             start_seconds=ready_seconds,
             clean_up=lambda: free_shared_memory(scratch),
             core_dumps=settings.core_dumps,
@@ -292,7 +292,7 @@ def answers(url: str, seconds: float) -> bool:
     return True
 
 
-def _ask(alive: Path) -> Ask:
+def asked_at(alive: Path) -> Ask:
     """Make the question to a process of ours."""
     return lambda seconds: ask(alive, seconds) is not None
 
@@ -371,7 +371,7 @@ def _follower(scratch: Path, engine_dir: Path, rank: int, threads: int, settings
         ),
         STOP_SECONDS,
         is_up=up.exists,  # however late: it waits for rank 0
-        asks={f"rank {rank}": _ask(alive)},
+        asks={f"rank {rank}": asked_at(alive)},
         clean_up=lambda: up.unlink(missing_ok=True),
         core_dumps=settings.core_dumps,
     )

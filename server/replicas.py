@@ -20,8 +20,7 @@ from pathlib import Path
 
 import requests
 
-from kvseek.core.config_file import read_config
-from kvseek.core.liveness import ask
+from kvseek.core.config import read_config
 
 from .errors import ServerError
 from .launch import (
@@ -31,6 +30,7 @@ from .launch import (
     STATE_FILE,
     RunningServer,
     answers,
+    asked_at,
     get,
     reachable,
     running_server,
@@ -178,7 +178,7 @@ def _metrics(
             *("--replicas", *replicas, "--router", router, "--state", str(folder / STATE_FILE), "--alive", str(alive)),
         ),
         STOP_SECONDS,
-        asks={METRICS: lambda seconds: ask(alive, seconds) is not None},
+        asks={METRICS: asked_at(alive)},
         start_seconds=ready_seconds,
         core_dumps=core_dumps,
     )

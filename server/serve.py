@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import require
 from kvseek.engine.parallel.nodes import check_nodes
 

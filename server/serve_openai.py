@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.server.engine.shared import SharedEngine
 from kvseek.server.errors import ServerError
 from kvseek.server.frontend import Frontend

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvseek.core.command_line import memory_size
 from kvseek.core.config import EngineConfig
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
-from kvseek.core.sizes import memory_size
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
 from kvseek.plugins.registry import reports_rows
 

@@ -24,7 +24,7 @@ from tests.support.random_models import save_random_model
 from kvseek.builder import build
 from kvseek.builder.compile.cpu import cached_cpu_library, instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.engine.model.cpu.products import bfloat16_works
+from kvseek.engine.model.cpu import bfloat16_works
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -15,7 +15,7 @@ from tests.conftest import BuildEngine
 from tests.support.random_models import save_random_model
 
 from kvseek import LLM, ConfigError, SamplingParams, engine_cache
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.engine_cache import engine_source
 

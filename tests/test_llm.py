@@ -529,7 +529,7 @@ def test_prefixes_and_sessions_that_do_not_fit_are_refused(llm: LLM, directory: 
 def test_importing_kvseek_is_cheap() -> None:
     """A server's door needs kvseek.core; PyTorch takes seconds and hundreds of megabytes."""
     program = (
-        "import sys, kvseek.core.request, kvseek.core.config_file\n"
+        "import sys, kvseek.core.request, kvseek.core.config\n"
         "from kvseek import RequestError, __version__\n"
         "assert 'LLM' in dir(kvseek)\n"
         "print(__version__, sorted({'torch', 'transformers', 'rich'} & set(sys.modules)))"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvseek import LLM, RequestError, RowReport, SamplingParams
 from kvseek.core.batch import Batch, Selection
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.engine.retrieval import Observer
 from kvseek.plugins.registry import METHODS
 

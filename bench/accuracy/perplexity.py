@@ -40,8 +40,7 @@ from kvseek.bench.output import (
     write_result,
 )
 from kvseek.bench.variants import FORM, parse_budgets
-from kvseek.core.config import CHOICES
-from kvseek.core.config_file import read_config
+from kvseek.core.config import CHOICES, read_config
 from kvseek.core.errors import require
 from kvseek.core.manifest import read_manifest
 from kvseek.engine.tokenizer import Tokenizer

@@ -35,8 +35,7 @@ from kvseek.bench.engines import free_memory, variant_engines
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import at_least_one, numbers, progress, write_result
 from kvseek.bench.variants import DENSE, FORM, parse_budgets
-from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, read_config
 from kvseek.core.errors import ConfigError, require
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import FinishReason

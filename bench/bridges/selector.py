@@ -15,9 +15,8 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig
-from kvseek.core.errors import require
+from kvseek.core.errors import from_dict, require
 from kvseek.core.extents import ExtentTable, extents_for
-from kvseek.core.fields import from_dict
 from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.engine.cache.cache import retrieval_tokens
 from kvseek.plugins.contract import LAST_QUERIES

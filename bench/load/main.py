@@ -21,7 +21,7 @@ from typing import Any
 
 from kvseek.bench.machine import describe
 from kvseek.bench.output import add_output_flags, at_least_one, command, markdown, progress, rows
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.settings import ServeSettings

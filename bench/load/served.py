@@ -42,9 +42,9 @@ from kvseek.bench.output import (
 )
 from kvseek.bench.speed.shapes import get_shape
 from kvseek.bench.variants import Variant, parse_variants
+from kvseek.core.command_line import memory_size
 from kvseek.core.config import CHOICES, EngineConfig
 from kvseek.core.errors import KvseekError, text_of
-from kvseek.core.sizes import memory_size
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.settings import ServeSettings
 

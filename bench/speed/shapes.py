@@ -119,7 +119,7 @@ def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:
 
 
 def _kept_on_host(config: EngineConfig) -> bool:
-    """Whether an engine on the CPU multiplies with 8 bits a weight (engine/model/cpu/products.py), or dequantises when loaded."""
+    """Whether an engine on the CPU multiplies with 8 bits a weight (engine/model/cpu.py), or dequantises when loaded."""
     model = config.model
     inputs = (model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
     read = all(size % INPUTS_MULTIPLE == 0 for size in inputs)

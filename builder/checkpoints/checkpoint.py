@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 
 from .files import Header, metadata_files
+from .quantised import QuantisedWeight
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
+OWN_DTYPE = "activations and rows keep the engine's dtype: the checkpoint's scales for 8 bits of them are not used"
 NAME_TOKENIZER = "name a directory with the model's tokenizer.json"
 
 
@@ -28,14 +31,7 @@ class Checkpoint(ABC):
         The model's directory or file.
     tokenizer_directory : Path, optional
         Directory that the tokenizer is read from, instead of the checkpoint.
-
-    Attributes
-    ----------
-    reading_copies : int
-        Most copies of a tensor that reading it needs, beside the tensor itself.
     """
-
-    reading_copies = 0
 
     def __init__(self, path: Path, tokenizer_directory: Path | None = None) -> None:
         self.path = path
@@ -45,6 +41,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def config(self) -> ModelConfig:
         """Shape of the model; raises ConfigError if the decoder cannot run it."""
+
+    @property
+    def reading_copies(self) -> int:
+        """Most copies of a tensor that reading it needs, beside the tensor itself."""
+        return 0
 
     @property
     @abstractmethod
@@ -62,6 +63,23 @@ class Checkpoint(ABC):
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """Read one tensor to the CPU, as `header` describes it; raises as `header` does."""
+
+    @property
+    def quantised_by(self) -> str | None:
+        """The name of the method by which weights were quantised; None if config.json states none. Reads no weights."""
+        return None
+
+    def quantised(self, name: str) -> QuantisedWeight | None:
+        """Find a weight that is stored quantised, of which `tensor` returns what its numbers mean; None for any other.
+
+        Raises ConfigError if it is of a format that is not supported.
+        """
+        return None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a publisher's files ask for and an engine does not do, for whoever builds it."""
+        return ()
 
     def check(self) -> None:
         """Raise ConfigError if the checkpoint contradicts itself; reads whole tensors where they are stored twice."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,27 @@ class Header:
     place: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file, unread.
+
+    Attributes
+    ----------
+    place : str
+        The file and the name, for messages.
+    shape : tuple of int
+    kind : str
+        Its type under safetensors' name.
+    read : callable
+        Copies it out of the file.
+    """
+
+    place: str
+    shape: tuple[int, ...]
+    kind: str
+    read: Callable[[], Tensor] = field(compare=False)
 
 
 @contextlib.contextmanager
@@ -89,9 +111,14 @@ class SafetensorsFile:
             raise ConfigError(f"{self.path}: dtype of {name} = {dtype}: must be one of {limit}; {self._quantised}")
         return Header(f"{self.path}: {name}", shape, FLOAT_TYPES[dtype])
 
+    def stored(self, name: str) -> StoredTensor:
+        """Describe a tensor of any type; raises KeyError if there is no such tensor."""
+        return StoredTensor(f"{self.path}: {name}", *self._types[name], partial(self.tensor, name))
+
     def tensor(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Copy rows of a tensor out of the file."""
-        found: Tensor = self._open().get_slice(name)[rows]
+        file = self._open()
+        found: Tensor = file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
         return found
 
     def _open(self) -> Any:

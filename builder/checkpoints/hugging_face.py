@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import HEAD
 
-from .checkpoint import Checkpoint
+from .checkpoint import OWN_DTYPE, Checkpoint
 from .effective_config import check_effective_config
 from .files import DOWNLOAD_AGAIN, Header, SafetensorsFile, generation_ends, metadata_files, naming, read_object
 from .model_config import model_config
+from .quantised import UNQUANTISED, Quantisation, QuantisedTensors, QuantisedWeight, modelopt_config
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
 MERGE = "merge it into the model's weights, or remove it and its file"
 MERGE_INTO = "merge it into its base model with peft's merge_and_unload"
-UNQUANTISED = "use the unquantised checkpoint"
+MODELOPT_FILE = "hf_quant_config.json"
 ADAPTER_FILE = "adapter_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -49,23 +52,68 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def unused(self, names: set[str]) -> set[str]:
         """Return the tensors that are not in `names`, as "NAME of FILE", without old Llama checkpoints' RoPE frequencies."""
-        left = set(self._files) - names
+        left = set(self._files) - (names if self._quantised is None else self._quantised.used(names))
         return {f"{name} of {self._files[name]}" for name in left if not name.endswith("rotary_emb.inv_freq")}
 
+    @property
+    def quantised_by(self) -> str | None:
+        """See Checkpoint.quantised_by."""
+        return None if self._rules is None else self._rules.method
+
+    def quantised(self, name: str) -> QuantisedWeight | None:
+        """See Checkpoint.quantised."""
+        return None if self._quantised is None else self._quantised.find(name)
+
+    @property
+    def reading_copies(self) -> int:
+        """See Checkpoint.reading_copies: the packed numbers, and a transposed copy."""
+        return 0 if self._rules is None else 2
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """See Checkpoint.notes."""
+        found = self._quantised
+        if found is None or not (found.rules.cache or found.reduces_activations):
+            return ()
+        return (OWN_DTYPE,)
+
     def header(self, name: str) -> Header:
-        """Describe one tensor; raises ConfigError if no file has the tensor, or it is no floating-point tensor."""
+        """Describe one tensor; raises ConfigError if no file has the tensor, or it is of an unknown type."""
+        if (own := self.quantised(name)) is not None:
+            return Header(own.place, own.shape, torch.float32)
         if name not in self._files:
             raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {self._remedy_for(name)}")
         return self._weight_files[self._files[name]].header(name)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor; raises as `header`."""
+        if (own := self.quantised(name)) is not None:
+            return own.read()
         self.header(name)
         return self._weight_files[self._files[name]].tensor(name)
 
     def _own_tokenizer(self) -> ModelTokenizer:
         remedy = "put the model's tokenizer.json and tokenizer_config.json there, or pass --tokenizer DIR"
         return load_tokenizer_directory(self.path, remedy)
+
+    @cached_property
+    def _rules(self) -> Quantisation | None:
+        """By config.json, or by hf_quant_config.json, where ModelOpt's older checkpoints state it."""
+        path = self.path / "config.json"
+        values = read_object(path).get("quantization_config")
+        if values is None and (apart := self.path / MODELOPT_FILE).exists():
+            path, values = apart, modelopt_config(read_object(apart))
+        if values is None:
+            return None
+        with naming(path):
+            return Quantisation.read(values)
+
+    @cached_property
+    def _quantised(self) -> QuantisedTensors | None:
+        if self._rules is None:
+            return None
+        stored = {name: self._weight_files[file].stored(name) for name, file in self._files.items()}
+        return QuantisedTensors(self._rules, stored)
 
     @cached_property
     def _files(self) -> dict[str, str]:

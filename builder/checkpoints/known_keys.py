@@ -96,7 +96,7 @@ CONFIG = KnownKeys(
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_theta rope_scaling rope_parameters
         original_max_position_embeddings partial_rotary_factor dual_chunk_attention_config attention_bias mlp_bias hidden_act
-        tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types quantization_config""",
+        tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types""",
     {
         "use_sliding_window": (False,),
         "is_causal": (True,),
@@ -130,6 +130,7 @@ CONFIG = KnownKeys(
             initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop pretraining_tp gradient_checkpointing
             gradient_checkpointing_kwargs use_gradient_checkpointing neftune_noise_alpha dtype torch_dtype use_bfloat16 bf16 fp16
             fp32 _pre_quantization_dtype finetuning_task loss_type z_loss_weight""",
+        "how quantised weights are stored, which quantised.py reads": "quantization_config",
         "the layer from which windows slide, which use_sliding_window = false puts out of use": "max_window_layers",
         "names, and code of the publisher's, which is not run": f"""
             {ORIGINS} auto_map custom_pipelines transformers.js_config is_llama_config""",

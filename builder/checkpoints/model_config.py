@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvseek.core.config import CHECK_CONFIG, ModelConfig, RopeScaling
-from kvseek.core.errors import ConfigError, require
-from kvseek.core.fields import from_dict
+from kvseek.core.errors import ConfigError, from_dict, require
 
 from .known_keys import CONFIG, IDLE_ROPE_KEYS, ROPE_KINDS, USE_ANOTHER, KnownKeys
 
@@ -101,9 +100,6 @@ def _architecture(values: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:
-    quantization = values.get("quantization_config")
-    remedy = "use the unquantised checkpoint, or a GGUF file"
-    require(quantization is None, "quantization_config", quantization, "absent", remedy)
     activation = values.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
     biased, name = values.get("mlp_bias", False), values["architectures"][0]

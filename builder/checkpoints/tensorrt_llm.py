@@ -7,6 +7,7 @@ are joined over the ranks when they are read, and returned under their Hugging F
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from kvseek.core.errors import ConfigError, require
 from kvseek.core.weight_only import HEAD
 from kvseek.engine.model.weights import source_shape
 
-from .checkpoint import Checkpoint
+from .checkpoint import OWN_DTYPE, Checkpoint
 from .files import Header, SafetensorsFile, generation_ends, metadata_files, naming, read_object
 from .known_keys import TENSORRT_LLM, USE_ANOTHER
 from .model_config import model_config
@@ -51,10 +52,12 @@ LLAMA3_DEFAULTS = {
     "original_max_position_embeddings": 8192,
 }
 CHECK = "check the checkpoint's config.json"
-NOT_QUANTISED = "convert the model without quantisation"
+NOT_QUANTISED = "convert the model with FP8, or without quantisation"
 COPY_AGAIN = "copy the checkpoint again, or convert the model again"
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
-CACHE_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")  # of a KV cache that kvseek does not quantise
+# Of a KV cache and of activations, which an engine keeps in its own type.
+OTHER_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor", "activation_scaling_factor")
+SCALE = "weights_scaling_factor"  # of a module's E4M3 weight in a rank's file: one number
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one tensor of each rank, in this order
 # By the Hugging Face name of a layer's module: TensorRT-LLM's name, and the axis along which ranks share its weight; None: each
 # holds it whole. In a gated MLP TensorRT-LLM calls the projection that goes through the activation `fc`, and the projection that
@@ -77,7 +80,7 @@ ENDS: dict[str, tuple[str, int | None]] = {  # the same of what the last pipelin
 
 
 class TensorRtLlmCheckpoint(Checkpoint):
-    """A directory with TensorRT-LLM's config.json and rank0.safetensors, rank1.safetensors, ..., not quantised."""
+    """A directory with TensorRT-LLM's config.json and rank0.safetensors, rank1.safetensors, ..., its weights in FP8 or plain."""
 
     reading_copies = 1  # the ranks' parts beside the joined tensor
 
@@ -97,20 +100,32 @@ class TensorRtLlmCheckpoint(Checkpoint):
         """The directory's JSON, template and tokenizer files, and the ranks' files."""
         return [*metadata_files(self.path), *self._rank_paths]
 
+    @property
+    def quantised_by(self) -> str | None:
+        """See Checkpoint.quantised_by."""
+        algorithm = _object(self._values, "quantization").get("quant_algo")
+        return None if algorithm is None else f"TensorRT-LLM {algorithm}"
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """See Checkpoint.notes."""
+        return () if self.quantised_by is None else (OWN_DTYPE,)
+
     def unused(self, names: set[str]) -> set[str]:
-        """Return the tensors that are not in `names`, as "NAME of FILE", without the scales of a quantised KV cache."""
-        expected = {(rank.path, shard.name) for shard in map(self._locate, names) for rank in shard.ranks}
+        """Return the tensors that are not in `names`, as "NAME of FILE", without scales, of which `tensor` reads the weights'."""
+        shards = list(map(self._locate, names))
+        expected = {(rank.path, name) for shard in shards for rank in shard.ranks for name in (shard.name, shard.scale)}
         return {
             f"{name} of {rank.path.name}"
             for rank in self._ranks
             for name in rank.names
-            if (rank.path, name) not in expected and not name.endswith(CACHE_SCALES)
+            if (rank.path, name) not in expected and not name.endswith(OTHER_SCALES)
         }
 
     def header(self, name: str) -> Header:
         """Describe one tensor; raises ConfigError if a rank lacks it or holds another shape or dtype."""
         shard = self._locate(name)
-        first, *_ = headers = [_header(rank, shard.name) for rank in shard.ranks]
+        first, *_ = headers = [_header(rank, shard) for rank in shard.ranks]
         for rank, header in zip(shard.ranks, headers, strict=True):
             if header.shape != shard.shape:
                 raise ConfigError(
@@ -130,6 +145,8 @@ class TensorRtLlmCheckpoint(Checkpoint):
         shard, parts = self._locate(name), list[Tensor]()
         for number, rank in enumerate(shard.ranks):
             part = rank.tensor(shard.name, shard.rows)
+            if part.dtype is torch.float8_e4m3fn:
+                part = part.float() * rank.tensor(shard.scale)
             if number % shard.copies == 0:
                 parts.append(part)
             elif not torch.equal(parts[-1], part):
@@ -256,16 +273,27 @@ class Shard:
     axis: int
     copies: int
 
+    @property
+    def scale(self) -> str:
+        """Name of the scale of an E4M3 weight."""
+        return f"{self.name.rpartition('.')[0]}.{SCALE}"
 
-def _header(rank: SafetensorsFile, name: str) -> Header:
-    """Describe a tensor of a rank's file; raises ConfigError if it is absent, or of a type that no unquantised weight has."""
+
+def _header(rank: SafetensorsFile, shard: Shard) -> Header:
+    """Describe a tensor of a rank's file; raises ConfigError if it is absent, or of an unknown type."""
+    name = shard.name
     if name not in rank.names:
         untied = (
             "share_embedding_table is false, or absent, in config.json: set it to true if the head is the embedding"
         )
         remedy = f"{untied}, else convert the model again" if name == HEAD else COPY_AGAIN
         raise ConfigError(f"{rank.path}: tensor {name} is missing; {remedy}")
-    return rank.header(name)
+    stored = rank.stored(name)
+    if stored.kind != "F8_E4M3":
+        return rank.header(name)
+    scales = math.prod(rank.stored(shard.scale).shape) if shard.scale in rank.names else 0
+    require(scales == 1, f"{stored.place}: scales beside it", scales, f"1: {shard.scale}", COPY_AGAIN)
+    return Header(stored.place, stored.shape, torch.float32)
 
 
 class Mapping(NamedTuple):
@@ -337,7 +365,7 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
     TENSORRT_LLM.check(values)
     # How TensorRT-LLM stores its KV cache (kv_cache_quant_algo) is no property of the weights.
     algorithm = _object(values, "quantization").get("quant_algo")
-    require(algorithm is None, "quantization.quant_algo", algorithm, "null", NOT_QUANTISED)
+    require(algorithm in (None, "FP8"), "quantization.quant_algo", algorithm, "FP8 or null", NOT_QUANTISED)
     experts = _object(values, "moe").get("num_experts") or 0
     require(experts == 0, "moe.num_experts", experts, "0: no mixture of experts", USE_ANOTHER)
     window = _object(values, "runtime_defaults").get("max_attention_window")

@@ -1,4 +1,6 @@
-"""Fuses weights of an engine from checkpoint tensors and writes safetensors shards, with one tensor in memory at a time."""
+"""Fuses weights of an engine from checkpoint tensors, divides them among ranks (core/ranks.py says by what) and writes
+safetensors shards, with one tensor in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.ranks import first_kv_head, rank_model, vocabulary_rows
 from kvseek.core.weight_only import NONE, NOT_FINITE, PRECISIONS, is_quantised, quantise
 from kvseek.engine.model.weights import Weight, index_file, list_weights, source_shape
 
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES
-from .rank_weights import rank_part, rank_shape
 
 SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
 HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
@@ -120,7 +122,7 @@ def write_weights(
                 _write_header(outputs[rank], tensors)
                 weight_maps[rank] |= dict.fromkeys((stored.name for stored in tensors), files[rank])
             for weight in shard:
-                converted = weight_format.convert(fuse(checkpoint, weight), weight.name)
+                converted = _converted(checkpoint, weight, weight_format)
                 for stored, tensor in zip(weight_format.stored(weight), converted, strict=True):
                     for rank in ranks:
                         _write_tensor(outputs[rank], rank_part(stored.name, tensor, model, tp_size, rank))
@@ -130,6 +132,33 @@ def write_weights(
     for rank in ranks:
         index = {"metadata": {"total_size": size}, "weight_map": weight_maps[rank]}
         (directory / index_file(rank)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def own_precision(checkpoint: Checkpoint, device: str) -> str | None:
+    """Find the weight_only_precision of an engine that computes with a quantised checkpoint's own numbers.
+
+    Returns
+    -------
+    str or None
+        One of PRECISIONS if every matrix of the layers is stored so, with scales for rows, which on a CPU must be numbers of
+        bfloat16; "none" of a checkpoint of other formats, whose values an engine rounds to its dtype; None if none is stated.
+
+    Raises
+    ------
+    ConfigError
+        If a weight is of a format that is not supported.
+    """
+    if checkpoint.quantised_by is None:
+        return None
+    weights = [weight for weight in list_weights(checkpoint.config) if weight.name.endswith(".weight")]
+    found = {name: checkpoint.quantised(name) for weight in weights for name in weight.sources}
+    layers = [found[name] for weight in weights if is_quantised(weight.name) for name in weight.sources]
+    precisions = {None if one is None else one.precision for one in layers}
+    others = [name for weight in weights if not is_quantised(weight.name) for name in weight.sources if found[name]]
+    precision = precisions.pop() if len(precisions) == 1 and not others else None
+    if precision is None or (device == "cpu" and not all(one is None or one.has_narrow_scales for one in layers)):
+        return NONE
+    return precision
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -157,6 +186,16 @@ def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
     """Read and concatenate the sources of a weight, in the widest of their types if the types differ."""
     parts = [checkpoint.tensor(name) for name in weight.sources]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat) -> tuple[Tensor, ...]:
+    """Read a weight as the tensors that it is stored as: a quantised one with its own numbers, if they are of the format."""
+    if weight_format.quantises(weight.name):
+        parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) is not None]
+        if parts:  # own_precision has found that all have this precision
+            numbers, scales = zip(*(part.as_stored() for part in parts), strict=True)
+            return torch.cat(numbers), torch.cat(scales)
+    return weight_format.convert(fuse(checkpoint, weight), weight.name)
 
 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -234,3 +273,51 @@ def _write_header(output: BinaryIO, tensors: list[Stored]) -> None:
 
 def _write_tensor(output: BinaryIO, tensor: Tensor) -> None:
     output.write(tensor.contiguous().view(torch.uint8).numpy().data)
+
+
+Shape = tuple[int, ...]
+
+
+def rank_shape(name: str, shape: Shape, model: ModelConfig, tp_size: int) -> Shape:
+    """Return the shape of each rank's part of a stored tensor, whose shape in an engine of one rank is `shape`."""
+    return tuple(rank_part(name, torch.empty(shape, device="meta"), model, tp_size, 0).shape)
+
+
+def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank: int) -> Tensor:
+    """Cut a rank's part out of a stored tensor.
+
+    Biases of products whose outputs the ranks sum up are rank 0's, zeros on the others. Rows beyond the vocabulary are zeros.
+    """
+    if tp_size == 1:
+        return tensor
+    part, kind = _kind(name)
+    if part in ("embed", "lm_head"):
+        rows = vocabulary_rows(model, tp_size)
+        own = tensor[rank * rows : (rank + 1) * rows]
+        return torch.cat((own, own.new_zeros(rows - own.shape[0], *own.shape[1:])))
+    if part in ("o", "down"):
+        if kind == "bias":
+            return tensor if rank == 0 else torch.zeros_like(tensor)
+        return tensor.tensor_split(tp_size, dim=1)[rank] if kind == "weight" else tensor
+    if part == "gate_up":
+        return torch.cat([half.tensor_split(tp_size)[rank] for half in tensor.tensor_split(2)])
+    if part == "qkv":
+        return _heads(tensor, model, tp_size, rank)
+    return tensor
+
+
+def _heads(tensor: Tensor, model: ModelConfig, tp_size: int, rank: int) -> Tensor:
+    """Cut a rank's query, key and value heads out of the rows of qkv."""
+    own, dim = rank_model(model, tp_size), model.head_dim
+    queries, keys, values = torch.split(
+        tensor, [heads * dim for heads in (model.num_heads, *2 * (model.num_kv_heads,))]
+    )
+    first = first_kv_head(model, tp_size, rank) * dim
+    parts = [part[first : first + own.num_kv_heads * dim] for part in (keys, values)]
+    return torch.cat((queries.tensor_split(tp_size)[rank], *parts))
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """Split the name of a stored tensor: what it is a part of, and `weight`, `bias` or `weight_scale`."""
+    *_, part, kind = name.split(".")
+    return part, kind

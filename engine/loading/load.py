@@ -22,15 +22,13 @@ from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.draws.sampling import Draws
 from kvseek.engine.loading.supported import needs_cpu_library
-from kvseek.engine.model.cpu.products import HostProducts, bfloat16_works
-from kvseek.engine.model.cpu.steps import HostDecoder, TorchModel
+from kvseek.engine.model.cpu import HostDecoder, HostProducts, TorchModel, bfloat16_works
 from kvseek.engine.model.decoder import Decoder
-from kvseek.engine.model.reference.attention import causal_attention
-from kvseek.engine.model.reference.operations import TorchOperations
-from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.layer import Products
+from kvseek.engine.model.reference import TorchOperations, causal_attention
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
-from kvseek.kernels.cpu.attention.causal_attention import causal_attention as native_attention
+from kvseek.kernels.cpu.attention.attend import causal_attention as native_attention
 from kvseek.kernels.cpu.draw.draw import NativeDraw
 from kvseek.kernels.cpu.layer.layer import NativeOperations
 from kvseek.plugins.sources import check_sources

@@ -16,12 +16,11 @@ from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.products import KernelProducts
 from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel, layer_kernels, prompt_attention
 from kvseek.engine.model.decoder import Decoder
+from kvseek.engine.model.layer import Products
 from kvseek.engine.model.prefill import logits_at_once
 from kvseek.engine.model.prompt_windows import SHORTEST_BLOCK
-from kvseek.engine.model.reference.products import Products
 from kvseek.engine.model.weights import load_weights, make_weights, random_seed
-from kvseek.engine.parallel.cuda.layer import RankLayerKernels
-from kvseek.engine.parallel.cuda.ranks import DeviceRanks
+from kvseek.engine.parallel.cuda.ranks import DeviceRanks, RankLayerKernels
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw

@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EngineConfig
-from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefixes.cache import PrefixRows
 from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
 from kvseek.engine.retrieval import Observer, Retrieval
@@ -47,20 +45,11 @@ class PromptModel(Protocol):
 
 
 class Decoder(ABC):
-    """Reads prompts and runs decode steps, for one thread: HostDecoder of cpu/steps.py, GraphDecoder of cuda/steps.py."""
+    """Reads prompts and runs decode steps, for one thread: HostDecoder of cpu.py, GraphDecoder of cuda/steps.py."""
 
     def __init__(self, model: PromptModel, retrieval: Retrieval) -> None:
         self.model, self.retrieval = model, retrieval
-
-    @property
-    def config(self) -> EngineConfig:
-        """Configuration of the engine."""
-        return self.retrieval.config
-
-    @property
-    def cache(self) -> Cache:
-        """The cache of all layers."""
-        return self.retrieval.cache
+        self.config, self.cache = retrieval.config, retrieval.cache
 
     @property
     def sums(self) -> str:

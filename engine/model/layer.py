@@ -1,21 +1,25 @@
 """The layers and the head of Llama, Qwen2 and Qwen3: products around attention, and how prompts pass them.
 
-What stands between the products is in operations.py. Models differ in biases and QK-norm.
+What stands between the products is in reference.py. Models differ in biases and QK-norm. `Products` makes the matrix products, of
+weights in the engine's dtype or of 8 bits with a scale for each row, and decides what multiplies: here PyTorch's operator. That
+of cpu.py and that of cuda/products.py are faster.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.streams import to_device
-from kvseek.core.weight_only import HEAD
-from kvseek.engine.model.prefill import (
+from kvseek.core.weight_only import HEAD, dequantise
+from kvseek.engine.retrieval import Retrieval
+
+from .prefill import (
     NO_CALLBACKS,
     AttendChunk,
     BlockReader,
@@ -26,15 +30,100 @@ from kvseek.engine.model.prefill import (
     Prompts,
     Stream,
 )
-from kvseek.engine.model.reference.attention import CausalAttention
-from kvseek.engine.model.reference.products import Products
-from kvseek.engine.retrieval import Retrieval
+from .reference import CausalAttention, LayerOperations
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.config import ModelConfig
     from kvseek.core.rope import Rotation
-    from kvseek.engine.model.reference.operations import LayerOperations
+
+
+class Product(Protocol):
+    """A map from x [rows, inputs] to [rows, outputs], such as a Linear."""
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """Multiply x. What a row gives depends to the bit on neither the number nor the other rows of x, but on `prompt`.
+
+        So a request's rows are the same in any batch of a decode step, and with `prompt` however its prompt is read: whole, in
+        chunks, in a pack or behind a reused beginning. That holds for numbers of 16 bits; in float32, and with PyTorch's
+        operator alone, last bits may differ.
+        """
+        ...
+
+
+class Linear:
+    """A linear map from x [rows, inputs] to x Wᵀ + b [rows, outputs].
+
+    Parameters
+    ----------
+    weight : Tensor [outputs, inputs]
+        In the dtype of x.
+    bias : Tensor [outputs], optional
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        """Multiply x with the weight and add the bias; see Product."""
+        return F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor], *, prompt: bool = False) -> Tensor:
+        """Multiply, and take silu(gate) * up of the result [rows, gates and ups], as `silu_mul` computes it."""
+        return silu_mul(self(x, prompt=prompt))
+
+
+class Embedding:
+    """The map from token ids, int64 or int32 [tokens], to their rows of the vocabulary [tokens, hidden].
+
+    Parameters
+    ----------
+    weight : Tensor [vocabulary, hidden]
+        One of several ranks has some rows of the vocabulary.
+    first : int
+        The token of the first row.
+    """
+
+    def __init__(self, weight: Tensor, first: int = 0) -> None:
+        self.weight, self.first = weight, first
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Copy the rows of tokens."""
+        return F.embedding(tokens, self.weight)
+
+    def complete(self, rows: Tensor) -> Tensor:
+        """Make the rows [tokens, hidden] of all tokens of those that this rank has, which are zeros for other ranks' tokens."""
+        return rows
+
+
+class Products:
+    """Makes a model's products with PyTorch's operator, which is the reference of all others.
+
+    Weights of 8 bits are dequantised to `dtype`, that of x, when a product is made: the numbers are the same, but no memory
+    is saved.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
+        """Make the product with a weight [outputs, inputs]; `scale`, float32 [outputs], is that of a weight of 8 bits."""
+        return Linear(weight if scale is None else dequantise(weight, scale, self.dtype), bias)
+
+    # An engine of several ranks has parts of weights (engine/parallel/ranks.py). Here there is one rank.
+
+    def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
+        """Make a product as `linear`, whose inputs are divided among the ranks: each gets the sum of all ranks' outputs."""
+        return self.linear(weight, bias, scale)
+
+    def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
+        """Make the product with the rows of the vocabulary that this rank has; rank 0 gets the outputs of all ranks."""
+        return self.linear(weight, None, scale)
+
+    def embedding(self, weight: Tensor) -> Embedding:
+        """Make the embedding with the rows of the vocabulary that this rank has."""
+        return Embedding(weight)
+
 
 ROW_PARALLEL = ("o", "down")  # products that several ranks divide by inputs (core/ranks.py)
 Mark = Callable[[str], None]
@@ -58,13 +147,7 @@ class Layer:
         Makes the layer's products; None: with PyTorch's operator, in the dtype of the norms.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        weights: Mapping[str, Tensor],
-        number: int,
-        products: Products | None = None,
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], number: int, products: Products | None = None) -> None:
         prefix = f"layers.{number}."
         self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
@@ -187,7 +270,7 @@ class Head:
 
 
 class WeightsModel(LayerwiseModel[Stream]):
-    """A model whose layers are made of weights. How its decode steps run is in cpu/steps.py and cuda/steps.py.
+    """A model whose layers are made of weights. How its decode steps run is in cpu.py and cuda/steps.py.
 
     Parameters
     ----------
@@ -217,7 +300,7 @@ class WeightsModel(LayerwiseModel[Stream]):
         super().__init__(retrieval, attention)
         self.ops = ops
         self.embed = products.embedding(weights["embed.weight"])
-        self.layers = [Layer(self.model, weights, number, products) for number in range(self.model.num_layers)]
+        self.layers = [Layer(weights, number, products) for number in range(self.model.num_layers)]
         self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
 

@@ -25,10 +25,11 @@ from kvseek.core.streams import SideWork, wait_for_stream
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
 from kvseek.engine.model.prompt_windows import row_tokens
-from kvseek.engine.model.reference.attention import BlockAttention, CausalAttention
-from kvseek.engine.model.repeated_tokens import RepeatedTokens
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import LAST_QUERIES
+
+from .block_sparse import RepeatedTokens
+from .reference import BlockAttention, CausalAttention
 
 RotatePrompt = Callable[[int, int, int], Rotation]
 """Rotation of positions start .. stop - 1 of a prompt of so many tokens: takes start, stop and the length."""
@@ -382,7 +383,7 @@ class LayerwisePrefill(Prefill):
 
     def _load(self, layer: int) -> tuple[Rows, SideWork]:
         rows = self._new_rows()
-        return rows, self.retrieval.load_prefix(layer, self.slots[0], *rows)
+        return rows, self.retrieval.cache.load_prefix(layer, self.slots[0], *rows)
 
     def _new_rows(self) -> Rows:
         return new_rows(self.retrieval, self.tokens), new_rows(self.retrieval, self.tokens)

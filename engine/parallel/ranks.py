@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvseek.core.errors import ConfigError
-from kvseek.engine.model.reference.products import Embedding, Linear, Product, Products
+from kvseek.engine.model.layer import Embedding, Linear, Product, Products
 
 from .nodes import LOOPBACK, interface_to
 from .reports import Reporter

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvseek.core.errors import RequestError, UnavailableError
+from kvseek.core.errors import RequestError, UnavailableError, shortened
 from kvseek.core.guide import Guide, GuideType
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def compile_guide(vocabulary: LLTokenizer, guide: Guide) -> LLMatcher:
 def refusal(reason: str) -> str:
     """Make the message for a guide with which no text can be generated."""
     shown = " ".join(reason.split())
-    shown = shown if len(shown) <= MAX_REASON else f"{shown[:MAX_REASON]}…"
+    shown = shortened(shown, MAX_REASON)
     return f"guided_decoding_guide: cannot be followed: {shown}; correct or simplify it"
 
 

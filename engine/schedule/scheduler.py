@@ -264,7 +264,8 @@ class Scheduler:
         found, least = list[RequestSequence](), self._cache.config.update
         for sequence in self.running:
             sequence.stalled = False
-            if sequence.reading or self._cache.extents.room(sequence.slot) >= self._most_places(sequence):
+            room = self._cache.extents.room(sequence.slot)
+            if sequence.reading or room >= self._cache.retrieval_tokens(sequence.total_tokens):
                 continue
             steps = self._cache.steps_with_room(sequence.slot)
             least = min(least, steps)
@@ -360,9 +361,6 @@ class Scheduler:
 
     def _tokens_soon(self, sequence: RequestSequence) -> int:
         return min(sequence.total_tokens, self._cache.tokens_soon(sequence.slot))
-
-    def _most_places(self, sequence: RequestSequence) -> int:
-        return self._cache.retrieval_tokens(sequence.total_tokens)
 
     def _count_extents(self, sequence: RequestSequence) -> None:
         statistics = sequence.statistics

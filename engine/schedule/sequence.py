@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvseek.core.errors import ErrorCode, KvseekError, TimeoutExpiredError, code_of
-from kvseek.core.request import FinishReason, LogProbs, Request, StepOutput
+from kvseek.core.request import FinishReason, LogProbs, Request, RequestStatistics, StepOutput
 from kvseek.core.selected_rows import RowReport
-from kvseek.core.statistics import RequestStatistics
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefixes.cache import LeftRows
 from kvseek.engine.cache.prefixes.tree import pack_tokens

@@ -28,7 +28,7 @@ from kvseek.engine.model.prefill import (
     Prompts,
     new_rows,
 )
-from kvseek.engine.model.reference.attention import CausalAttention
+from kvseek.engine.model.reference import CausalAttention
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.plugins.contract import LAST_QUERIES

@@ -10,8 +10,7 @@ from typing import Any
 
 from kvseek.core.batch import buckets_for
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import ConfigError, EngineDirectoryError, require
-from kvseek.core.fields import from_dict
+from kvseek.core.errors import ConfigError, EngineDirectoryError, from_dict, require
 from kvseek.core.tensorrt_api import PACKAGES
 
 PLANS_FILE = "rank0.plans.json"

@@ -19,8 +19,7 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvseek.core.errors import ErrorCode
-from kvseek.core.request import FinishReason, StepOutput
-from kvseek.core.statistics import RequestStatistics, StepReport
+from kvseek.core.request import FinishReason, RequestStatistics, StepOutput, StepReport
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector

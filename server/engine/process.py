@@ -32,7 +32,7 @@ from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
 from kvseek.server.errors import INTERNAL
 from kvseek.server.processes import leave_no_core, run_process
-from kvseek.server.requests.messages import (
+from kvseek.server.requests.engine_client import (
     UNSOUND_REQUESTS,
     Cancel,
     EndSession,

@@ -24,7 +24,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.liveness import silent_process
 from kvseek.core.manifest import read_manifest
 from kvseek.server.errors import ServerError

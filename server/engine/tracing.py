@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import FinishReason, Request, RequestStatistics, StepOutput
 from kvseek.server.errors import ServerError
 
 if TYPE_CHECKING:

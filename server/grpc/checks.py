@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import RequestError
+from kvseek.core.errors import RequestError, shortened
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.http.json_fields import shortened
 from kvseek.server.kserve.inputs import Input, ModelSchema
 from kvseek.server.requests.models import MAX_ID_CHARACTERS
 from kvseek.server.requests.translation import max_text_bytes

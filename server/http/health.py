@@ -15,13 +15,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from tritonclient.grpc import service_pb2
 
-from kvseek.core.errors import KvseekError, UnavailableError
-from kvseek.server.requests.engine_client import RETRY_SECONDS, EngineClient
-from kvseek.server.requests.messages import UNSOUND_REQUESTS, Pong
+from kvseek.core.errors import KvseekError, UnavailableError, shortened
+from kvseek.server.requests.engine_client import RETRY_SECONDS, UNSOUND_REQUESTS, EngineClient, Pong
 from kvseek.server.triton.relay import TritonRelay
 
 from .errors import HttpError
-from .json_fields import shortened
 
 MODEL_VERSION = "1"
 ASK_SECONDS = 1.0  # time between two questions

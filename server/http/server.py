@@ -30,13 +30,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from kvseek.core.errors import shortened
 from kvseek.server.errors import INTERNAL, ServerError
 from kvseek.server.requests.keys import NO_KEYS, REFUSAL, Keys, Tenant
 from kvseek.server.requests.models import MAX_ID_CHARACTERS
 from kvseek.server.requests.unread import WRITE_SECONDS
 
 from .errors import LINGER_SECONDS, ClientLeftError, ErrorForm, HttpError, error_response, headers_of, kserve_error
-from .json_fields import shortened
 
 HEADER_SECONDS = 75.0  # from connecting, or from the last response, to the end of the next request's headers
 MAX_HEADER_BYTES = 64 << 10  # of a request's line and headers, and of a body's trailers

@@ -16,11 +16,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from kvseek.core.errors import RequestError
+from kvseek.core.errors import RequestError, shortened
 from kvseek.server.http.content import BodyReader, Writer, body_limit, trace_of
 from kvseek.server.http.errors import HttpError, kserve_error
 from kvseek.server.http.health import MODEL_VERSION
-from kvseek.server.http.json_fields import shortened
 from kvseek.server.http.server import Endpoint, tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant

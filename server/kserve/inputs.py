@@ -18,8 +18,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import RequestError
-from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
+from kvseek.core.errors import RequestError, shortened
+from kvseek.server.http.content import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shown
 from kvseek.server.requests.models import MAX_ID_CHARACTERS, RepositoryLayout, TokenRequest
 from kvseek.server.requests.translation import Inputs
 

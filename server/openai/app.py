@@ -23,13 +23,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Send
 
 from kvseek.core.config import EngineConfig
+from kvseek.core.errors import shortened
 from kvseek.core.manifest import read_manifest
-from kvseek.core.request import MAX_SALT
-from kvseek.core.session import MAX_SESSION_ID, check_text
+from kvseek.core.request import MAX_SALT, MAX_SESSION_ID, check_text
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.content import BodyReader, Writer, largest_body, trace_of
 from kvseek.server.http.errors import JSON, HttpError
-from kvseek.server.http.json_fields import shortened
 from kvseek.server.http.server import Endpoint, HttpServer, tenant_of
 from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant

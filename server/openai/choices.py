@@ -22,9 +22,8 @@ from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.translation import with_own_seeds
 
-from .bodies import MAX_CHOICES, Body, read_guide
+from .bodies import MAX_CHOICES, TOO_LONG, Body, read_guide
 from .fields import FieldError, require
-from .prompts import TOO_LONG
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
 REASONS = {

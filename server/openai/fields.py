@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvseek.core.errors import LEADING_NAMES, ErrorCode, RequestError, code_of, renamed
+from kvseek.core.errors import LEADING_NAMES, SHOWN_OF_VALUE, ErrorCode, RequestError, code_of, renamed, shortened
+from kvseek.server.http.content import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shown
 from kvseek.server.http.errors import HttpError, describe
-from kvseek.server.http.json_fields import MAX_FIELD_BYTES, FieldSplitter, JsonFault, first_character, shortened, shown
 
 CODES = {
     ErrorCode.QUEUE_FULL: "queue_full",
@@ -54,8 +54,7 @@ class FieldError(RequestError):
 def require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
     """Raise FieldError unless a condition holds; a value's text is shortened."""
     if not condition:
-        text = repr(value)
-        shown = text if len(text) <= 60 else f"{text[:60]}…"
+        shown = shortened(repr(value), SHOWN_OF_VALUE)
         raise FieldError(name, f"{name} = {shown}: must be {limit}; {remedy}")
 
 
@@ -176,8 +175,8 @@ def decode(name: str, decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw) -> A
         if unknown is not None:
             where, reason = f"{where}.{shortened(unknown[1])}", "there is no such field"
         value = "" if place or unknown else f" = {shown(raw)}"
-        shown_reason = reason if len(reason) <= 200 else f"{reason[:200]}…"  # a client's own text may stand in it
-        message = f"{where}{value}: {shown_reason}; correct it, or leave it out for its default"
+        # a client's own text may stand in the reason
+        message = f"{where}{value}: {shortened(reason, 200)}; correct it, or leave it out for its default"
         raise FieldError(name, message) from None
     except msgspec.DecodeError as error:
         raise FieldError(name, f"{name} = {shown(raw)}: not JSON ({error}); send valid JSON") from None

@@ -15,8 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvseek.core.errors import CodedError, QueueFullError, code_of, renamed
-from kvseek.core.request import FinishReason, StepOutput
-from kvseek.core.session import EndedSession
+from kvseek.core.request import EndedSession, FinishReason, StepOutput
 
 from .engine_client import EngineClient
 from .models import Chunk, ServedRequest

@@ -13,8 +13,7 @@ from typing import Any, Protocol, Self
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError, renamed
-from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import FinishReason, Request, RequestStatistics, StepOutput
 from kvseek.engine.accumulator import Accumulator
 from kvseek.engine.tokenizer import Tokenizer
 

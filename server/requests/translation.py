@@ -14,15 +14,21 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import RequestError
+from kvseek.core.errors import SHOWN_CHARACTERS, RequestError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import DEFAULT_PRIORITY, MAX_SEED, MAX_STOP_WORDS, Request, SamplingConfig, check_words
-from kvseek.core.session import Session, read_session
+from kvseek.core.request import (
+    DEFAULT_PRIORITY,
+    MAX_SEED,
+    MAX_STOP_WORDS,
+    Request,
+    SamplingConfig,
+    Session,
+    check_words,
+    read_session,
+)
 from kvseek.engine.tokenizer import Tokenizer
 
 Inputs = Mapping[str, list[Any]]  # values of each input of one prompt, in order, whatever its shape
-
-SHOWN_CHARACTERS = 40  # most of a text in an error message
 
 MAX_SEQUENCES = 8  # most sequences of a prompt: num_return_sequences
 CHARACTERS_PER_TOKEN = 8  # more than most texts have

@@ -13,7 +13,7 @@ from google.protobuf import text_encoding, text_format
 from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.manifest import verify
 from kvseek.server.errors import ServerError
 from kvseek.server.requests.models import LAYOUTS

@@ -24,8 +24,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.builder.inspection import engine_document
 from kvseek.core import manifest
-from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION
-from kvseek.core.config_file import read_config
+from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION, read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.manifest import (
     CODEBOOKS_FILE,

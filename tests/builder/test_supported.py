@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.builder import build
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.index_context import ShapeLimits
 from kvseek.engine.engine import Engine

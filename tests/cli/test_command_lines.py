@@ -13,8 +13,7 @@ import shtab
 
 from kvseek.cli import completion
 from kvseek.cli.main import COMMANDS, main
-from kvseek.core.command_line import Parser
-from kvseek.core.sizes import memory_size, optional_size, readable
+from kvseek.core.command_line import Parser, memory_size, optional_size, readable
 
 SIZE = re.compile(r"--(.*_)?(bytes|memory)$")
 

@@ -18,13 +18,13 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from kvseek.client import chat
+from kvseek.client.chat import Conversation, read_messages
 from kvseek.client.chunk import AnswerFigures, Chunk
-from kvseek.client.conversation import Conversation, read_messages
 from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
 from kvseek.client.openai_client import OpenAIClient, chat_fields
-from kvseek.client.options import GenerateOptions
+from kvseek.client.text_models import GenerateOptions
 
 TEXT = "Ruhe und Kühle"
 EVENTS = [

@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 
-from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION, CacheConfig, EngineConfig, ModelConfig, RopeScaling
-from kvseek.core.config_file import PRETRAINED, read_config, write_config
-from kvseek.core.errors import ConfigError, EngineDirectoryError
-from kvseek.core.fields import from_dict
+from kvseek.core.config import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    PRETRAINED,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RopeScaling,
+    read_config,
+    write_config,
+)
+from kvseek.core.errors import ConfigError, EngineDirectoryError, from_dict
 from kvseek.plugins.registry import get_method
 
 MODEL = ModelConfig(

@@ -18,8 +18,7 @@ from tests.conftest import ROOT, BuildEngine, RandomModel
 from kvseek.builder import build
 from kvseek.builder.fingerprint import fingerprint
 from kvseek.cli import demo
-from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION
-from kvseek.core.config_file import read_config
+from kvseek.core.config import CONFIG_FILE, FORMAT_VERSION, read_config
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.manifest import verify
 from kvseek.engine.engine import Engine
@@ -120,7 +119,7 @@ def test_no_version_at_all(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["config_file.py", "weight_only.py", "rope.py"])
+@pytest.mark.parametrize("file", ["config.py", "weight_only.py", "rope.py"])
 def test_another_layout_is_another_build(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, original = fingerprint({}, []), Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: original(path) + b"#" * (path.name == file))

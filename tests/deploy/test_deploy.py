@@ -17,7 +17,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from tests.builder.capacity.test_capacity import LLAMA, document, save
+from tests.builder.test_capacity import LLAMA, document, save
 from tests.conftest import ROOT, BuildEngine
 from tests.support.deployment import (
     DOCKER,

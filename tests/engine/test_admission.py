@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.engine.cache.prefixes.test_cache import make
 
 from kvseek.core.errors import ConfigError, QueueFullError
-from kvseek.core.request import FinishReason, Request
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import FinishReason, Request, RequestStatistics
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.schedule.scheduler import LEVEL_SECONDS, MOST_PREEMPTIONS, RequestQueue, Scheduler, order
 from kvseek.engine.schedule.sequence import RequestSequence

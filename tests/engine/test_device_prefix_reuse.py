@@ -18,7 +18,7 @@ from tests.plugins.prkv.settings import UPDATES
 from tests.support.device_stand_ins import make_decoder
 from tests.support.long_prompts import WINDOW, Load, known_answers
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.engine.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import CapacityError, QueueFullError, RequestError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.cache.memory_layout import layer_extent_bytes

@@ -16,7 +16,7 @@ from tests.plugins.cases import CASES, method_flags
 from tests.support.long_prompts import load_changed
 from tests.support.prefill import run_to_end
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from kvseek.core.request import Request
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import Request, RequestStatistics
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.schedule import reading
-from kvseek.engine.schedule.pacing import (
+from kvseek.engine.schedule.reading import (
     BURST,
     LARGEST_CHARGE,
     LONG_SHARE,
     REST_INTERVAL,
     SLOWDOWN,
     SMALLEST_PACK,
+    PromptReader,
     Work,
 )
-from kvseek.engine.schedule.reading import PromptReader
 from kvseek.engine.schedule.sequence import RequestSequence
 
 

@@ -19,8 +19,7 @@ from tests.support.steps_ahead import run_ahead
 
 from kvseek.core.errors import QueueFullError
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
-from kvseek.core.session import EndedSession, Session
+from kvseek.core.request import EndedSession, FinishReason, Request, SamplingConfig, Session, StepOutput
 from kvseek.engine import engine as engine_module
 from kvseek.engine.engine import Engine
 from kvseek.engine.schedule.scheduler import MOST_PREEMPTIONS

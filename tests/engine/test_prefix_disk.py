@@ -14,7 +14,7 @@ from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, SINK, WINDOW, Pla
 from tests.support.waiting import wait_for
 
 from kvseek import LLM, SamplingParams
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine

@@ -27,8 +27,7 @@ from tests.support.prefill import run_to_end
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
-from kvseek.core.request import FinishReason, Request, SamplingConfig
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import FinishReason, Request, RequestStatistics, SamplingConfig
 from kvseek.engine.cache.prefixes.tree import TOKEN_BYTES, Node
 from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import METHODS, method_traits

@@ -33,8 +33,7 @@ from tests.engine.test_prefix_reuse import (
 from tests.plugins.cases import CASES, method_flags
 from tests.support.waiting import wait_for
 
-from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.core.session import Session
+from kvseek.core.request import FinishReason, Request, Session, StepOutput
 from kvseek.engine.cache.prefixes.tree import common_tokens, pack_tokens
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.prefixes import DiskSettings

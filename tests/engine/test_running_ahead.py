@@ -21,12 +21,11 @@ from tests.support.steps_ahead import DecoderAhead, run_ahead
 from tests.support.waiting import SECONDS
 
 from kvseek.core.guide import Guide, GuideType
-from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
-from kvseek.core.session import Session
+from kvseek.core.request import FinishReason, Request, SamplingConfig, Session, StepOutput
 from kvseek.engine import engine as engine_module
 from kvseek.engine.draws.sampling import NO_TOKEN, Launched
 from kvseek.engine.engine import Engine
-from kvseek.engine.schedule.pacing import Work
+from kvseek.engine.schedule.reading import Work
 from kvseek.engine.service import EngineService
 from kvseek.plugins.registry import METHODS
 

@@ -7,10 +7,9 @@ from tests.engine.test_prefix_reuse import EXTENT_BYTES, SINK, Load, ask, load, 
 from tests.support.prefill import run_to_end
 
 from kvseek.core.errors import RequestError
-from kvseek.core.request import FinishReason, Request
-from kvseek.core.session import EndedSession, Session, read_session
-from kvseek.engine.cache.prefixes import sessions as sessions_module
-from kvseek.engine.cache.prefixes.sessions import Sessions
+from kvseek.core.request import EndedSession, FinishReason, Request, Session, read_session
+from kvseek.engine.cache.prefixes import tree
+from kvseek.engine.cache.prefixes.tree import Sessions
 from kvseek.engine.engine import Engine
 
 __all__ = ["load", "model"]  # fixtures
@@ -225,7 +224,7 @@ def test_short_requests_have_sessions_without_extents(engine: Engine) -> None:
 
 
 def test_the_least_recently_used_session_is_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(tree, "MAX_SESSIONS", 3)
     for name in ("a", "b", "c", "a", "d"):
         read(engine, text(3, 1500), Session(name))
     assert engine.cache_usage.sessions == 3

@@ -14,8 +14,7 @@ from tests.support.long_prompts import DOCUMENT, SHAPE, WINDOW, ask_logits
 from tests.support.prefill import run_prefill, run_to_end
 from torch import Tensor
 
-from kvseek.core.config import BlockSparseConfig, EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import BlockSparseConfig, EngineConfig, read_config
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder

@@ -21,8 +21,7 @@ from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_to_end
 from tests.support.waiting import wait_for
 
-from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.core.session import Session
+from kvseek.core.request import FinishReason, Request, Session, StepOutput
 from kvseek.engine.cache.prefixes import store as prefix_store
 from kvseek.engine.cache.prefixes.file import write_file
 from kvseek.engine.cache.prefixes.store import PrefixStore, Write

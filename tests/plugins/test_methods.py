@@ -15,8 +15,7 @@ from tests.plugins.cases import CASES, SELECTING, WITH_PAPER, Settings, method_f
 
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.options import build_options
-from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine

@@ -14,8 +14,7 @@ from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.waiting import SECONDS
 
-from kvseek.core.config import EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, read_config
 from kvseek.engine.engine import Engine
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import RunningServer, running_server

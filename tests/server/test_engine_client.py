@@ -24,8 +24,7 @@ from kvseek.server.engine import process
 from kvseek.server.engine.metrics import EngineMetrics
 from kvseek.server.engine.process import EngineServer
 from kvseek.server.requests import engine_client
-from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.messages import FromFrontend, Outputs, Submit, frame, read_frame
+from kvseek.server.requests.engine_client import EngineClient, FromFrontend, Outputs, Submit, frame, read_frame
 from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.anyio

@@ -20,8 +20,7 @@ from tests.conftest import ROOT, BuildEngine, RandomModel
 from tests.support.deployment import read
 
 from kvseek.core.errors import ErrorCode
-from kvseek.core.request import FinishReason, Request, StepOutput
-from kvseek.core.statistics import RequestStatistics, StepReport
+from kvseek.core.request import FinishReason, Request, RequestStatistics, StepOutput, StepReport
 from kvseek.engine.cache.prefixes.cache import ReuseCounts
 from kvseek.engine.cache.usage import CacheUsage
 from kvseek.engine.engine import Engine

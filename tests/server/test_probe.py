@@ -13,7 +13,7 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.service import EngineService
 from kvseek.server.engine import process
 from kvseek.server.engine.process import Probe
-from kvseek.server.requests.messages import UNSOUND_REQUESTS
+from kvseek.server.requests.engine_client import UNSOUND_REQUESTS
 
 
 def test_a_probe_that_is_answered_makes_an_engine_ready_again(

@@ -15,7 +15,7 @@ from tests.support.live_server import command_line
 from kvseek.client import chat
 from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
-from kvseek.client.options import GenerateOptions
+from kvseek.client.text_models import GenerateOptions
 from kvseek.server.errors import ServerError
 from kvseek.server.launch import RunningServer, running_server
 from kvseek.server.ports import CLOSED, Ports

@@ -14,8 +14,7 @@ import pytest
 from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import ErrorCode
-from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import FinishReason, Request, RequestStatistics, SamplingConfig, StepOutput
 from kvseek.server.engine.tracing import RequestTracer
 from kvseek.server.errors import ServerError
 

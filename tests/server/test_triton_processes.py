@@ -10,7 +10,7 @@ import pytest
 
 from kvseek.builder.compile.cpu import find_compiler
 from kvseek.client.grpc_client import GrpcClient
-from kvseek.client.options import GenerateOptions
+from kvseek.client.text_models import GenerateOptions
 from kvseek.server.launch import running_server
 from kvseek.server.settings import ServeSettings
 

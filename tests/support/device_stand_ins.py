@@ -12,8 +12,7 @@ from tests.support.draws import make_draws
 from torch import Tensor
 
 from kvseek.core.batch import Batch, Selection, buckets_for
-from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, ModelConfig, read_config
 from kvseek.core.index_context import IndexContext
 from kvseek.core.ranks import rank_config
 from kvseek.core.rope import Rotation
@@ -25,9 +24,9 @@ from kvseek.engine.draws.sampling import greedy_token
 from kvseek.engine.loading.indexes import host_retrieval
 from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel
 from kvseek.engine.model.decoder import Decoder
+from kvseek.engine.model.layer import Products
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.reference.operations import TorchOperations
-from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.reference import TorchOperations
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.ranks import RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval

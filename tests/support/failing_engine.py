@@ -16,7 +16,7 @@ from kvseek.core.errors import CapacityError
 from kvseek.engine import service
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.cpu.steps import HostDecoder
+from kvseek.engine.model.cpu import HostDecoder
 from kvseek.engine.retrieval import Retrieval
 from kvseek.server.engine import process
 

@@ -12,7 +12,7 @@ import torch
 from tests.support.prefill import run_to_end
 from torch import Tensor
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder

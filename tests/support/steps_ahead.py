@@ -8,7 +8,7 @@ from typing import Any
 from kvseek.core.batch import LATEST
 from kvseek.engine.draws.sampling import Launched
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.cpu.steps import HostDecoder
+from kvseek.engine.model.cpu import HostDecoder
 from kvseek.engine.row_recorder import NOBODY
 
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from kvseek.bench.output import GIB, add_output_flags, at_least_one, numbers
 from kvseek.bench.speed.shapes import SHAPES
 from kvseek.bench.variants import FORM, parse_variants
-from kvseek.core.command_line import Parser
+from kvseek.core.command_line import Parser, memory_size
 from kvseek.core.errors import ConfigError
-from kvseek.core.sizes import memory_size
 
 from .memory_plan import OFFLOADS, Cell
 

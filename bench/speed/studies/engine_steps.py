@@ -36,11 +36,11 @@ from kvseek.bench.output import (
 )
 from kvseek.bench.speed.shapes import get_shape
 from kvseek.bench.variants import Variant, parse_variants
+from kvseek.core.command_line import memory_size
 from kvseek.core.config import CHOICES, EngineConfig
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.guide import Guide, GuideType
 from kvseek.core.request import Request, SamplingConfig
-from kvseek.core.sizes import memory_size
 from kvseek.engine.engine import Engine
 
 WARMUP = 24  # steps before those that are timed

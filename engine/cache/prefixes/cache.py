@@ -18,14 +18,13 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS, MOST_POSITIONS
 from kvseek.core.extents import extents_for
-from kvseek.core.session import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
+from kvseek.core.request import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.plugins.contract import Index, Traits
 
-from .sessions import Sessions
 from .store import PrefixLoader, PrefixStore
-from .tree import TOKEN_BYTES, Node, PrefixTree
+from .tree import TOKEN_BYTES, Node, PrefixTree, Sessions
 
 
 class PrefixRows:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.engine.model.reference.products import Linear, Product, Products
+from kvseek.engine.model.layer import Linear, Product, Products
 from kvseek.kernels.cuda.layer.products import MOST_ROWS, ProductKernels
 
 # Numbers of rows that RowCounts tries: these, and then multiples of ROW_STEP, the rows of a tile of a matrix.

@@ -1,4 +1,4 @@
-"""The ranks of an engine on GPUs: sums on the device, and what all ranks must agree on while they load."""
+"""The ranks of an engine on GPUs: sums on the device, on the way of a layer too, and what all must agree on while they load."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.engine.cache.host_memory import available_bytes
 from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.parallel.nodes import LOOPBACK
 from kvseek.engine.parallel.ranks import Ranks, using_interface_to
 from kvseek.engine.parallel.reports import Reporter
+from kvseek.kernels.cuda.layer.layer import LayerKernels, norm_threads
+from kvseek.kernels.structs import c_struct
 
 from .gpus import ranks_on, take_gpu
 from .sums import (
@@ -37,6 +40,10 @@ from .sums import (
     measure,
     try_to_make,
 )
+
+if TYPE_CHECKING:
+    from kvseek.core.cuda import CudaKernels
+
 
 # That a rank waits for another one while weights are read: long, as rank 0 notices earlier that one hangs, and ends the others.
 LOADING_SECONDS = 3600.0
@@ -219,3 +226,61 @@ def _most(reporter: Reporter, group: dist.ProcessGroup, number: float, failed: b
     reporter.apart(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, group=group))
     reporter.doing("goes on with the others")
     return found.item()
+
+
+SumAddRmsNormArguments = c_struct("kernels/cuda/layer/layer.cu", "SumAddRmsNormArguments")
+
+
+class RankLayerKernels(LayerKernels):
+    """The kernels of one rank. `delta` of its methods is this rank's part of what is added; parameters as LayerKernels.
+
+    Few rows, those of decode steps, are summed by the kernel that adds and normalises them, in float32, if the ranks have
+    inboxes. PyTorch's kernel for such a sum waits for the other ranks twice, and the next product waits for that kernel before it
+    reads any weights. More rows, and all rows where NCCL sums, are summed before.
+    """
+
+    def __init__(
+        self,
+        kernels: CudaKernels,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_batch: int,
+        ranks: DeviceRanks,
+    ) -> None:
+        super().__init__(kernels, model, dtype, device, max_batch)
+        self._ranks, self._inboxes = ranks, ranks.inboxes
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Add the sum of all ranks' `delta`, unless it is None, to x [rows, hidden] in place; returns x's RMS norm × `weight`."""
+        inboxes = self._inboxes
+        if delta is None:
+            return super().add_rms_norm(x, None, weight)
+        if inboxes is None or x.shape[0] > inboxes.counts.numel():
+            return super().add_rms_norm(x, self._ranks.sum(delta), weight)
+        self._ranks.reporter.step()
+        return self.sum_add_rms_norm(x, delta, weight, inboxes)
+
+    def add(self, x: Tensor, delta: Tensor) -> None:
+        """Add the sum of all ranks' `delta` to x [rows, hidden] in place."""
+        super().add(x, self._ranks.sum(delta))
+
+    def sum_add_rms_norm(self, x: Tensor, part: Tensor, weight: Tensor, inboxes: Inboxes) -> Tensor:
+        """As `add_rms_norm`, for at most as many rows as the inboxes are for. It waits on the GPU for the other ranks."""
+        out = torch.empty_like(x)
+        arguments = SumAddRmsNormArguments(
+            x=self._address("x", x),
+            part=self._address("part", part),
+            weight=self._address("weight", weight),
+            out=out.data_ptr(),
+            inboxes=inboxes.addresses.data_ptr(),
+            counts=inboxes.counts.data_ptr(),
+            stop=inboxes.stop.data_ptr(),
+            hidden=x.shape[1],
+            epsilon=self.model.rms_norm_eps,
+            rank=inboxes.rank,
+            ranks=inboxes.addresses.numel(),
+            capacity=inboxes.counts.numel(),
+        )
+        self._launch("kvseek_sum_add_rms_norm", (x.shape[0], 1, 1), norm_threads(x.shape[1]), arguments)
+        return out

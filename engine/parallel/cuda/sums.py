@@ -5,7 +5,7 @@ others' parts, and adds them up (`one_shot_all_reduce`, as fast as a few microse
 sums to all (`two_shot_all_reduce_`). NCCL is there for machines on which that does not work, and for large tensors.
 
 What a decode step adds to the residual stream needs no kernel of its own to be summed up: with symmetric memory there are inboxes
-too, by which the kernels that add and normalise hand each other their parts (layer.py).
+too, by which the kernels that add and normalise hand each other their parts (ranks.py).
 """
 
 from __future__ import annotations

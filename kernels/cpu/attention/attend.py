@@ -1,9 +1,9 @@
-"""Attention of one decode step on the CPU, by the compiled kernel or the reference: rows are read where they lie."""
+"""Attention on the CPU: of a decode step, by the compiled kernel or the reference, which read rows in place, and of prompts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ LIMITS = ShapeLimits(max_head_dim=256, max_group_size=16)
 REMEDY = "build the engine with --kernels reference"
 
 AttendArguments = c_struct("kernels/cpu/attention/rows.h", "AttendArguments")
+CausalAttentionArguments = c_struct("kernels/cpu/attention/causal_attention.cpp", "CausalAttentionArguments")
 
 
 def attend(
@@ -148,5 +149,79 @@ def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
     )
 
 
-def _refuse(name: str, value: Any, limit: str) -> None:
-    raise KernelError(f"native attention: {name} = {value}: must be {limit}; {REMEDY}")
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, library: CpuLibrary) -> Tensor:
+    """Attend from the last q tokens of a sequence to the whole sequence, causally, as attention.causal_attention does.
+
+    Sums are float32. To the bit, the result of a query does not depend on the other queries of the call, on keys and values
+    of later blocks, or on the number of threads.
+
+    Parameters
+    ----------
+    queries : Tensor [H, q, D]
+        float32 or bfloat16, on the CPU; D is even. Only the last dimension need be contiguous, here and below.
+    keys, values : Tensor [G, n, D], n >= q >= 1, H a multiple of G
+        dtype and device of the queries.
+    scaling : float
+        Factor of the scores, > 0.
+
+    Returns
+    -------
+    Tensor [q, H, D], contiguous
+
+    Raises
+    ------
+    KernelError
+        On a shape, dtype, device or stride that the kernel does not support.
+    """
+    heads, q, dim = queries.shape
+    kv_heads, n = keys.shape[:2]
+    _check_prompt(queries, keys, values, scaling)
+    out = queries.new_empty(q, heads, dim)
+    arguments = CausalAttentionArguments(
+        queries=queries.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        out=out.data_ptr(),
+        query_head_stride=queries.stride(0),
+        query_stride=queries.stride(1),
+        key_head_stride=keys.stride(0),
+        key_stride=keys.stride(1),
+        value_head_stride=values.stride(0),
+        value_stride=values.stride(1),
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        q=q,
+        n=n,
+        dim=dim,
+        bfloat16=queries.dtype is torch.bfloat16,
+        threads=torch.get_num_threads(),
+        scaling=scaling,
+    )
+    library.function("kvseek_causal_attention", CausalAttentionArguments)(arguments)
+    return out
+
+
+def _check_prompt(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+    refuse = partial(_refuse, kernel="native causal attention")
+    heads, q, dim = queries.shape
+    kv_heads, n = keys.shape[:2]
+    if queries.dtype not in (torch.float32, torch.bfloat16):
+        refuse("dtype", queries.dtype, "float32 or bfloat16")
+    if dim % 2:
+        refuse("head_dim", dim, "even")
+    if heads % kv_heads:
+        refuse("num_heads", heads, f"a multiple of num_kv_heads = {kv_heads}")
+    if not 1 <= q <= n:
+        refuse("queries", q, f"1 to {n}, the number of keys")
+    if not scaling > 0:
+        refuse("scaling", scaling, "> 0")
+    for name, part in (("keys", keys), ("values", values)):
+        if (part.shape, part.dtype) != ((kv_heads, n, dim), queries.dtype):
+            refuse(name, (tuple(part.shape), part.dtype), f"{(kv_heads, n, dim)}, {queries.dtype}")
+    for name, part in (("queries", queries), ("keys", keys), ("values", values)):
+        if not part.is_cpu or part.stride(2) != 1:
+            refuse(f"{name}' device and strides", (part.device, part.stride()), "the CPU, and 1 in the last dimension")
+
+
+def _refuse(name: str, value: Any, limit: str, kernel: str = "native attention") -> None:
+    raise KernelError(f"{kernel}: {name} = {value}: must be {limit}; {REMEDY}")

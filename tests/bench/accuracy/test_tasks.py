@@ -19,8 +19,7 @@ from kvseek.bench.accuracy.needle_tasks import suite, vocabulary
 from kvseek.bench.accuracy.needle_tasks.tasks import TASKS, WIDE
 from kvseek.bench.accuracy.questions import Conversation, Score
 from kvseek.bench.accuracy.tasks import Cell, by_depth, compared, print_report
-from kvseek.core.config import BlockSparseConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import BlockSparseConfig, read_config
 from kvseek.core.errors import ConfigError
 from kvseek.plugins.registry import get_method
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from kvseek.builder.build import build_engine
 from kvseek.builder.checking import generated_logits, greedy
 from kvseek.builder.options import build_options
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import KvseekError
 from kvseek.engine.leading.leader import load_decoder
 

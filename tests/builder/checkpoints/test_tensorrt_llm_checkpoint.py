@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_m
 
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.tensorrt_llm import TensorRtLlmCheckpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, own_precision, write_weights
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.weights import list_weights
@@ -29,6 +30,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 256,
 }
 QKV = "transformer.layers.1.attention.qkv.weight"
+PRODUCTS = tuple(f"{name}.weight" for name in ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj"))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,35 @@ def test_scales_of_the_kv_cache_are_no_weights(four_ranks: Path) -> None:
         write_weights(open_checkpoint(four_ranks), four_ranks, WeightFormat(torch.float32))
 
 
+def test_weights_in_fp8(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each rank's module has a scale of its own; what is left out, such as the head, is read as it is."""
+    directory = save_tensorrt_llm(tmp_path / "trt", models["llama"], tp=2, quantization={"quant_algo": "FP8"})
+    plain = save_tensorrt_llm(tmp_path / "plain", models["llama"], tp=2)
+
+    def quantise(tensors: dict[str, torch.Tensor], scale: float, *, packed: bool) -> None:
+        for name in [name for name in tensors if name.endswith(PRODUCTS)]:
+            numbers = (tensors[name] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[name] = numbers if packed else numbers.float() * torch.tensor(scale)
+            if packed:
+                module = name.removesuffix("weight")
+                tensors[f"{module}weights_scaling_factor"] = torch.tensor([scale])
+                tensors[f"{module}activation_scaling_factor"] = torch.ones(1)
+
+    for rank, scale in enumerate((0.001, 0.0013)):
+        for folder, packed in ((directory, True), (plain, False)):
+            edit_tensors(folder / f"rank{rank}.safetensors", partial(quantise, scale=scale, packed=packed))
+    expected, found = open_checkpoint(plain), open_checkpoint(directory)
+    names = names_of(found.config)
+    for tensor in names:
+        assert torch.equal(found.tensor(tensor), expected.tensor(tensor)), tensor
+    assert found.unused(names) == set()
+    assert own_precision(found, "cuda") == "none"
+    scale = f"{QKV.removesuffix('weight')}weights_scaling_factor"
+    edit_tensors(directory / "rank1.safetensors", lambda tensors: tensors.pop(scale))
+    with pytest.raises(ConfigError, match=r"rank1.*attention\.qkv\.weight: scales beside it = 0: must be 1"):
+        open_checkpoint(directory).header("model.layers.1.self_attn.q_proj.weight")
+
+
 CONFIGURATIONS = [
     ({"architecture": "QWenForCausalLM", "qwen_type": "qwen2"}, {"architecture": "qwen2", "qkv_bias": True}),
     ({"architecture": "QWenForCausalLM", "qwen_type": "qwen3"}, {"architecture": "qwen3", "qk_norm": True}),
@@ -143,7 +174,10 @@ REFUSED = [
     ({"architecture": "Qwen3ForCausalLM", "head_size": None}, "head_size is missing"),
     ({"norm_epsilon": None}, "norm_epsilon is missing; convert the model again"),
     ({"rotary_base": None}, "rotary_base is missing"),
-    ({"quantization": {"quant_algo": "W4A16_AWQ"}}, "quant_algo = 'W4A16_AWQ': must be null; convert .* without"),
+    (
+        {"quantization": {"quant_algo": "W4A16_AWQ"}},
+        "quant_algo = 'W4A16_AWQ': must be FP8 or null; convert .* without",
+    ),
     ({"quantization": "FP8"}, "quantization = 'FP8': must be an object or null"),
     ({"moe": {"num_experts": 8}}, r"moe\.num_experts = 8: must be 0"),
     ({"moe_num_experts": 8}, "moe_num_experts = 8: must be 0"),

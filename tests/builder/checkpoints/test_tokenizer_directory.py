@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.tokenizer import load_tokenizer_directory
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import verify
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER

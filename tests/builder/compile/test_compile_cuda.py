@@ -19,8 +19,7 @@ from tests.support.structs import KERNEL, NVRTC_OFFSET, ROOT, compiled_part, dec
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
 from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
-from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, ModelConfig, read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.kernels.cuda.layer.products import SHAPES

@@ -21,8 +21,7 @@ from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.plans import weight_bytes, write_plans
-from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig, read_config
 from kvseek.core.errors import KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.engine.model.weights import list_weights

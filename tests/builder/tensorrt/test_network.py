@@ -19,7 +19,7 @@ from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network import NetworkWriter
 from kvseek.core.config import ModelConfig
 from kvseek.core.tensorrt_api import logger
-from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.model.reference import causal_attention
 
 api = pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: pip install tensorrt-rtx-cu13")
 

@@ -21,12 +21,12 @@ from tests.engine.leading.failing_rank import REASON, join
 from tests.support.forks import start_rank
 from tests.support.waiting import is_running, wait_for
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import CapacityError
 from kvseek.engine.leading import followers, leader
 from kvseek.engine.leading.followers import Followers, Member, RankError
 from kvseek.engine.leading.leader import lead
-from kvseek.engine.model.reference.products import Products
+from kvseek.engine.model.layer import Products
 from kvseek.engine.parallel import reports
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.engine.parallel.nodes import ONE_NODE

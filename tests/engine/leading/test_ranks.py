@@ -20,7 +20,7 @@ from tests.support.prefill import run_prefill, run_to_end
 from tests.support.waiting import SECONDS, wait_for
 from torch import Tensor
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError, ErrorCode, UnavailableError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.engine import Engine

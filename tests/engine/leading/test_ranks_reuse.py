@@ -17,8 +17,7 @@ from tests.support.long_prompts import DOCUMENT, SHAPE, WINDOW
 from tests.support.prefill import run_to_end
 
 from kvseek.core.errors import ConfigError
-from kvseek.core.request import FinishReason, Request
-from kvseek.core.session import Session
+from kvseek.core.request import FinishReason, Request, Session
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.followers import RankError
 from kvseek.engine.loading.prefixes import DiskSettings

@@ -18,7 +18,9 @@ from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig, Model
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.block_sparse import (
     LATEST,
+    MOST_PLACES,
     BlockSparseAttention,
+    RepeatedTokens,
     attended_pairs,
     block_mass,
     block_mass_by_attention,
@@ -27,8 +29,7 @@ from kvseek.engine.model.block_sparse import (
     repeated_blocks,
     sample,
 )
-from kvseek.engine.model.reference.attention import causal_attention
-from kvseek.engine.model.repeated_tokens import MOST_PLACES, RepeatedTokens
+from kvseek.engine.model.reference import causal_attention
 
 HEADS, KV_HEADS, DIM, SAMPLES = 6, 2, 32, 16
 MODEL = ModelConfig("llama", 16, 64, 64, 1, HEADS, KV_HEADS, DIM, 1e-5, 1e4, 1 << 20)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.builder.capacity.test_capacity import planner
+from tests.builder.test_capacity import planner
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.model.test_logits import load_transformers
 from tests.support.checkpoint_files import save_dequantised
@@ -24,8 +24,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size, weight_reader, write_weights
 from kvseek.core.weight_only import HEAD, INPUTS_MULTIPLE, PRECISIONS, dequantise, is_quantised, quantise
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.cpu.products import ByteLinear
-from kvseek.engine.model.cpu.steps import TorchModel
+from kvseek.engine.model.cpu import ByteLinear, TorchModel
 from kvseek.engine.model.weights import list_weights, load_weights
 
 CPU = torch.device("cpu")

@@ -14,8 +14,7 @@ from tests.support.prefill import check_agreement, run_prefill
 from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
-from kvseek.core.config import EngineConfig, TensorRtConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import EngineConfig, TensorRtConfig, read_config
 from kvseek.core.errors import KernelError
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine

@@ -13,13 +13,13 @@ from tests.gpu.engine.test_prompt_attention import ATTENDED, KV_HEADS, check, de
 from tests.gpu.waits import no_host_waits
 from tests.support.prefill import run_prefill
 
-from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig, read_config
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.block_sparse import (
     PIECES_TOGETHER,
     Attend,
     BlockSparseAttention,
+    RepeatedTokens,
     attend_by_cudnn,
     attend_by_flash,
     block_mass,
@@ -31,7 +31,6 @@ from kvseek.engine.model.block_sparse import (
     sample,
     sparse_bytes,
 )
-from kvseek.engine.model.repeated_tokens import RepeatedTokens
 
 pytestmark = pytest.mark.gpu
 

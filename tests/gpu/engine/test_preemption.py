@@ -12,7 +12,7 @@ from tests.engine.test_preemption import LIMITS, REQUESTS, ask
 from tests.gpu.engine.test_prefix_reuse import SPARSE, WINDOW
 from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, load_changed
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.engine.cache.memory_layout import lay_out_rows
 
 pytestmark = pytest.mark.gpu

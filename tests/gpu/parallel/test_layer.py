@@ -13,7 +13,7 @@ from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
-from kvseek.engine.parallel.cuda.layer import RankLayerKernels
+from kvseek.engine.parallel.cuda.ranks import RankLayerKernels
 from kvseek.engine.parallel.cuda.sums import Inboxes, inbox_bytes
 from kvseek.engine.parallel.reports import Reporter
 

@@ -23,7 +23,7 @@ from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill
 from torch import Tensor
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.engine import Engine
@@ -196,7 +196,7 @@ def test_a_release_that_is_held_up_ends_the_process(directory: Path, tmp_path: P
     """Rank 0 is a process of its own, which launches a whole prompt at once; it writes down the process of rank 1."""
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from kvseek.core.config_file import read_config\n"
+        "from kvseek.core.config import read_config\n"
         "from kvseek.engine.leading import leader; from kvseek.engine.parallel import watch\n"
         "from tests.gpu.parallel import test_ranks\n"
         "leader.UNITS_AHEAD, watch.RELEASED_SECONDS, directory = 100_000, 3.0, Path(sys.argv[1])\n"
@@ -228,7 +228,7 @@ def check_a_way_that_fails(directory: Path, way: str, name: str, monkeypatch: py
     monkeypatch.setenv(WAY, way)
     program = (
         "import os, sys, time; from pathlib import Path\n"
-        "from kvseek.core.config_file import read_config\n"
+        "from kvseek.core.config import read_config\n"
         "from kvseek.engine.leading import followers; from kvseek.engine.leading.leader import lead\n"
         "followers.FOLLOWER, directory = 'tests.gpu.parallel.failing_way', Path(sys.argv[1])\n"
         "try: lead(directory, read_config(directory))\n"

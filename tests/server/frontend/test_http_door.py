@@ -23,11 +23,10 @@ from tests.support.waiting import SECONDS, wait_for
 
 from kvseek.client.errors import ClientError
 from kvseek.client.http_client import HttpClient
-from kvseek.client.options import GenerateOptions
+from kvseek.client.text_models import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
-from kvseek.server.requests.engine_client import EngineClient
-from kvseek.server.requests.messages import Pong
+from kvseek.server.requests.engine_client import EngineClient, Pong
 from kvseek.server.requests.models import INFLIGHT_BATCHER_LLM
 from kvseek.server.settings import ServeSettings
 

@@ -29,7 +29,7 @@ from kvseek.server.errors import ServerError
 from kvseek.server.frontend import Frontend
 from kvseek.server.ports import Ports
 from kvseek.server.processes import require_open_files
-from kvseek.server.requests.messages import (
+from kvseek.server.requests.engine_client import (
     UNSOUND_REQUESTS,
     FromFrontend,
     Metrics,

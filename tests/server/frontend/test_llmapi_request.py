@@ -13,9 +13,7 @@ from tritonclient.grpc import model_config_pb2
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
-from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
-from kvseek.core.session import Session
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import FinishReason, LogProbs, Request, RequestStatistics, SamplingConfig, Session, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.requests.models import ASKED_FOR, LLMAPI, LlmApiRequest, RequestFactory, ServedRequest
 from kvseek.server.requests.translation import LLMAPI_INPUTS, LLMAPI_NEUTRAL

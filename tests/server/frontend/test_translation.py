@@ -34,7 +34,7 @@ from kvseek.server.requests.translation import (
     texts,
     word_list,
 )
-from kvseek.server.triton.tensors import rows_of
+from kvseek.server.triton.model import rows_of
 
 
 def inputs(**values: Any) -> dict[str, list[Any]]:

@@ -22,7 +22,7 @@ from tests.support.waiting import SECONDS, wait_for
 from kvseek.core.errors import QueueFullError, RequestError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.server.engine.process import FRAME_BYTES, FrontendConnection
-from kvseek.server.requests.messages import MAX_FRAME_BYTES, FromEngine
+from kvseek.server.requests.engine_client import MAX_FRAME_BYTES, FromEngine
 from kvseek.server.requests.unread import OTHER_UNREAD_BYTES, UnreadAnswers, UnreadError
 from kvseek.server.settings import ServeSettings
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.support.draws import allowed_tokens
 
-from kvseek.core.config_file import read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import RequestError, SamplingError
 from kvseek.core.guide import MAX_BYTES, MAX_DEPTH, MAX_REFERENCES, MAX_TEXT_CHARACTERS, Guide, GuideType
 from kvseek.engine.schedule.guides import Guides

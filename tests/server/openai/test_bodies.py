@@ -17,10 +17,17 @@ from tokenizers import processors
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.openai.bodies import CHAT_FORMAT, CHAT_NEUTRAL, COMPLETION_FORMAT, COMPLETION_NEUTRAL, WITHOUT_EFFECT
+from kvseek.server.openai.bodies import (
+    CHAT_FORMAT,
+    CHAT_NEUTRAL,
+    COMPLETION_FORMAT,
+    COMPLETION_NEUTRAL,
+    WITHOUT_EFFECT,
+    message_texts,
+    read_messages,
+)
 from kvseek.server.openai.choices import Choice, make_choices
 from kvseek.server.openai.fields import FieldError, openai_error
-from kvseek.server.openai.prompts import message_texts, read_messages
 from kvseek.server.requests.keys import Tenant
 
 HELLO = [{"role": "user", "content": "the light was lit"}]

@@ -193,7 +193,7 @@ class ClientCall:
     def __init__(self, route: str, urls: dict[str, str], fields: dict[str, Any]) -> None:
         from kvseek.client.grpc_client import GrpcClient
         from kvseek.client.http_client import HttpClient
-        from kvseek.client.options import GenerateOptions
+        from kvseek.client.text_models import GenerateOptions
 
         names = ("max_tokens", "temperature", "top_k", "seed", "end_id")
         options = GenerateOptions(**{name: fields[name] for name in names if name in fields})

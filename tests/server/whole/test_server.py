@@ -24,7 +24,7 @@ from kvseek.client import chat
 from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
-from kvseek.client.options import GenerateOptions
+from kvseek.client.text_models import GenerateOptions
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
 from kvseek.server.launch import RunningServer

@@ -16,8 +16,7 @@ from kvseek.client.errors import ClientError
 from kvseek.client.grpc_client import GrpcClient
 from kvseek.client.http_client import HttpClient
 from kvseek.client.openai_client import OpenAIClient
-from kvseek.client.options import GenerateOptions
-from kvseek.client.text_models import TEXT_MODELS, TextModel
+from kvseek.client.text_models import TEXT_MODELS, GenerateOptions, TextModel
 from kvseek.server.launch import RunningServer
 
 pytestmark = pytest.mark.server

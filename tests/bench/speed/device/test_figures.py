@@ -96,7 +96,7 @@ def test_quantised_weights_are_those_that_the_builder_stores(precision: str, hea
 
 def test_random_weights_are_what_a_decoder_reads() -> None:
     weights = RandomWeights(TINY, torch.float32, CPU)
-    layer = Layer(TINY, weights.tensors, 1)
+    layer = Layer(weights.tensors, 1)
     parts = (layer.attention_norm, layer.qkv.bias, layer.q_norm, layer.o.bias, layer.mlp_norm, layer.down.weight)
     assert all(part is not None for part in parts)
     assert layer.qkv.weight.shape == ((4 + 2 * 2) * 8, 32)

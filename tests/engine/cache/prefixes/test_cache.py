@@ -15,7 +15,7 @@ from torch import Tensor
 from kvseek.core.batch import Batch
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.index_context import IndexContext
-from kvseek.core.session import Session
+from kvseek.core.request import Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.prefix import Prefix
@@ -195,7 +195,7 @@ class CacheMachine(RuleBasedStateMachine):
             keys, values = torch.full((1, n, 2), torch.nan), torch.full((1, n, 2), torch.nan)
             rows = rows_of(one.tokens, layer)
             if one.reused:
-                self.retrieval.load_prefix(layer, slot, keys, values).wait()
+                self.retrieval.cache.load_prefix(layer, slot, keys, values).wait()
                 assert torch.equal(keys[:, : one.reused], rows[:, : one.reused, 0])
                 assert torch.equal(values[:, : one.reused], rows[:, : one.reused, 1])
             keys[:, one.reused :], values[:, one.reused :] = rows[:, one.reused :, 0], rows[:, one.reused :, 1]

@@ -14,8 +14,7 @@ from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
 from kvseek.core.batch import LATEST, Batch, RequestState, bucket_of, buckets_for, pack
-from kvseek.core.config import ModelConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.config import ModelConfig, read_config
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Launched, Sampler
@@ -24,7 +23,7 @@ from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.activation_memory import decode_bytes, prefill_bytes, work_bytes
 from kvseek.engine.model.cuda.steps import DecodeStep, KernelModel, StepResult
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.reference.attention import causal_attention
+from kvseek.engine.model.reference import causal_attention
 from kvseek.engine.row_recorder import Wanted
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from kvseek.builder.compile.cpu import instruction_levels
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
-from kvseek.engine.model.reference import attention
-from kvseek.kernels.cpu.attention.causal_attention import causal_attention
+from kvseek.engine.model import reference as in_pytorch
+from kvseek.kernels.cpu.attention.attend import causal_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 # q, n, heads, KV heads, head size: several blocks of keys and units, groups that a tile of 6 rows straddles, padding
@@ -59,7 +59,7 @@ def check(library: CpuLibrary, parts: tuple[Tensor, Tensor, Tensor], scaling: fl
     if found.dtype is torch.float32:
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     else:
-        reference = attention.causal_attention(*parts, scaling)
+        reference = in_pytorch.causal_attention(*parts, scaling)
         assert error <= 1.05 * (reference - expected).norm() / expected.norm()
 
 

@@ -19,7 +19,7 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.rope import RotaryEmbedding, Rotation
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.reference.operations import TorchOperations
+from kvseek.engine.model.reference import TorchOperations
 from kvseek.kernels.cpu.layer.layer import NativeOperations
 
 CPU = torch.device("cpu")

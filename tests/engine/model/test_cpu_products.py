@@ -14,8 +14,8 @@ from torch import Tensor
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError, KernelError
 from kvseek.core.weight_only import dequantise, quantise
-from kvseek.engine.model.cpu import products
-from kvseek.engine.model.cpu.products import (
+from kvseek.engine.model import cpu
+from kvseek.engine.model.cpu import (
     FEW_ROWS_OF_BFLOAT16,
     ONEDNN_LIMIT,
     WITHOUT_AMX,
@@ -25,8 +25,8 @@ from kvseek.engine.model.cpu.products import (
     WidenedLinear,
     multiplies_integers,
 )
-from kvseek.engine.model.reference.products import Linear, Product, Products
-from kvseek.kernels.cpu.layer.byte_products import ByteProduct
+from kvseek.engine.model.layer import Linear, Product, Products
+from kvseek.kernels.cpu.layer.layer import ByteProduct
 
 ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, 31, 32, 33, 150)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -211,7 +211,7 @@ def test_instructions_choose_what_multiplies_prompts(
     """AMX that is advertised and faults has been excluded by a limit of oneDNN's instructions."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(products, "bfloat16_works", lambda: True)
+    monkeypatch.setattr(cpu, "bfloat16_works", lambda: True)
     monkeypatch.delenv(ONEDNN_LIMIT, raising=False)
     if limit is not None:
         monkeypatch.setenv(ONEDNN_LIMIT, limit)
@@ -250,7 +250,7 @@ def test_scales_of_an_older_engine_are_refused() -> None:
 
 
 def test_without_onednn_products_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvseek.engine.model.cpu.products._has_onednn", lambda: False)
+    monkeypatch.setattr("kvseek.engine.model.cpu._has_onednn", lambda: False)
     weight, x = random(32, 64, seed=1), random(3, 64)
     linear = HostProducts(torch.float32).linear(weight)
     assert type(linear) is Linear
@@ -261,7 +261,7 @@ def test_prompts_of_many_lengths_take_no_memory() -> None:
     """In a process of its own: without the limit, what is kept for these 300 numbers of rows takes some 100 MB."""
     program = (
         "import ctypes, torch\n"
-        "from kvseek.engine.model.cpu.products import PackedLinear, KEPT_PRODUCTS\n"
+        "from kvseek.engine.model.cpu import PackedLinear, KEPT_PRODUCTS\n"
         "def private():\n"
         "    ctypes.CDLL(None).malloc_trim(0)\n"
         "    return int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1]) << 10\n"

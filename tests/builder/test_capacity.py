@@ -16,26 +16,34 @@ from tests.plugins.cases import ON_GPU
 from tests.support.random_models import SHAPE, save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.capacity.fit import BUDGET, DEVICE, HOST, KERNELS, REACH, REQUESTS, Attempt, FitSearch
-from kvseek.builder.capacity.report import Document, fit_document
+from kvseek.builder.capacity import (
+    BUDGET,
+    DEVICE,
+    HOST,
+    KERNELS,
+    REACH,
+    REQUESTS,
+    Attempt,
+    Document,
+    FitSearch,
+    fit_document,
+)
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
 from kvseek.builder.options import FitOptions, parse
-from kvseek.core.config import TensorRtConfig
-from kvseek.core.config_file import read_config
+from kvseek.core.command_line import readable
+from kvseek.core.config import TensorRtConfig, read_config
 from kvseek.core.errors import CapacityError
 from kvseek.core.ranks import rank_config
-from kvseek.core.request import Request
-from kvseek.core.sizes import readable
-from kvseek.core.statistics import RequestStatistics
+from kvseek.core.request import Request, RequestStatistics
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.cache.prefixes.cache import PrefixCache, PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.draws.sampling import Sampler
 from kvseek.engine.model.activation_memory import prefill_bytes, work_bytes
-from kvseek.engine.model.cpu.products import HostProducts
-from kvseek.engine.model.reference.products import Linear, Products
+from kvseek.engine.model.cpu import HostProducts
+from kvseek.engine.model.layer import Linear, Products
 from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler

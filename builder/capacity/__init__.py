@@ -1,1 +1,0 @@
-"""Capacity planning, `kvseek build --plan`: finds what fits into a GPU's memory, without the GPU."""

@@ -1,0 +1,466 @@
+"""Quantised weights of Hugging Face checkpoints: the tensors that stand for a weight, and the numbers that they mean.
+
+A weight's own tensors tell its format, by their names, types and shapes, so that layers which a publisher left out are read as
+they are, and layers of several formats side by side. `quantization_config` tells what tensors cannot: whose rules they follow.
+
+| whose | tensors of a weight | a weight's value |
+|---|---|---|
+| FP8 of DeepSeek, Qwen, FBGEMM, ModelOpt; compressed-tensors | weight, weight_scale(_inv), weight_zero_point | (q - z) s |
+| compressed-tensors, packed | weight_packed, weight_scale, weight_zero_point, weight_g_idx, weight_shape | (q - z) s |
+| NVFP4 of compressed-tensors | weight_packed, weight_scale, weight_global_scale | q s / global |
+| NVFP4 of ModelOpt | weight, weight_scale, weight_scale_2 | q s global |
+| AutoAWQ (GEMM), GPTQ | qweight, qzeros, scales, g_idx | (q - z) s |
+
+Sources: compressed_tensors/compressors of compressed-tensors 0.20; AutoAWQ's awq/utils/packing_utils.py; AutoGPTQ's
+auto_gptq/nn_modules/qlinear and GPTQModel's note on format v2; transformers' integrations/finegrained_fp8.py; NVIDIA ModelOpt's
+modelopt/torch/quantization/qtensor/nvfp4_tensor.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvseek.core.config import CHECK_CONFIG
+from kvseek.core.errors import require
+from kvseek.core.weight_only import NUMBERS
+
+from .files import DOWNLOAD_AGAIN, FLOAT_TYPES, StoredTensor
+from .known_keys import KnownKeys
+
+UNQUANTISED = "use the unquantised checkpoint"
+WORD = 32  # bits of the numbers that narrower ones are packed into
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where of a word's eight numbers the first column stands, the second, and so on
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1 (OCP Microscaling Formats 1.0, table 5)
+# Parts of a module that are its weight; the first is what the others belong to.
+PARTS = {
+    "weight": ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point"),
+    "weight_packed": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale"),
+    "qweight": ("qzeros", "scales", "g_idx"),
+}
+KINDS = {"weight": ("F8_E4M3", "I8", "U8"), "weight_packed": ("I32", "U8"), "qweight": ("I32",)}  # types of the first
+NEEDED = {"weight": (), "weight_packed": ("weight_scale",), "qweight": ("qzeros", "scales")}
+# Of activations and of the KV cache, which an engine keeps in its own type.
+OTHERS = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "input_scale_ub", "output_scale")
+CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale")
+LEFT_OUT = "modules_to_not_convert ignored_layers ignore exclude_modules modules_to_convert"
+KERNELS = "*exllama* use_cuda_fp16 max_input_length backend do_fuse fuse_max_seq_len modules_to_fuse"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """One publisher's quantization_config.
+
+    Attributes
+    ----------
+    keys : KnownKeys
+        Of the object.
+    kinds : tuple of str
+        First parts of PARTS that its weights have.
+    """
+
+    keys: KnownKeys
+    kinds: tuple[str, ...]
+
+
+def _rules(used: str, neutral: Mapping[str, tuple[Any, ...]], idle: str, kinds: str) -> Rules:
+    reason = (
+        "how the weights were quantised and which were not, which the tensors tell, and how other programs run them"
+    )
+    return Rules(
+        KnownKeys("quantization_config", f"quant_method {used}", neutral, {reason: idle}), tuple(kinds.split())
+    )
+
+
+RULES = {
+    "fp8": _rules(
+        "weight_block_size kv_cache_scheme",
+        {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", "ue8m0"), "dequantize": (False,)},
+        f"activation_scheme {LEFT_OUT}",
+        "weight",
+    ),
+    "fbgemm_fp8": _rules("", {}, f"activation_scale_ub {LEFT_OUT}", "weight"),
+    "compressed-tensors": _rules(
+        "config_groups kv_cache_scheme format quantization_status",
+        {"transform_config": ({}, None)},
+        f"sparsity_config global_compression_ratio version run_compressed {LEFT_OUT}",
+        "weight weight_packed",
+    ),
+    "modelopt": _rules(
+        "quant_algo kv_cache_scheme kv_cache_quant_algo",
+        {"has_zero_point": (False,), "pre_quant_scale": (False,)},
+        f"config_groups group_size producer quantized_layers {LEFT_OUT}",
+        "weight",
+    ),
+    "awq": _rules(
+        "bits version",
+        {},
+        f"group_size zero_point w_bit q_group_size {LEFT_OUT} {KERNELS}",
+        "qweight",
+    ),
+    "gptq": _rules(
+        "bits checkpoint_format",
+        {"is_marlin_format": (False,), "pack_dtype": ("int32",)},
+        f"""group_size sym desc_act damp_* static_groups true_sequential dataset tokenizer model_name_or_path model_file_base_name
+            batch_size pad_token_id block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize
+            cache_block_outputs model_seqlen act_group_aware lm_head dynamic meta {LEFT_OUT} {KERNELS}""",
+        "qweight",
+    ),
+}
+FORMATS = (
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mixed-precision",
+)
+ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+VERSIONS = {"gptq": 1, "gptq_v2": 0}  # of checkpoint_format, and what is added to the zero points that are stored
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What a quantization_config tells beyond the tensors.
+
+    Attributes
+    ----------
+    method : str
+        One of RULES.
+    bits : int or None
+        Of the weights of `awq` and `gptq`.
+    less : int
+        What is added to stored zero points.
+    block : tuple of int or None
+        Rows and columns that share a scale.
+    cache : bool
+        Whether it asks for a quantised KV cache.
+    """
+
+    method: str
+    bits: int | None = None
+    less: int = 0
+    block: tuple[int, int] | None = None
+    cache: bool = False
+
+    @classmethod
+    def read(cls, values: Any) -> Quantisation:
+        """Parse a quantization_config; raises ConfigError on one that cannot be computed with its own numbers."""
+        require(isinstance(values, dict), "quantization_config", values, "an object", CHECK_CONFIG)
+        method = values.get("quant_method")
+        known = isinstance(method, str) and method in RULES
+        require(known, "quantization_config.quant_method", method, f"one of {', '.join(RULES)}", UNQUANTISED)
+        RULES[method].keys.check(values)
+        cache = any(values.get(name) is not None for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
+        if method in ("awq", "gptq"):
+            bits = values.get("bits", values.get("w_bit"))
+            allowed = (4,) if method == "awq" else (2, 3, 4, 8)
+            _one_of("bits", bits, allowed)
+            if method == "awq":
+                version = values.get("version", "gemm")
+                _one_of("version", version.lower() if isinstance(version, str) else version, ("gemm",))
+                return cls(method, bits)
+            version = values.get("checkpoint_format", "gptq")
+            _one_of("checkpoint_format", version, tuple(VERSIONS))
+            return cls(method, bits, VERSIONS[version])
+        if method == "modelopt":
+            _one_of("quant_algo", values.get("quant_algo"), ALGORITHMS)
+        block = values.get("weight_block_size")
+        if method == "compressed-tensors":
+            _one_of("format", values.get("format"), FORMATS)
+            _one_of("quantization_status", values.get("quantization_status", "compressed"), ("compressed",))
+            block = _block_structure(values.get("config_groups"))
+        if block is not None:
+            sound = isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)
+            require(sound, "quantization_config: block of weights", block, "[rows, columns]", CHECK_CONFIG)
+            block = tuple(block)
+        return cls(method, block=block, cache=cache)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    fits = any(type(value) is type(one) and value == one for one in allowed)
+    require(fits, f"quantization_config.{name}", value, f"one of {', '.join(map(str, allowed))}", UNQUANTISED)
+
+
+def _block_structure(groups: Any) -> Any:
+    """Return the block that weights of compressed-tensors share a scale in; None where they have another strategy."""
+    require(isinstance(groups, dict), "quantization_config.config_groups", groups, "an object", CHECK_CONFIG)
+    blocks = [
+        weights.get("block_structure")
+        for group in groups.values()
+        if isinstance(group, dict) and isinstance(weights := group.get("weights"), dict)
+    ]
+    different = [one for one in blocks if one != blocks[0]]
+    require(not different, "quantization_config.config_groups: block_structure", blocks, "the same in all", UNQUANTISED)
+    return blocks[0] if blocks else None
+
+
+def modelopt_config(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn the `quantization` of ModelOpt's hf_quant_config.json into a quantization_config."""
+    values = document.get("quantization")
+    require(isinstance(values, dict), "quantization", values, "an object", CHECK_CONFIG)
+    return {"quant_method": "modelopt", **values}  # type: ignore[dict-item]
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [outputs, inputs] and its parts.
+
+    Attributes
+    ----------
+    rules : Quantisation
+    parts : mapping of str to StoredTensor
+        By the names of PARTS, without the module's.
+    """
+
+    rules: Quantisation
+    parts: Mapping[str, StoredTensor]
+
+    @cached_property
+    def first(self) -> StoredTensor:
+        """The part that holds the weights."""
+        return next(self.parts[name] for name in PARTS if name in self.parts)
+
+    @property
+    def place(self) -> str:
+        """Where it lies, for messages."""
+        return self.first.place
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns; raises ConfigError if the parts contradict each other."""
+        shape = self.first.shape
+        require(len(shape) == 2, f"{self.place}: shape", shape, "of two numbers", UNQUANTISED)
+        if "qweight" in self.parts:
+            across, along = (WORD // 4 if self.rules.method == "awq" else 1), shape[0]
+            if self.rules.method == "gptq":
+                along = shape[0] * WORD // self._bits
+            return (shape[1] * across, along)
+        if self.first.kind == "U8":  # two numbers of 4 bits
+            return (shape[0], shape[1] * 2)
+        if "weight_shape" in self.parts:
+            return tuple(self.parts["weight_shape"].read().tolist())
+        return shape
+
+    @property
+    def precision(self) -> str | None:
+        """The weight_only_precision of an engine that keeps the numbers as they are; None if none does."""
+        kinds = {"I8": "int8", "F8_E4M3": "fp8"}
+        scale = self.parts.get("weight_scale")
+        simple = (
+            scale is not None and "weight_zero_point" not in self.parts and math.prod(scale.shape) in (1, self.shape[0])
+        )
+        return kinds.get(self.first.kind) if simple and self.rules.block is None else None
+
+    @property
+    def has_narrow_scales(self) -> bool:
+        """Whether the scales of weights of 8 bits are numbers of bfloat16."""
+        scale = self.parts["weight_scale"].read().float()
+        return torch.equal(scale.bfloat16().float(), scale)
+
+    def as_stored(self) -> tuple[Tensor, Tensor]:
+        """Read weights of 8 bits, and their scales, float32 [outputs]; only if `precision` is not None."""
+        scale = self.parts["weight_scale"].read().float().reshape(-1)
+        return self.first.read(), scale.expand(self.shape[0]).contiguous()
+
+    def read(self) -> Tensor:
+        """Compute the weights, float32 [outputs, inputs]: products in float32, which are exact of integers and 16-bit scales."""
+        numbers, zeros, scales, groups = self._numbers()
+        rows, columns = self.shape
+        if self.rules.block is not None and scales.ndim == 2 and scales.shape != (rows, 1):
+            high, wide = self.rules.block
+            expected = (-(-rows // high), -(-columns // wide))
+            self._check("scales", tuple(scales.shape), expected)
+            scales = scales.repeat_interleave(high, 0)[:rows]
+            groups = torch.arange(columns) // wide
+        elif groups is None:
+            count = scales.shape[1] if scales.ndim == 2 else 1
+            self._check("columns of scales", columns % count, 0)
+            groups = torch.arange(columns) // (columns // count)
+        scales = self._by_row(scales)
+        self._check("largest group", int(groups.max()), scales.shape[1] - 1)
+        zeros = None if zeros is None else self._by_row(zeros)
+        for step in self._steps():
+            if zeros is not None:
+                numbers[step] -= zeros[step][:, groups]
+            numbers[step] *= scales[step][:, groups]
+        return numbers
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        """One number for all weights, one a row, or several a row: [outputs, groups]."""
+        rows = self.shape[0]
+        values = values.reshape(-1, 1) if values.ndim < 2 else values
+        self._check("rows of scales and zero points", len(values), rows if len(values) > 1 else 1)
+        return values.expand(rows, -1)
+
+    def _numbers(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Unpack: float32 numbers [outputs, inputs], zero points and scales [outputs, groups], and each column's group."""
+        rows, columns = self.shape
+        if "qweight" in self.parts:
+            return self._columns()
+        scales = self._scales()
+        groups = self.parts["weight_g_idx"].read().long() if "weight_g_idx" in self.parts else None
+        if self.first.kind == "U8":
+            return self._fp4(), None, scales, None
+        zeros = self.parts.get("weight_zero_point")
+        if "weight_packed" not in self.parts:
+            return self.first.read().float(), None if zeros is None else zeros.read().float(), scales, groups
+        self._check(f"columns beyond a multiple of {WORD}", columns % WORD, 0)  # else the words do not tell the bits
+        bits = self.first.shape[1] * WORD // columns
+        self._check("columns of packed numbers", self.first.shape, (rows, -(-columns * bits // WORD)))
+        half = 1 << (bits - 1)
+        numbers = self._unpacked(self.first.read(), bits, columns) - half
+        if zeros is None:
+            return numbers, None, scales, groups
+        points = zeros.read()
+        points = _unpack(points.T, bits, rows).T - half if points.dtype is torch.int32 else points
+        return numbers, points.float(), scales, groups
+
+    def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Unpack AWQ's and GPTQ's, whose tensors have a column for each output."""
+        rows, columns = self.shape
+        order = torch.tensor(AWQ_ORDER) if self.rules.method == "awq" else None
+        scales = self.parts["scales"].read().float().T.contiguous()
+        self._check("scales", scales.shape[0], rows)
+        zeros = _unpack(self.parts["qzeros"].read(), self._bits, rows, order).T + self.rules.less
+        self._check("zero points", tuple(zeros.shape), tuple(scales.shape))
+        if self.rules.method == "awq":
+            numbers = self._unpacked(self.first.read(), self._bits, rows, order).T.contiguous()
+        else:
+            numbers = self._unpacked(self.first.read().T.contiguous(), self._bits, columns)
+        groups = self.parts["g_idx"].read().long() if "g_idx" in self.parts else None
+        return numbers, zeros.float(), scales, groups
+
+    def _scales(self) -> Tensor:
+        names = [name for name in ("weight_scale", "weight_scale_inv") if name in self.parts]
+        self._check("scales beside it", len(names), 1)
+        scales = self.parts[names[0]].read().float()
+        if "weight_scale_2" in self.parts:
+            scales *= self.parts["weight_scale_2"].read().float()
+        if "weight_global_scale" in self.parts:
+            scales /= self.parts["weight_global_scale"].read().float()
+        return scales
+
+    def _fp4(self) -> Tensor:
+        values = torch.tensor([*FP4, *(-one for one in FP4)])
+        packed, out = self.first.read(), torch.empty(self.shape)
+        for step in self._steps():
+            part = packed[step].int()
+            out[step] = values[torch.stack((part & 15, part >> 4), dim=-1).flatten(1)]
+        return out
+
+    def _unpacked(self, words: Tensor, bits: int, count: int, order: Tensor | None = None) -> Tensor:
+        """`_unpack` into float32, some rows at a time."""
+        out = torch.empty(words.shape[0], count)
+        for step in _steps(words.shape[0], count):
+            out[step] = _unpack(words[step], bits, count, order)
+        return out
+
+    def _steps(self) -> Iterator[slice]:
+        return _steps(*self.shape)
+
+    @property
+    def _bits(self) -> int:
+        assert self.rules.bits is not None, "Quantisation.read has checked it"
+        return self.rules.bits
+
+    def _check(self, what: str, found: Any, expected: Any) -> None:
+        require(found == expected, f"{self.place}: {what}", found, str(expected), DOWNLOAD_AGAIN)
+
+
+def _steps(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, NUMBERS // columns)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _unpack(words: Tensor, bits: int, count: int, order: Tensor | None = None) -> Tensor:
+    """Take the first `count` numbers of `bits` bits out of each row of int32 words, the lowest bits first: int64 [rows, count].
+
+    Parameters
+    ----------
+    order : Tensor, int64 [8], optional
+        Where in a word each of its numbers stands.
+    """
+    wide = words.long() & (1 << WORD) - 1
+    wide = torch.cat((wide, wide.new_zeros(len(wide), 1)), dim=1)  # behind a number that ends with the last word
+    places = torch.arange(count)
+    if order is not None:
+        places = places // len(order) * len(order) + order[places % len(order)]
+    word, shift = places * bits // WORD, places * bits % WORD
+    return (wide[:, word] >> shift | wide[:, word + 1] << WORD - shift) & (1 << bits) - 1
+
+
+class QuantisedTensors:
+    """The weights of a checkpoint some of which are quantised.
+
+    Parameters
+    ----------
+    rules : Quantisation
+    tensors : mapping of str to StoredTensor
+        All of the files, by name.
+    """
+
+    def __init__(self, rules: Quantisation, tensors: Mapping[str, StoredTensor]) -> None:
+        self.rules, self._tensors = rules, tensors
+
+    def find(self, name: str) -> QuantisedWeight | None:
+        """Return a quantised weight by its Hugging Face name; None if it is none, or not there.
+
+        Raises
+        ------
+        ConfigError
+            If its tensors are of a format that the checkpoint's rules do not have.
+        """
+        if not name.endswith(".weight"):
+            return None
+        module = name.removesuffix("weight")
+        kinds = [kind for kind in PARTS if module + kind in self._tensors]
+        if not kinds:
+            return None
+        kind = kinds[0]
+        parts = {one: self._tensors[module + one] for one in (kind, *PARTS[kind]) if module + one in self._tensors}
+        own, place = parts[kind], parts[kind].place
+        if kind == "weight" and own.kind in FLOAT_TYPES and len(parts) == 1:
+            return None
+        allowed = {one: KINDS[one] for one in RULES[self.rules.method].kinds}
+        require(
+            kind in allowed, f"{place}: its name", kind, f"{' or '.join(allowed)} by quantization_config", UNQUANTISED
+        )
+        require(
+            own.kind in allowed[kind], f"{place}: dtype", own.kind, f"one of {', '.join(allowed[kind])}", UNQUANTISED
+        )
+        missing = [name for name in NEEDED[kind] if name not in parts]
+        require(not missing, f"{place}: missing beside it", missing, "nothing", DOWNLOAD_AGAIN)
+        return QuantisedWeight(self.rules, parts)
+
+    def used(self, names: set[str]) -> set[str]:
+        """List the tensors that weights of these names are made from, and those that an engine has no use for by design.
+
+        The latter are scales of activations and of the KV cache, and the zeros that GPTQ's tools write as biases of modules
+        which have none.
+        """
+        used = set(names)
+        for name in names:
+            if name.endswith(".weight"):
+                module = name.removesuffix("weight")
+                used |= {module + part for kind in PARTS for part in (kind, *PARTS[kind])}
+                used |= {module + part for part in (*OTHERS, *CACHE)}
+                used |= {f"{module.removesuffix('.').rpartition('.')[0]}.{part}" for part in CACHE}
+        return used | {name for name in self._tensors if name not in used and self._is_no_bias(name)}
+
+    def _is_no_bias(self, name: str) -> bool:
+        module = name.removesuffix("bias")
+        if self.rules.method != "gptq" or not name.endswith(".bias") or f"{module}qweight" not in self._tensors:
+            return False
+        return not self._tensors[name].read().any()
+
+    @property
+    def reduces_activations(self) -> bool:
+        """Whether the publisher's scales of activations or of the KV cache are there, which an engine does not apply."""
+        return any(name.rpartition(".")[2] in (*OTHERS, *CACHE) for name in self._tensors)
