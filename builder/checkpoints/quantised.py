@@ -135,7 +135,7 @@ FORMATS = (
     "nvfp4-pack-quantized",
     "mixed-precision",
 )
-ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+ALGORITHMS = ("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4", "MIXED_PRECISION")
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # of GPTQ's formats, and what is added to the zero points that are stored
 
 
