@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvseek.core.config import CHECK_CONFIG
 from kvseek.core.errors import require
-from kvseek.core.weight_only import NUMBERS
+from kvseek.core.weight_only import NOT_FINITE, NUMBERS
 
 from .files import DOWNLOAD_AGAIN, FLOAT_TYPES, StoredTensor
 from .known_keys import KnownKeys
@@ -55,9 +55,16 @@ TYPES = {  # of parts that are no scales
 OF_ALL = ("weight_scale_2", "weight_global_scale")  # one number
 NEEDED = {"weight": (), "weight_packed": ("weight_scale",), "qweight": ("qzeros", "scales")}
 # Of activations and of the KV cache, which an engine keeps in its own type.
-OTHERS = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "input_scale_ub", "output_scale")
-CACHE = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
-LEFT_OUT = "modules_to_not_convert ignored_layers ignore exclude_modules modules_to_convert"
+ACTIVATION_SCALES = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "activation_scale",
+    "input_scale_ub",
+    "output_scale",
+)
+CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
+EXCLUSIONS = "modules_to_not_convert ignored_layers ignore exclude_modules modules_to_convert"
 KERNELS = "*exllama* use_cuda_fp16 max_input_length backend do_fuse fuse_max_seq_len modules_to_fuse"
 MAKING = """group_size sym desc_act damp_* static_groups true_sequential dataset tokenizer model_name_or_path model_file_base_name
     batch_size pad_token_id block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize
@@ -98,32 +105,32 @@ RULES = {
             "dequantize": (False,),
             "expert_dtype": ("fp8",),
         },
-        f"activation_scheme {LEFT_OUT}",
+        f"activation_scheme {EXCLUSIONS}",
         "weight",
     ),
-    "fbgemm_fp8": _rules("", {}, f"activation_scale_ub {LEFT_OUT}", "weight"),
+    "fbgemm_fp8": _rules("", {}, f"activation_scale_ub {EXCLUSIONS}", "weight"),
     "compressed-tensors": _rules(
         "config_groups kv_cache_scheme format quantization_status",
         {"transform_config": ({}, None), "moe_sparsity_config": ({}, None), "dequantize": (False,)},
-        f"sparsity_config global_compression_ratio version run_compressed use_optimized_inference {LEFT_OUT}",
+        f"sparsity_config global_compression_ratio version run_compressed use_optimized_inference {EXCLUSIONS}",
         "weight weight_packed",
     ),
     "modelopt": _rules(
         "quant_algo kv_cache_scheme kv_cache_quant_algo",
         {"has_zero_point": (False,), "pre_quant_scale": (False,)},
-        f"config_groups group_size producer quantized_layers {LEFT_OUT}",
+        f"config_groups group_size producer quantized_layers {EXCLUSIONS}",
         "weight",
     ),
     "awq": _rules(
         "bits version format checkpoint_format",
         {"method": ("awq",), "pack_dtype": ("int32",)},
-        f"zero_point w_bit q_group_size {MAKING} {LEFT_OUT} {KERNELS}",
+        f"zero_point w_bit q_group_size {MAKING} {EXCLUSIONS} {KERNELS}",
         "qweight",
     ),
     "gptq": _rules(
         "bits format checkpoint_format",
         {"is_marlin_format": (False,), "method": ("gptq",), "pack_dtype": ("int32",)},
-        f"{MAKING} {LEFT_OUT} {KERNELS}",
+        f"{MAKING} {EXCLUSIONS} {KERNELS}",
         "qweight",
     ),
 }
@@ -149,7 +156,7 @@ class Quantisation:
         One of RULES.
     bits : int or None
         Of the weights of `awq` and `gptq`.
-    less : int
+    zero_offset : int
         What is added to stored zero points.
     block : tuple of int or None
         Rows and columns that share a scale.
@@ -159,7 +166,7 @@ class Quantisation:
 
     method: str
     bits: int | None = None
-    less: int = 0
+    zero_offset: int = 0
     block: tuple[int, int] | None = None
     cache: bool = False
 
@@ -284,7 +291,10 @@ class QuantisedWeight:
     def as_stored(self) -> tuple[Tensor, Tensor]:
         """Read weights of 8 bits, and their scales, float32 [outputs]; only if `precision` is not None."""
         scale = self.parts["weight_scale"].read().float().reshape(-1)
-        return self.first.read(), scale.expand(self.shape[0]).contiguous()
+        numbers = self.first.read()
+        sound = bool(scale.isfinite().all()) and not (numbers.is_floating_point() and bool(numbers.isnan().any()))
+        require(sound, f"{self.place}: a weight", "infinity or NaN", "finite", NOT_FINITE)
+        return numbers, scale.expand(self.shape[0]).contiguous()
 
     def read(self) -> Tensor:
         """Compute the weights, float32 [outputs, inputs]: products in float32, which are exact of integers and 16-bit scales."""
@@ -361,7 +371,7 @@ class QuantisedWeight:
         self._check("scales", stored[1], rows)
         self._check("packed zero points", self.parts["qzeros"].shape, (stored[0], -(-rows * self._bits // WORD)))
         scales = self.parts["scales"].read().float().T.contiguous()
-        zeros = _unpack(self.parts["qzeros"].read(), self._bits, rows, order).T + self.rules.less
+        zeros = _unpack(self.parts["qzeros"].read(), self._bits, rows, order).T + self.rules.zero_offset
         if self.rules.method == "awq":
             numbers = self._unpacked(self.first.read(), self._bits, rows, order).T.contiguous()
         else:
@@ -484,8 +494,8 @@ class QuantisedTensors:
             if name.endswith(".weight"):
                 module, found = name.removesuffix("weight"), self.find(name)
                 used |= {module + part for part in (() if found is None else found.parts)}
-                used |= {module + part for part in (*OTHERS, *CACHE)}
-                used |= {f"{module.removesuffix('.').rpartition('.')[0]}.{part}" for part in CACHE}
+                used |= {module + part for part in (*ACTIVATION_SCALES, *CACHE_SCALES)}
+                used |= {f"{module.removesuffix('.').rpartition('.')[0]}.{part}" for part in CACHE_SCALES}
         return used | {name for name in self._tensors if name not in used and self._is_no_bias(name)}
 
     def _is_no_bias(self, name: str) -> bool:
@@ -497,4 +507,4 @@ class QuantisedTensors:
     @property
     def reduces_activations(self) -> bool:
         """Whether the publisher's scales of activations or of the KV cache are there, which an engine does not apply."""
-        return any(name.rpartition(".")[2] in (*OTHERS, *CACHE) for name in self._tensors)
+        return any(name.rpartition(".")[2] in (*ACTIVATION_SCALES, *CACHE_SCALES) for name in self._tensors)

@@ -193,7 +193,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Quantisation]] = {
             "model_file_base_name": "model",
             "quant_method": "gptq",
         },
-        Quantisation("gptq", bits=4, less=1),
+        Quantisation("gptq", bits=4, zero_offset=1),
     ),
     "Qwen2.5-7B-Instruct-AWQ": (
         {
