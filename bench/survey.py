@@ -15,11 +15,12 @@ from typing import Any
 
 from kvseek.bench.accuracy import perplexity, tasks
 from kvseek.bench.accuracy.haystack import read_text
+from kvseek.bench.budgets import add_budget_flags, read_budgets
 from kvseek.bench.charts import report
 from kvseek.bench.machine import digest_of_model
 from kvseek.bench.output import Document, at_least_one, progress, read_result, write_result
 from kvseek.bench.speed import decode
-from kvseek.bench.variants import FORM, add_budget_flags, read_budgets
+from kvseek.bench.variants import FORM
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import require
 

@@ -26,6 +26,7 @@ import torch
 
 from kvseek import LLM, SamplingParams
 from kvseek.bench.accuracy.haystack import read_text
+from kvseek.bench.budgets import add_budget_flags, read_budgets
 from kvseek.bench.engines import free_memory, variant_engines
 from kvseek.bench.machine import describe, describe_gpu, digest_of_model
 from kvseek.bench.output import (
@@ -38,7 +39,7 @@ from kvseek.bench.output import (
     read_result,
     write_result,
 )
-from kvseek.bench.variants import FORM, add_budget_flags, read_budgets
+from kvseek.bench.variants import FORM
 from kvseek.core.config import CHOICES, read_config
 from kvseek.core.errors import require
 from kvseek.core.manifest import read_manifest

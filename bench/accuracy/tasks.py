@@ -31,10 +31,11 @@ from kvseek.bench.accuracy.haystack import ESSAYS, python_reference, read_text
 from kvseek.bench.accuracy.needle_tasks.suite import NeedleSuite
 from kvseek.bench.accuracy.needle_tasks.tasks import ROUNDS, TASKS
 from kvseek.bench.accuracy.questions import Conversation, Score, Suite
+from kvseek.bench.budgets import add_budget_flags, read_budgets
 from kvseek.bench.engines import free_memory, variant_engines
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import at_least_one, numbers, progress, write_result
-from kvseek.bench.variants import DENSE, FORM, add_budget_flags, read_budgets
+from kvseek.bench.variants import DENSE, FORM
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, read_config
 from kvseek.core.errors import ConfigError, require
 from kvseek.core.manifest import read_manifest

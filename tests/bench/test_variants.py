@@ -9,8 +9,9 @@ from importlib import import_module
 import pytest
 from tests.plugins.cases import CASES
 
+from kvseek.bench.budgets import read_budgets
 from kvseek.bench.methods import costs_of
-from kvseek.bench.variants import parse_variants, read_budgets
+from kvseek.bench.variants import parse_variants
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.plugins.registry import METHODS, PEERS
