@@ -5,12 +5,8 @@
 // asked for some thousand bytes ahead. Sums are float32, and a row's results depend neither on the other rows nor on
 // the number of threads.
 //
-// A prompt multiplies integers, by VNNI where the processor has it: a row of x is rounded to 16 bits of its largest
-// number, whose two bytes are two rows of a product of bytes. So the weights are never widened, sums of integers are
-// exact in any order, and a rounding to 2^-16 of the largest number is less than that of the result to bfloat16.
-#include "kernels/cpu/kernel.h"
-#include "kernels/cpu/packing.h"
-#include "kernels/cpu/parallel.h"
+// A prompt multiplies integers, by VNNI where the processor has it.
+#include "rounded_rows.h"
 
 namespace kvseek {
 
@@ -105,55 +101,17 @@ void multiply_bytes(const ByteProductArguments& a) {
                    [&](int64_t, int64_t first, int64_t last) { multiply_outputs(a, x, first, last); });
 }
 
-constexpr int PLANES = 2;     // bytes of a rounded number, the high ones first
-constexpr int TILE_ROWS = 6;  // rows of x whose sums with TILE_OUTPUTS outputs stay in registers
-constexpr int BYTE_ROWS = TILE_ROWS * PLANES;
-constexpr int TILE_OUTPUTS = 2 * 16;  // 2 vectors of AVX-512; their weights nearly fit the first-level cache
-constexpr int64_t UNIT_ROWS =
-    32 * TILE_ROWS;                 // that share packed weights; the bytes of x stay in the second-level cache
-constexpr int64_t ROUND_ROWS = 16;  // that a thread rounds at a time
-constexpr float MOST = 32767.0f, LEAST = 1e-33f;  // LEAST: rows of smaller numbers count as zeros
-
-// Packed as pack_columns does: a word has 4 weights of an output.
-struct Bytes {
-    static constexpr int PAIR = 4;
-};
-
-// Write `row`, [inputs], as PLANES rows of bytes, each number plus 2^15; returns what a unit of the numbers is worth:
-// NaN if a number is not finite.
-float round_row(const Bfloat16* row, int64_t inputs, uint8_t* bytes) {
-    IntVec most = {};
-    for (int64_t k = 0; k < inputs; k += LANES) {
-        const IntVec size = (IntVec)load(row + k) & 0x7fffffff;  // orders NaN and infinity behind all numbers
-        most = size > most ? size : most;
-    }
-    int32_t largest_bits = 0;
-    for (int i = 0; i < LANES; i++) largest_bits = most[i] > largest_bits ? most[i] : largest_bits;
-    const float largest = load_as<float>(&largest_bits);
-    const bool finite = largest_bits < 0x7f800000;
-    const float inverse = finite && largest >= LEAST ? MOST / largest : 0.0f;
-    for (int64_t k = 0; k < inputs; k += LANES) {
-        const Vec shifted = load(row + k) * inverse + 12582912.0f;  // 1.5 * 2^23 leaves an integer in the low bits
-        const IntVec number = (IntVec)shifted - 0x4b400000 + 0x8000;
-        const ByteVec high = __builtin_convertvector(number >> 8 & 0xff, ByteVec);
-        const ByteVec low = __builtin_convertvector(number & 0xff, ByteVec);
-        std::memcpy(bytes + k, &high, LANES);
-        std::memcpy(bytes + inputs + k, &low, LANES);
-    }
-    return finite ? largest / MOST : __builtin_nanf("");
-}
-
 // Sums of BYTE_ROWS rows of bytes with TILE_OUTPUTS outputs' packed weights.
 typedef int32_t TileSums[BYTE_ROWS][TILE_OUTPUTS];
 
 void multiply_tile(const uint8_t* bytes, const uint32_t* words, int64_t inputs, TileSums& sums) {
     std::memset(sums, 0, sizeof(sums));
     const int8_t* weights = reinterpret_cast<const int8_t*>(words);
-    for (int64_t k = 0; k < inputs; k += Bytes::PAIR, weights += TILE_OUTPUTS * Bytes::PAIR)
+    for (int64_t k = 0; k < inputs; k += Words::PAIR, weights += TILE_OUTPUTS * Words::PAIR)
         for (int r = 0; r < BYTE_ROWS; r++)
             for (int output = 0; output < TILE_OUTPUTS; output++)
-                for (int i = 0; i < Bytes::PAIR; i++)
-                    sums[r][output] += bytes[r * inputs + k + i] * weights[output * Bytes::PAIR + i];
+                for (int i = 0; i < Words::PAIR; i++)
+                    sums[r][output] += bytes[r * inputs + k + i] * weights[output * Words::PAIR + i];
 }
 
 #if KVSEEK_LEVEL == 4
@@ -161,7 +119,7 @@ void multiply_tile(const uint8_t* bytes, const uint32_t* words, int64_t inputs, 
 void multiply_tile_vnni(const uint8_t* bytes, const uint32_t* words, int64_t inputs, TileSums& sums) {
     constexpr int VECTORS = TILE_OUTPUTS / LANES;
     IntVec of[BYTE_ROWS][VECTORS] = {};
-    for (int64_t k = 0; k < inputs; k += Bytes::PAIR, words += TILE_OUTPUTS) {
+    for (int64_t k = 0; k < inputs; k += Words::PAIR, words += TILE_OUTPUTS) {
         IntVec weights[VECTORS];
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) weights[v] = load_as<IntVec>(words + v * LANES);
@@ -180,12 +138,12 @@ void multiply_tile_vnni(const uint8_t* bytes, const uint32_t* words, int64_t inp
 #endif
 
 // Outputs first .. last - 1, at most TILE_OUTPUTS, of rows `from` .. `to` - 1, which have been rounded.
-void multiply_rounded(const ByteProductArguments& a, const uint8_t* bytes, const float* units, int64_t from, int64_t to,
+void multiply_rounded(const ByteProductArguments& a, const RoundedRows& rounded, int64_t from, int64_t to,
                       int64_t first, int64_t last) {
     static thread_local Scratch memory;
     uint32_t* words = static_cast<uint32_t*>(memory.reserve(a.inputs * TILE_OUTPUTS));
     const int8_t* weight = a.weight + first * a.inputs;
-    pack_columns<Bytes>(Rows<int8_t>{weight, a.inputs, last - first, a.inputs}, TILE_OUTPUTS, words);
+    pack_columns<Words>(Rows<int8_t>{weight, a.inputs, last - first, a.inputs}, TILE_OUTPUTS, words);
     int32_t offsets[TILE_OUTPUTS] = {};  // what 2^7 in every high byte adds
     float scales[TILE_OUTPUTS] = {}, biases[TILE_OUTPUTS] = {};
     for (int64_t output = first; output < last; output++) {
@@ -202,14 +160,14 @@ void multiply_rounded(const ByteProductArguments& a, const uint8_t* bytes, const
 #endif
     for (int64_t row = from; row < to; row += TILE_ROWS) {
         TileSums sums;
-        multiply(bytes + row * PLANES * a.inputs, words, a.inputs, sums);
+        multiply(rounded.bytes + row * PLANES * a.inputs, words, a.inputs, sums);
         for (int r = 0; r < TILE_ROWS && row + r < to; r++) {
             Bfloat16 results[TILE_OUTPUTS];
             for (int i = 0; i < TILE_OUTPUTS; i += LANES) {
                 const IntVec high = load(sums[PLANES * r] + i) - load(offsets + i),
                              low = load(sums[PLANES * r + 1] + i);
                 const Vec total = __builtin_convertvector(high, Vec) * 256.0f + __builtin_convertvector(low, Vec);
-                store(results + i, total * (load(scales + i) * units[row + r]) + load(biases + i));
+                store(results + i, total * (load(scales + i) * rounded.units[row + r]) + load(biases + i));
             }
             std::memcpy(static_cast<Bfloat16*>(a.out) + (row + r) * a.outputs + first, results,
                         (last - first) * sizeof(Bfloat16));
@@ -218,21 +176,9 @@ void multiply_rounded(const ByteProductArguments& a, const uint8_t* bytes, const
 }
 
 void multiply_prompt(const ByteProductArguments& a) {
-    static thread_local Scratch memory;
-    const int64_t tiles = (a.rows + TILE_ROWS - 1) / TILE_ROWS, row_bytes = PLANES * a.inputs;
-    float* units = static_cast<float*>(memory.reserve(tiles * TILE_ROWS * (row_bytes + sizeof(float))));
-    uint8_t* bytes = reinterpret_cast<uint8_t*>(units + tiles * TILE_ROWS);
-    std::memset(bytes + a.rows * row_bytes, 0, (tiles * TILE_ROWS - a.rows) * row_bytes);
-    for_each_chunk(a.threads, 1, a.rows, ROUND_ROWS, [&](int64_t, int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; row++)
-            units[row] =
-                round_row(static_cast<const Bfloat16*>(a.x) + row * a.inputs, a.inputs, bytes + row * row_bytes);
+    multiply_prompt(a, 0, [&](const RoundedRows& rounded, int64_t from, int64_t to, int64_t first, int64_t last) {
+        multiply_rounded(a, rounded, from, to, first, last);
     });
-    for_each_chunk(a.threads, (a.rows + UNIT_ROWS - 1) / UNIT_ROWS, a.outputs, TILE_OUTPUTS,
-                   [&](int64_t unit, int64_t first, int64_t last) {
-                       const int64_t from = unit * UNIT_ROWS, to = from + UNIT_ROWS;
-                       multiply_rounded(a, bytes, units, from, to < a.rows ? to : a.rows, first, last);
-                   });
 }
 
 }  // namespace

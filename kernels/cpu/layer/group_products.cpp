@@ -1,0 +1,303 @@
+// Products of bfloat16 rows with weights in groups of 32 along the inputs, each with numbers of its own by which the
+// weights are scaled: those of GGUF's blocks Q4_1 (and Q4_0) and Q8_0.
+//
+// A decode step turns the weights into floats in registers, and each has exactly the value that it has dequantised. Of
+// 4 bits AVX-512 makes a group's sixteen values once, and looks them up. As in byte_products.cpp, weights are asked for
+// ahead, sums are float32, and a row's results depend neither on the other rows nor on the number of threads.
+//
+// A prompt multiplies integers, as in byte_products.cpp: sums of a group are exact, and scaled and added up as floats.
+#include "kernels/cpu/half.h"
+#include "rounded_rows.h"
+
+namespace kvseek {
+
+struct GroupProductArguments {
+    const void* x;          // Bfloat16 [rows, inputs]
+    const uint8_t* weight;  // [outputs, inputs / 32, 32]; 4 bits: [.., 16], input j low and j + 16 high
+    const uint16_t* scale;  // Half [outputs, inputs / 32]; 4 bits: [.., 2], the factor and the value of 0
+    const uint16_t* bias;   // Bfloat16 [outputs], or null
+    void* out;              // Bfloat16 [rows, outputs]
+    int64_t rows, inputs, outputs, threads;
+};
+
+namespace {
+
+constexpr int GROUP = 32;  // inputs
+constexpr int VECTORS = GROUP / LANES;
+constexpr int TOGETHER = 4;           // outputs, and rows, whose sums are made at the same time
+constexpr int64_t UNIT_OUTPUTS = 32;  // that a thread takes at a time
+constexpr int AHEAD = 8192;           // bytes
+constexpr int LINE = 64;
+
+typedef int8_t SignedVec __attribute__((vector_size(LANES)));
+
+struct Bytes {
+    static constexpr int BYTES = GROUP, SCALES = 1;
+
+    static inline void values(const uint8_t* group, const float* scale, Vec* to) {
+        for (int v = 0; v < VECTORS; v++) {
+            const uint8_t* from = group + v * LANES;
+#if defined(__AVX512F__)
+            to[v] = (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from))) * scale[0];
+#elif defined(__AVX2__)
+            const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+            to[v] = (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)) * scale[0];
+#else
+            to[v] = __builtin_convertvector(__builtin_convertvector(load_as<SignedVec>(from), IntVec), Vec) * scale[0];
+#endif
+        }
+    }
+};
+
+struct Nibbles {
+    static constexpr int BYTES = GROUP / 2, SCALES = 2;
+
+    static inline void values(const uint8_t* group, const float* scale, Vec* to) {
+#if defined(__AVX512F__)
+        const Vec sixteen = __builtin_convertvector(lane_numbers(), Vec) * scale[0] + scale[1];
+        const __m512i bytes = _mm512_cvtepu8_epi32(load_as<__m128i>(group));  // a look-up reads the lowest 4 bits
+        to[0] = (Vec)_mm512_permutexvar_ps(bytes, (__m512)sixteen);
+        to[1] = (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), (__m512)sixteen);
+#else
+        for (int v = 0; v < VECTORS / 2; v++) {
+            const uint8_t* from = group + v * LANES;
+#if defined(__AVX2__)
+            const IntVec bytes = (IntVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+            const IntVec bytes = __builtin_convertvector(load_as<ByteVec>(from), IntVec);
+#endif
+            to[v] = __builtin_convertvector(bytes & 15, Vec) * scale[0] + scale[1];
+            to[v + VECTORS / 2] = __builtin_convertvector(bytes >> 4, Vec) * scale[0] + scale[1];
+        }
+#endif
+    }
+};
+
+// Sums of ROWS rows x [ROWS, inputs] with TOGETHER outputs' weights, of which `given` exist, into sums
+// [ROWS][TOGETHER].
+template <class Format, int ROWS>
+inline void multiply(const uint8_t* weight, const float* scale, int given, const float* x, int64_t groups, bool ask,
+                     float (*sums)[TOGETHER]) {
+    const uint8_t* rows[TOGETHER];
+    const float* scales[TOGETHER];
+    for (int i = 0; i < TOGETHER; i++) {
+        const int64_t row = i < given ? i : given - 1;
+        rows[i] = weight + row * groups * Format::BYTES, scales[i] = scale + row * groups * Format::SCALES;
+    }
+    Vec totals[ROWS][TOGETHER] = {};
+    for (int64_t group = 0; group < groups; group++) {
+        if (ask && group * Format::BYTES % LINE == 0)
+            for (int i = 0; i < TOGETHER; i++) __builtin_prefetch(rows[i] + group * Format::BYTES + AHEAD);
+        for (int i = 0; i < TOGETHER; i++) {
+            Vec values[VECTORS];
+            Format::values(rows[i] + group * Format::BYTES, scales[i] + group * Format::SCALES, values);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    totals[r][i] += values[v] * load(x + (r * groups + group) * GROUP + v * LANES);
+        }
+    }
+    for (int r = 0; r < ROWS; r++) sum4(totals[r][0], totals[r][1], totals[r][2], totals[r][3], sums[r]);
+}
+
+void widen(const uint16_t* halves, int64_t count, float* to) {
+    const Half* from = reinterpret_cast<const Half*>(halves);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+    for (; i < count; i++) to[i] = to_float(from[i]);
+}
+
+// Outputs first .. last - 1 of all rows, x as floats.
+template <class Format>
+void multiply_outputs(const GroupProductArguments& a, const float* x, int64_t first, int64_t last) {
+    static thread_local Scratch memory;
+    const int64_t groups = a.inputs / GROUP, scales = groups * Format::SCALES;
+    float* scale = static_cast<float*>(memory.reserve(TOGETHER * scales * sizeof(float)));
+    for (int64_t output = first; output < last; output += TOGETHER) {
+        const int given = static_cast<int>(last - output < TOGETHER ? last - output : TOGETHER);
+        const uint8_t* weight = a.weight + output * groups * Format::BYTES;
+        prefetch(a.scale + output * scales + AHEAD / 8, given * scales * 2);
+        widen(a.scale + output * scales, given * scales, scale);
+        for (int64_t row = 0; row < a.rows; row += TOGETHER) {
+            const int64_t left = a.rows - row;
+            const float* numbers = x + row * a.inputs;
+            float sums[TOGETHER][TOGETHER];
+            switch (left) {
+                case 1:
+                    multiply<Format, 1>(weight, scale, given, numbers, groups, row == 0, sums);
+                    break;
+                case 2:
+                    multiply<Format, 2>(weight, scale, given, numbers, groups, row == 0, sums);
+                    break;
+                case 3:
+                    multiply<Format, 3>(weight, scale, given, numbers, groups, row == 0, sums);
+                    break;
+                default:
+                    multiply<Format, 4>(weight, scale, given, numbers, groups, row == 0, sums);
+            }
+            for (int r = 0; r < TOGETHER && r < left; r++)
+                for (int i = 0; i < given; i++) {
+                    const float bias = a.bias == nullptr ? 0.0f : to_float(Bfloat16{a.bias[output + i]});
+                    from_float(sums[r][i] + bias, static_cast<Bfloat16*>(a.out) + (row + r) * a.outputs + output + i);
+                }
+        }
+    }
+}
+
+template <class Format>
+void multiply_groups(const GroupProductArguments& a) {
+    static thread_local Scratch memory;
+    float* x = static_cast<float*>(memory.reserve(a.rows * a.inputs * sizeof(float)));
+    for (int64_t i = 0; i < a.rows * a.inputs; i += LANES) store(x + i, load(static_cast<const Bfloat16*>(a.x) + i));
+    for_each_chunk(a.threads, 1, a.outputs, UNIT_OUTPUTS,
+                   [&](int64_t, int64_t first, int64_t last) { multiply_outputs<Format>(a, x, first, last); });
+}
+
+constexpr int STEPS = GROUP / Words::PAIR;  // words of an output in a group
+
+// What TILE_OUTPUTS outputs have in one group; outputs that do not exist are zeros.
+struct GroupTile {
+    uint32_t words[STEPS][TILE_OUTPUTS];
+    int32_t offsets[TILE_OUTPUTS];  // what 2^7 in every high byte adds, negative
+    float factors[TILE_OUTPUTS], zeros[TILE_OUTPUTS];
+};
+
+typedef float TileTotals[TILE_ROWS][TILE_OUTPUTS];
+
+// Sums over the groups of TILE_ROWS rows of bytes, in units of the rows; `sums` are those of each row's groups.
+void multiply_tile(const uint8_t* bytes, const float* sums, const GroupTile* tiles, int64_t groups, TileTotals& of) {
+    std::memset(of, 0, sizeof(of));
+    for (int64_t group = 0; group < groups; group++) {
+        const GroupTile& tile = tiles[group];
+        for (int r = 0; r < TILE_ROWS; r++)
+            for (int output = 0; output < TILE_OUTPUTS; output++) {
+                int32_t total[PLANES] = {tile.offsets[output], 0};
+                for (int plane = 0; plane < PLANES; plane++) {
+                    const uint8_t* row = bytes + ((r * PLANES + plane) * groups + group) * GROUP;
+                    for (int k = 0; k < GROUP; k++)
+                        total[plane] += row[k] * static_cast<int32_t>(tile.words[k / 4][output] >> k % 4 * 8 & 15);
+                }
+                of[r][output] += tile.factors[output] * static_cast<float>(total[0] * 256 + total[1]);
+                of[r][output] += tile.zeros[output] * sums[r * groups + group];
+            }
+    }
+}
+
+#if KVSEEK_LEVEL == 4
+// See multiply_tile_vnni of byte_products.cpp. The high bytes' sums are shifted, and the low bytes' added to them.
+void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const GroupTile* tiles, int64_t groups,
+                        TileTotals& of) {
+    constexpr int COLUMNS = TILE_OUTPUTS / LANES;
+    Vec totals[TILE_ROWS][COLUMNS] = {};
+    for (int64_t group = 0; group < groups; group++) {
+        const GroupTile& tile = tiles[group];
+        IntVec own[TILE_ROWS][COLUMNS];
+#pragma GCC unroll 6
+        for (int r = 0; r < TILE_ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < COLUMNS; v++) own[r][v] = load(tile.offsets + v * LANES);
+        for (int plane = 0; plane < PLANES; plane++) {
+            if (plane == 1) {
+#pragma GCC unroll 6
+                for (int r = 0; r < TILE_ROWS; r++)
+#pragma GCC unroll 2
+                    for (int v = 0; v < COLUMNS; v++) own[r][v] <<= 8;
+            }
+            const uint8_t* from = bytes + (plane * groups + group) * GROUP;
+#pragma GCC unroll 1
+            for (int step = 0; step < STEPS; step++) {
+                asm volatile("" ::: "memory");  // else weights of all steps are kept in registers, and sums in memory
+                IntVec weights[COLUMNS];
+#pragma GCC unroll 2
+                for (int v = 0; v < COLUMNS; v++) weights[v] = load_as<IntVec>(tile.words[step] + v * LANES);
+#pragma GCC unroll 6
+                for (int r = 0; r < TILE_ROWS; r++) {
+                    const uint8_t* row = from + r * PLANES * groups * GROUP;
+                    const IntVec four = load_as<int32_t>(row + step * Words::PAIR) - IntVec{};
+#pragma GCC unroll 2
+                    for (int v = 0; v < COLUMNS; v++)
+                        asm("vpdpbusd %2, %1, %0" : "+v"(own[r][v]) : "v"(four), "v"(weights[v]));
+                }
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < TILE_ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < COLUMNS; v++) {
+                totals[r][v] += load(tile.factors + v * LANES) * __builtin_convertvector(own[r][v], Vec);
+                totals[r][v] += load(tile.zeros + v * LANES) * sums[r * groups + group];
+            }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < TILE_ROWS; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < COLUMNS; v++) store(of[r] + v * LANES, totals[r][v]);
+}
+#endif
+
+// Unpack outputs first .. last - 1, at most TILE_OUTPUTS.
+void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_t* packed, GroupTile* tiles) {
+    const int64_t groups = a.inputs / GROUP, row_bytes = a.inputs / 2, count = last - first;
+    const int64_t scales = groups * Nibbles::SCALES;
+    float* scale = reinterpret_cast<float*>(packed + groups * STEPS / 2 * TILE_OUTPUTS);
+    std::memset(scale + count * scales, 0, (TILE_OUTPUTS - count) * scales * sizeof(float));
+    widen(a.scale + first * scales, count * scales, scale);
+    const int8_t* weight = reinterpret_cast<const int8_t*>(a.weight) + first * row_bytes;
+    pack_columns<Words>(Rows<int8_t>{weight, row_bytes, count, row_bytes}, TILE_OUTPUTS, packed);
+    for (int64_t group = 0; group < groups; group++) {
+        GroupTile& tile = tiles[group];
+        int32_t totals[TILE_OUTPUTS] = {};
+        for (int step = 0; step < STEPS / 2; step++, packed += TILE_OUTPUTS)
+            for (int output = 0; output < TILE_OUTPUTS; output++) {
+                const uint32_t low = packed[output] & 0x0f0f0f0f, high = packed[output] >> 4 & 0x0f0f0f0f;
+                tile.words[step][output] = low, tile.words[step + STEPS / 2][output] = high;
+                totals[output] += ((low + high) * 0x01010101u) >> 24;  // the sum of its bytes
+            }
+        for (int output = 0; output < TILE_OUTPUTS; output++) {
+            const float* own = scale + output * scales + group * Nibbles::SCALES;
+            tile.offsets[output] = -128 * totals[output];
+            tile.factors[output] = own[0], tile.zeros[output] = own[1];
+        }
+    }
+}
+
+// Outputs first .. last - 1, at most TILE_OUTPUTS, of rows `from` .. `to` - 1, which have been rounded.
+void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded, int64_t from, int64_t to,
+                      int64_t first, int64_t last) {
+    static thread_local Scratch memory;
+    const int64_t groups = a.inputs / GROUP;
+    constexpr int64_t PACKED = sizeof(GroupTile::words) / 2, SCALED = TILE_OUTPUTS * Nibbles::SCALES * sizeof(float);
+    GroupTile* tiles = static_cast<GroupTile*>(memory.reserve(groups * (sizeof(GroupTile) + PACKED + SCALED)));
+    uint32_t* packed = reinterpret_cast<uint32_t*>(tiles + groups);
+    unpack(a, first, last, packed, tiles);
+    auto multiply = multiply_tile;
+#if KVSEEK_LEVEL == 4
+    if (kvseek_processor_extends(KVSEEK_VNNI)) multiply = multiply_tile_vnni;
+#endif
+    float biases[TILE_OUTPUTS] = {};
+    for (int64_t output = first; a.bias != nullptr && output < last; output++)
+        biases[output - first] = to_float(Bfloat16{a.bias[output]});
+    for (int64_t row = from; row < to; row += TILE_ROWS) {
+        TileTotals totals;
+        multiply(rounded.bytes + row * PLANES * a.inputs, rounded.sums + row * groups, tiles, groups, totals);
+        for (int r = 0; r < TILE_ROWS && row + r < to; r++) {
+            Bfloat16 results[TILE_OUTPUTS];
+            for (int i = 0; i < TILE_OUTPUTS; i += LANES)
+                store(results + i, load(totals[r] + i) * rounded.units[row + r] + load(biases + i));
+            std::memcpy(static_cast<Bfloat16*>(a.out) + (row + r) * a.outputs + first, results,
+                        (last - first) * sizeof(Bfloat16));
+        }
+    }
+}
+
+void multiply_prompt(const GroupProductArguments& a) {
+    multiply_prompt(a, GROUP, [&](const RoundedRows& rounded, int64_t from, int64_t to, int64_t first, int64_t last) {
+        multiply_rounded(a, rounded, from, to, first, last);
+    });
+}
+
+}  // namespace
+}  // namespace kvseek
+
+KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_groups<kvseek::Nibbles>)
+KVSEEK_KERNEL(kvseek_group_byte_product, kvseek::GroupProductArguments, kvseek::multiply_groups<kvseek::Bytes>)
+KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt)
