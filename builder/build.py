@@ -19,12 +19,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
 from kvseek.builder.calibration import Calibration, Calibrator, Text
+from kvseek.builder.capacity import print_fit
 from kvseek.builder.checking import check_engine, check_existing
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
-from kvseek.builder.checkpoints.weights import own_precision
+from kvseek.builder.checkpoints.weights import own_numbers
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
@@ -40,14 +41,12 @@ from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
-from kvseek.core.weight_only import NONE
+from kvseek.core.weight_only import INT4, NONE
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.plugins.registry import method_traits
 from kvseek.plugins.sources import write_sources_digest
-
-from .capacity import print_fit
 
 CHECKED_BYTES = 1_000_000_000  # of an engine's weights: with less, --check takes seconds and is the default
 
@@ -104,7 +103,7 @@ class _Build:
     def of(cls, options: BuildOptions, checkpoint: Checkpoint) -> _Build:
         """Complete the options; raises as `build_engine`."""
         text = None if options.calibrate is None else Text.read(options.calibrate)
-        config = options.engine_config(checkpoint.config, own_precision(checkpoint, options.choices["device"]))
+        config = options.engine_config(checkpoint.config, own_numbers(checkpoint, options.choices["device"]))
         storage = weight_storage(config)
         sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
         return cls(
@@ -120,9 +119,9 @@ class _Build:
     @property
     def notes(self) -> Sequence[str]:
         """What becomes of a quantised checkpoint's numbers."""
-        if self.checkpoint.quantised_by is None:
-            return ()
         own = self.config.weight_only_precision
+        if self.checkpoint.quantised_by is None:
+            return (f"weights of the GGUF file's blocks: kept as they are, {own}",) if own == INT4 else ()
         kept = f"rounded to {self.config.dtype}" if own == NONE else f"kept as they are, {own}"
         return (f"weights quantised by {self.checkpoint.quantised_by}: {kept}", *self.checkpoint.notes)
 

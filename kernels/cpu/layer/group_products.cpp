@@ -152,6 +152,30 @@ void multiply_groups(const GroupProductArguments& a) {
                    [&](int64_t, int64_t first, int64_t last) { multiply_outputs<Format>(a, x, first, last); });
 }
 
+// The weights of 4 bits as numbers [outputs, inputs]: Bfloat16 if `rows` is 1, else float.
+template <class T>
+void write_values(const GroupProductArguments& a) {
+    const int64_t groups = a.inputs / GROUP;
+    for_each_chunk(a.threads, 1, a.outputs, UNIT_OUTPUTS, [&](int64_t, int64_t first, int64_t last) {
+        static thread_local Scratch memory;
+        const int64_t scales = groups * Nibbles::SCALES;
+        float* scale = static_cast<float*>(memory.reserve(scales * sizeof(float)));
+        for (int64_t output = first; output < last; output++) {
+            widen(a.scale + output * scales, scales, scale);
+            for (int64_t group = 0; group < groups; group++) {
+                const int64_t number = output * groups + group;
+                Vec values[VECTORS];
+                Nibbles::values(a.weight + number * Nibbles::BYTES, scale + group * Nibbles::SCALES, values);
+                for (int v = 0; v < VECTORS; v++) store(static_cast<T*>(a.out) + number * GROUP + v * LANES, values[v]);
+            }
+        }
+    });
+}
+
+void write_values(const GroupProductArguments& a) {
+    return a.rows == 1 ? write_values<Bfloat16>(a) : write_values<float>(a);
+}
+
 constexpr int STEPS = GROUP / Words::PAIR;  // words of an output in a group
 
 // What TILE_OUTPUTS outputs have in one group; outputs that do not exist are zeros.
@@ -301,3 +325,4 @@ void multiply_prompt(const GroupProductArguments& a) {
 KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_groups<kvseek::Nibbles>)
 KVSEEK_KERNEL(kvseek_group_byte_product, kvseek::GroupProductArguments, kvseek::multiply_groups<kvseek::Bytes>)
 KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt)
+KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_values)
