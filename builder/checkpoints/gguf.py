@@ -100,7 +100,7 @@ class GgufBlocks:
         """See NarrowWeight."""
         return BLOCKS[self.found.tensor_type.name]
 
-    def bytes(self) -> tuple[Tensor, Tensor]:
+    def as_stored(self) -> tuple[Tensor, Tensor]:
         """See NarrowWeight. A block is its factor, of Q4_1 also the value of 0, and the numbers; those of Q4_0 are 8 too many."""
         rows, kind = _shape(self.found)[0], self.found.tensor_type.name
         with self.path.open("rb") as file:

@@ -219,7 +219,7 @@ class NarrowWeight(Protocol):
     def has_narrow_scales(self) -> bool:
         """Whether a CPU multiplies with its scales: where they are of rows, numbers of bfloat16."""
 
-    def bytes(self) -> tuple[Tensor, Tensor]:
+    def as_stored(self) -> tuple[Tensor, Tensor]:
         """Read what `quantise` makes; only if `precision` is not None."""
 
 
@@ -279,7 +279,7 @@ class QuantisedWeight:
         scale = self.parts["weight_scale"].read().float()
         return torch.equal(scale.bfloat16().float(), scale)
 
-    def bytes(self) -> tuple[Tensor, Tensor]:
+    def as_stored(self) -> tuple[Tensor, Tensor]:
         """Read weights of 8 bits, and their scales, float32 [outputs]; only if `precision` is not None."""
         scale = self.parts["weight_scale"].read().float().reshape(-1)
         return self.first.read(), scale.expand(self.shape[0]).contiguous()
@@ -326,6 +326,7 @@ class QuantisedWeight:
         zeros = self.parts.get("weight_zero_point")
         if "weight_packed" not in self.parts:
             return self.first.read().float(), None if zeros is None else zeros.read().float(), scales, groups
+        self._check(f"columns beyond a multiple of {WORD}", columns % WORD, 0)  # else the words do not tell the bits
         bits = self.first.shape[1] * WORD // columns
         self._check("columns of packed numbers", self.first.shape, (rows, -(-columns * bits // WORD)))
         half = 1 << (bits - 1)

@@ -208,7 +208,7 @@ def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightForm
     if wanted != NONE:
         parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) and own.precision == wanted]
         if len(parts) == len(weight.sources):
-            numbers, scales = zip(*(part.bytes() for part in parts), strict=True)
+            numbers, scales = zip(*(part.as_stored() for part in parts), strict=True)
             return torch.cat(numbers), torch.cat(scales)
     return weight_format.convert(fuse(checkpoint, weight), weight.name)
 
