@@ -35,13 +35,13 @@ from kvseek.builder.options import BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config import EngineConfig, write_config
+from kvseek.core.config import GROUPED, EngineConfig, write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
-from kvseek.core.weight_only import INT4, NONE
+from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -121,7 +121,7 @@ class _Build:
         """What becomes of a quantised checkpoint's numbers."""
         own = self.config.weight_only_precision
         if self.checkpoint.quantised_by is None:
-            return (f"weights of the GGUF file's blocks: kept as they are, {own}",) if own == INT4 else ()
+            return (f"weights of the GGUF file's blocks: kept as they are, {own}",) if own in GROUPED else ()
         kept = f"rounded to {self.config.dtype}" if own == NONE else f"kept as they are, {own}"
         return (f"weights quantised by {self.checkpoint.quantised_by}: {kept}", *self.checkpoint.notes)
 

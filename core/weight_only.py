@@ -1,7 +1,7 @@
 """Weight-only quantisation: narrow weights, activations as they are.
 
-Weights of 8 bits have a scale for each row of a matrix. Those of 4 bits are GGUF's blocks Q4_1: WEIGHT_GROUP neighbours of a row
-share a factor and the value of 0; an output head beside them is of blocks Q8_0, 8 bits and a factor.
+Weights of 8 bits have a scale for each row of a matrix. Others are GGUF's blocks, WEIGHT_GROUP neighbours of a row: INT4 is Q4_1,
+4 bits, a factor and the value of 0, and an output head beside such layers INT8_GROUPS, which is Q8_0, 8 bits and a factor.
 
 `dequantise` defines the value of the weights; kernels may multiply first and scale the sum, which rounds less.
 """
@@ -11,12 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.core.config import WEIGHT_GROUP
+from kvseek.core.config import GROUPED, WEIGHT_GROUP
 from kvseek.core.errors import ConfigError
 
 NONE = "none"
-INT4 = "int4"  # of EngineConfig.weight_only_precision, too
-INT8_GROUPS = "int8 in groups"  # of the head beside INT4
+INT4, INT8_GROUPS = GROUPED  # values of EngineConfig.weight_only_precision, too
 PRECISIONS = {  # values of EngineConfig.weight_only_precision with a scale a row: dtype of the weights, and its largest number
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
@@ -30,7 +29,7 @@ INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because k
 
 
 def number_format(name: str, precision: str, *, quantize_lm_head: bool = False) -> str:
-    """The format of a weight of an engine of these fields: one of PRECISIONS, INT4, INT8_GROUPS or NONE."""
+    """The format of a weight of an engine of these fields: one of PRECISIONS or GROUPED, or NONE."""
     if precision == NONE or not is_quantised(name, quantize_lm_head=quantize_lm_head):
         return NONE
     return INT8_GROUPS if precision == INT4 and name == HEAD else precision

@@ -15,10 +15,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import GROUPED, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.ranks import first_kv_head, rank_model, vocabulary_rows
-from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE, NOT_FINITE, is_quantised, layout, number_format, quantise
+from kvseek.core.weight_only import INT8_GROUPS, NONE, NOT_FINITE, is_quantised, layout, number_format, quantise
 from kvseek.engine.model.weights import Weight, index_file, list_weights, source_shape
 
 from .checkpoint import Checkpoint
@@ -150,7 +150,8 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     Returns
     -------
     OwnNumbers or None
-        INT4 of a GGUF file whose layers' matrices are all of blocks Q4_0 or Q4_1, `head` if that is of Q8_0; one of PRECISIONS
+        INT4 of a GGUF file whose layers' matrices are all of blocks Q4_0 or Q4_1, INT8_GROUPS if they are of Q8_0, and `head` if
+        that is of Q8_0; one of PRECISIONS
         if every matrix of the layers is stored so, with scales for rows, which on a CPU must be numbers of bfloat16; "none" of a
         checkpoint that states other formats, whose values an engine rounds to its dtype; None of all others.
 
@@ -163,9 +164,9 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     found = {name: checkpoint.quantised(name) for weight in weights for name in weight.sources}
     layers = [found[name] for weight in weights if is_quantised(weight.name) for name in weight.sources]
     precisions = {None if one is None else one.precision for one in layers}
-    if precisions == {INT4}:
+    if len(precisions) == 1 and precisions < {*GROUPED}:
         head = found[weights[0 if checkpoint.config.tie_word_embeddings else -1].sources[0]]
-        return OwnNumbers(INT4, head is not None and head.precision == INT8_GROUPS)
+        return OwnNumbers(str(precisions.pop()), head is not None and head.precision == INT8_GROUPS)
     if checkpoint.quantised_by is None:
         return None
     others = [name for weight in weights if not is_quantised(weight.name) for name in weight.sources if found[name]]

@@ -182,7 +182,7 @@ class GroupLinear(Linear):
     Parameters
     ----------
     weight, scale : Tensor
-        As `quantise` makes them with INT4 or, of a head, INT8_GROUPS.
+        As `quantise` makes them with one of GROUPED.
     """
 
     def __init__(

@@ -152,28 +152,29 @@ void multiply_groups(const GroupProductArguments& a) {
                    [&](int64_t, int64_t first, int64_t last) { multiply_outputs<Format>(a, x, first, last); });
 }
 
-// The weights of 4 bits as numbers [outputs, inputs]: Bfloat16 if `rows` is 1, else float.
-template <class T>
+// The weights as numbers [outputs, inputs]: Bfloat16 if `rows` is 1, else float.
+template <class Format, class T>
 void write_values(const GroupProductArguments& a) {
     const int64_t groups = a.inputs / GROUP;
     for_each_chunk(a.threads, 1, a.outputs, UNIT_OUTPUTS, [&](int64_t, int64_t first, int64_t last) {
         static thread_local Scratch memory;
-        const int64_t scales = groups * Nibbles::SCALES;
+        const int64_t scales = groups * Format::SCALES;
         float* scale = static_cast<float*>(memory.reserve(scales * sizeof(float)));
         for (int64_t output = first; output < last; output++) {
             widen(a.scale + output * scales, scales, scale);
             for (int64_t group = 0; group < groups; group++) {
                 const int64_t number = output * groups + group;
                 Vec values[VECTORS];
-                Nibbles::values(a.weight + number * Nibbles::BYTES, scale + group * Nibbles::SCALES, values);
+                Format::values(a.weight + number * Format::BYTES, scale + group * Format::SCALES, values);
                 for (int v = 0; v < VECTORS; v++) store(static_cast<T*>(a.out) + number * GROUP + v * LANES, values[v]);
             }
         }
     });
 }
 
+template <class Format>
 void write_values(const GroupProductArguments& a) {
-    return a.rows == 1 ? write_values<Bfloat16>(a) : write_values<float>(a);
+    return a.rows == 1 ? write_values<Format, Bfloat16>(a) : write_values<Format, float>(a);
 }
 
 constexpr int STEPS = GROUP / Words::PAIR;  // words of an output in a group
@@ -198,7 +199,7 @@ void multiply_tile(const uint8_t* bytes, const float* sums, const GroupTile* til
                 for (int plane = 0; plane < PLANES; plane++) {
                     const uint8_t* row = bytes + ((r * PLANES + plane) * groups + group) * GROUP;
                     for (int k = 0; k < GROUP; k++)
-                        total[plane] += row[k] * static_cast<int32_t>(tile.words[k / 4][output] >> k % 4 * 8 & 15);
+                        total[plane] += row[k] * static_cast<int8_t>(tile.words[k / 4][output] >> k % 4 * 8);
                 }
                 of[r][output] += tile.factors[output] * static_cast<float>(total[0] * 256 + total[1]);
                 of[r][output] += tile.zeros[output] * sums[r * groups + group];
@@ -258,11 +259,12 @@ void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const GroupTile
 }
 #endif
 
-// Unpack outputs first .. last - 1, at most TILE_OUTPUTS.
+// Unpack outputs first .. last - 1, at most TILE_OUTPUTS; `packed` is work space.
+template <class Format>
 void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_t* packed, GroupTile* tiles) {
-    const int64_t groups = a.inputs / GROUP, row_bytes = a.inputs / 2, count = last - first;
-    const int64_t scales = groups * Nibbles::SCALES;
-    float* scale = reinterpret_cast<float*>(packed + groups * STEPS / 2 * TILE_OUTPUTS);
+    const int64_t groups = a.inputs / GROUP, row_bytes = groups * Format::BYTES, count = last - first;
+    const int64_t scales = groups * Format::SCALES;
+    float* scale = reinterpret_cast<float*>(packed + row_bytes / Words::PAIR * TILE_OUTPUTS);
     std::memset(scale + count * scales, 0, (TILE_OUTPUTS - count) * scales * sizeof(float));
     widen(a.scale + first * scales, count * scales, scale);
     const int8_t* weight = reinterpret_cast<const int8_t*>(a.weight) + first * row_bytes;
@@ -270,29 +272,36 @@ void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_
     for (int64_t group = 0; group < groups; group++) {
         GroupTile& tile = tiles[group];
         int32_t totals[TILE_OUTPUTS] = {};
-        for (int step = 0; step < STEPS / 2; step++, packed += TILE_OUTPUTS)
+        for (int step = 0; step < Format::BYTES / Words::PAIR; step++, packed += TILE_OUTPUTS)
             for (int output = 0; output < TILE_OUTPUTS; output++) {
-                const uint32_t low = packed[output] & 0x0f0f0f0f, high = packed[output] >> 4 & 0x0f0f0f0f;
-                tile.words[step][output] = low, tile.words[step + STEPS / 2][output] = high;
-                totals[output] += ((low + high) * 0x01010101u) >> 24;  // the sum of its bytes
+                const uint32_t word = packed[output];
+                if (Format::BYTES == GROUP) {
+                    tile.words[step][output] = word;
+                    for (int k = 0; k < Words::PAIR; k++) totals[output] += static_cast<int8_t>(word >> k * 8);
+                } else {
+                    const uint32_t low = word & 0x0f0f0f0f, high = word >> 4 & 0x0f0f0f0f;
+                    tile.words[step][output] = low, tile.words[step + STEPS / 2][output] = high;
+                    totals[output] += ((low + high) * 0x01010101u) >> 24;  // the sum of its bytes
+                }
             }
         for (int output = 0; output < TILE_OUTPUTS; output++) {
-            const float* own = scale + output * scales + group * Nibbles::SCALES;
+            const float* own = scale + output * scales + group * Format::SCALES;
             tile.offsets[output] = -128 * totals[output];
-            tile.factors[output] = own[0], tile.zeros[output] = own[1];
+            tile.factors[output] = own[0], tile.zeros[output] = Format::SCALES == 2 ? own[1] : 0.0f;
         }
     }
 }
 
 // Outputs first .. last - 1, at most TILE_OUTPUTS, of rows `from` .. `to` - 1, which have been rounded.
+template <class Format>
 void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded, int64_t from, int64_t to,
                       int64_t first, int64_t last) {
     static thread_local Scratch memory;
     const int64_t groups = a.inputs / GROUP;
-    constexpr int64_t PACKED = sizeof(GroupTile::words) / 2, SCALED = TILE_OUTPUTS * Nibbles::SCALES * sizeof(float);
-    GroupTile* tiles = static_cast<GroupTile*>(memory.reserve(groups * (sizeof(GroupTile) + PACKED + SCALED)));
+    constexpr int64_t PACKED = TILE_OUTPUTS * (Format::BYTES + Format::SCALES * sizeof(float));
+    GroupTile* tiles = static_cast<GroupTile*>(memory.reserve(groups * (sizeof(GroupTile) + PACKED)));
     uint32_t* packed = reinterpret_cast<uint32_t*>(tiles + groups);
-    unpack(a, first, last, packed, tiles);
+    unpack<Format>(a, first, last, packed, tiles);
     auto multiply = multiply_tile;
 #if KVSEEK_LEVEL == 4
     if (kvseek_processor_extends(KVSEEK_VNNI)) multiply = multiply_tile_vnni;
@@ -313,9 +322,10 @@ void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded
     }
 }
 
+template <class Format>
 void multiply_prompt(const GroupProductArguments& a) {
     multiply_prompt(a, GROUP, [&](const RoundedRows& rounded, int64_t from, int64_t to, int64_t first, int64_t last) {
-        multiply_rounded(a, rounded, from, to, first, last);
+        multiply_rounded<Format>(a, rounded, from, to, first, last);
     });
 }
 
@@ -323,6 +333,8 @@ void multiply_prompt(const GroupProductArguments& a) {
 }  // namespace kvseek
 
 KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_groups<kvseek::Nibbles>)
+KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Nibbles>)
+KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Nibbles>)
 KVSEEK_KERNEL(kvseek_group_byte_product, kvseek::GroupProductArguments, kvseek::multiply_groups<kvseek::Bytes>)
-KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt)
-KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_values)
+KVSEEK_KERNEL(kvseek_group_byte_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Bytes>)
+KVSEEK_KERNEL(kvseek_group_byte_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Bytes>)

@@ -136,7 +136,7 @@ class GroupProduct(_Product):
     Parameters
     ----------
     weight, scale : Tensor, contiguous
-        As `quantise` makes them with INT4 or INT8_GROUPS, which has neither `of_prompt` nor `values`.
+        As `quantise` makes them with INT4 or INT8_GROUPS.
     bias : Tensor, bfloat16 [outputs], or None
 
     Raises
@@ -155,8 +155,8 @@ class GroupProduct(_Product):
                     f"{name}: {part.dtype} {tuple(part.shape)}: must be {expected[1]} {expected[0]}, contiguous; "
                     "quantise it as core/weight_only.py does"
                 )
-        names = [f"nibble_product{kind}" for kind in ("", "_prompt", "_values")] if nibbles else ["group_byte_product"]
-        kernels = [library.function(f"kvseek_{name}", GroupProductArguments) for name in names]
+        name = f"kvseek_{'nibble' if nibbles else 'group_byte'}_product"
+        kernels = [library.function(name + kind, GroupProductArguments) for kind in ("", "_prompt", "_values")]
         super().__init__(GroupProductArguments, kernels, weight, scale, bias, inputs)
 
     def of_prompt(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import fuse, own_numbers
 from kvseek.core.config import EngineConfig, read_config
-from kvseek.core.weight_only import INT4, dequantise
+from kvseek.core.weight_only import INT4, INT8_GROUPS, dequantise
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.weights import list_weights, load_weights
 
@@ -29,6 +29,10 @@ CPU = torch.device("cpu")
 BFLOAT16 = ("--dtype", "bfloat16")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 Types = Callable[[tuple[int, ...]], str]
+
+
+def all_of_8_bits(shape: tuple[int, ...]) -> str:
+    return "Q8_0"
 
 
 def head_of_8_bits(shape: tuple[int, ...]) -> str:
@@ -71,10 +75,13 @@ def logits_of(directory: Path) -> Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_the_files_numbers_are_kept_and_computed_with(architecture: str, tied: bool, tmp_path: Path) -> None:
-    model = write(tmp_path, architecture=architecture, tie_word_embeddings=tied)
+@pytest.mark.parametrize(("types", "precision"), [(head_of_8_bits, INT4), (all_of_8_bits, INT8_GROUPS)])
+def test_the_files_numbers_are_kept_and_computed_with(
+    types: Types, precision: str, architecture: str, tied: bool, tmp_path: Path
+) -> None:
+    model = write(tmp_path, types, architecture, tie_word_embeddings=tied)
     found = built(model, tmp_path / "own", *BFLOAT16)
-    assert (found.weight_only_precision, found.quantize_lm_head) == (INT4, True)
+    assert (found.weight_only_precision, found.quantize_lm_head) == (precision, True)
     checkpoint, weights = open_checkpoint(model), load_weights(tmp_path / "own", CPU)
     listed = {one.name: one for one in list_weights(checkpoint.config, quantize_lm_head=True)}
     scaled = {name.removesuffix("_scale") for name in weights if name.endswith("_scale")}
@@ -127,14 +134,18 @@ def test_what_else_may_be_chosen(tmp_path: Path) -> None:
 
 
 def test_other_blocks_are_rounded_to_the_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, types in enumerate((lambda _: "Q8_0", lambda shape: "Q5_0" if shape[0] == 128 else "Q4_0")):
+    for number, types in enumerate(
+        (
+            lambda shape: "Q8_0" if shape[0] == 64 else "Q4_0",
+            lambda shape: "Q5_0" if shape[0] == 128 else "Q4_0",
+        )
+    ):
         model = write(tmp_path / str(number), types)
         assert own_numbers(open_checkpoint(model), "cpu") is None
         assert built(model, tmp_path / str(number) / "engine", *BFLOAT16).weight_only_precision == "none"
         assert run(model, tmp_path / "refused", *BFLOAT16, "--weight_only_precision", "int4") == 1
-        message = (
-            "weight_only_precision = 'int4': must be left out, as the matrices of this checkpoint's layers are not all"
-        )
+        message = "weight_only_precision = 'int4': must be left out, as the matrices of this checkpoint's layers are not all of"
+        message += " GGUF's blocks Q4_0 or Q4_1; choose int8, or such a file"
         assert message in capsys.readouterr().err
     assert run(model.with_name("model"), tmp_path / "refused", "--weight_only_precision", "int4") == 1
     assert message in capsys.readouterr().err, "of a Hugging Face checkpoint, too"

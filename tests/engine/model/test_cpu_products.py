@@ -176,23 +176,22 @@ def test_groups_at_every_level(library: CpuLibrary, level: int, precision: str, 
         for rows in (*range(1, 10), 200):
             x = random(rows, inputs, dtype=torch.bfloat16)
             check(linear, x, weight, bias)
-            if precision == INT4:
-                check(linear, x, weight, bias, prompt=True, rounding=0.6 / 32767)
-            else:
-                head = products.head(stored, scale)
-                check(head, x, weight, None, prompt=True)
-                assert torch.equal(head(x)[:1], head(x[:1], prompt=True)), "of a prompt and of one row the same kernel"
+            check(linear, x, weight, bias, prompt=True, rounding=0.6 / 32767)
+            head = products.head(stored, scale)
+            check(head, x, weight, None, prompt=True)
+            assert torch.equal(head(x)[:1], head(x[:1], prompt=True)), "of a prompt and of one row the same kernel"
         x[:], x[-1, 3] = 0, float("inf")
-        found = linear(x, prompt=precision == INT4)
+        found = linear(x, prompt=inputs == 96)
         assert not found[-1].isfinite().any()
         assert torch.equal(found[:-1], 0 * found[:-1] if bias is None else bias.expand(len(x) - 1, -1))
 
 
+@pytest.mark.parametrize("precision", [INT4, INT8_GROUPS])
 @pytest.mark.parametrize(("native", "integers"), FORMS)
-def test_groups_of_prompts(library: CpuLibrary, native: bool, integers: bool, level: int) -> None:
+def test_groups_of_prompts(library: CpuLibrary, native: bool, integers: bool, precision: str, level: int) -> None:
     """By oneDNN, too, where there is no VNNI: with values in bfloat16 or float32; a row depends on no other and on no thread."""
     skip_what_onednn_cannot_pack(torch.bfloat16, native)
-    stored, scale = quantise(random(300, 576, seed=1), INT4)
+    stored, scale = quantise(random(300, 576, seed=1), precision)
     weight = dequantise(stored, scale, torch.float32)
     bias, x = random(300, dtype=torch.bfloat16, seed=2), random(150, 576, dtype=torch.bfloat16)
     linear = HostProducts(torch.bfloat16, library, native, integers).linear(stored, bias, scale)
