@@ -114,17 +114,6 @@ def one_request(results: Results) -> Rows:
         yield (f"`{method}`", f"{index:.1f}" if index else "", times[0], times[1] if method != "full" else "")
 
 
-def paper_presets(results: Results) -> Rows:
-    document, on_host_cores = results("paper-presets-h200"), results("paper-ctkvr-h200")
-    yield ("", "rows in GPU memory", "rows in host memory")
-    for name in ("prkv", "pariskv", "ctkvr", "clusterkv"):
-        places = ((document, "never"), (on_host_cores if name == "ctkvr" else document, "always"))
-        yield (
-            f"`{name}:paper`",
-            *(with_ratio(step(found, f"{name}:paper", place, 128 * K)) for found, place in places),
-        )
-
-
 def short_contexts(results: Results) -> Rows:
     cells = one(results("short-contexts-h200")["phases"], offload="never")["cells"]
     batches = sorted({cell["batch"] for cell in cells})
@@ -757,7 +746,6 @@ SUMMARY = "summary"
 TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the documents
     SUMMARY: summary,
     "one request": one_request,
-    "steps with the settings of papers": paper_presets,
     "short contexts": short_contexts,
     "parts of a step": parts,
     "long contexts": long_contexts,
