@@ -1,12 +1,8 @@
 // Products of bfloat16 rows with weights in groups of 32 along the inputs, each with numbers of its own by which the
 // weights are scaled: those of GGUF's blocks Q4_1 (and Q4_0) and Q8_0.
 //
-// A decode step turns the weights into floats in registers, and each has exactly the value that it has dequantised. Of
-// 4 bits AVX-512 makes a group's sixteen values once, and looks them up. As in byte_products.cpp, weights are asked for
-// ahead, sums are float32, and a row's results depend neither on the other rows nor on the number of threads.
-//
 // A prompt multiplies integers, as in byte_products.cpp: sums of a group are exact, and scaled and added up as floats.
-#include "kernels/cpu/half.h"
+#include "few_rows.h"
 #include "rounded_rows.h"
 
 namespace kvseek {
@@ -24,36 +20,28 @@ namespace {
 
 constexpr int GROUP = 32;  // inputs
 constexpr int VECTORS = GROUP / LANES;
-constexpr int TOGETHER = 4;           // outputs, and rows, whose sums are made at the same time
-constexpr int64_t UNIT_OUTPUTS = 32;  // that a thread takes at a time
-constexpr int AHEAD = 8192;           // bytes
-constexpr int LINE = 64;
 
-typedef int8_t SignedVec __attribute__((vector_size(LANES)));
+// Formats of few_rows.h; each weight has exactly the value that it has dequantised.
+struct Grouped {
+    static constexpr int INPUTS = GROUP;
 
-struct Bytes {
+    static float factor(const GroupProductArguments&, int64_t) { return 1.0f; }
+};
+
+struct Bytes : Grouped {
     static constexpr int BYTES = GROUP, SCALES = 1;
 
     static inline void values(const uint8_t* group, const float* scale, Vec* to) {
-        for (int v = 0; v < VECTORS; v++) {
-            const uint8_t* from = group + v * LANES;
-#if defined(__AVX512F__)
-            to[v] = (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from))) * scale[0];
-#elif defined(__AVX2__)
-            const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-            to[v] = (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)) * scale[0];
-#else
-            to[v] = __builtin_convertvector(__builtin_convertvector(load_as<SignedVec>(from), IntVec), Vec) * scale[0];
-#endif
-        }
+        for (int v = 0; v < VECTORS; v++) to[v] = widen(group + v * LANES) * scale[0];
     }
 };
 
-struct Nibbles {
+struct Nibbles : Grouped {
     static constexpr int BYTES = GROUP / 2, SCALES = 2;
 
     static inline void values(const uint8_t* group, const float* scale, Vec* to) {
 #if defined(__AVX512F__)
+        // A group's sixteen values are made once, and looked up.
         const Vec sixteen = __builtin_convertvector(lane_numbers(), Vec) * scale[0] + scale[1];
         const __m512i bytes = _mm512_cvtepu8_epi32(load_as<__m128i>(group));  // a look-up reads the lowest 4 bits
         to[0] = (Vec)_mm512_permutexvar_ps(bytes, (__m512)sixteen);
@@ -73,85 +61,6 @@ struct Nibbles {
     }
 };
 
-// Sums of ROWS rows x [ROWS, inputs] with TOGETHER outputs' weights, of which `given` exist, into sums
-// [ROWS][TOGETHER].
-template <class Format, int ROWS>
-inline void multiply(const uint8_t* weight, const float* scale, int given, const float* x, int64_t groups, bool ask,
-                     float (*sums)[TOGETHER]) {
-    const uint8_t* rows[TOGETHER];
-    const float* scales[TOGETHER];
-    for (int i = 0; i < TOGETHER; i++) {
-        const int64_t row = i < given ? i : given - 1;
-        rows[i] = weight + row * groups * Format::BYTES, scales[i] = scale + row * groups * Format::SCALES;
-    }
-    Vec totals[ROWS][TOGETHER] = {};
-    for (int64_t group = 0; group < groups; group++) {
-        if (ask && group * Format::BYTES % LINE == 0)
-            for (int i = 0; i < TOGETHER; i++) __builtin_prefetch(rows[i] + group * Format::BYTES + AHEAD);
-        for (int i = 0; i < TOGETHER; i++) {
-            Vec values[VECTORS];
-            Format::values(rows[i] + group * Format::BYTES, scales[i] + group * Format::SCALES, values);
-            for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++)
-                    totals[r][i] += values[v] * load(x + (r * groups + group) * GROUP + v * LANES);
-        }
-    }
-    for (int r = 0; r < ROWS; r++) sum4(totals[r][0], totals[r][1], totals[r][2], totals[r][3], sums[r]);
-}
-
-void widen(const uint16_t* halves, int64_t count, float* to) {
-    const Half* from = reinterpret_cast<const Half*>(halves);
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
-    for (; i < count; i++) to[i] = to_float(from[i]);
-}
-
-// Outputs first .. last - 1 of all rows, x as floats.
-template <class Format>
-void multiply_outputs(const GroupProductArguments& a, const float* x, int64_t first, int64_t last) {
-    static thread_local Scratch memory;
-    const int64_t groups = a.inputs / GROUP, scales = groups * Format::SCALES;
-    float* scale = static_cast<float*>(memory.reserve(TOGETHER * scales * sizeof(float)));
-    for (int64_t output = first; output < last; output += TOGETHER) {
-        const int given = static_cast<int>(last - output < TOGETHER ? last - output : TOGETHER);
-        const uint8_t* weight = a.weight + output * groups * Format::BYTES;
-        prefetch(a.scale + output * scales + AHEAD / 8, given * scales * 2);
-        widen(a.scale + output * scales, given * scales, scale);
-        for (int64_t row = 0; row < a.rows; row += TOGETHER) {
-            const int64_t left = a.rows - row;
-            const float* numbers = x + row * a.inputs;
-            float sums[TOGETHER][TOGETHER];
-            switch (left) {
-                case 1:
-                    multiply<Format, 1>(weight, scale, given, numbers, groups, row == 0, sums);
-                    break;
-                case 2:
-                    multiply<Format, 2>(weight, scale, given, numbers, groups, row == 0, sums);
-                    break;
-                case 3:
-                    multiply<Format, 3>(weight, scale, given, numbers, groups, row == 0, sums);
-                    break;
-                default:
-                    multiply<Format, 4>(weight, scale, given, numbers, groups, row == 0, sums);
-            }
-            for (int r = 0; r < TOGETHER && r < left; r++)
-                for (int i = 0; i < given; i++) {
-                    const float bias = a.bias == nullptr ? 0.0f : to_float(Bfloat16{a.bias[output + i]});
-                    from_float(sums[r][i] + bias, static_cast<Bfloat16*>(a.out) + (row + r) * a.outputs + output + i);
-                }
-        }
-    }
-}
-
-template <class Format>
-void multiply_groups(const GroupProductArguments& a) {
-    static thread_local Scratch memory;
-    float* x = static_cast<float*>(memory.reserve(a.rows * a.inputs * sizeof(float)));
-    for (int64_t i = 0; i < a.rows * a.inputs; i += LANES) store(x + i, load(static_cast<const Bfloat16*>(a.x) + i));
-    for_each_chunk(a.threads, 1, a.outputs, UNIT_OUTPUTS,
-                   [&](int64_t, int64_t first, int64_t last) { multiply_outputs<Format>(a, x, first, last); });
-}
-
 // The weights as numbers [outputs, inputs]: Bfloat16 if `rows` is 1, else float.
 template <class Format, class T>
 void write_values(const GroupProductArguments& a) {
@@ -161,7 +70,7 @@ void write_values(const GroupProductArguments& a) {
         const int64_t scales = groups * Format::SCALES;
         float* scale = static_cast<float*>(memory.reserve(scales * sizeof(float)));
         for (int64_t output = first; output < last; output++) {
-            widen(a.scale + output * scales, scales, scale);
+            widen_halves(a.scale + output * scales, scales, scale);
             for (int64_t group = 0; group < groups; group++) {
                 const int64_t number = output * groups + group;
                 Vec values[VECTORS];
@@ -266,7 +175,7 @@ void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_
     const int64_t scales = groups * Format::SCALES;
     float* scale = reinterpret_cast<float*>(packed + row_bytes / Words::PAIR * TILE_OUTPUTS);
     std::memset(scale + count * scales, 0, (TILE_OUTPUTS - count) * scales * sizeof(float));
-    widen(a.scale + first * scales, count * scales, scale);
+    widen_halves(a.scale + first * scales, count * scales, scale);
     const int8_t* weight = reinterpret_cast<const int8_t*>(a.weight) + first * row_bytes;
     pack_columns<Words>(Rows<int8_t>{weight, row_bytes, count, row_bytes}, TILE_OUTPUTS, packed);
     for (int64_t group = 0; group < groups; group++) {
@@ -332,9 +241,9 @@ void multiply_prompt(const GroupProductArguments& a) {
 }  // namespace
 }  // namespace kvseek
 
-KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_groups<kvseek::Nibbles>)
+KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::Nibbles>)
 KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Nibbles>)
 KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Nibbles>)
-KVSEEK_KERNEL(kvseek_group_byte_product, kvseek::GroupProductArguments, kvseek::multiply_groups<kvseek::Bytes>)
+KVSEEK_KERNEL(kvseek_group_byte_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::Bytes>)
 KVSEEK_KERNEL(kvseek_group_byte_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Bytes>)
 KVSEEK_KERNEL(kvseek_group_byte_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Bytes>)
