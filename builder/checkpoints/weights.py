@@ -151,9 +151,9 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     -------
     OwnNumbers or None
         INT4 of a GGUF file whose layers' matrices are all of blocks Q4_0 or Q4_1, INT8_GROUPS if they are of Q8_0, and `head` if
-        that is of Q8_0; one of PRECISIONS
-        if every matrix of the layers is stored so, with scales for rows, which on a CPU must be numbers of bfloat16; "none" of a
-        checkpoint that states other formats, whose values an engine rounds to its dtype; None of all others.
+        that is of Q8_0; one of PRECISIONS if every matrix of the layers is stored so, with scales for rows, which on a CPU must
+        be numbers of bfloat16; "none" of a checkpoint that states other formats, whose values an engine rounds to its dtype;
+        None of all others.
 
     Raises
     ------
@@ -314,9 +314,8 @@ def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank:
     if part in ("o", "down"):
         if kind == "bias":
             return tensor if rank == 0 else torch.zeros_like(tensor)
-        return (
-            tensor.tensor_split(tp_size, dim=1)[rank] if tensor.ndim > 1 else tensor
-        )  # scales of rows are one-dimensional
+        divided = tensor.ndim > 1  # scales of rows are not
+        return tensor.tensor_split(tp_size, dim=1)[rank] if divided else tensor
     if part == "gate_up":
         return torch.cat([half.tensor_split(tp_size)[rank] for half in tensor.tensor_split(2)])
     if part == "qkv":
