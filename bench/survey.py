@@ -17,9 +17,9 @@ from kvseek.bench.accuracy import perplexity, tasks
 from kvseek.bench.accuracy.haystack import read_text
 from kvseek.bench.charts import report
 from kvseek.bench.machine import digest_of_model
-from kvseek.bench.output import Document, at_least_one, numbers, progress, read_result, write_result
+from kvseek.bench.output import Document, at_least_one, progress, read_result, write_result
 from kvseek.bench.speed import decode
-from kvseek.bench.variants import FORM, parse_budgets
+from kvseek.bench.variants import FORM, add_budget_flags, read_budgets
 from kvseek.core.config import CHOICES
 from kvseek.core.errors import require
 
@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, required=True, help="of the results and the page; one that is there is gone on with")
     add("--quick", action="store_true", help="fewer budgets, tasks and tokens: at most 25 minutes on two cores")
     add("--methods", default="full,nested,pariskv", help=f"the first is what the others are compared with: {FORM}")
-    add("--top_k", help="comma list of budgets, of methods that name none (default: a list of 5, of 2 with --quick)")
+    add_budget_flags(parser)
     add("--length", type=int, default=4000, help="tokens of prompts (default: %(default)s)")
     add("--text", nargs="+", default=list(TEXTS), help="of perplexity, as there (default: of Python's own)")
     add("--device", choices=CHOICES["device"], default="cpu")
@@ -59,8 +59,9 @@ def read(arguments: argparse.Namespace) -> None:
     """Check the flags; raises ConfigError, also where the folder is of a run with others."""
     at_least_one(arguments, "length", "threads")
     sizes = QUICK if arguments.quick else WHOLE
-    arguments.top_k = arguments.top_k or sizes["top_k"]
-    own = parse_budgets(arguments.methods, numbers("top_k", arguments.top_k))
+    if arguments.top_k is arguments.budget is None:
+        arguments.top_k = sizes["top_k"]
+    own = read_budgets(arguments)
     arguments.variants = ",".join(variant.label for listed in own for variant in listed)
     names = ("quick", "variants", "length", "device", "dtype", "shape", "text")
     settings = {name: getattr(arguments, name) for name in names}

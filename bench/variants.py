@@ -15,14 +15,17 @@ from typing import Any
 from kvseek.core.command_line import optional_size
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError, from_dict, require
-from kvseek.plugins.registry import CACHE_PREFIX, PAPER, Method, get_method
+from kvseek.plugins.registry import CACHE_PREFIX, METHODS, PAPER, PEERS, Method, get_method
+
+from .output import numbers
 
 DENSE = EngineConfig.prefill_attention
 BLOCK_SPARSE_PREFIX = "block_sparse."
 ENGINE_FIELDS = ("weight_only_precision", "quantize_lm_head", "prefill_attention", "prefill_chunk_tokens")
+ALL = ("full", *(name for name in (*METHODS, *PEERS) if name != "full"))  # what `--methods all` names
 FORM = (
-    f"NAME, NAME:field=value,field=value or NAME:{PAPER},field=value, which begins with the settings of its paper; fields of "
-    f"the cache are cache.NAME, of the engine block_sparse.NAME, {', '.join(ENGINE_FIELDS)}"
+    f"all, NAME, NAME:field=value,field=value or NAME:{PAPER},field=value, which begins with the settings of its paper; fields "
+    f"of the cache are cache.NAME, of the engine block_sparse.NAME, {', '.join(ENGINE_FIELDS)}"
 )
 
 
@@ -105,6 +108,28 @@ class Variant:
         """Make the same variant with further fields set; fields that it already sets are kept."""
         return dataclasses.replace(self, fields={**values, **self.fields})
 
+    def within(self, budget: int) -> Variant:
+        """Make the same variant with the rows that a budget of tokens leaves beside its window, in whole pages.
+
+        A window of more than half of the budget becomes a sink of a sixteenth and a local window of a quarter of it, unless the
+        variant sets their sizes. A top_k that it sets is kept.
+
+        Raises
+        ------
+        ConfigError
+            If the window leaves no room, or the method has no top_k.
+        """
+        if not hasattr(self.settings, "top_k"):
+            raise ConfigError(f"--methods: {self.label!r}: must be a method with a field top_k; leave it out")
+        sized, page = self, getattr(self.settings, "page", 1)
+        if 2 * (self.cache.sink + self.cache.local) > budget:
+            sizes = {"sink": budget // 16, "local": budget // 4}
+            sized = dataclasses.replace(self, cache_fields={**sizes, **self.cache_fields})
+        window = sized.cache.sink + sized.cache.local
+        limit = f">= {window + page}, as the window of {self.label!r} has {window} tokens"
+        require(budget >= window + page, "--budget", budget, limit, "raise it")
+        return sized.with_fields(top_k=(budget - window) // page * page)
+
     def with_engine(self, **values: Any) -> Variant:
         """Make the same variant with these fields of the engine."""
         return dataclasses.replace(self, engine_fields={**self.engine_fields, **values})
@@ -113,8 +138,9 @@ class Variant:
 def parse_variants(text: str) -> list[Variant]:
     """Read the comma-separated list of variants of --methods, each at most once; raises ConfigError.
 
-    A part with "=" but no ":" before it is a further field of the variant before it.
+    A part with "=" but no ":" before it is a further field of the variant before it. `all` stands for ALL.
     """
+    text = ",".join(ALL) if text == "all" else text
     labels: list[str] = []
     for part in text.split(","):
         if labels and "=" in part and ":" not in part.partition("=")[0]:
@@ -182,17 +208,38 @@ def _value(text: str) -> Any:
         return text
 
 
-def parse_budgets(text: str, budgets: Sequence[int]) -> list[list[Variant]]:
-    """The variants of --methods, each with every one of the budgets (top_k) if its method has them and names none.
+def add_budget_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --top_k and --budget."""
+    each = "comma list: each method that has top_k, and does not name it, with each of these"
+    parser.add_argument("--top_k", help=f"{each} numbers of rows")
+    parser.add_argument("--budget", help=f"{each} budgets of tokens, window included")
 
-    Raises ConfigError, also on a budget that a method cannot have.
+
+def read_budgets(arguments: argparse.Namespace) -> list[list[Variant]]:
+    """The variants of --methods, each with every one of --top_k or --budget.
+
+    Raises ConfigError, also on rows that a method cannot have.
     """
-    return [_with_budgets(variant, budgets) for variant in parse_variants(text)]
+    both = arguments.top_k is not None and arguments.budget is not None
+    require(not both, "--budget", arguments.budget, "left out with --top_k", "drop one")
+    rows, budgets = (
+        [] if listed is None else numbers(name, listed)
+        for name, listed in (("top_k", arguments.top_k), ("budget", arguments.budget))
+    )
+    return [_with_budgets(variant, rows, budgets) for variant in parse_variants(arguments.methods)]
 
 
-def _with_budgets(variant: Variant, budgets: Sequence[int]) -> list[Variant]:
-    if not budgets or "top_k" in variant.fields or not hasattr(variant.settings, "top_k"):
+def _with_budgets(variant: Variant, rows: Sequence[int], budgets: Sequence[int]) -> list[Variant]:
+    if not (rows or budgets) or "top_k" in variant.fields or not hasattr(variant.settings, "top_k"):
         return [variant]
-    label = variant.label + ("," if ":" in variant.label else ":")
-    found = [dataclasses.replace(variant.with_fields(top_k=k), label=f"{label}top_k={k}") for k in budgets]
-    return [one for one in found if one.settings]
+    sized = [variant.with_fields(top_k=k) for k in rows] + [variant.within(budget) for budget in budgets]
+    return [_labelled(one, variant) for one in sized if one.settings]
+
+
+def _labelled(sized: Variant, named: Variant) -> Variant:
+    """Name what has been added to a variant, so that parse_variants makes the same of the label."""
+    added = [f"{name}={sized.fields[name]}" for name in sized.fields if name not in named.fields]
+    added += [
+        f"{CACHE_PREFIX}{name}={value}" for name, value in sized.cache_fields.items() if name not in named.cache_fields
+    ]
+    return dataclasses.replace(sized, label=f"{named.label}{',' if ':' in named.label else ':'}{','.join(added)}")

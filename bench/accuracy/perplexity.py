@@ -33,13 +33,12 @@ from kvseek.bench.output import (
     at_least_one,
     figure,
     figures_table,
-    numbers,
     print_whole,
     progress,
     read_result,
     write_result,
 )
-from kvseek.bench.variants import FORM, parse_budgets
+from kvseek.bench.variants import FORM, add_budget_flags, read_budgets
 from kvseek.core.config import CHOICES, read_config
 from kvseek.core.errors import require
 from kvseek.core.manifest import read_manifest
@@ -57,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory or GGUF file")
     add("--methods", required=True, help=f"the first is what the others are compared with: comma list of {FORM}")
-    add("--top_k", help="comma list: each method that has the field, and does not name it, with each of these budgets")
+    add_budget_flags(parser)
     add("--text", nargs="+", required=True, help="UTF-8 files, or PACKAGE:PATH in an installed Python package")
     add("--prompt_tokens", type=int, default=4096, help="first tokens of each text, which are read")
     add("--tokens", type=int, default=500, help="the next ones, each a step that counts")
@@ -84,9 +83,7 @@ def read(arguments: argparse.Namespace) -> None:
     names = [text if ":" in text else Path(text).name for text in arguments.text]  # without folders of the machine
     require(len(set(names)) == len(names), "--text", names, "of different names", "rename one, or leave it out")
     arguments.text = dict(zip(names, map(read_text, arguments.text), strict=True))
-    arguments.methods = parse_budgets(
-        arguments.methods, [] if arguments.top_k is None else numbers("top_k", arguments.top_k)
-    )
+    arguments.methods = read_budgets(arguments)
     if arguments.weight_only_precision:
         precision = {"weight_only_precision": arguments.weight_only_precision}
         arguments.methods = [[one.with_engine(**precision) for one in listed] for listed in arguments.methods]

@@ -43,7 +43,6 @@ from kvseek.bench.output import (
 )
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.errors import ConfigError
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.flat.method import exact_top_k
 from kvseek.plugins.registry import METHODS, get_method
@@ -68,18 +67,6 @@ class Measure:
     def ratio(self) -> float:
         """Mass kept, relative to exact top rows."""
         return self.mass / self.flat_mass
-
-
-def rows_to_keep(variant: Variant, budget: int) -> int:
-    """Rows per KV head: the variant's own top_k, or what the budget leaves beside its window; raises ConfigError."""
-    if not any(field.name == "top_k" for field in dataclasses.fields(variant.settings)):
-        raise ConfigError(f"--methods: {variant.label!r}: must be a method with a field top_k; leave it out")
-    window = variant.cache.sink + variant.cache.local
-    if budget <= window:
-        raise ConfigError(
-            f"--budget = {budget}: must exceed the window of {variant.label!r}, {window} tokens; raise it"
-        )
-    return int(variant.with_fields(top_k=budget - window).settings.top_k)
 
 
 @torch.inference_mode()
@@ -130,7 +117,7 @@ def measure_methods(
     """Every variant over the layers of these numbers; JSON-able, with the means over the layers that select."""
     results = []
     for variant in variants:
-        sized = variant.with_fields(top_k=rows_to_keep(variant, budget))
+        sized = variant.within(budget)
         measures = []
         for number in numbers:
             measures.append(measure_layer(number, layers[number], steps, sized, library))
@@ -224,7 +211,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Capture, or read what was captured, and measure; the JSON-able report."""
     variants = parse_variants(options.methods)
     for variant in variants:
-        rows_to_keep(variant, options.budget)
+        variant.within(options.budget)
     library = None
     if options.kernels == "native":
         from kvseek.builder.compile.cpu import cached_cpu_library

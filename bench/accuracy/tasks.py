@@ -34,7 +34,7 @@ from kvseek.bench.accuracy.questions import Conversation, Score, Suite
 from kvseek.bench.engines import free_memory, variant_engines
 from kvseek.bench.machine import describe, describe_gpu
 from kvseek.bench.output import at_least_one, numbers, progress, write_result
-from kvseek.bench.variants import DENSE, FORM, parse_budgets
+from kvseek.bench.variants import DENSE, FORM, add_budget_flags, read_budgets
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, read_config
 from kvseek.core.errors import ConfigError, require
 from kvseek.core.manifest import read_manifest
@@ -385,7 +385,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--engine_dir", type=Path, action="append", default=[], help="again to compare; the first is the reference")
     add("--model", type=Path, help="Hugging Face directory or GGUF file, from which --methods are built")
     add("--methods", help=f"the first is what the others are compared with: comma list of {FORM}")
-    add("--top_k", help="comma list: each method that has the field, and does not name it, with each of these budgets")
+    add_budget_flags(parser)
     add("--batch", type=int, default=4, help="contexts that an engine of --model reads at once")
     add("--haystack", nargs="+", help=f"files, or PACKAGE:PATH such as {ESSAYS}; Python's reference if left out")
     add("--chat", action="store_true", help="write prompts with the model's chat template")
@@ -409,8 +409,7 @@ def read(arguments: argparse.Namespace) -> None:
     arguments.lengths = numbers("lengths", arguments.lengths, 256)
     both = (arguments.model is None) == (arguments.methods is None)
     require(both, "--methods", arguments.methods, "given with --model, and only then", "give both, or --engine_dir")
-    budgets = [] if arguments.top_k is None else numbers("top_k", arguments.top_k)
-    given = [] if arguments.methods is None else parse_budgets(arguments.methods, budgets)
+    given = [] if arguments.methods is None else read_budgets(arguments)
     require(
         not (given and arguments.engine_dir), "--methods", arguments.methods, "left out with --engine_dir", "drop one"
     )

@@ -51,13 +51,13 @@ def selecting(model: PreTrainedModel, selector: Selector) -> Iterator[None]:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     layers: list[Module] = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation, [getattr(layer, "kvseek_selector", None) for layer in layers]
     for layer in layers:
         layer.kvseek_selector = selector  # type: ignore[assignment]  # no parameter of the module
     model.config._attn_implementation = NAME
     try:
         yield
     finally:
-        model.config._attn_implementation = before
-        for layer in layers:
-            del layer.kvseek_selector
+        model.config._attn_implementation = before[0]
+        for layer, outer in zip(layers, before[1], strict=True):
+            layer.kvseek_selector = outer  # type: ignore[assignment]

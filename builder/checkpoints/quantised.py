@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvseek.core.config import CHECK_CONFIG
 from kvseek.core.errors import require
-from kvseek.core.weight_only import NUMBERS
+from kvseek.core.weight_only import NOT_FINITE, NUMBERS
 
 from .files import DOWNLOAD_AGAIN, FLOAT_TYPES, StoredTensor
 from .known_keys import KnownKeys
@@ -38,19 +38,37 @@ UNQUANTISED = "use the unquantised checkpoint"
 WORD = 32  # bits of the numbers that narrower ones are packed into
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where of a word's eight numbers the first column stands, the second, and so on
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1 (OCP Microscaling Formats 1.0, table 5)
+FP4_GROUP = 16  # weights of NVFP4 that share a scale
 # Parts of a module that are its weight; the first is what the others belong to.
 PARTS = {
-    "weight": ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point"),
+    "weight": ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point", "weight_g_idx"),
     "weight_packed": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale"),
     "qweight": ("qzeros", "scales", "g_idx"),
 }
 KINDS = {"weight": ("F8_E4M3", "I8", "U8"), "weight_packed": ("I32", "U8"), "qweight": ("I32",)}  # types of the first
+SCALES = (*FLOAT_TYPES, "F8_E4M3", "F8_E8M0")  # types of scales
+TYPES = {  # of parts that are no scales
+    "weight_zero_point": (*SCALES, "I8", "U8", "I32"),  # I32: packed
+    "qzeros": ("I32",),
+    **dict.fromkeys(("weight_g_idx", "g_idx", "weight_shape"), ("I32", "I64")),
+}
+OF_ALL = ("weight_scale_2", "weight_global_scale")  # one number
 NEEDED = {"weight": (), "weight_packed": ("weight_scale",), "qweight": ("qzeros", "scales")}
 # Of activations and of the KV cache, which an engine keeps in its own type.
-OTHERS = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "input_scale_ub", "output_scale")
-CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale")
-LEFT_OUT = "modules_to_not_convert ignored_layers ignore exclude_modules modules_to_convert"
+ACTIVATION_SCALES = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "activation_scale",
+    "input_scale_ub",
+    "output_scale",
+)
+CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale")
+EXCLUSIONS = "modules_to_not_convert ignored_layers ignore exclude_modules modules_to_convert"
 KERNELS = "*exllama* use_cuda_fp16 max_input_length backend do_fuse fuse_max_seq_len modules_to_fuse"
+MAKING = """group_size sym desc_act damp_* static_groups true_sequential dataset tokenizer model_name_or_path model_file_base_name
+    batch_size pad_token_id block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize
+    cache_block_outputs model_seqlen act_group_aware lm_head dynamic meta"""
 
 
 @dataclass(frozen=True)
@@ -81,35 +99,38 @@ def _rules(used: str, neutral: Mapping[str, tuple[Any, ...]], idle: str, kinds: 
 RULES = {
     "fp8": _rules(
         "weight_block_size kv_cache_scheme",
-        {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", "ue8m0"), "dequantize": (False,)},
-        f"activation_scheme {LEFT_OUT}",
+        {
+            "fmt": ("e4m3", "float8_e4m3fn"),
+            "scale_fmt": ("float", "ue8m0"),
+            "dequantize": (False,),
+            "expert_dtype": ("fp8",),
+        },
+        f"activation_scheme {EXCLUSIONS}",
         "weight",
     ),
-    "fbgemm_fp8": _rules("", {}, f"activation_scale_ub {LEFT_OUT}", "weight"),
+    "fbgemm_fp8": _rules("", {}, f"activation_scale_ub {EXCLUSIONS}", "weight"),
     "compressed-tensors": _rules(
         "config_groups kv_cache_scheme format quantization_status",
-        {"transform_config": ({}, None)},
-        f"sparsity_config global_compression_ratio version run_compressed {LEFT_OUT}",
+        {"transform_config": ({}, None), "moe_sparsity_config": ({}, None), "dequantize": (False,)},
+        f"sparsity_config global_compression_ratio version run_compressed use_optimized_inference {EXCLUSIONS}",
         "weight weight_packed",
     ),
     "modelopt": _rules(
         "quant_algo kv_cache_scheme kv_cache_quant_algo",
         {"has_zero_point": (False,), "pre_quant_scale": (False,)},
-        f"config_groups group_size producer quantized_layers {LEFT_OUT}",
+        f"config_groups group_size producer quantized_layers {EXCLUSIONS}",
         "weight",
     ),
     "awq": _rules(
-        "bits version",
-        {},
-        f"group_size zero_point w_bit q_group_size {LEFT_OUT} {KERNELS}",
+        "bits version format checkpoint_format",
+        {"method": ("awq",), "pack_dtype": ("int32",)},
+        f"zero_point w_bit q_group_size {MAKING} {EXCLUSIONS} {KERNELS}",
         "qweight",
     ),
     "gptq": _rules(
-        "bits checkpoint_format",
-        {"is_marlin_format": (False,), "pack_dtype": ("int32",)},
-        f"""group_size sym desc_act damp_* static_groups true_sequential dataset tokenizer model_name_or_path model_file_base_name
-            batch_size pad_token_id block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize
-            cache_block_outputs model_seqlen act_group_aware lm_head dynamic meta {LEFT_OUT} {KERNELS}""",
+        "bits format checkpoint_format",
+        {"is_marlin_format": (False,), "method": ("gptq",), "pack_dtype": ("int32",)},
+        f"{MAKING} {EXCLUSIONS} {KERNELS}",
         "qweight",
     ),
 }
@@ -121,8 +142,8 @@ FORMATS = (
     "nvfp4-pack-quantized",
     "mixed-precision",
 )
-ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
-VERSIONS = {"gptq": 1, "gptq_v2": 0}  # of checkpoint_format, and what is added to the zero points that are stored
+ALGORITHMS = ("FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_NVFP4", "MIXED_PRECISION")
+VERSIONS = {"gptq": 1, "gptq_v2": 0}  # of GPTQ's formats, and what is added to the zero points that are stored
 
 
 @dataclass(frozen=True)
@@ -135,7 +156,7 @@ class Quantisation:
         One of RULES.
     bits : int or None
         Of the weights of `awq` and `gptq`.
-    less : int
+    zero_offset : int
         What is added to stored zero points.
     block : tuple of int or None
         Rows and columns that share a scale.
@@ -145,7 +166,7 @@ class Quantisation:
 
     method: str
     bits: int | None = None
-    less: int = 0
+    zero_offset: int = 0
     block: tuple[int, int] | None = None
     cache: bool = False
 
@@ -162,19 +183,21 @@ class Quantisation:
             bits = values.get("bits", values.get("w_bit"))
             allowed = (4,) if method == "awq" else (2, 3, 4, 8)
             _one_of("bits", bits, allowed)
-            if method == "awq":
-                version = values.get("version", "gemm")
-                _one_of("version", version.lower() if isinstance(version, str) else version, ("gemm",))
-                return cls(method, bits)
-            version = values.get("checkpoint_format", "gptq")
-            _one_of("checkpoint_format", version, tuple(VERSIONS))
-            return cls(method, bits, VERSIONS[version])
+            names = ("version", "format", "checkpoint_format")  # of which a file has one, or several
+            stated = {name: values[name] for name in names if values.get(name) is not None}
+            versions = {"gemm": 0} if method == "awq" else VERSIONS
+            for name, value in stated.items():
+                _one_of(name, value.lower() if isinstance(value, str) else value, tuple(versions))
+            found = {value.lower() for value in stated.values()} or {next(iter(versions))}
+            require(len(found) == 1, "quantization_config: formats", stated, "the same", CHECK_CONFIG)
+            return cls(method, bits, versions[found.pop()])
         if method == "modelopt":
             _one_of("quant_algo", values.get("quant_algo"), ALGORITHMS)
         block = values.get("weight_block_size")
         if method == "compressed-tensors":
             _one_of("format", values.get("format"), FORMATS)
-            _one_of("quantization_status", values.get("quantization_status", "compressed"), ("compressed",))
+            # Older tools say "frozen" of compressed weights; others have another type, and are refused.
+            _one_of("quantization_status", values.get("quantization_status", "compressed"), ("compressed", "frozen"))
             block = _block_structure(values.get("config_groups"))
         if block is not None:
             sound = isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)
@@ -260,6 +283,7 @@ class QuantisedWeight:
         if self.first.kind == "U8":  # two numbers of 4 bits
             return (shape[0], shape[1] * 2)
         if "weight_shape" in self.parts:
+            self._check("weight_shape", self.parts["weight_shape"].shape, (2,))
             return tuple(self.parts["weight_shape"].read().tolist())
         return shape
 
@@ -282,7 +306,10 @@ class QuantisedWeight:
     def as_stored(self) -> tuple[Tensor, Tensor]:
         """Read weights of 8 bits, and their scales, float32 [outputs]; only if `precision` is not None."""
         scale = self.parts["weight_scale"].read().float().reshape(-1)
-        return self.first.read(), scale.expand(self.shape[0]).contiguous()
+        numbers = self.first.read()
+        sound = bool(scale.isfinite().all()) and not (numbers.is_floating_point() and bool(numbers.isnan().any()))
+        require(sound, f"{self.place}: a weight", "infinity or NaN", "finite", NOT_FINITE)
+        return numbers, scale.expand(self.shape[0]).contiguous()
 
     def read(self) -> Tensor:
         """Compute the weights, float32 [outputs, inputs]: products in float32, which are exact of integers and 16-bit scales."""
@@ -294,13 +321,16 @@ class QuantisedWeight:
             self._check("scales", tuple(scales.shape), expected)
             scales = scales.repeat_interleave(high, 0)[:rows]
             groups = torch.arange(columns) // wide
-        elif groups is None:
-            count = scales.shape[1] if scales.ndim == 2 else 1
-            self._check("columns of scales", columns % count, 0)
-            groups = torch.arange(columns) // (columns // count)
         scales = self._by_row(scales)
-        self._check("largest group", int(groups.max()), scales.shape[1] - 1)
-        zeros = None if zeros is None else self._by_row(zeros)
+        count = scales.shape[1]
+        if groups is None:
+            self._check("columns that the scales leave over", columns % count, 0)
+            groups = torch.arange(columns) // (columns // count)
+        self._check("columns with a group", tuple(groups.shape), (columns,))
+        self._check("smallest and largest group", (int(groups.min()), int(groups.max())), (0, count - 1))
+        if zeros is not None:
+            zeros = self._by_row(zeros)
+            self._check("zero points of a row", zeros.shape[1], count)
         for step in self._steps():
             if zeros is not None:
                 numbers[step] -= zeros[step][:, groups]
@@ -311,6 +341,9 @@ class QuantisedWeight:
         """One number for all weights, one a row, or several a row: [outputs, groups]."""
         rows = self.shape[0]
         values = values.reshape(-1, 1) if values.ndim < 2 else values
+        sound = values.ndim == 2 and values.shape[1] > 0
+        limit = "[rows, groups]"
+        require(sound, f"{self.place}: shape of scales or zero points", tuple(values.shape), limit, DOWNLOAD_AGAIN)
         self._check("rows of scales and zero points", len(values), rows if len(values) > 1 else 1)
         return values.expand(rows, -1)
 
@@ -321,30 +354,39 @@ class QuantisedWeight:
             return self._columns()
         scales = self._scales()
         groups = self.parts["weight_g_idx"].read().long() if "weight_g_idx" in self.parts else None
+        if groups is not None and (groups == -1).any():  # compressed-tensors' value for columns that are in order
+            groups = None
         if self.first.kind == "U8":
+            self._check("scales", tuple(scales.shape), (rows, columns // FP4_GROUP))
+            self._check("scales of all weights", sum(name in self.parts for name in OF_ALL), 1)
             return self._fp4(), None, scales, None
         zeros = self.parts.get("weight_zero_point")
         if "weight_packed" not in self.parts:
             return self.first.read().float(), None if zeros is None else zeros.read().float(), scales, groups
         self._check(f"columns beyond a multiple of {WORD}", columns % WORD, 0)  # else the words do not tell the bits
         bits = self.first.shape[1] * WORD // columns
+        require(1 <= bits <= 8, f"{self.place}: bits of a number", bits, "1 to 8", DOWNLOAD_AGAIN)
         self._check("columns of packed numbers", self.first.shape, (rows, -(-columns * bits // WORD)))
         half = 1 << (bits - 1)
         numbers = self._unpacked(self.first.read(), bits, columns) - half
         if zeros is None:
             return numbers, None, scales, groups
         points = zeros.read()
-        points = _unpack(points.T, bits, rows).T - half if points.dtype is torch.int32 else points
+        if points.dtype is torch.int32:
+            self._check("packed zero points", points.shape[:-1], (-(-rows * bits // WORD),))
+            points = _unpack(points.T, bits, rows).T - half
         return numbers, points.float(), scales, groups
 
     def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Unpack AWQ's and GPTQ's, whose tensors have a column for each output."""
         rows, columns = self.shape
         order = torch.tensor(AWQ_ORDER) if self.rules.method == "awq" else None
+        stored = self.parts["scales"].shape
+        self._check("axes of scales", len(stored), 2)
+        self._check("scales", stored[1], rows)
+        self._check("packed zero points", self.parts["qzeros"].shape, (stored[0], -(-rows * self._bits // WORD)))
         scales = self.parts["scales"].read().float().T.contiguous()
-        self._check("scales", scales.shape[0], rows)
-        zeros = _unpack(self.parts["qzeros"].read(), self._bits, rows, order).T + self.rules.less
-        self._check("zero points", tuple(zeros.shape), tuple(scales.shape))
+        zeros = _unpack(self.parts["qzeros"].read(), self._bits, rows, order).T + self.rules.zero_offset
         if self.rules.method == "awq":
             numbers = self._unpacked(self.first.read(), self._bits, rows, order).T.contiguous()
         else:
@@ -356,6 +398,8 @@ class QuantisedWeight:
         names = [name for name in ("weight_scale", "weight_scale_inv") if name in self.parts]
         self._check("scales beside it", len(names), 1)
         scales = self.parts[names[0]].read().float()
+        for name in (name for name in OF_ALL if name in self.parts):
+            self._check(name, math.prod(self.parts[name].shape), 1)
         if "weight_scale_2" in self.parts:
             scales *= self.parts["weight_scale_2"].read().float()
         if "weight_global_scale" in self.parts:
@@ -447,9 +491,9 @@ class QuantisedTensors:
         require(
             kind in allowed, f"{place}: its name", kind, f"{' or '.join(allowed)} by quantization_config", UNQUANTISED
         )
-        require(
-            own.kind in allowed[kind], f"{place}: dtype", own.kind, f"one of {', '.join(allowed[kind])}", UNQUANTISED
-        )
+        for name, part in parts.items():
+            types = allowed[kind] if name == kind else TYPES.get(name, SCALES)
+            require(part.kind in types, f"{part.place}: dtype", part.kind, f"one of {', '.join(types)}", UNQUANTISED)
         missing = [name for name in NEEDED[kind] if name not in parts]
         require(not missing, f"{place}: missing beside it", missing, "nothing", DOWNLOAD_AGAIN)
         return QuantisedWeight(self.rules, parts)
@@ -463,10 +507,10 @@ class QuantisedTensors:
         used = set(names)
         for name in names:
             if name.endswith(".weight"):
-                module = name.removesuffix("weight")
-                used |= {module + part for kind in PARTS for part in (kind, *PARTS[kind])}
-                used |= {module + part for part in (*OTHERS, *CACHE)}
-                used |= {f"{module.removesuffix('.').rpartition('.')[0]}.{part}" for part in CACHE}
+                module, found = name.removesuffix("weight"), self.find(name)
+                used |= {module + part for part in (() if found is None else found.parts)}
+                used |= {module + part for part in (*ACTIVATION_SCALES, *CACHE_SCALES)}
+                used |= {f"{module.removesuffix('.').rpartition('.')[0]}.{part}" for part in CACHE_SCALES}
         return used | {name for name in self._tensors if name not in used and self._is_no_bias(name)}
 
     def _is_no_bias(self, name: str) -> bool:
@@ -478,4 +522,4 @@ class QuantisedTensors:
     @property
     def reduces_activations(self) -> bool:
         """Whether the publisher's scales of activations or of the KV cache are there, which an engine does not apply."""
-        return any(name.rpartition(".")[2] in (*OTHERS, *CACHE) for name in self._tensors)
+        return any(name.rpartition(".")[2] in (*ACTIVATION_SCALES, *CACHE_SCALES) for name in self._tensors)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from importlib import import_module
 
 import pytest
 from tests.plugins.cases import CASES
 
 from kvseek.bench.methods import costs_of
-from kvseek.bench.variants import parse_variants
+from kvseek.bench.variants import parse_variants, read_budgets
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
+from kvseek.plugins.registry import METHODS, PEERS
 from kvseek.plugins.sources import package_roots
 
 SPARSE = "full:prefill_attention=block_sparse"
@@ -30,6 +32,22 @@ def test_labels_fields_and_flags() -> None:
     assert (other.settings.execution, plain.settings.execution) == ("cpu", "codes")
     assert (paged.cache.local, paged.cache.sink) == (128, CacheConfig().sink)
     assert full.laid_out_as(paged.cache).cache == paged.cache
+
+
+@pytest.mark.parametrize("budget", [256, 1024])
+def test_all_methods_attend_to_equal_tokens(budget: int) -> None:
+    """Rows are of whole pages, and a label says all that makes the variant."""
+    asked = Namespace(methods="all", top_k=None, budget=str(budget))
+    variants = [variant for listed in read_budgets(asked) for variant in listed]
+    assert variants[0].label == "full"
+    assert {variant.method for variant in variants} == {*METHODS, *PEERS}
+    for variant in variants[1:]:
+        tokens = variant.settings.top_k + variant.cache.sink + variant.cache.local
+        assert budget - getattr(variant.settings, "page", 1) < tokens <= budget
+    again = parse_variants(",".join(variant.label for variant in variants))
+    assert [(one.settings, one.cache) for one in again] == [(one.settings, one.cache) for one in variants]
+    with pytest.raises(ConfigError, match="--budget = '256': must be left out with --top_k"):
+        read_budgets(Namespace(methods="full", top_k="100", budget="256"))
 
 
 def test_a_variant_may_have_sparse_prompts() -> None:
@@ -95,7 +113,7 @@ def test_a_variant_may_begin_with_the_settings_of_its_paper() -> None:
         ("full,full", "must name each once"),
         ("ctkvr:speed=7", "unknown key 'speed'"),
         ("ctkvr:cache.speed=7", "unknown key 'speed'"),
-        ("ctkvr:execution", "must be NAME, NAME:field=value"),
+        ("ctkvr:execution", "must be all, NAME, NAME:field=value"),
         ("nothing", "choose one of"),
         ("full:weight_only_precision=int2", r"--methods: weight_only_precision = 'int2': must be one of"),
     ],

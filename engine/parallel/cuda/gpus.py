@@ -15,14 +15,15 @@ from kvseek.engine.parallel.nodes import check_nodes
 SHARE_VARIABLE = "KVSEEK_RANKS_SHARE_GPUS"
 # What PyTorch's symmetric memory and NCCL read from the environment, once, when they are first used. NVLink's multicast needs a
 # service of the host that hosts with several tenants may lack, and then fails or hangs. Without the pool, memory that earlier
-# ranks have been told of is never given to a later engine of the process. NCCL's own watchdog ends the process when a rank has
-# died, or when the communicator is aborted for that (PyTorch's issue 124468); watch.py ends the engine, and names the rank.
+# ranks have been told of is never given to a later engine of the process.
 ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
+# Whatever the environment says: else PyTorch's watchdog of NCCL ends the process when a rank has died, or when the communicator
+# is aborted for that (PyTorch's issue 124468). watch.py ends the engine, and names the rank.
+WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 SHARED_ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def take_gpu(rank: int, tp_size: int) -> torch.device:
     numbers = [gpu_of_rank(one, tp_size, count, share) for one in range(tp_size)]
     for name, value in (ENVIRONMENT | (SHARED_ENVIRONMENT if share else {})).items():
         os.environ.setdefault(name, value)
+    os.environ.update(WATCHDOG)
     device = torch.device("cuda", numbers[rank])
     torch.cuda.set_device(device)
     nodes = [node_of_gpu(_bus_id(number)) for number in numbers]

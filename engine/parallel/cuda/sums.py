@@ -37,7 +37,7 @@ ALIGNMENT = 16  # bytes: what the kernels of symmetric memory read at once
 SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)  # that its sums are compiled for
 MEASURED_SUMS = 50  # in the graph that is timed, about those of a step
 MEASURED_REPLAYS = 9
-WATCHED_SECONDS = 3600.0  # until NCCL gives up by itself: long, as watch.py notices earlier
+WATCHED_SECONDS = 3600.0  # until PyTorch tells of a sum that waits: long, as watch.py notices earlier
 logger = logging.getLogger(__name__)
 
 

@@ -150,7 +150,7 @@ def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, library: CpuLibrary) -> Tensor:
-    """Attend from the last q tokens of a sequence to the whole sequence, causally, as attention.causal_attention does.
+    """Attend from the last q tokens of a sequence to the whole sequence, causally; the reference is in engine/model/reference.py.
 
     Sums are float32. To the bit, the result of a query does not depend on the other queries of the call, on keys and values
     of later blocks, or on the number of threads.

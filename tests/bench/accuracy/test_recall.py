@@ -118,14 +118,18 @@ def test_exact_selection_is_the_exact_top_rows() -> None:
 
 def test_the_budget_covers_the_window() -> None:
     plain, own = parse_variants("flat,flat:top_k=7,cache.local=100")
-    assert recall.rows_to_keep(plain, 1024) == 1024 - 64 - 256
-    assert recall.rows_to_keep(own, 1024) == 7
+    assert plain.within(1024).settings.top_k == 1024 - 64 - 256
+    assert own.within(1024).settings.top_k == 7
     (narrow,) = parse_variants("flat:cache.local=64")
-    assert recall.rows_to_keep(narrow, 1024) == 1024 - 64 - 64
-    with pytest.raises(ConfigError, match=r"--budget = 320: must exceed the window of 'flat', 320 tokens"):
-        recall.rows_to_keep(plain, 320)
+    assert narrow.within(1024).settings.top_k == 1024 - 64 - 64
+    small = plain.within(256)
+    assert (small.cache.sink, small.cache.local, small.settings.top_k) == (16, 64, 176)
+    with pytest.raises(
+        ConfigError, match=r"--budget = 160: must be >= 161, as the window of 'flat:cache.local=150' has 160 tokens"
+    ):
+        parse_variants("flat:cache.local=150")[0].within(160)
     with pytest.raises(ConfigError, match="'full': must be a method with a field top_k"):
-        recall.rows_to_keep(*parse_variants("full"), 1024)
+        parse_variants("full")[0].within(1024)
 
 
 def test_means_count_dense_layers_whole() -> None:
@@ -151,8 +155,8 @@ def test_command_line_prints_json_and_tables(
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(output.read_text(encoding="utf-8"))
     assert [(entry["method"], entry["top_k"]) for entry in report["results"]] == [
-        ("flat", 80),
-        ("pariskv", 80),
+        ("flat", 275),  # a sink of 25 and a local window of 100
+        ("pariskv", 275),
         ("pariskv:top_k=20", 20),
     ]
     for entry in report["results"]:

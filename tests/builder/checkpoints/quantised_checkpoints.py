@@ -264,6 +264,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Packed], str]] = {
         fp8("weight_scale", lambda rows: (), torch.float32),
         "none",  # on a CPU
     ),
+    "modelopt fp8 a row": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        fp8("weight_scale", lambda rows: (rows,), torch.float32),
+        "none",  # on a CPU
+    ),
     "modelopt nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
         nvfp4(modelopt=True),

@@ -16,10 +16,12 @@ from tests.support.prefill import run_prefill
 from kvseek.builder.build import main as build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.quantised import Quantisation
+from kvseek.builder.checkpoints.weights import check_tensors
 from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
+from kvseek.engine.model.weights import list_weights
 
 FLAGS = ("--device", "cpu", "--max_seq_len", "64", "--max_batch_size", "2")
 PROMPT = tuple(range(3, 40))
@@ -191,7 +193,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Quantisation]] = {
             "model_file_base_name": "model",
             "quant_method": "gptq",
         },
-        Quantisation("gptq", bits=4, less=1),
+        Quantisation("gptq", bits=4, zero_offset=1),
     ),
     "Qwen2.5-7B-Instruct-AWQ": (
         {
@@ -255,7 +257,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "transform_config = .*: must be {} or null",
     ),
     "sparse": ("int8", {"format": "marlin-24"}, "format = 'marlin-24': must be one of int-quantized"),
-    "frozen": ("int8", {"quantization_status": "frozen"}, "quantization_status = 'frozen'"),
+    "status": ("int8", {"quantization_status": "calibration"}, "quantization_status = 'calibration'"),
+    "two formats": ("gptq 4", {"format": "gptq", "checkpoint_format": "gptq_v2"}, "formats = .*: must be the same"),
     "algorithm": ("modelopt fp8", {"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ': must be one of FP8, NVFP4"),
     "block": ("fp8 a block", {"weight_block_size": [128]}, r"block of weights = \[128\]: must be \[rows, columns\]"),
     "other tensors": ("awq", {"quant_method": "fp8", "bits": None}, "bits = None: must be a key"),
@@ -275,10 +278,92 @@ def test_what_cannot_be_computed_is_refused_by_name(case: str, plain: Path, tmp_
 
 
 GATE = "model.layers.1.mlp.gate_proj"
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq 4", "fp8 a block", "int8"])
+def test_configurations_that_transformers_saves_are_read(name: str) -> None:
+    import transformers
+
+    config = FORMATS[name][0]
+    judges = {"awq": "AwqConfig", "gptq": "GPTQConfig"} | {method: judge for method, (judge, _) in JUDGES.items()}
+    saved = getattr(transformers, judges[config["quant_method"]]).from_dict(dict(config)).to_dict()
+    assert Quantisation.read(json.loads(json.dumps(saved, default=lambda one: one.value))) == Quantisation.read(config)
+
+
+def test_weights_that_are_called_frozen_are_read(plain: Path, tmp_path: Path) -> None:
+    """As older tools of compressed-tensors called compressed ones."""
+    expected = quantise_checkpoint(plain, tmp_path / "m", "int8")
+    path = tmp_path / "m" / "config.json"
+    document = json.loads(path.read_text())
+    document["quantization_config"]["quantization_status"] = "frozen"
+    path.write_text(json.dumps(document))
+    found = open_checkpoint(tmp_path / "m").tensor(f"{GATE}.weight")
+    torch.testing.assert_close(found.double(), expected[f"{GATE}.weight"], rtol=3e-7, atol=0)
+
+
+def change_gate(directory: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """Replace parts of a module, by their names, or remove them."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for part, tensor in changes.items():
+        tensors.pop(f"{GATE}.{part}", None)
+        if tensor is not None:
+            tensors[f"{GATE}.{part}"] = tensor
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_columns_without_a_group_are_in_order(plain: Path, tmp_path: Path) -> None:
+    """-1 is what compressed-tensors writes where columns have not been sorted."""
+    expected = quantise_checkpoint(plain, tmp_path / "m", "packed 4")[f"{GATE}.weight"]
+    change_gate(tmp_path / "m", {"weight_g_idx": torch.full((expected.shape[1],), -1, dtype=torch.int32)})
+    torch.testing.assert_close(open_checkpoint(tmp_path / "m").tensor(f"{GATE}.weight").double(), expected)
+
+
+def test_numbers_of_eight_bits_are_read_in_the_order_of_activations(plain: Path, tmp_path: Path) -> None:
+    rows, columns = quantise_checkpoint(plain, tmp_path / "m", "int8")[f"{GATE}.weight"].shape
+    groups = torch.randperm(columns, generator=torch.Generator().manual_seed(1)) % 6
+    scales = torch.rand(rows, 6, generator=torch.Generator().manual_seed(2))
+    change_gate(tmp_path / "m", {"weight_scale": scales, "weight_g_idx": groups.int()})
+    numbers = load_file(tmp_path / "m" / "model.safetensors")[f"{GATE}.weight"]
+    assert torch.equal(open_checkpoint(tmp_path / "m").tensor(f"{GATE}.weight"), numbers.float() * scales[:, groups])
+
+
+def test_parts_of_another_format_are_not_passed_over(plain: Path, tmp_path: Path) -> None:
+    quantise_checkpoint(plain, tmp_path / "m", "packed 4")
+    change_gate(tmp_path / "m", {"weight_scale_2": torch.ones(1)})
+    assert open_checkpoint(tmp_path / "m").unused({f"{GATE}.weight"}) >= {f"{GATE}.weight_scale_2 of model.safetensors"}
+
+
+def changed(tensor: torch.Tensor) -> list[torch.Tensor | None]:
+    """A tensor that has been lost, and some of other shapes and types."""
+    shapes = [tensor[None], tensor.reshape(-1), tensor.reshape(-1)[0]]
+    cuts = [tensor.narrow(dim, 0, size) for dim in range(tensor.ndim) for size in (0, 1, tensor.shape[dim] - 1)]
+    longer = [torch.cat((tensor, tensor), dim) for dim in range(tensor.ndim)]
+    return [None, *shapes, *cuts, *longer, tensor.half(), tensor.to(torch.uint8), tensor.long(), tensor.bool()]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damage_of_any_part_raises_nothing_but_config_errors(name: str, plain: Path, tmp_path: Path) -> None:
+    quantise_checkpoint(plain, tmp_path / "m", name)
+    tensors, refused = load_file(tmp_path / "m" / "model.safetensors"), 0
+    for part in [one for one in tensors if one.startswith((f"{GATE}.weight", f"{GATE}.q"))]:
+        for tensor in changed(tensors[part]):
+            change_gate(tmp_path / "m", {part.removeprefix(f"{GATE}."): None if tensor is None else tensor.clone()})
+            checkpoint = open_checkpoint(tmp_path / "m")
+            try:
+                check_tensors(checkpoint, list_weights(checkpoint.config))
+                checkpoint.tensor(f"{GATE}.weight")
+            except ConfigError:
+                refused += 1
+        change_gate(tmp_path / "m", {part.removeprefix(f"{GATE}."): tensors[part]})
+    assert refused > 10
+
+
 DAMAGED: dict[str, tuple[str, str, Any, str]] = {
     "no scales": ("awq", "scales", None, "missing beside it = .'scales'.: must be nothing"),
     "short scales": ("awq", "scales", lambda t: t[:, :-8].contiguous(), "scales = 152: must be 160"),
-    "groups": ("gptq 4", "g_idx", lambda t: t + 1, "largest group = 6: must be 5"),
+    "no group": ("gptq 4", "g_idx", lambda t: t - 1, r"smallest and largest group = \(-1, 4\): must be \(0, 5\)"),
+    "groups": ("gptq 4", "g_idx", lambda t: t + 1, r"smallest and largest group = \(1, 6\)"),
     "packed": ("packed 4", "weight_packed", lambda t: t[:, :-1].contiguous(), "columns"),
     "blocks": (
         "fp8 a block",
@@ -286,6 +371,13 @@ DAMAGED: dict[str, tuple[str, str, Any, str]] = {
         lambda t: t[:-1].contiguous(),
         r"scales = \(2, 6\): must be \(3, 6\)",
     ),
+    "zero points": (
+        "awq",
+        "qzeros",
+        lambda t: t[:, :-1].contiguous(),
+        r"packed zero points = \(6, 19\): must be \(6, 20\)",
+    ),
+    "scale of all": ("nvfp4", "weight_global_scale", None, "scales of all weights = 0: must be 1"),
     "type": ("int8", "weight", lambda t: t.short(), "dtype = 'I16': must be one of F8_E4M3, I8, U8"),
     "no scale": ("int8", "weight_scale", None, "scales beside it = 0: must be 1"),
 }

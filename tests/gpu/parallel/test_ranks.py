@@ -39,7 +39,7 @@ pytestmark = pytest.mark.gpu
 
 WINDOW = (*cpu_ranks.WINDOW, "--cache.update", "64")  # codes on a GPU need whole blocks of so many keys
 
-WAY_SECONDS = 150.0  # of a process that loads an engine and fails; NCCL itself would wait for an hour
+WAY_SECONDS = 150.0  # of a process that loads an engine and fails; NCCL itself would wait
 FAULT_SECONDS = 30.0  # that an engine may take to end; without the watch it would wait for ever
 SPARSE = {
     name: method_flags(name, next(iter(CASES[name].on_gpu.values()), {})) for name in ("full", "nested", "pariskv")
