@@ -159,7 +159,7 @@ $(MODEL): | install
 
 # --no-check: transformers takes a minute to read this file, and the slow tests compare the model's logits.
 engine: install model ## an engine directory of the example model, rebuilt when anything that it is made of changes
-	$(BIN)/python builder/build.py --model $(MODEL) --method nested --dtype bfloat16 --weight_only_precision int8 \
+	$(BIN)/python builder/build.py --model $(MODEL) --method nested --dtype bfloat16 \
 	    --output_dir $(ENGINE) --max_batch_size 4 --no-check
 
 clean: ## forget the virtual environment, the model and the engines

@@ -25,7 +25,7 @@ from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
-from kvseek.builder.checkpoints.weights import own_precision
+from kvseek.builder.checkpoints.weights import own_numbers
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
@@ -35,7 +35,7 @@ from kvseek.builder.options import BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config import EngineConfig, write_config
+from kvseek.core.config import GROUPED, EngineConfig, write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require
@@ -103,7 +103,7 @@ class _Build:
     def of(cls, options: BuildOptions, checkpoint: Checkpoint) -> _Build:
         """Complete the options; raises as `build_engine`."""
         text = None if options.calibrate is None else Text.read(options.calibrate)
-        config = options.engine_config(checkpoint.config, own_precision(checkpoint, options.choices["device"]))
+        config = options.engine_config(checkpoint.config, own_numbers(checkpoint, options.choices["device"]))
         storage = weight_storage(config)
         sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
         return cls(
@@ -119,9 +119,9 @@ class _Build:
     @property
     def notes(self) -> Sequence[str]:
         """What becomes of a quantised checkpoint's numbers."""
-        if self.checkpoint.quantised_by is None:
-            return ()
         own = self.config.weight_only_precision
+        if self.checkpoint.quantised_by is None:
+            return (f"weights of the GGUF file's blocks: kept as they are, {own}",) if own in GROUPED else ()
         kept = f"rounded to {self.config.dtype}" if own == NONE else f"kept as they are, {own}"
         return (f"weights quantised by {self.checkpoint.quantised_by}: {kept}", *self.checkpoint.notes)
 

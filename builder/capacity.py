@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, own_precision, rank_shape, total_size
+from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_numbers, rank_shape, total_size
 from kvseek.builder.compile.cuda import specialise
 from kvseek.core.batch import BUCKETS
 from kvseek.core.command_line import readable
@@ -111,8 +111,8 @@ class FitSearch:
 
     Parameters
     ----------
-    precision : str, optional
-        That of the checkpoint's own weights; see EngineOptions.engine_config.
+    own : OwnNumbers, optional
+        See EngineOptions.engine_config.
 
     Raises
     ------
@@ -121,11 +121,11 @@ class FitSearch:
         rank's part of it on the device.
     """
 
-    def __init__(self, options: FitOptions, model: ModelConfig, precision: str | None = None) -> None:
+    def __init__(self, options: FitOptions, model: ModelConfig, own: OwnNumbers | None = None) -> None:
         self.options, self.reach = options, model.max_position_embeddings
         longest = max(self.reach, options.limits.get("max_seq_len", 0))
         self.model = dataclasses.replace(model, max_position_embeddings=longest)
-        whole, ranks = options.engine_config(self.model, precision), options.tp_size
+        whole, ranks = options.engine_config(self.model, own), options.tp_size
         self.model.check_ranks(ranks)
         remedy = "plans are not divided among ranks: plan with --runtime torch"
         require(ranks == 1 or whole.runtime == "torch", "tp_size", ranks, "1 with runtime = 'tensorrt'", remedy)
@@ -293,7 +293,7 @@ def host_weight_bytes(config: EngineConfig, tp_size: int) -> int:
     files, size = WeightFormat.of(config), 0
     for weight in list_weights(model, quantize_lm_head=files.quantize_lm_head):
         parts = files.stored(weight)
-        if files.quantises(weight.name):
+        if len(parts) > 1:
             _, inputs = rank_shape(weight.name, weight.shape, model, tp_size)
             if not (native and stays_quantised(dtype, parts[0].dtype, inputs)):
                 parts = WeightFormat(dtype).stored(weight)
@@ -352,7 +352,7 @@ def print_fit(options: FitOptions, console: Console) -> None:
 def fit_document(options: FitOptions) -> Document:
     """The whole report as JSON values; sizes in bytes."""
     checkpoint = open_checkpoint(options.model, options.tokenizer)
-    search = FitSearch(options, checkpoint.config, own_precision(checkpoint, options.choices["device"]))
+    search = FitSearch(options, checkpoint.config, own_numbers(checkpoint, options.choices["device"]))
     asked = search.asked
     attempt = search.attempt(asked.max_seq_len, asked.max_batch_size)
     return {

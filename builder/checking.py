@@ -26,7 +26,7 @@ from kvseek.builder.checkpoints.hugging_face import HuggingFaceCheckpoint
 from kvseek.builder.checkpoints.model_config import ARCHITECTURES
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig, read_config
+from kvseek.core.config import EXTENT_TOKENS, GROUPED, EngineConfig, ModelConfig, read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.core.weight_only import NOT_FINITE
@@ -49,7 +49,7 @@ WHOLE_BYTES = 1_000_000_000  # of a GGUF file's weights as float32: transformers
 # The limits are three times the largest, because models differ (float32: ninety times, which is still little). Logits that
 # have nothing to do with each other are 5 to 8 apart. A small mistake may hide behind 8 bits, but not in float32.
 LIMITS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.75}
-PRECISION_LIMITS = {"none": 0.0, "int8": 1.5, "fp8": 2.0}  # beside that of the dtype
+PRECISION_LIMITS = {"none": 0.0, "int8": 1.5, "fp8": 2.0} | dict.fromkeys(GROUPED, 0.0)  # beside that of the dtype
 
 
 @dataclass(frozen=True)

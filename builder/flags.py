@@ -28,7 +28,7 @@ CHOICE_SUMMARIES = {
     "dtype": "of weights and cache; float16 on cuda only (default: float32)",
     "device": "what the engine runs on (default: cpu, with --plan cuda)",
     "kernels": "compiled, or PyTorch (on the CPU) (default: native)",
-    "weight_only_precision": "of the layers' matrices: 8 bits and a scale a row, or --dtype (default: none)",
+    "weight_only_precision": "of the layers' matrices: 8 or 4 bits, or --dtype (default: the checkpoint's own, else none)",
     "runtime": "what computes all but attention (default: torch)",
     "prefill_attention": "what prompts attend to: all tokens before, or chosen blocks of them (default: dense)",
 }

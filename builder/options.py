@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvseek.builder.checkpoints.weights import OwnNumbers
 from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
 from kvseek.core.config import (
     CHOICES,
+    GROUPED,
     MOST_POSITIONS,
+    WEIGHT_GROUP,
     BlockSparseConfig,
     CacheConfig,
     EngineConfig,
@@ -21,7 +24,7 @@ from kvseek.core.config import (
     TensorRtConfig,
 )
 from kvseek.core.errors import ConfigError, from_dict, read_fields, refuse_unknown, require
-from kvseek.core.weight_only import NONE
+from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE
 from kvseek.plugins.registry import METHODS, PEERS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
@@ -29,6 +32,7 @@ BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
 CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
 ENGINE_FIELDS = (*CHOICES, "quantize_lm_head")  # of EngineConfig, each with a flag of its name
 PRECISION = "weight_only_precision"  # of these, the one whose default is the checkpoint's
+BLOCKS = {INT4: "Q4_0 or Q4_1", INT8_GROUPS: "Q8_0"}  # of GGUF files, by the precision that keeps them
 MODES = ("plan", "inspect", "verify")
 NEEDED = {"tensorrt": ("runtime", "tensorrt"), "block_sparse": ("prefill_attention", "block_sparse")}  # for their flags
 GROUPS = ("cache", *NEEDED)  # of flags, by what comes before the dot; the chosen method is another one
@@ -52,25 +56,38 @@ class EngineOptions:
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
     preset: str | None = None  # of the method (plugins/registry.py); fields that were given override it
 
-    def engine_config(self, model: ModelConfig, precision: str | None = None) -> EngineConfig:
+    @property
+    def ranks(self) -> int:
+        """Ranks that the engine is divided among."""
+        return self.limits.get("tp_size", EngineConfig.tp_size)
+
+    def engine_config(self, model: ModelConfig, own: OwnNumbers | None = None) -> EngineConfig:
         """Complete the options for a model; raises ConfigError on a value out of range.
 
         Method fields are stored with their defaults, so that an engine keeps them when a later version changes one.
 
         Parameters
         ----------
-        precision : str, optional
-            That the checkpoint's own numbers have (own_precision of builder/checkpoints/weights.py), and the engine's, unless
-            another one was asked for.
+        own : OwnNumbers, optional
+            How an engine computes with the checkpoint's own numbers, as this one does, unless something else was asked for.
         """
-        asked = self.choices.get(PRECISION)
-        if precision is not None and asked not in (None, NONE, precision):
-            own = NONE if precision == NONE else f"{precision}, which the checkpoint has, or {NONE}"
-            require(False, PRECISION, asked, own, "the checkpoint is quantised, and would be rounded a second time")
+        asked, precision = self.choices.get(PRECISION), None if own is None else own.precision
+        if asked in GROUPED or precision in GROUPED:
+            limit = f"left out, as the matrices of this checkpoint's layers are not all of GGUF's blocks {BLOCKS.get(str(asked))}"
+            require(asked not in GROUPED or asked == precision, PRECISION, asked, limit, "choose int8, or such a file")
+        elif precision is not None and asked not in (None, NONE, precision):
+            limit = NONE if precision == NONE else f"{precision}, which the checkpoint has, or {NONE}"
+            require(False, PRECISION, asked, limit, "the checkpoint is quantised, and would be rounded a second time")
         choices = dict(self.choices)
         if precision is not None and asked is None:
-            narrow = choices["runtime"] == "torch" and (choices["device"], choices["dtype"]) != ("cuda", "float32")
-            choices[PRECISION] = precision if narrow else NONE
+            where = (choices["device"], choices["dtype"])
+            narrow = where != ("cuda", "float32")
+            if precision in GROUPED:
+                whole = all(inputs % WEIGHT_GROUP == 0 for inputs in model.matrix_inputs(self.ranks).values())
+                narrow = where == ("cpu", "bfloat16") and whole
+            choices[PRECISION] = precision if narrow and choices["runtime"] == "torch" else NONE
+        if own is not None and choices.get(PRECISION) in GROUPED:
+            choices["quantize_lm_head"] |= own.head
         method = get_method(self.method)
         fields, cache = method.preset(self.preset)
         settings = method.configure(fields | self.method_config)
@@ -148,6 +165,10 @@ class FitOptions(EngineOptions):
     host_memory: int
     tp_size: int = 1
     as_json: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.tp_size
 
 
 @dataclass(frozen=True)

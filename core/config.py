@@ -22,13 +22,15 @@ CHECK_CONFIG = "check what the checkpoint states of the model, in config.json or
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
+GROUPED = ("int4", "int8_groups")  # values of weight_only_precision: weights that share their numbers in groups
+WEIGHT_GROUP = 32  # inputs of such a group (core/weight_only.py)
 KEY_BLOCK = 64  # tokens that sparse attention of prompts chooses together
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")  # of RopeScaling
 CHOICES = {  # the values that EngineConfig's fields of type str allow
     "dtype": ("float32", "bfloat16", "float16"),
     "device": ("cpu", "cuda"),
     "kernels": ("native", "reference"),
-    "weight_only_precision": ("none", "int8", "fp8"),
+    "weight_only_precision": ("none", "int8", "fp8", *GROUPED),
     "runtime": ("torch", "tensorrt"),
     "prefill_attention": ("dense", "block_sparse"),
 }
@@ -182,6 +184,12 @@ class ModelConfig:
         heads = self.num_kv_heads
         limit = f"a divisor or a multiple of num_kv_heads = {heads}"
         require(heads % tp_size == 0 or tp_size % heads == 0, "tp_size", tp_size, limit, remedy)
+
+    def matrix_inputs(self, tp_size: int = 1) -> dict[str, int]:
+        """Inputs of the matrices that each of `tp_size` ranks multiplies with."""
+        queries, name = self.num_heads * self.head_dim // tp_size, "num_heads * head_dim"
+        intermediate = self.intermediate_size // tp_size
+        return {"hidden_size": self.hidden_size, name: queries, "intermediate_size": intermediate}
 
     @property
     def group_size(self) -> int:
@@ -342,8 +350,8 @@ class EngineConfig:
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
-    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight (core/weight_only.py); `quantize_lm_head`
-    says whether the output head has int8 weights too. `runtime` names
+    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight, or one of GROUPED (core/weight_only.py);
+    `quantize_lm_head` says whether the output head has int8 weights too. `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.
     `tp_size` ranks, processes that each have a part of every layer, compute together (core/ranks.py, docs/parallelism.md).
@@ -372,11 +380,12 @@ class EngineConfig:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             require(value in choices, name, value, f"one of {choices}", f"choose one with --{name}")
-        fits = self.weight_only_precision == "int8" or not self.quantize_lm_head
+        fits = self.weight_only_precision in ("int8", *GROUPED) or not self.quantize_lm_head
         limit = f"false with weight_only_precision = {self.weight_only_precision!r}"
         remedy = "the head has int8 weights as the layers do: build with --weight_only_precision int8, or leave it out"
         require(fits, "quantize_lm_head", self.quantize_lm_head, limit, remedy)
         self._check_device()
+        self._check_groups()
         self._check_prefill_attention()
         # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.
         for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
@@ -402,6 +411,14 @@ class EngineConfig:
         limit = f"<= original_max_position_embeddings = {short} with runtime = 'tensorrt'"
         remedy = f"a plan has longrope's short_factor alone: build with --max_seq_len {short}, or with --runtime torch"
         require(within, "max_seq_len", self.max_seq_len, limit, remedy)
+
+    def _check_groups(self) -> None:
+        """Refuse weights in groups where a matrix, or a rank's part of it, ends within a group."""
+        if self.weight_only_precision not in GROUPED:
+            return
+        limit = f"a multiple of {WEIGHT_GROUP} with weight_only_precision = {self.weight_only_precision!r}"
+        for name, value in self.model.matrix_inputs(self.tp_size).items():
+            require(value % WEIGHT_GROUP == 0, name, value, limit, "build with --weight_only_precision none")
 
     def _check_prefill_attention(self) -> None:
         """Refuse sparse attention where attention is inside a plan, and fields that dense attention would ignore."""
@@ -450,6 +467,8 @@ class EngineConfig:
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision
+            limit = "'none', 'int8' or 'fp8' with device = 'cuda'"
+            require(value not in GROUPED, name, value, limit, "leave it out, or build with --device cpu")
             fits = value == "none" or self.dtype != "float32"
             require(
                 fits, name, value, "'none' with dtype = 'float32' on cuda", "build with --dtype bfloat16 or float16"

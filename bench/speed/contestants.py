@@ -191,7 +191,7 @@ def load_transformers(model: Path, config: EngineConfig, threads: int) -> list[C
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(model)}
     if model.is_file():
         source = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
-    config = dataclasses.replace(config, weight_only_precision=NONE)
+    config = dataclasses.replace(config, weight_only_precision=NONE, quantize_lm_head=False)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, config.dtype)).eval()
     sdpa = TransformersContestant(loaded, "sdpa", config, threads)
     return [sdpa, TransformersContestant(loaded, "eager", config, threads, like=sdpa)]

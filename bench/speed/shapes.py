@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from kvseek.core.config import EngineConfig, ModelConfig, RopeScaling
+from kvseek.core.config import GROUPED, EngineConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
-from kvseek.core.weight_only import INPUTS_MULTIPLE, NONE
+from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_GROUPS, NONE
 from kvseek.engine.model.block_sparse import attended_pairs
 
 # Source: config.json of meta-llama/Llama-3.1-8B.
@@ -95,14 +95,16 @@ def get_shape(name: str, positions: int) -> ModelConfig:
 def matrix_bytes(config: EngineConfig) -> int:
     """Bytes of the matrices that a decode step multiplies with, as it reads them: every layer's and the output head.
 
-    Scales of rows, a thousandth, do not count.
+    Scales of rows, a thousandth, do not count; those of groups do.
     """
     model = config.model
-    itemsize: int = getattr(torch, config.dtype).itemsize
+    plain = 8 * getattr(torch, config.dtype).itemsize  # bits
     head = model.vocab_size * model.hidden_size
     quantised = config.weight_only_precision != NONE if config.device == "cuda" else _kept_on_host(config)
-    narrow_head = quantised and config.quantize_lm_head
-    return matrix_numbers(model) * (1 if quantised else itemsize) + head * (1 if narrow_head else itemsize)
+    narrow = {INT4: (5.0, 8.5), INT8_GROUPS: (8.5, 8.5)}.get(config.weight_only_precision, (8.0, 8.0))
+    layers_bits, head_bits = narrow if quantised else (plain, plain)
+    head_bits = head_bits if config.quantize_lm_head else plain
+    return int(matrix_numbers(model) * layers_bits + head * head_bits) // 8
 
 
 def matrix_numbers(model: ModelConfig) -> int:
@@ -119,11 +121,10 @@ def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:
 
 
 def _kept_on_host(config: EngineConfig) -> bool:
-    """Whether an engine on the CPU multiplies with 8 bits a weight (engine/model/cpu.py), or dequantises when loaded."""
-    model = config.model
-    inputs = (model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
-    read = all(size % INPUTS_MULTIPLE == 0 for size in inputs)
-    return (config.weight_only_precision, config.dtype, config.kernels) == ("int8", "bfloat16", "native") and read
+    """Whether an engine on the CPU multiplies with 8 or 4 bits a weight (engine/model/cpu.py), or dequantises when loaded."""
+    read = all(size % INPUTS_MULTIPLE == 0 for size in config.model.matrix_inputs().values())
+    kept = config.weight_only_precision in ("int8", *GROUPED)
+    return kept and (config.dtype, config.kernels) == ("bfloat16", "native") and read
 
 
 def row_numbers(model: ModelConfig) -> int:

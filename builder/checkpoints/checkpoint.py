@@ -15,7 +15,7 @@ from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 
 from .files import Header, metadata_files
-from .quantised import QuantisedWeight
+from .quantised import NarrowWeight
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
 OWN_DTYPE = "activations and rows keep the engine's dtype: the checkpoint's scales for 8 bits of them are not used"
@@ -69,8 +69,10 @@ class Checkpoint(ABC):
         """The name of the method by which weights were quantised; None if config.json states none. Reads no weights."""
         return None
 
-    def quantised(self, name: str) -> QuantisedWeight | None:
+    def quantised(self, name: str) -> NarrowWeight | None:
         """Find a weight that is stored quantised, of which `tensor` returns what its numbers mean; None for any other.
+
+        Of blocks of a GGUF file only those whose numbers an engine may keep are found.
 
         Raises ConfigError if it is of a format that is not supported.
         """

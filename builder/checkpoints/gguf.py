@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.config import WEIGHT_GROUP, ModelConfig
 from kvseek.core.errors import ConfigError, require
 from kvseek.core.rope import frequencies
+from kvseek.core.weight_only import INT4, INT8_GROUPS, NOT_FINITE
 
 from .checkpoint import Checkpoint
 from .effective_config import check_gguf_metadata
@@ -31,6 +32,7 @@ from .tokenizer import ModelTokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry
+BLOCKS = {"Q4_0": INT4, "Q4_1": INT4, "Q8_0": INT8_GROUPS}  # that an engine may keep, and the format that does
 REMEDY = "use the model's Hugging Face directory"
 BLOCK_WEIGHTS = 4 << 20  # weights that are dequantised at a time
 LONG_ARRAY = 1024  # items of an array that are not read: only a vocabulary has more
@@ -73,6 +75,47 @@ class _Contents:
     metadata: dict[str, Any]
     tensors: dict[str, Any]
     arrays: dict[str, int]
+
+
+@dataclass(frozen=True)
+class GgufBlocks:
+    """A weight in blocks that an engine may keep; a NarrowWeight.
+
+    Attributes
+    ----------
+    path : Path
+    found : Any
+        The tensor of gguf's reader.
+    head_dim : int or None
+        Of the heads whose rows are to be reordered (split_halves).
+    """
+
+    path: Path
+    found: Any
+    head_dim: int | None
+    has_narrow_scales = True
+
+    @property
+    def precision(self) -> str:
+        """See NarrowWeight."""
+        return BLOCKS[self.found.tensor_type.name]
+
+    def as_stored(self) -> tuple[Tensor, Tensor]:
+        """See NarrowWeight. A block is its factor, of Q4_1 also the value of 0, and the numbers; those of Q4_0 are 8 too many."""
+        rows, kind = _shape(self.found)[0], self.found.tensor_type.name
+        with self.path.open("rb") as file:
+            file.seek(self.found.data_offset)
+            read = torch.from_numpy(np.fromfile(file, np.uint8, self.found.n_bytes)).view(rows, -1)
+        if self.head_dim is not None:
+            read = split_halves(read, self.head_dim)
+        blocks = read.view(rows, -1, int(self.found.n_bytes * WEIGHT_GROUP / self.found.n_elements))
+        start = 4 if kind == "Q4_1" else 2
+        numbers, scale = blocks[..., start:].flatten(1), blocks[..., :start].contiguous().view(torch.float16)
+        if kind == "Q4_0":
+            scale = torch.cat((scale, -8 * scale), dim=-1)
+        where = f"{self.path}: {self.found.name}: factors of blocks"
+        require(bool(scale.isfinite().all()), where, "infinity or NaN", "numbers of float16", NOT_FINITE)
+        return (numbers.view(torch.int8), scale[..., 0].contiguous()) if kind == "Q8_0" else (numbers, scale)
 
 
 class GgufCheckpoint(Checkpoint):
@@ -142,9 +185,20 @@ class GgufCheckpoint(Checkpoint):
         self.header(name)
         found = self._tensor(self._gguf_name(name))
         tensor = _dequantise(self._file_of(found.name), found)
-        if self.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            return split_halves(tensor, self.config.head_dim)
-        return tensor
+        head_dim = self._reordered(name)
+        return tensor if head_dim is None else split_halves(tensor, head_dim)
+
+    def quantised(self, name: str) -> GgufBlocks | None:
+        """See Checkpoint.quantised."""
+        found = self._tensors.get(self._gguf_name(name))
+        if found is None or found.tensor_type.name not in BLOCKS:
+            return None
+        return GgufBlocks(self._file_of(found.name), found, self._reordered(name))
+
+    def _reordered(self, name: str) -> int | None:
+        """Channels of the heads whose rows a file has in another order; None: the rows are in order."""
+        llama = self.architecture == "llama" and ("q_proj" in name or "k_proj" in name)
+        return self.config.head_dim if llama else None
 
     def _tensor(self, name: str) -> Any:
         """Return a tensor of gguf's reader by its name in the file."""

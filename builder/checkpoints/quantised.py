@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -229,6 +229,21 @@ def modelopt_config(document: Mapping[str, Any]) -> dict[str, Any]:
     values = document.get("quantization")
     require(isinstance(values, dict), "quantization", values, "an object", CHECK_CONFIG)
     return {"quant_method": "modelopt", **values}  # type: ignore[dict-item]
+
+
+class NarrowWeight(Protocol):
+    """A weight that is stored quantised."""
+
+    @property
+    def precision(self) -> str | None:
+        """The format of core/weight_only.py that keeps the numbers as they are; None if none does."""
+
+    @property
+    def has_narrow_scales(self) -> bool:
+        """Whether a CPU multiplies with its scales: where they are of rows, numbers of bfloat16."""
+
+    def as_stored(self) -> tuple[Tensor, Tensor]:
+        """Read what `quantise` makes; only if `precision` is not None."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import GROUPED, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.ranks import first_kv_head, rank_model, vocabulary_rows
-from kvseek.core.weight_only import NONE, NOT_FINITE, PRECISIONS, is_quantised, quantise
+from kvseek.core.weight_only import INT8_GROUPS, NONE, NOT_FINITE, is_quantised, layout, number_format, quantise
 from kvseek.engine.model.weights import Weight, index_file, list_weights, source_shape
 
 from .checkpoint import Checkpoint
@@ -29,6 +29,7 @@ HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in plac
 STORED_NAMES = {  # safetensors' own names
     **{dtype: name for name, dtype in FLOAT_TYPES.items()},
     torch.int8: "I8",
+    torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
 }
 
@@ -62,24 +63,25 @@ class WeightFormat:
 
     def stored(self, weight: Weight) -> tuple[Stored, ...]:
         """List the tensors that a weight is stored as."""
-        if not self.quantises(weight.name):
+        own = self.number_format(weight.name)
+        if own == NONE:
             return (Stored(weight.name, weight.shape, self.dtype),)
-        dtype, _ = PRECISIONS[self.precision]
-        scale = Stored(f"{weight.name}_scale", weight.shape[:1], torch.float32)
-        return Stored(weight.name, weight.shape, dtype), scale
+        numbers, scale = layout(weight.shape, own)
+        return Stored(weight.name, *numbers), Stored(f"{weight.name}_scale", *scale)
 
     def convert(self, tensor: Tensor, name: str) -> tuple[Tensor, ...]:
         """Convert a weight to the tensors of `stored`; raises ConfigError on a value that they cannot hold."""
-        if not self.quantises(name):
+        own = self.number_format(name)
+        if own == NONE:
             return (_convert(tensor, name, self.dtype),)
         try:
-            return quantise(tensor, self.precision)
+            return quantise(tensor, own)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
-    def quantises(self, name: str) -> bool:
-        """Whether a weight is stored with 8 bits."""
-        return self.precision != NONE and is_quantised(name, quantize_lm_head=self.quantize_lm_head)
+    def number_format(self, name: str) -> str:
+        """The format of a weight, as core/weight_only.py names it."""
+        return number_format(name, self.precision, quantize_lm_head=self.quantize_lm_head)
 
 
 def write_weights(
@@ -134,31 +136,44 @@ def write_weights(
         (directory / index_file(rank)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def own_precision(checkpoint: Checkpoint, device: str) -> str | None:
-    """Find the weight_only_precision of an engine that computes with a quantised checkpoint's own numbers.
+@dataclass(frozen=True)
+class OwnNumbers:
+    """The weight_only_precision of an engine that computes with a checkpoint's own numbers, and its quantize_lm_head."""
+
+    precision: str
+    head: bool = False
+
+
+def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
+    """Find how an engine computes with a quantised checkpoint's own numbers.
 
     Returns
     -------
-    str or None
-        One of PRECISIONS if every matrix of the layers is stored so, with scales for rows, which on a CPU must be numbers of
-        bfloat16; "none" of a checkpoint of other formats, whose values an engine rounds to its dtype; None if none is stated.
+    OwnNumbers or None
+        INT4 of a GGUF file whose layers' matrices are all of blocks Q4_0 or Q4_1, INT8_GROUPS if they are of Q8_0, and `head` if
+        that is of Q8_0; one of PRECISIONS if every matrix of the layers is stored so, with scales for rows, which on a CPU must
+        be numbers of bfloat16; "none" of a checkpoint that states other formats, whose values an engine rounds to its dtype;
+        None of all others.
 
     Raises
     ------
     ConfigError
         If a weight is of a format that is not supported.
     """
-    if checkpoint.quantised_by is None:
-        return None
     weights = [weight for weight in list_weights(checkpoint.config) if weight.name.endswith(".weight")]
     found = {name: checkpoint.quantised(name) for weight in weights for name in weight.sources}
     layers = [found[name] for weight in weights if is_quantised(weight.name) for name in weight.sources]
     precisions = {None if one is None else one.precision for one in layers}
+    if len(precisions) == 1 and precisions < {*GROUPED}:
+        head = found[weights[0 if checkpoint.config.tie_word_embeddings else -1].sources[0]]
+        return OwnNumbers(str(precisions.pop()), head is not None and head.precision == INT8_GROUPS)
+    if checkpoint.quantised_by is None:
+        return None
     others = [name for weight in weights if not is_quantised(weight.name) for name in weight.sources if found[name]]
     precision = precisions.pop() if len(precisions) == 1 and not others else None
     if precision is None or (device == "cpu" and not all(one is None or one.has_narrow_scales for one in layers)):
-        return NONE
-    return precision
+        return OwnNumbers(NONE)
+    return OwnNumbers(precision)
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -190,9 +205,10 @@ def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
 
 def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat) -> tuple[Tensor, ...]:
     """Read a weight as the tensors that it is stored as: a quantised one with its own numbers, if they are of the format."""
-    if weight_format.quantises(weight.name):
-        parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) is not None]
-        if parts:  # own_precision has found that all have this precision
+    wanted = weight_format.number_format(weight.name)
+    if wanted != NONE:
+        parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) and own.precision == wanted]
+        if len(parts) == len(weight.sources):
             numbers, scales = zip(*(part.as_stored() for part in parts), strict=True)
             return torch.cat(numbers), torch.cat(scales)
     return weight_format.convert(fuse(checkpoint, weight), weight.name)
@@ -298,7 +314,8 @@ def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank:
     if part in ("o", "down"):
         if kind == "bias":
             return tensor if rank == 0 else torch.zeros_like(tensor)
-        return tensor.tensor_split(tp_size, dim=1)[rank] if kind == "weight" else tensor
+        divided = tensor.ndim > 1  # scales of rows are not
+        return tensor.tensor_split(tp_size, dim=1)[rank] if divided else tensor
     if part == "gate_up":
         return torch.cat([half.tensor_split(tp_size)[rank] for half in tensor.tensor_split(2)])
     if part == "qkv":

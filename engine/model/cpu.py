@@ -34,7 +34,7 @@ from kvseek.core.weight_only import INPUTS_MULTIPLE
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, draw_once, greedy_token, sampled
 from kvseek.engine.retrieval import Retrieval
 from kvseek.engine.row_recorder import NOBODY, RowsBySlot, Wanted
-from kvseek.kernels.cpu.layer.layer import MOST_INPUTS, ByteProduct
+from kvseek.kernels.cpu.layer.layer import MOST_INPUTS, ByteProduct, GroupProduct
 
 from .decoder import Decoder
 from .layer import Linear, Product, Products, WeightsModel
@@ -98,7 +98,7 @@ for _variable in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
 def stays_quantised(dtype: torch.dtype, stored: torch.dtype, inputs: int) -> bool:
     """Whether a weight [outputs, inputs] that is stored as `stored` is multiplied with rows of `dtype` as it is."""
     # The kernel reads rows in whole vectors.
-    return dtype is torch.bfloat16 and stored is torch.int8 and inputs % INPUTS_MULTIPLE == 0
+    return dtype is torch.bfloat16 and stored in (torch.int8, torch.uint8) and inputs % INPUTS_MULTIPLE == 0
 
 
 def multiplies_bfloat16() -> bool:
@@ -176,6 +176,41 @@ class ByteLinear(Linear):
         return _widened(x, self.weight * self.scale.float()[:, None], self.bias)
 
 
+class GroupLinear(Linear):
+    """A linear map of bfloat16 rows with a weight whose numbers are scaled in groups: as ByteLinear, and always with a library.
+
+    Parameters
+    ----------
+    weight, scale : Tensor
+        As `quantise` makes them with one of GROUPED.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        *,
+        native: bool,
+        integers: bool,
+        library: CpuLibrary,
+        head: bool,
+    ) -> None:
+        super().__init__(weight, bias)
+        self._native, self._head = native, head
+        self._product = GroupProduct(library, weight, scale, bias)
+        self._integers = integers and self._product.inputs <= MOST_INPUTS
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        if self._head or not prompt:
+            return self._product(x)
+        if self._integers:
+            return self._product.of_prompt(x)
+        if self._native:
+            return _onednn(x, self._product.values(torch.bfloat16), self.bias)
+        return _widened(x, self._product.values(torch.float32), self.bias)
+
+
 class HostProducts(Products):
     """Makes the products of an engine on the CPU.
 
@@ -208,7 +243,11 @@ class HostProducts(Products):
         if self.dtype is not torch.bfloat16:
             return f"oneDNN in {str(self.dtype).removeprefix('torch.')}"
         plain = f"oneDNN in {'bfloat16' if self._native else 'float32'}"
-        return f"{plain}, with int8 weights integers by VNNI" if self._integers and self._library is not None else plain
+        return (
+            f"{plain}, with weights of 8 or 4 bits integers by VNNI"
+            if self._integers and self._library is not None
+            else plain
+        )
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         """See Products.linear; raises EngineDirectoryError if the scales have more digits than bfloat16.
@@ -221,7 +260,17 @@ class HostProducts(Products):
         return self._make(weight, None, scale, head=True)
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, head: bool) -> Linear:
-        if scale is not None and stays_quantised(self.dtype, weight.dtype, weight.shape[1]):
+        if scale is not None and scale.ndim > 1 and self.dtype is torch.bfloat16 and self._library is not None:
+            return GroupLinear(
+                weight,
+                scale,
+                bias,
+                native=self._native,
+                integers=self._integers,
+                library=self._library,
+                head=head,
+            )
+        if scale is not None and scale.ndim == 1 and stays_quantised(self.dtype, weight.dtype, weight.shape[1]):
             narrow = scale.bfloat16()
             if not torch.equal(narrow.float(), scale):
                 raise EngineDirectoryError("the scales of 8-bit weights are of an older kvseek: build the engine again")

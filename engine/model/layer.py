@@ -99,7 +99,7 @@ class Embedding:
 class Products:
     """Makes a model's products with PyTorch's operator, which is the reference of all others.
 
-    Weights of 8 bits are dequantised to `dtype`, that of x, when a product is made: the numbers are the same, but no memory
+    Weights of 8 or 4 bits are dequantised to `dtype`, that of x, when a product is made: the numbers are the same, but no memory
     is saved.
     """
 
@@ -107,7 +107,7 @@ class Products:
         self.dtype = dtype
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
-        """Make the product with a weight [outputs, inputs]; `scale`, float32 [outputs], is that of a weight of 8 bits."""
+        """Make the product with a weight [outputs, inputs]; `scale` is that of `quantise`."""
         return Linear(weight if scale is None else dequantise(weight, scale, self.dtype), bias)
 
     # An engine of several ranks has parts of weights (engine/parallel/ranks.py). Here there is one rank.
@@ -237,8 +237,8 @@ class Head:
     weight : Tensor [vocabulary, hidden]
     products : Products, optional
         See Layer.
-    scale : Tensor, float32 [vocabulary], optional
-        Of a weight of 8 bits.
+    scale : Tensor, optional
+        Of `quantise`.
 
     Attributes
     ----------

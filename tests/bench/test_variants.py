@@ -116,7 +116,7 @@ def test_a_variant_may_begin_with_the_settings_of_its_paper() -> None:
         ("ctkvr:cache.speed=7", "unknown key 'speed'"),
         ("ctkvr:execution", "must be all, NAME, NAME:field=value"),
         ("nothing", "choose one of"),
-        ("full:weight_only_precision=int4", r"--methods: weight_only_precision = 'int4': must be one of"),
+        ("full:weight_only_precision=int2", r"--methods: weight_only_precision = 'int2': must be one of"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(text: str, message: str) -> None:

@@ -96,6 +96,10 @@ def test_bytes_by_model() -> None:
     for device in ("cpu", "cuda"):
         with_head = dataclasses.replace(quantised, device=device, quantize_lm_head=True)
         assert matrix_bytes(with_head) == 2 * layer + 1000 * 64
+    for precision, bits in (("int4", 5), ("int8_groups", 8.5)):
+        grouped = dataclasses.replace(config, weight_only_precision=precision)
+        assert matrix_bytes(grouped) == 2 * layer * bits / 8 + 2 * 1000 * 64
+        assert matrix_bytes(dataclasses.replace(grouped, quantize_lm_head=True)) == 2 * layer * bits / 8 + 1000 * 68
     for other in ({"dtype": "float32"}, {"kernels": "reference"}, {"weight_only_precision": "fp8"}):
         plain = dataclasses.replace(quantised, **other)
         unquantised = dataclasses.replace(plain, weight_only_precision="none")

@@ -15,7 +15,7 @@ from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_m
 
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.tensorrt_llm import TensorRtLlmCheckpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, own_precision, write_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, own_numbers, write_weights
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 from kvseek.engine.model.weights import list_weights
@@ -135,7 +135,9 @@ def test_weights_in_fp8(models: dict[str, Path], tmp_path: Path) -> None:
     for tensor in names:
         assert torch.equal(found.tensor(tensor), expected.tensor(tensor)), tensor
     assert found.unused(names) == set()
-    assert own_precision(found, "cuda") == "none"
+    found_numbers = own_numbers(found, "cuda")
+    assert found_numbers is not None
+    assert found_numbers.precision == "none"
     scale = f"{QKV.removesuffix('weight')}weights_scaling_factor"
     edit_tensors(directory / "rank1.safetensors", lambda tensors: tensors.pop(scale))
     with pytest.raises(ConfigError, match=r"rank1.*attention\.qkv\.weight: scales beside it = 0: must be 1"):

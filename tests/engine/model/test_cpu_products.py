@@ -13,20 +13,21 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError, KernelError
-from kvseek.core.weight_only import dequantise, quantise
+from kvseek.core.weight_only import INT4, INT8_GROUPS, dequantise, quantise
 from kvseek.engine.model import cpu
 from kvseek.engine.model.cpu import (
     FEW_ROWS_OF_BFLOAT16,
     ONEDNN_LIMIT,
     WITHOUT_AMX,
     ByteLinear,
+    GroupLinear,
     HostProducts,
     PackedLinear,
     WidenedLinear,
     multiplies_integers,
 )
 from kvseek.engine.model.layer import Linear, Product, Products
-from kvseek.kernels.cpu.layer.layer import ByteProduct
+from kvseek.kernels.cpu.layer.layer import ByteProduct, GroupProduct
 
 ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, 31, 32, 33, 150)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -161,6 +162,55 @@ def test_few_rows_of_bytes_at_every_level(library: CpuLibrary, level: int, with_
             check(linear, x, stored.double() * scale.double()[:, None], bias)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("precision", [INT4, INT8_GROUPS])
+def test_groups_at_every_level(library: CpuLibrary, level: int, precision: str, with_bias: bool) -> None:
+    """Steps and prompts, of every number of rows that a tile may have left; weights are as exact as float32."""
+    for outputs, inputs in ((1, 32), (7, 96), (67, 576), (40, 1536)):
+        stored, scale = quantise(random(outputs, inputs, seed=1), precision)
+        weight = dequantise(stored, scale, torch.float32)
+        bias = random(outputs, dtype=torch.bfloat16, seed=2) if with_bias else None
+        products = HostProducts(torch.bfloat16, library, integers=True)
+        linear: Product = products.linear(stored, bias, scale)
+        assert isinstance(linear, GroupLinear)
+        for rows in (*range(1, 10), 200):
+            x = random(rows, inputs, dtype=torch.bfloat16)
+            check(linear, x, weight, bias)
+            check(linear, x, weight, bias, prompt=True, rounding=0.6 / 32767)
+            head = products.head(stored, scale)
+            check(head, x, weight, None, prompt=True)
+            assert torch.equal(head(x)[:1], head(x[:1], prompt=True)), "of a prompt and of one row the same kernel"
+        x[:], x[-1, 3] = 0, float("inf")
+        found = linear(x, prompt=inputs == 96)
+        assert not found[-1].isfinite().any()
+        assert torch.equal(found[:-1], 0 * found[:-1] if bias is None else bias.expand(len(x) - 1, -1))
+
+
+@pytest.mark.parametrize("precision", [INT4, INT8_GROUPS])
+@pytest.mark.parametrize(("native", "integers"), FORMS)
+def test_groups_of_prompts(library: CpuLibrary, native: bool, integers: bool, precision: str, level: int) -> None:
+    """By oneDNN, too, where there is no VNNI: with values in bfloat16 or float32; a row depends on no other and on no thread."""
+    skip_what_onednn_cannot_pack(torch.bfloat16, native)
+    stored, scale = quantise(random(300, 576, seed=1), precision)
+    weight = dequantise(stored, scale, torch.float32)
+    bias, x = random(300, dtype=torch.bfloat16, seed=2), random(150, 576, dtype=torch.bfloat16)
+    linear = HostProducts(torch.bfloat16, library, native, integers).linear(stored, bias, scale)
+    exact = integers or not native
+    check(linear, x, weight if exact else weight.bfloat16(), bias, prompt=True, rounding=0.6 / 32767 * integers)
+    threads = torch.get_num_threads()
+    for prompt in (False, True):
+        whole = linear(x, prompt=prompt)
+        for rows in (1, 5, 33):
+            assert torch.equal(linear(x[-rows:], prompt=prompt), whole[-rows:])
+        try:
+            torch.set_num_threads(3)
+            assert torch.equal(linear(x, prompt=prompt), whole)
+        finally:
+            torch.set_num_threads(threads)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(GroupProduct(library, stored, scale, None).values(dtype), weight.to(dtype))
+
+
 def test_integers_are_the_same_at_every_level(library: CpuLibrary, level: int) -> None:
     """Rows of zeros, of one large number and of tiny ones are among them."""
     stored, _, scale = _with_scale(random(67, 576, seed=1))
@@ -224,11 +274,12 @@ def test_the_log_says_what_multiplies_prompts(library: CpuLibrary) -> None:
 
     assert words(torch.float32, True, True) == "oneDNN in float32"
     assert words(torch.bfloat16, False, False) == "oneDNN in float32"
-    assert words(torch.bfloat16, True, True) == "oneDNN in bfloat16, with int8 weights integers by VNNI"
+    assert words(torch.bfloat16, True, True) == "oneDNN in bfloat16, with weights of 8 or 4 bits integers by VNNI"
 
 
-def test_without_a_library_the_weight_is_dequantised() -> None:
-    stored, _, scale = _with_scale(random(48, 64, seed=1))
+@pytest.mark.parametrize("precision", ["int8", INT4, INT8_GROUPS])
+def test_without_a_library_the_weight_is_dequantised(precision: str) -> None:
+    stored, scale = quantise(random(48, 64, seed=1), precision)
     linear, x = HostProducts(torch.bfloat16).linear(stored, None, scale), random(3, 64, dtype=torch.bfloat16)
     check(linear, x, dequantise(stored, scale, torch.bfloat16), None)
 
@@ -239,6 +290,11 @@ def test_what_the_kernel_cannot_read_is_refused(library: CpuLibrary) -> None:
         ByteProduct(library, weight[:, :24].contiguous(), scale, None)
     with pytest.raises(KernelError, match=r"bias: torch\.float32: must be bfloat16"):
         ByteProduct(library, weight, scale, scale.float())
+    for wrong in (torch.ones(4, 1), torch.ones(4, 1, 2).half()):
+        with pytest.raises(KernelError, match=r"scale: .*: must be torch\.float16 \(4, 1\), contiguous; quantise it"):
+            GroupProduct(library, weight, wrong, None)
+    with pytest.raises(KernelError, match=r"weight: .*: must be torch\.int8 \(4, 64\), contiguous; quantise it"):
+        GroupProduct(library, weight, torch.ones(4, 2).half(), None)
     with pytest.raises(KernelError, match=r"x: torch\.float32 \(1, 32\): must be bfloat16 \[rows, 32\]"):
         ByteProduct(library, weight, scale, None)(torch.ones(1, 32))
 

@@ -22,7 +22,18 @@ from torch import Tensor
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size, weight_reader, write_weights
-from kvseek.core.weight_only import HEAD, INPUTS_MULTIPLE, PRECISIONS, dequantise, is_quantised, quantise
+from kvseek.core.errors import ConfigError
+from kvseek.core.weight_only import (
+    HEAD,
+    INPUTS_MULTIPLE,
+    INT4,
+    INT8_GROUPS,
+    NONE,
+    PRECISIONS,
+    dequantise,
+    is_quantised,
+    quantise,
+)
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cpu import ByteLinear, TorchModel
 from kvseek.engine.model.weights import list_weights, load_weights
@@ -85,6 +96,21 @@ def test_a_row_has_the_range_of_the_format(precision: str, weight: Tensor) -> No
     torch.testing.assert_close(again[1], scale, rtol=2.0**-22, atol=0)
 
 
+@pytest.mark.parametrize(("precision", "numbers"), [(INT4, 15), (INT8_GROUPS, 254)])
+@given(weight=matrices())
+@settings(deadline=None, max_examples=50)
+def test_groups_are_within_half_a_step(precision: str, numbers: int, weight: Tensor) -> None:
+    """And a factor's and a zero's rounding to float16."""
+    weight = weight.float().repeat(1, 64)[:, :64].clamp(-60_000, 60_000)
+    stored, scale = quantise(weight, precision)
+    groups = weight.double().view(len(weight), 2, 32)
+    largest = groups.abs().amax(dim=2)
+    span = groups.amax(dim=2) - groups.amin(dim=2) if precision == INT4 else 2 * largest
+    error = (dequantise(stored, scale, torch.float32).double().view_as(groups) - groups).abs().amax(dim=2)
+    assert (error <= span / numbers / 2 + largest * 2.0**-9 + numbers * 2.0**-24).all()
+    assert stored.dtype is (torch.uint8 if precision == INT4 else torch.int8)
+
+
 def test_formats_by_hand() -> None:
     weight = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0, 0.49], [0.0] * 6])
     stored, scale = quantise(weight, "int8")
@@ -95,6 +121,14 @@ def test_formats_by_hand() -> None:
     subnormal = [SMALLEST_NORMAL_FP8 / 2, SMALLEST_FP8, SMALLEST_FP8, 0.0]
     assert stored.float().tolist() == [[448.0, *subnormal, -16.0]]
     assert scale.tolist() == [1.0]
+    row = [*range(1, 17), *range(16, 0, -1)]
+    stored, scale = quantise(torch.tensor([row], dtype=torch.float32), INT4)
+    assert stored.tolist() == [[low | 15 - low << 4 for low in range(16)]], (
+        "input j in the low bits, j + 16 in the high ones"
+    )
+    assert scale.tolist() == [[[1.0, 1.0]]]
+    with pytest.raises(ConfigError, match="row 0 holds NaN, or a weight too large for int4: must be finite"):
+        quantise(torch.full((1, 32), 1e6), INT4)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -177,11 +211,12 @@ def test_shards_and_index(precision: str, head: bool, tmp_path: Path, random_mod
             found |= dict.fromkeys(names, path.name)
             for name, tensor in names.items():
                 kind = "F32" if name.endswith("_scale") else STORED[precision][1]
-                assert tensor.get_dtype() == (kind if stored_format.quantises(name.removesuffix("_scale")) else "BF16")
+                plain = stored_format.number_format(name.removesuffix("_scale")) == NONE
+                assert tensor.get_dtype() == ("BF16" if plain else kind)
     assert found == index["weight_map"]
     assert len(set(found.values())) > 3
     names = [weight.name for weight in list_weights(checkpoint.config, quantize_lm_head=head)]
-    for name in filter(stored_format.quantises, names):
+    for name in (name for name in names if stored_format.number_format(name) != NONE):
         assert found[name] == found[f"{name}_scale"], "a matrix and its scales lie together"
     assert index["metadata"]["total_size"] == total_size(checkpoint.config, stored_format)
 

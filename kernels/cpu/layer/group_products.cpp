@@ -1,0 +1,249 @@
+// Products of bfloat16 rows with weights in groups of 32 along the inputs, each with numbers of its own by which the
+// weights are scaled: those of GGUF's blocks Q4_1 (and Q4_0) and Q8_0.
+//
+// A prompt multiplies integers, as in byte_products.cpp: sums of a group are exact, and scaled and added up as floats.
+#include "few_rows.h"
+#include "rounded_rows.h"
+
+namespace kvseek {
+
+struct GroupProductArguments {
+    const void* x;          // Bfloat16 [rows, inputs]
+    const uint8_t* weight;  // [outputs, inputs / 32, 32]; 4 bits: [.., 16], input j low and j + 16 high
+    const uint16_t* scale;  // Half [outputs, inputs / 32]; 4 bits: [.., 2], the factor and the value of 0
+    const uint16_t* bias;   // Bfloat16 [outputs], or null
+    void* out;              // Bfloat16 [rows, outputs]
+    int64_t rows, inputs, outputs, threads;
+};
+
+namespace {
+
+constexpr int GROUP = 32;  // inputs
+constexpr int VECTORS = GROUP / LANES;
+
+// Formats of few_rows.h; each weight has exactly the value that it has dequantised.
+struct Grouped {
+    static constexpr int INPUTS = GROUP;
+
+    static float factor(const GroupProductArguments&, int64_t) { return 1.0f; }
+};
+
+struct Bytes : Grouped {
+    static constexpr int BYTES = GROUP, SCALES = 1;
+
+    static inline void values(const uint8_t* group, const float* scale, Vec* to) {
+        for (int v = 0; v < VECTORS; v++) to[v] = widen(group + v * LANES) * scale[0];
+    }
+};
+
+struct Nibbles : Grouped {
+    static constexpr int BYTES = GROUP / 2, SCALES = 2;
+
+    static inline void values(const uint8_t* group, const float* scale, Vec* to) {
+#if defined(__AVX512F__)
+        // A group's sixteen values are made once, and looked up.
+        const Vec sixteen = __builtin_convertvector(lane_numbers(), Vec) * scale[0] + scale[1];
+        const __m512i bytes = _mm512_cvtepu8_epi32(load_as<__m128i>(group));  // a look-up reads the lowest 4 bits
+        to[0] = (Vec)_mm512_permutexvar_ps(bytes, (__m512)sixteen);
+        to[1] = (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), (__m512)sixteen);
+#else
+        for (int v = 0; v < VECTORS / 2; v++) {
+            const uint8_t* from = group + v * LANES;
+#if defined(__AVX2__)
+            const IntVec bytes = (IntVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+            const IntVec bytes = __builtin_convertvector(load_as<ByteVec>(from), IntVec);
+#endif
+            to[v] = __builtin_convertvector(bytes & 15, Vec) * scale[0] + scale[1];
+            to[v + VECTORS / 2] = __builtin_convertvector(bytes >> 4, Vec) * scale[0] + scale[1];
+        }
+#endif
+    }
+};
+
+// The weights as numbers [outputs, inputs]: Bfloat16 if `rows` is 1, else float.
+template <class Format, class T>
+void write_values(const GroupProductArguments& a) {
+    const int64_t groups = a.inputs / GROUP;
+    for_each_chunk(a.threads, 1, a.outputs, UNIT_OUTPUTS, [&](int64_t, int64_t first, int64_t last) {
+        static thread_local Scratch memory;
+        const int64_t scales = groups * Format::SCALES;
+        float* scale = static_cast<float*>(memory.reserve(scales * sizeof(float)));
+        for (int64_t output = first; output < last; output++) {
+            widen_halves(a.scale + output * scales, scales, scale);
+            for (int64_t group = 0; group < groups; group++) {
+                const int64_t number = output * groups + group;
+                Vec values[VECTORS];
+                Format::values(a.weight + number * Format::BYTES, scale + group * Format::SCALES, values);
+                for (int v = 0; v < VECTORS; v++) store(static_cast<T*>(a.out) + number * GROUP + v * LANES, values[v]);
+            }
+        }
+    });
+}
+
+template <class Format>
+void write_values(const GroupProductArguments& a) {
+    return a.rows == 1 ? write_values<Format, Bfloat16>(a) : write_values<Format, float>(a);
+}
+
+constexpr int STEPS = GROUP / Words::PAIR;  // words of an output in a group
+
+// What TILE_OUTPUTS outputs have in one group; outputs that do not exist are zeros.
+struct GroupTile {
+    uint32_t words[STEPS][TILE_OUTPUTS];
+    int32_t offsets[TILE_OUTPUTS];  // what 2^7 in every high byte adds, negative
+    float factors[TILE_OUTPUTS], zeros[TILE_OUTPUTS];
+};
+
+typedef float TileTotals[TILE_ROWS][TILE_OUTPUTS];
+
+// Sums over the groups of TILE_ROWS rows of bytes, in units of the rows; `sums` are those of each row's groups.
+void multiply_tile(const uint8_t* bytes, const float* sums, const GroupTile* tiles, int64_t groups, TileTotals& of) {
+    std::memset(of, 0, sizeof(of));
+    for (int64_t group = 0; group < groups; group++) {
+        const GroupTile& tile = tiles[group];
+        for (int r = 0; r < TILE_ROWS; r++)
+            for (int output = 0; output < TILE_OUTPUTS; output++) {
+                int32_t total[PLANES] = {tile.offsets[output], 0};
+                for (int plane = 0; plane < PLANES; plane++) {
+                    const uint8_t* row = bytes + ((r * PLANES + plane) * groups + group) * GROUP;
+                    for (int k = 0; k < GROUP; k++)
+                        total[plane] += row[k] * static_cast<int8_t>(tile.words[k / 4][output] >> k % 4 * 8);
+                }
+                of[r][output] += tile.factors[output] * static_cast<float>(total[0] * 256 + total[1]);
+                of[r][output] += tile.zeros[output] * sums[r * groups + group];
+            }
+    }
+}
+
+#if KVSEEK_LEVEL == 4
+// See multiply_tile_vnni of byte_products.cpp. The high bytes' sums are shifted, and the low bytes' added to them.
+void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const GroupTile* tiles, int64_t groups,
+                        TileTotals& of) {
+    constexpr int COLUMNS = TILE_OUTPUTS / LANES;
+    Vec totals[TILE_ROWS][COLUMNS] = {};
+    for (int64_t group = 0; group < groups; group++) {
+        const GroupTile& tile = tiles[group];
+        IntVec own[TILE_ROWS][COLUMNS];
+#pragma GCC unroll 6
+        for (int r = 0; r < TILE_ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < COLUMNS; v++) own[r][v] = load(tile.offsets + v * LANES);
+        for (int plane = 0; plane < PLANES; plane++) {
+            if (plane == 1) {
+#pragma GCC unroll 6
+                for (int r = 0; r < TILE_ROWS; r++)
+#pragma GCC unroll 2
+                    for (int v = 0; v < COLUMNS; v++) own[r][v] <<= 8;
+            }
+            const uint8_t* from = bytes + (plane * groups + group) * GROUP;
+#pragma GCC unroll 1
+            for (int step = 0; step < STEPS; step++) {
+                asm volatile("" ::: "memory");  // else weights of all steps are kept in registers, and sums in memory
+                IntVec weights[COLUMNS];
+#pragma GCC unroll 2
+                for (int v = 0; v < COLUMNS; v++) weights[v] = load_as<IntVec>(tile.words[step] + v * LANES);
+#pragma GCC unroll 6
+                for (int r = 0; r < TILE_ROWS; r++) {
+                    const uint8_t* row = from + r * PLANES * groups * GROUP;
+                    const IntVec four = load_as<int32_t>(row + step * Words::PAIR) - IntVec{};
+#pragma GCC unroll 2
+                    for (int v = 0; v < COLUMNS; v++)
+                        asm("vpdpbusd %2, %1, %0" : "+v"(own[r][v]) : "v"(four), "v"(weights[v]));
+                }
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < TILE_ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < COLUMNS; v++) {
+                totals[r][v] += load(tile.factors + v * LANES) * __builtin_convertvector(own[r][v], Vec);
+                totals[r][v] += load(tile.zeros + v * LANES) * sums[r * groups + group];
+            }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < TILE_ROWS; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < COLUMNS; v++) store(of[r] + v * LANES, totals[r][v]);
+}
+#endif
+
+// Unpack outputs first .. last - 1, at most TILE_OUTPUTS; `packed` is work space.
+template <class Format>
+void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_t* packed, GroupTile* tiles) {
+    const int64_t groups = a.inputs / GROUP, row_bytes = groups * Format::BYTES, count = last - first;
+    const int64_t scales = groups * Format::SCALES;
+    float* scale = reinterpret_cast<float*>(packed + row_bytes / Words::PAIR * TILE_OUTPUTS);
+    std::memset(scale + count * scales, 0, (TILE_OUTPUTS - count) * scales * sizeof(float));
+    widen_halves(a.scale + first * scales, count * scales, scale);
+    const int8_t* weight = reinterpret_cast<const int8_t*>(a.weight) + first * row_bytes;
+    pack_columns<Words>(Rows<int8_t>{weight, row_bytes, count, row_bytes}, TILE_OUTPUTS, packed);
+    for (int64_t group = 0; group < groups; group++) {
+        GroupTile& tile = tiles[group];
+        int32_t totals[TILE_OUTPUTS] = {};
+        for (int step = 0; step < Format::BYTES / Words::PAIR; step++, packed += TILE_OUTPUTS)
+            for (int output = 0; output < TILE_OUTPUTS; output++) {
+                const uint32_t word = packed[output];
+                if (Format::BYTES == GROUP) {
+                    tile.words[step][output] = word;
+                    for (int k = 0; k < Words::PAIR; k++) totals[output] += static_cast<int8_t>(word >> k * 8);
+                } else {
+                    const uint32_t low = word & 0x0f0f0f0f, high = word >> 4 & 0x0f0f0f0f;
+                    tile.words[step][output] = low, tile.words[step + STEPS / 2][output] = high;
+                    totals[output] += ((low + high) * 0x01010101u) >> 24;  // the sum of its bytes
+                }
+            }
+        for (int output = 0; output < TILE_OUTPUTS; output++) {
+            const float* own = scale + output * scales + group * Format::SCALES;
+            tile.offsets[output] = -128 * totals[output];
+            tile.factors[output] = own[0], tile.zeros[output] = Format::SCALES == 2 ? own[1] : 0.0f;
+        }
+    }
+}
+
+// Outputs first .. last - 1, at most TILE_OUTPUTS, of rows `from` .. `to` - 1, which have been rounded.
+template <class Format>
+void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded, int64_t from, int64_t to,
+                      int64_t first, int64_t last) {
+    static thread_local Scratch memory;
+    const int64_t groups = a.inputs / GROUP;
+    constexpr int64_t PACKED = TILE_OUTPUTS * (Format::BYTES + Format::SCALES * sizeof(float));
+    GroupTile* tiles = static_cast<GroupTile*>(memory.reserve(groups * (sizeof(GroupTile) + PACKED)));
+    uint32_t* packed = reinterpret_cast<uint32_t*>(tiles + groups);
+    unpack<Format>(a, first, last, packed, tiles);
+    auto multiply = multiply_tile;
+#if KVSEEK_LEVEL == 4
+    if (kvseek_processor_extends(KVSEEK_VNNI)) multiply = multiply_tile_vnni;
+#endif
+    float biases[TILE_OUTPUTS] = {};
+    for (int64_t output = first; a.bias != nullptr && output < last; output++)
+        biases[output - first] = to_float(Bfloat16{a.bias[output]});
+    for (int64_t row = from; row < to; row += TILE_ROWS) {
+        TileTotals totals;
+        multiply(rounded.bytes + row * PLANES * a.inputs, rounded.sums + row * groups, tiles, groups, totals);
+        for (int r = 0; r < TILE_ROWS && row + r < to; r++) {
+            Bfloat16 results[TILE_OUTPUTS];
+            for (int i = 0; i < TILE_OUTPUTS; i += LANES)
+                store(results + i, load(totals[r] + i) * rounded.units[row + r] + load(biases + i));
+            std::memcpy(static_cast<Bfloat16*>(a.out) + (row + r) * a.outputs + first, results,
+                        (last - first) * sizeof(Bfloat16));
+        }
+    }
+}
+
+template <class Format>
+void multiply_prompt(const GroupProductArguments& a) {
+    multiply_prompt(a, GROUP, [&](const RoundedRows& rounded, int64_t from, int64_t to, int64_t first, int64_t last) {
+        multiply_rounded<Format>(a, rounded, from, to, first, last);
+    });
+}
+
+}  // namespace
+}  // namespace kvseek
+
+KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::Nibbles>)
+KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Nibbles>)
+KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Nibbles>)
+KVSEEK_KERNEL(kvseek_group_byte_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::Bytes>)
+KVSEEK_KERNEL(kvseek_group_byte_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Bytes>)
+KVSEEK_KERNEL(kvseek_group_byte_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Bytes>)
