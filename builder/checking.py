@@ -25,7 +25,7 @@ from kvseek.builder.checkpoints.gguf import GgufCheckpoint
 from kvseek.builder.checkpoints.hugging_face import HuggingFaceCheckpoint
 from kvseek.builder.checkpoints.model_config import ARCHITECTURES
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, total_size
+from kvseek.builder.checkpoints.weights import WeightFormat, own_numbers, total_size
 from kvseek.core.config import EXTENT_TOKENS, GROUPED, EngineConfig, ModelConfig, read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
@@ -110,11 +110,23 @@ def compare(directory: Path, checkpoint: Checkpoint) -> Comparison:
     return Comparison(
         difference=float((found - expected).abs().max()),
         spread=float(expected.std(dim=-1).mean()),
-        limit=max(LIMITS[config.dtype], PRECISION_LIMITS[config.weight_only_precision]),
+        limit=LIMITS[config.dtype] if keeps(config, checkpoint) else _rounded_limit(config),
         tokens=tuple(tokens),
         expected=tuple(expected.argmax(dim=-1).tolist()),
         unchecked=reference.unchecked,
     )
+
+
+def keeps(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Whether an engine's narrow weights are the checkpoint's own, so that nothing but its dtype rounds."""
+    own = own_numbers(checkpoint, config.device)
+    return (
+        own is not None and own.precision == config.weight_only_precision and (own.head or not config.quantize_lm_head)
+    )
+
+
+def _rounded_limit(config: EngineConfig) -> float:
+    return max(LIMITS[config.dtype], PRECISION_LIMITS[config.weight_only_precision])
 
 
 def _small(config: EngineConfig) -> EngineConfig:
@@ -308,7 +320,7 @@ def _first_line(error: Exception) -> str:
 def _foreign(checkpoint: Checkpoint) -> str:
     """Say why transformers should not read a quantised or a foreign checkpoint; empty for most GGUF files."""
     if checkpoint.quantised_by is not None:
-        return f"transformers needs packages and kernels of its own for weights by {checkpoint.quantised_by}"
+        return f"transformers needs further packages, or a GPU, for weights by {checkpoint.quantised_by}"
     if not isinstance(checkpoint, GgufCheckpoint):
         return "transformers does not read TensorRT-LLM checkpoints"
     if len(checkpoint.files) > 1:

@@ -15,7 +15,7 @@ from tests.support.prefill import run_prefill
 
 from kvseek.builder.build import main as build
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.quantised import Quantisation
+from kvseek.builder.checkpoints.quantised import Quantisation, QuantisedWeight
 from kvseek.builder.checkpoints.weights import check_tensors
 from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
@@ -148,6 +148,23 @@ def test_what_is_not_applied_is_said(plain: Path, tmp_path: Path, capsys: pytest
     assert "weights quantised by modelopt: rounded to float32" in printed
     assert "activations and rows keep the engine's dtype" in printed
     assert "compared with transformers" in printed
+
+
+def test_a_wrong_scale_of_kept_numbers_is_found(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the dtype may round: the limit of weights that kvseek has rounded itself would hide it."""
+    quantise_checkpoint(plain, tmp_path / "m", "int8")
+    as_stored = QuantisedWeight.as_stored
+
+    def wrong(weight: QuantisedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = as_stored(weight)
+        return numbers, scales * 1.25
+
+    monkeypatch.setattr(QuantisedWeight, "as_stored", wrong)
+    flags = ("--method", "full", "--output_dir", str(tmp_path / "engine"), *FLAGS)
+    assert build(["--model", str(tmp_path / "m"), *flags]) == 1
+    assert "the engine does not compute what transformers computes" in capsys.readouterr().err
 
 
 def test_modelopt_states_it_in_a_file_of_its_own(plain: Path, tmp_path: Path) -> None:
