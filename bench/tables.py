@@ -37,6 +37,7 @@ TASKS = {  # of the suite needle, and their headings
 }
 
 PERPLEXITY = ("perplexity-cpu-smollm2", "perplexity-methods-cpu-smollm2")
+BUDGETS = (256, 1024)  # tokens that a step attends to, of all methods
 WITHIN = 3  # points of `full` within which wide answers should be
 NEEDLE = ("needle-gpu-32k-layers-together", "needle-h100-128k-layers-together")
 
@@ -323,16 +324,15 @@ def long_losses(results: Results) -> Rows:
 
 
 def peer_losses(results: Results) -> Rows:
-    """Loss of perplexity of the competing systems and some of kvseek's methods, by budget."""
-    losses = dict[str, dict[int, str]]()
-    for entry in results("perplexity-peers-cpu-smollm2")["results"][1:]:
-        (variant,) = parse_variants(entry["name"])
-        losses.setdefault(variant.method, {})[variant.settings.top_k] = rise(entry)
-    budgets = sorted({rows for own in losses.values() for rows in own})
-    yield ("", "", *(f"{budget:,} rows" for budget in budgets))
-    for method, own in losses.items():
+    """Loss of perplexity of all methods and competing systems, by budget; those that lose least first."""
+    losses = dict[str, dict[int, dict[str, Any]]]()
+    for budget in BUDGETS:
+        for entry in results(f"perplexity-{budget}-cpu-smollm2")["results"][1:]:
+            losses.setdefault(entry["name"].partition(":")[0], {})[budget] = entry
+    yield ("", "", *(f"{budget:,} tokens" for budget in BUDGETS))
+    for method, own in sorted(losses.items(), key=lambda item: float(item[1][BUDGETS[0]]["percent"])):
         kind = "evicts" if get_method(method).evicts else ""
-        yield (f"`{method}`", kind, *(own.get(budget, "") for budget in budgets))
+        yield (f"`{method}`", kind, *(rise(own[budget]) for budget in BUDGETS))
 
 
 def _is_default(name: str, method: str) -> bool:
