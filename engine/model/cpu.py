@@ -19,6 +19,7 @@ import os
 import platform
 import signal
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -130,22 +131,20 @@ class WidenedLinear(Linear):
         return _widened(x, self.weight.float(), self.bias)
 
 
-class ByteLinear(Linear):
-    """A linear map of bfloat16 rows with an int8 weight, which decode steps multiply as it is, and prompts by `integers`.
+class NarrowLinear(Linear):
+    """A linear map of bfloat16 rows with a narrow weight, which decode steps multiply as it is, and prompts by `integers`.
 
-    Without integers it is dequantised for prompts, and without a library always.
+    Without integers it is dequantised for prompts, and without a product always.
 
     Parameters
     ----------
-    weight : Tensor, int8 [outputs, inputs]
-        `inputs` is a multiple of INPUTS_MULTIPLE.
-    scale : Tensor, bfloat16 [outputs]
+    product : ByteProduct or GroupProduct or None
+        Compiled kernels.
+    inputs : int
     native : bool
         Whether the processor multiplies bfloat16.
     integers : bool
-        Whether prompts are rounded to 16 bits a row and multiplied as integers, with a library.
-    library : CpuLibrary or None
-        Compiled kernels.
+        Whether prompts are rounded to 16 bits a row and multiplied as integers, with a product.
     head : bool
         The weight is that of the head, which prompts multiply with few rows: it is dequantised for neither.
     """
@@ -153,18 +152,17 @@ class ByteLinear(Linear):
     def __init__(
         self,
         weight: Tensor,
-        scale: Tensor,
         bias: Tensor | None,
+        product: ByteProduct | GroupProduct | None,
+        inputs: int,
         *,
         native: bool,
         integers: bool,
-        library: CpuLibrary | None,
         head: bool,
     ) -> None:
-        super().__init__(weight.contiguous(), bias)
-        self.scale, self._native, self._head = scale, native, head
-        self._integers = integers and weight.shape[1] <= MOST_INPUTS
-        self._product = None if library is None else ByteProduct(library, self.weight, scale, bias)
+        super().__init__(weight, bias)
+        self._product, self._native, self._head = product, native, head
+        self._integers = integers and inputs <= MOST_INPUTS
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         if self._product is not None and (self._head or not prompt):
@@ -172,43 +170,39 @@ class ByteLinear(Linear):
         if self._product is not None and self._integers:
             return self._product.of_prompt(x)
         if self._native:
-            return _onednn(x, self.weight * self.scale[:, None], self.bias)
-        return _widened(x, self.weight * self.scale.float()[:, None], self.bias)
+            return _onednn(x, self.values(torch.bfloat16), self.bias)
+        return _widened(x, self.values(torch.float32), self.bias)
+
+    @abstractmethod
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Dequantise the weight to bfloat16 or float32, [outputs, inputs]."""
 
 
-class GroupLinear(Linear):
-    """A linear map of bfloat16 rows with a weight whose numbers are scaled in groups: as ByteLinear, and always with a library.
-
-    Parameters
-    ----------
-    weight, scale : Tensor
-        As `quantise` makes them with one of GROUPED.
-    """
+class ByteLinear(NarrowLinear):
+    """One with an int8 weight [outputs, inputs], `inputs` a multiple of INPUTS_MULTIPLE, and bfloat16 scales [outputs]."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        *,
-        native: bool,
-        integers: bool,
-        library: CpuLibrary,
-        head: bool,
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, library: CpuLibrary | None, **how: bool
     ) -> None:
-        super().__init__(weight, bias)
-        self._native, self._head = native, head
-        self._product = GroupProduct(library, weight, scale, bias)
-        self._integers = integers and self._product.inputs <= MOST_INPUTS
+        weight = weight.contiguous()
+        product = None if library is None else ByteProduct(library, weight, scale, bias)
+        super().__init__(weight, bias, product, weight.shape[1], **how)
+        self.scale = scale
 
-    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        if self._head or not prompt:
-            return self._product(x)
-        if self._integers:
-            return self._product.of_prompt(x)
-        if self._native:
-            return _onednn(x, self._product.values(torch.bfloat16), self.bias)
-        return _widened(x, self._product.values(torch.float32), self.bias)
+    def values(self, dtype: torch.dtype) -> Tensor:
+        return self.weight * self.scale.to(dtype)[:, None]
+
+
+class GroupLinear(NarrowLinear):
+    """One whose weight and scales are what `quantise` makes with one of GROUPED."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, library: CpuLibrary, **how: bool) -> None:
+        product = GroupProduct(library, weight, scale, bias)
+        super().__init__(weight, bias, product, product.inputs, **how)
+        self._dequantised = product.values
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        return self._dequantised(dtype)
 
 
 class HostProducts(Products):
@@ -260,29 +254,14 @@ class HostProducts(Products):
         return self._make(weight, None, scale, head=True)
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, head: bool) -> Linear:
+        how = {"native": self._native, "integers": self._integers, "head": head}
         if scale is not None and scale.ndim > 1 and self.dtype is torch.bfloat16 and self._library is not None:
-            return GroupLinear(
-                weight,
-                scale,
-                bias,
-                native=self._native,
-                integers=self._integers,
-                library=self._library,
-                head=head,
-            )
+            return GroupLinear(weight, scale, bias, self._library, **how)
         if scale is not None and scale.ndim == 1 and stays_quantised(self.dtype, weight.dtype, weight.shape[1]):
             narrow = scale.bfloat16()
             if not torch.equal(narrow.float(), scale):
                 raise EngineDirectoryError("the scales of 8-bit weights are of an older kvseek: build the engine again")
-            return ByteLinear(
-                weight,
-                narrow,
-                bias,
-                native=self._native,
-                integers=self._integers,
-                library=self._library,
-                head=head,
-            )
+            return ByteLinear(weight, narrow, bias, self._library, **how)
         plain = super().linear(weight, bias, scale)
         if self.dtype is torch.float16 or not _has_onednn():  # float16: of a GPU's engine that is calibrated here
             return plain
