@@ -1,4 +1,4 @@
-"""What a model's answers consist of, thinking, text and calls of functions: how it is found in them, and the guide that they follow.
+"""What a model's answers consist of, thinking, text and calls: how it is found in them, and the guide that they follow.
 
 Which form of each a model writes is found in its chat template and its vocabulary, or named by `kvseek serve`.
 """
@@ -15,6 +15,7 @@ from functools import cached_property
 
 from kvseek.core.guide import Guide, GuideType
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.settings import AUTO, NONE
 
 from .fields import FieldError
 from .tool_formats import (
@@ -29,7 +30,6 @@ from .tool_formats import (
     WS,
     Characters,
     Function,
-    Json,
     Output,
     Part,
     Tags,
@@ -40,8 +40,6 @@ from .tool_formats import (
     read_thinking,
 )
 
-AUTO, NONE = "auto", "none"  # of the flags
-REASONING_FORMATS = ("qwen3", "deepseek_r1")  # vLLM's names; both write <think> and </think>
 THINK_TAGS = ("<think>", "</think>")
 LETTERS = string.ascii_letters + string.digits
 
@@ -169,7 +167,7 @@ class AnswerForms:
         """The tokens around thinking; None: the model does not think, or nobody asks for it apart."""
         opening, closing = map(self._tokenizer.added_token, THINK_TAGS)
         asked = self._reasoning_parser
-        knows = asked in REASONING_FORMATS or (asked == AUTO and THINK_TAGS[1] in self.template)
+        knows = asked != NONE and (asked != AUTO or THINK_TAGS[1] in self.template)
         return None if opening is None or closing is None or not knows else (opening, closing)
 
     def tags(self, form: ToolFormat) -> Tags:

@@ -34,6 +34,7 @@ from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.settings import ServeSettings
 
+from .answers import AnswerForms
 from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
 from .choices import Json, Piece, Reply, make_choices, usage
 from .fields import FieldError, openai_error
@@ -98,6 +99,7 @@ class OpenAIRoutes:
         manifest = read_manifest(engine_dir)
         self._generations, self._bodies, self._tokenizer, self._config = generations, bodies, tokenizer, config
         self._settings = settings
+        self._forms = AnswerForms(tokenizer, settings.tool_parser, settings.reasoning_parser)
         self._model = settings.served_model_name or manifest.source_model
         self._fingerprint = f"fp_{manifest.fingerprint[:FINGERPRINT_CHARACTERS]}"  # changes when answers may change
         self._started = int(time.time())
@@ -187,9 +189,10 @@ class OpenAIRoutes:
         if body.model is None:
             raise FieldError("model", f"model is missing: must be {self._model}; add it")
         self._check_model(body.model)
-        choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config)
+        choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config, self._forms)
         with_usage = body.usage_in_stream
-        reply = Reply(chat, self._model, self._fingerprint, self._tokenizer, body.top() is not None, with_usage)
+        logprobs, form = body.top() is not None, choices[0].form
+        reply = Reply(chat, self._model, self._fingerprint, self._tokenizer, logprobs, with_usage, form)
         ready = [self._generations.submission(choice, call) for choice in choices]
         return Work(ready, body.choices, prompt_tokens, reply, bool(body.stream), with_usage)
 
@@ -238,7 +241,7 @@ async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
         write, small = work.reply.pieces, not (piece["tokens"] or piece["rows"]) or _is_small(piece)
         for event in write(index, piece) if small else await asyncio.to_thread(write, index, piece):
             yield event
-        piece["tokens"], piece["rows"], piece["prompt"] = (), (), None  # which take memory
+        piece["tokens"], piece["rows"], piece["prompt"], piece["parts"] = (), (), None, ()  # which take memory
         last[index] = piece
     if work.usage_in_stream:
         yield work.reply.end(_usage(work, last))
@@ -249,7 +252,8 @@ def _usage(work: Work, last: Sequence[Piece]) -> Json:
     """Count tokens by the last piece of each choice. A token of a prompt was cached if no choice has read it."""
     reused = [piece["reused"] for piece in last]
     cached = sum(min(reused[first : first + work.answers]) for first in range(0, len(reused), work.answers))
-    return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached)
+    thought = [piece["reasoning"] for piece in last if piece["reasoning"] is not None]
+    return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached, sum(thought) if thought else None)
 
 
 def page_routes() -> list[BaseRoute]:

@@ -409,15 +409,16 @@ def _as_json(text: str) -> str:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a schema says that a value is a text, or says nothing of it."""
+    """Whether a value may be a text by its schema, or the schema does not say what it is."""
     if not isinstance(schema, dict):
         return True
-    if "enum" in schema and isinstance(schema["enum"], list):
+    if isinstance(schema.get("enum"), list):
         return all(isinstance(value, str) for value in schema["enum"])
-    return (
-        schema.get("type", "string" if not {"anyOf", "oneOf", "allOf", "$ref", "const"} & schema.keys() else "")
-        == "string"
-    )
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            return any(map(is_text, schema[name]))
+    kinds = schema.get("type", "" if {"allOf", "$ref", "const"} & schema.keys() else "string")
+    return "string" in (kinds if isinstance(kinds, list) else [kinds])
 
 
 def read_text(character: str, out: Output, form: ToolFormat) -> Characters:
