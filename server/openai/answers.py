@@ -222,7 +222,7 @@ def answer_guide(
     schema = None if text is None else json_rule(json.loads(text.guide), strict=True)
     rules = WS
     if tools is None:
-        answer = "json" if schema else "<[*]>*"
+        answer = "WS? json" if schema else "<[*]>*"
     else:
         must, may, own = tools.grammar(tools, form.functions, tags, form.several)
         rules += own
@@ -234,7 +234,7 @@ def answer_guide(
                     f"response_format = json: must be text with tools and the format {tools.name}, whose calls are JSON or a "
                     "list without a tag; leave one of them out",
                 )
-            answer = f"json | WS? {must}"
+            answer = f"WS? json | WS? {must}"
     if schema is not None:
         rules += f"json: {schema}\n"
     start = f"start: {_thinking_rule(thinking, ends)} answer" if thinking is not None else "start: answer"
@@ -243,6 +243,6 @@ def answer_guide(
 
 def _thinking_rule(thinking: Thinking, ends: Sequence[int]) -> str:
     stops = ",".join(str(token) for token in sorted({thinking.closing, *ends}))
-    most = "*" if thinking.budget is None else f"{{0,{thinking.budget}}}"
-    inside = f"<[^{stops}]>{most} <[{thinking.closing}]> WS?"
+    many = {None: f"<[^{stops}]>*", 0: ""}.get(thinking.budget, f"<[^{stops}]>{{0,{thinking.budget}}}")
+    inside = f"{many} <[{thinking.closing}]>"
     return inside if thinking.opened else f"(WS? <[{thinking.opening}]> {inside})?"

@@ -35,12 +35,14 @@ from kvseek.server.requests.keys import Tenant
 from kvseek.server.settings import ServeSettings
 
 from .answers import AnswerForms
-from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
-from .choices import Json, Piece, Reply, make_choices, usage
+from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, DETOKENIZE_FORMAT, TOKENIZE_FORMAT, Body
+from .choices import Json, Piece, Reply, make_choices, token_text, usage
 from .fields import FieldError, openai_error
 
 HEALTH, MODELS = "/health", "/v1/models"
-ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
+ENDPOINTS = (
+    "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /tokenize, /detokenize, /health and /metrics"
+)
 SALT = "cache_salt"
 FINGERPRINT_CHARACTERS = 16
 DONE = b"[DONE]"
@@ -135,6 +137,8 @@ class OpenAIRoutes:
             Route("/v1/models/{name:path}", self._one_model),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
+            Route("/tokenize", partial(self._convert, self._tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self._convert, self._detokenize), methods=["POST"]),
             Route("/v1/sessions/{session_id:path}", self._end_session, methods=["DELETE"]),
         ]
 
@@ -164,6 +168,23 @@ class OpenAIRoutes:
             raise HttpError(404, message, "session_not_found", "session_id")
         own = {"id": session_id, "object": "session.deleted", "deleted": True}
         return _json(own | dataclasses.asdict(ended))
+
+    async def _convert(self, convert: Callable[[bytes | bytearray], Json], request: Request) -> Response:
+        """Answer by what one function makes of the body, in a worker thread."""
+        async with self._bodies.read(request, largest_body(self._config, self._tokenizer)) as data:
+            return await self._generations.make(lambda: _json(convert(data)))
+
+    def _tokenize(self, data: bytes | bytearray) -> Json:
+        body, tokenizer = TOKENIZE_FORMAT.read(data), self._tokenizer
+        self._check_model(body.model or self._model)
+        ids = body.ids(tokenizer, self._config, self._forms)
+        texts = [token_text(token, tokenizer) for token in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self._config.max_seq_len, "tokens": ids, "token_strs": texts}
+
+    def _detokenize(self, data: bytes | bytearray) -> Json:
+        body = DETOKENIZE_FORMAT.read(data)
+        self._check_model(body.model or self._model)
+        return {"prompt": body.text(self._tokenizer, self._config)}
 
     async def _complete(self, request: Request, send: Send, chat: bool) -> None:
         """Read a request and write its answer."""

@@ -544,7 +544,7 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "echo": (False,),
     "documents": ([],),
 }
-CHAT_FORMAT = BodyFormat(ChatBody, "messages", CHAT_NEUTRAL, (*WITHOUT_EFFECT, "cache_control"))
+CHAT_FORMAT = BodyFormat(ChatBody, ("messages",), CHAT_NEUTRAL, (*WITHOUT_EFFECT, "cache_control"))
 
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -628,7 +628,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "prompt_embeds": (),
 }
 Body = ChatBody | CompletionBody
-COMPLETION_FORMAT = BodyFormat(CompletionBody, "prompt", COMPLETION_NEUTRAL, WITHOUT_EFFECT)
+COMPLETION_FORMAT = BodyFormat(CompletionBody, ("prompt",), COMPLETION_NEUTRAL, WITHOUT_EFFECT)
 
 
 FORMAT = "response_format"
@@ -688,3 +688,49 @@ def read_guide(raw: msgspec.Raw) -> Guide | None:
         raise FieldError(
             FORMAT, f"{place}.schema: not UTF-8 ({error.reason}); send the text encoded as UTF-8"
         ) from None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Fields of vLLM's /tokenize: a text, or a conversation with what its template takes besides."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: msgspec.Raw = ABSENT
+
+    def ids(self, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms) -> list[int]:
+        """Return the token ids; raises FieldError."""
+        talk = not is_absent(self.messages)
+        one = (self.prompt is None) is talk
+        require(one, "prompt", self.prompt, "a text, or absent with messages", "send one of them")
+        if self.prompt is not None:
+            return text_ids(self.prompt, self.add_special_tokens is not False, tokenizer, config)
+        names = ("messages", "tools", "add_special_tokens", "add_generation_prompt", "continue_final_message")
+        chat = ChatBody(chat_template_kwargs=self.chat_template_kwargs, **{name: getattr(self, name) for name in names})
+        return chat.prompts(tokenizer, config, forms)[0].ids
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Fields of vLLM's /detokenize."""
+
+    model: str | None = None
+    tokens: list[int] | None = None
+
+    def text(self, tokenizer: Tokenizer, config: EngineConfig) -> str:
+        """Return the text, special tokens included; raises FieldError."""
+        ids, vocabulary = self.tokens, config.model.vocab_size
+        if ids is None:
+            raise FieldError("tokens", "tokens is missing: must be token ids; add them")
+        require(len(ids) <= MAX_IDS, "tokens", f"{len(ids)} token ids", f"<= {MAX_IDS}", "send several requests")
+        bad = next((token for token in ids if not 0 <= token < vocabulary), None)
+        require(bad is None, "tokens", bad, f"token ids in [0, {vocabulary})", "the model has no such token")
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+TOKENIZE_FORMAT = BodyFormat(TokenizeBody, ("prompt", "messages"), {}, ())
+DETOKENIZE_FORMAT = BodyFormat(DetokenizeBody, ("tokens",), {}, ())

@@ -8,7 +8,7 @@ by a decoder of its type: nothing nests deeper than the types say, and a field t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -109,8 +109,8 @@ class BodyFormat(Generic[T]):
     ----------
     kind : type
         A msgspec.Struct; its fields, with their types, are those that have an effect.
-    prompt : str
-        The field whose size only the limit of the body limits.
+    prompts : sequence of str
+        The fields whose size only the limit of the body limits.
     neutral : mapping
         Names of fields that kvseek does not support, each with the values at which they have no effect; null always has none.
     without_effect : iterable of str
@@ -118,9 +118,13 @@ class BodyFormat(Generic[T]):
     """
 
     def __init__(
-        self, kind: type[T], prompt: str, neutral: Mapping[str, tuple[Any, ...]], without_effect: Iterable[str]
+        self,
+        kind: type[T],
+        prompts: Sequence[str],
+        neutral: Mapping[str, tuple[Any, ...]],
+        without_effect: Iterable[str],
     ) -> None:
-        self._kind, self._prompt, self._neutral, self._ignored = kind, prompt, neutral, frozenset(without_effect)
+        self._kind, self._prompts, self._neutral, self._ignored = kind, prompts, neutral, frozenset(without_effect)
         fields = msgspec.structs.fields(kind)
         self._decoders = {field.name: msgspec.json.Decoder(field.type) for field in fields}
         self._fields = FieldSplitter((*self._decoders, *neutral, *self._ignored))
@@ -144,7 +148,7 @@ class BodyFormat(Generic[T]):
 
     def _value(self, name: str, raw: msgspec.Raw) -> Any:
         size = memoryview(raw).nbytes
-        if name != self._prompt and size > MAX_FIELD_BYTES:
+        if name not in self._prompts and size > MAX_FIELD_BYTES:
             raise FieldError(name, f"{name} has {size} bytes of JSON: must be <= {MAX_FIELD_BYTES}; send less")
         return decode(name, self._decoders[name], raw)
 

@@ -507,11 +507,11 @@ def json_rule(schema: Json, strict: bool) -> str:
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
 
 
-def _objects(functions: Sequence[Function], key: str) -> str:
-    """Write rules of objects of JSON with a name and arguments: `object`, and those that it needs."""
+def _objects(functions: Sequence[Function], key: str, lead: str = "") -> str:
+    """Write rules of objects of JSON with a name and arguments: `object`, and those that it needs. `lead` is before the brace."""
     rules = "object: " + " | ".join(f"object_{number}" for number in range(len(functions))) + "\n"
     for number, function in enumerate(functions):
-        head = rf'HEAD_{number}: /\{{[ \n]{{0,20}}"name"[ \n]{{0,20}}:[ \n]{{0,20}}"{_pattern(function.name)}"/'
+        head = rf'HEAD_{number}: /{lead}\{{[ \n]{{0,20}}"name"[ \n]{{0,20}}:[ \n]{{0,20}}"{_pattern(function.name)}"/'
         body = f'WS? "," WS? {_quoted(_quoted(key))} WS? ":" WS? arguments_{number} WS? "}}"'
         rules += f"object_{number}: HEAD_{number} {body}\n{head}\n"
         rules += f"arguments_{number}: {json_rule(function.schema, function.strict)}\n"
@@ -563,11 +563,11 @@ def _llama_grammar(form: ToolFormat, functions: Sequence[Function], tags: Tags, 
     names = "|".join(_pattern(function.name) for function in functions)
     space = r"[ \n]{0,20}"
     head = rf'\s*\{{{space}"name"{space}:{space}"({names})"'
-    rules = _objects(functions, "parameters") + f"TEXT: /(?s:.*)/ & ~/{head}(?s:.*)/\n"
+    rules = _objects(functions, "parameters", r"\s*") + f"TEXT: /(?s:.*)/ & ~/{head}(?s:.*)/\n"
     tag = "" if tags.opening is None else f"<[{tags.opening}]>? "
     more = ' (WS? ";" WS? object)*' if several else ""
-    tagged = "" if tags.opening is None else f" | <[{tags.opening}]> object{more}"
-    return f"{tag}object{more}", f"TEXT | object{more}{tagged}", rules
+    tagged = "" if tags.opening is None else f" (<[{tags.opening}]> object{more})?"
+    return f"{tag}object{more}", f"TEXT{tagged} | object{more}", rules
 
 
 def _mistral_grammar(
@@ -606,7 +606,7 @@ def _pythonic_grammar(
                 rules += f"{value}: {json_rule((schema if isinstance(schema, dict) else {}) | definitions, function.strict)}\n"
             given.append(f"argument_{number}_{place}")
         rules += f"arguments_{number}: {_list_of(given, len(required))}\n"
-        rules += rf"HEAD_{number}: /\[{_pattern(function.name)}\(/" + "\n"
+        rules += rf"HEAD_{number}: /\s*\[{_pattern(function.name)}\(/" + "\n"
         heads.append(f'HEAD_{number} arguments_{number} ")"')
         calls.append(f'{_quoted(f"{function.name}(")} arguments_{number} ")"')
     more = ' (", " call)*' if several else ""
