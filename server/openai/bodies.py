@@ -32,11 +32,10 @@ from kvseek.server.http.content import first_character
 from kvseek.server.requests.translation import PromptTooLongError, encode_prompt, max_text_bytes
 
 from .answers import AnswerForm, AnswerForms, answer_guide, can_guide
-from .fields import ABSENT, PARAMS, BodyFormat, FieldError, decode, field_of, is_absent, require
+from .fields import ABSENT, PARAMS, TOO_LONG, BodyFormat, FieldError, decode, field_of, is_absent, require
 from .tool_formats import Tags
 from .tools import Tools, read_calls, read_tools, text_of
 
-TOO_LONG = "context_length_exceeded"
 TOOL = "tool"
 ROLES = ("system", "user", "assistant", TOOL)
 TEXT_PART = "text"

@@ -24,8 +24,8 @@ from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.translation import with_own_seeds
 
 from .answers import AnswerForm, AnswerForms
-from .bodies import FORMAT, MAX_CHOICES, TOO_LONG, Body
-from .fields import FieldError, is_absent, require
+from .bodies import FORMAT, MAX_CHOICES, Body
+from .fields import TOO_LONG, FieldError, is_absent, require
 from .tool_formats import ARGUMENTS, CALL, CONTENT, REASONING, Part
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.

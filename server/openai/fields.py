@@ -32,6 +32,8 @@ PARAMS = {
     "guided_decoding_guide_type": "response_format",
     "apply_chat_template": "messages",
 }
+TOO_LONG = "context_length_exceeded"
+TOO_LONG_WORDS = "; this model's maximum context length is exceeded"  # in which clients look for OpenAI's words
 FIELDS = set[str]()  # of all endpoints; each BodyFormat adds its own
 
 
@@ -73,6 +75,8 @@ def openai_error(error: Exception) -> tuple[int, bytes]:
         if kind is ErrorCode.INVALID:
             message = renamed(message, PARAMS)
             param = field_of(message)
+    if code == TOO_LONG:
+        message += TOO_LONG_WORDS
     content = {"message": message, "type": error_type(status), "param": param, "code": code}
     return status, msgspec.json.encode({"error": content})
 
