@@ -115,7 +115,8 @@ class AnswerReader:
             if self._plain:
                 out.put(CONTENT, out.spell(text[place:]))
                 break
-            out.raw.append(character)
+            if out.raw is not None:
+                out.raw.append(character)
             send(character)
         return out.take()
 

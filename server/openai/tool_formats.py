@@ -65,7 +65,7 @@ class Output:
         self.schemas, self._spelt, self._most = schemas, spelt or {}, most_calls
         self._parts: list[tuple[str, list[str]]] = []
         self.calls = 0
-        self.raw: list[str] = []  # characters since the beginning of what may be a call
+        self.raw: list[str] | None = None  # characters since the beginning of what may be a call
 
     def put(self, kind: str, text: str) -> None:
         """Add a part, to the last one if that is of the same kind."""
@@ -385,7 +385,8 @@ def _xml_value(character: str, text: bool, out: Output) -> Generator[None, str, 
             wait = any(tag.startswith(rest) for tag in NEXT_TAGS)
             cut = 0 if wait else found.start() + 1
         else:
-            cut = len(held) - max(_begun(held, "\n</parameter>"), _begun(held, "</parameter>"))
+            may_end = "<" in held or held[-1] == "\n"
+            cut = len(held) - (max(_begun(held, "\n</parameter>"), _begun(held, "</parameter>")) if may_end else 0)
         give(held[:cut])
         held = held[cut:]
         character = yield
@@ -444,9 +445,9 @@ def read_text(character: str, out: Output, form: ToolFormat) -> Characters:
                 character = yield from form.read(character, out, form)
             except NotACallError as error:
                 character = error.next
-                text = out.raw[: len(out.raw) - len(character)]
+                text = (out.raw or [])[: len(out.raw or ()) - len(character)]
                 out.put(CONTENT, space + out.spell("".join(text)))
-            space, first, line = "", False, True
+            out.raw, space, first, line = None, "", False, True
             continue
         if character.isspace():
             space, line = space + character, line or character == "\n"
