@@ -176,12 +176,13 @@ class AnswerForms:
         texts = (form.opening, form.closing, form.arguments)
         return Tags(*(self._tokenizer.added_token(text) if text else None for text in texts))
 
-    def thinking_of(self, prompt: str, budget: int | None = None) -> Thinking | None:
-        """Tell by the end of a prompt how its answer thinks; None: it does not."""
+    def thinking_of(self, prompt: str, budget: int | None = None, continues: bool = False) -> Thinking | None:
+        """Tell by the end of a prompt how its answer thinks; None: it does not. `continues`: the prompt ends within an answer."""
         end = prompt.rstrip()
-        if self.thinking is None or end.endswith(THINK_TAGS[1]):
+        inside = prompt.rfind(THINK_TAGS[0]) > prompt.rfind(THINK_TAGS[1])
+        if self.thinking is None or end.endswith(THINK_TAGS[1]) or (continues and not inside):
             return None
-        opened = end.endswith(THINK_TAGS[0]) or self._reasoning_parser == "deepseek_r1"
+        opened = continues or end.endswith(THINK_TAGS[0]) or self._reasoning_parser == "deepseek_r1"
         return Thinking(*self.thinking, opened, budget)
 
     def form(self, thinking: Thinking | None, functions: Sequence[Function] = (), several: bool = True) -> AnswerForm:

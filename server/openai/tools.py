@@ -53,10 +53,11 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """The function of a call, with its arguments as the model wrote them."""
+    """The function of a call, with its arguments as the model wrote them, and as OpenAI's client has read them."""
 
     name: str
     arguments: str
+    parsed_arguments: msgspec.Raw = ABSENT  # without effect
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True):

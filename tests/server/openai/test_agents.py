@@ -94,10 +94,7 @@ def test_a_conversation_with_tools(client: OpenAI, model: str, tokenizer: Tokeni
     assert (call.type, call.function.name, call.function.arguments) == ("function", "note", CALL)
     assert call.id.startswith("call_")
     assert usage.completion_tokens_details.reasoning_tokens == len(tokenizer.encode("\nI look.\n", False))
-    turn = message.model_dump(exclude_none=True, exclude={"parsed"})
-    for each in turn["tool_calls"]:
-        each["function"].pop("parsed_arguments", None)
-    talk = [*TALK, turn, {"role": "tool", "tool_call_id": call.id, "content": "noted"}]
+    talk = [*TALK, message, {"role": "tool", "tool_call_id": call.id, "content": "noted"}]
     again = client.chat.completions.create(
         model=model,
         messages=talk,

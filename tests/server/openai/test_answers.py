@@ -250,6 +250,10 @@ def test_forms_are_those_of_the_template(made: Made, directory: Path, tmp_path: 
     assert AnswerForms(made("hermes")).thinking_of("x<think>\n\n</think>\n\n") is None, (
         "the template has switched it off"
     )
+    going_on = [
+        AnswerForms(made("hermes")).thinking_of(end, None, True) for end in ("<think> hm", "<think>hm</think> Y", "Y")
+    ]
+    assert [thinking and thinking.opened for thinking in going_on] == [True, None, None]
     assert AnswerForms(made("hermes"), "auto", "deepseek_r1").thinking_of("assistant:").opened  # type: ignore[union-attr]
     assert len(form_of(made("mistral"), "mistral").call_id()) == 9
     assert (SWITCHED, OPENED) != ("", "")
