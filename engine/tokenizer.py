@@ -308,6 +308,10 @@ class TextStream:
             raise RequestError("stop_words = '': must be non-empty; leave empty stop words out")
         self.stopped, self.stop_word = False, ""
         self._tokenizer, self._marks = tokenizer, marks or {}
+        for token, mark in self._marks.items():
+            text = tokenizer.decode([token])
+            if text:
+                stop_words = [*stop_words, *(word.replace(text, mark) for word in stop_words if text in word)]
         self._stop_words = tuple(stop_words)
         self._held = ""  # text that could begin a stop word
         self._begun = tokenizer.begun_bytes(prompt_ids)

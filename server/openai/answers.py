@@ -171,6 +171,11 @@ class AnswerForms:
         knows = asked != NONE and (asked != AUTO or THINK_TAGS[1] in self.template)
         return None if opening is None or closing is None or not knows else (opening, closing)
 
+    @cached_property
+    def _several(self) -> bool:
+        """Whether the template writes a message of several calls; Llama 3's says this when it refuses one."""
+        return "only supports single tool-calls" not in self.template
+
     def tags(self, form: ToolFormat) -> Tags:
         """Find the tokens of a form's tags."""
         texts = (form.opening, form.closing, form.arguments)
@@ -198,7 +203,7 @@ class AnswerForms:
             mark: "" if self._tokenizer.is_special(token) else self._tokenizer.token_bytes(token).decode()
             for token, mark in marks.items()
         }
-        return AnswerForm(thinking, tools, tuple(functions), several, marks, texts)
+        return AnswerForm(thinking, tools, tuple(functions), several and self._several, marks, texts)
 
 
 def can_guide() -> bool:

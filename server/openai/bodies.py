@@ -134,11 +134,11 @@ def message_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not is_empty(message.tool_calls):
             own["tool_calls"] = read_calls(place, message.tool_calls)
             called |= {call["id"]: call["function"]["name"] for call in own["tool_calls"]}
-        if message.content is not None or "tool_calls" not in own:
-            own["content"] = _content(place, message)
         thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
         if thoughts:
             own["reasoning_content"] = thoughts
+        if message.content is not None or not (thoughts or "tool_calls" in own):
+            own["content"] = _content(place, message)
         name = message.name
         if own["role"] == TOOL:
             call_id = message.tool_call_id
@@ -422,6 +422,7 @@ def check_logprobs(name: str, count: int) -> int:
     return count
 
 
+UNWRITTEN = "serve a model whose template knows tools"
 MAX_BUDGET = 1 << 20  # tokens of thinking
 MAX_TEMPLATE_BYTES = 1 << 14  # of JSON, of the template's variables: a value takes up to 60 times as much memory
 _variables = msgspec.json.Decoder(dict[str, Any])
@@ -456,6 +457,14 @@ class ChatBody(Parameters, kw_only=True):
             "tools": tools.written,
         }
         text = chat_text(messages, tokenizer, config, template)
+        for function in (tool["function"]["name"] for tool in tools.written):
+            require(
+                function in text,
+                "tools",
+                function,
+                "left out: the model's chat template writes nothing of it",
+                UNWRITTEN,
+            )
         ids = encode("messages", text, bool(self.add_special_tokens), tokenizer, config.max_input_len)
         thinking = forms.thinking_of(text, self._budget(forms), bool(self.continue_final_message))
         several = self.parallel_tool_calls is not False and tools.named is None

@@ -24,6 +24,7 @@ Part = tuple[str, str]
 Characters = Generator[None, str, str]
 CONSTANTS = {"true": True, "false": False, "null": None}  # which some models write in Python
 MAX_NAME = 256  # characters in which a name ends that is one
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 VALUE_END = re.compile(r"\n?</parameter>")
 NEXT_TAGS = ("<parameter=", "</function>")
 WS = r"WS: /[ \n\r\t]{1,20}/" + "\n"  # as in JSON_OPTIONS of engine/schedule/guide_compiler.py
@@ -158,7 +159,7 @@ def _read_object(character: str, out: Output) -> Characters:
                 raise NotACallError(character)
             break
         character = yield from _after_space((yield))
-        if label in ("arguments", "parameters"):
+        if label in ("arguments", "parameters") and not given:
             given = True
             if name and character == "{":
                 character = yield from _read_value(character, out, partial(out.put, ARGUMENTS))
@@ -195,7 +196,19 @@ def _written(value: str) -> str:
     if value.startswith("{"):
         return value
     found = _loads(value)
-    return found if isinstance(found, str) and isinstance(_loads(found), dict) else "{}" if found is None else value
+    if isinstance(found, str) and isinstance(_loads(found), dict):
+        return _whole_characters(found)
+    return "{}" if found is None else value
+
+
+def _whole_characters(text: str) -> str:
+    """Return JSON in which half of a surrogate pair, which no answer may have, is written as an escape."""
+    return HALF_PAIR.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _dumps(value: Any) -> str:
+    """Write a value as JSON; raises ValueError for numbers that JSON does not have."""
+    return _whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def _read_tagged(character: str, out: Output, form: ToolFormat) -> Characters:
@@ -289,7 +302,7 @@ def _python_arguments(out: Output) -> Characters:
             character = yield from _python_value((yield), out, value.append)
             if not character:  # cut off
                 return END
-            text = json.dumps(name.strip(), ensure_ascii=False) + ": " + _python_json("".join(value).strip())
+            text = _dumps(out.spell(name.strip())) + ": " + _python_json("".join(value).strip())
             out.put(ARGUMENTS, separator + text)
             separator = ", "
         if character != ",":
@@ -317,12 +330,12 @@ def _python_value(character: str, out: Output, sink: Callable[[str], None]) -> C
 def _python_json(text: str) -> str:
     """Return a literal of Python, or of JSON, as JSON; what is neither, as a text."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=int)  # refuses NaN, which is no JSON
     except (ValueError, RecursionError):
         try:
-            return json.dumps(ast.literal_eval(text), ensure_ascii=False)
+            return _dumps(ast.literal_eval(text))
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return json.dumps(CONSTANTS.get(text, text), ensure_ascii=False)
+            return _dumps(CONSTANTS.get(text, text))
     return text
 
 
@@ -354,7 +367,7 @@ def _read_xml(character: str, out: Output, form: ToolFormat) -> Characters:
 def _xml_name(character: str, begun: str, opening: str) -> Generator[None, str, tuple[str, str]]:
     """Read a tag of which `begun` has been read; returns its name, empty for another tag, and the next character."""
     tag = begun
-    while character and not is_mark(character) and not character.isspace() and len(tag) < MAX_NAME:
+    while character and not is_mark(character) and character != "\n" and len(tag) < MAX_NAME:
         tag += character
         character = yield
         if tag.endswith(">"):
@@ -508,6 +521,25 @@ def json_rule(schema: Json, strict: bool) -> str:
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
 
 
+def _argument_rule(schema: Any, function: Function) -> str:
+    """Write the schema of one argument as a rule. Its references are to the schema of all arguments."""
+    own = schema if isinstance(schema, dict) else {}
+    if '"$ref"' in json.dumps(own):
+        own = _moved(own) | {"$defs": {"arguments": _moved(function.schema)}}
+    return json_rule(own, function.strict)
+
+
+def _moved(schema: Any) -> Any:
+    """Return a schema with references to where the schema of all arguments is."""
+    if isinstance(schema, list):
+        return list(map(_moved, schema))
+    if not isinstance(schema, dict):
+        return schema
+    below = {name: _moved(value) for name, value in schema.items()}
+    at = schema.get("$ref")
+    return below | {"$ref": f"#/$defs/arguments{at[1:]}"} if isinstance(at, str) and at.startswith("#") else below
+
+
 def _objects(functions: Sequence[Function], key: str, lead: str = "") -> str:
     """Write rules of objects of JSON with a name and arguments: `object`, and those that it needs. `lead` is before the brace."""
     rules = "object: " + " | ".join(f"object_{number}" for number in range(len(functions))) + "\n"
@@ -550,9 +582,7 @@ def _xml_grammar(form: ToolFormat, functions: Sequence[Function], tags: Tags, se
             elif isinstance(schema, dict) and all(isinstance(each, str) for each in schema.get("enum", (0,))):
                 value = "(" + " | ".join(_quoted(each) for each in schema["enum"]) + ') "\\n</parameter>"'
             else:
-                definitions = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}
-                own = (schema if isinstance(schema, dict) else {}) | definitions
-                rules += f"value_{number}_{place}: {json_rule(own, function.strict)}\n"
+                rules += f"value_{number}_{place}: {_argument_rule(schema, function)}\n"
                 value = f'value_{number}_{place} "\\n</parameter>"'
             rules += f'{rule}: {opening} {value} "\\n"\n'
             parts.append(rule if name in required else f"{rule}?")
@@ -603,8 +633,7 @@ def _pythonic_grammar(
             value = {"boolean": '("True" | "False")', "null": '"None"'}.get(str(kind), f"value_{number}_{place}")
             rules += f"argument_{number}_{place}: {_quoted(f'{name}=')} {value}\n"
             if value.startswith("value"):
-                definitions = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}
-                rules += f"{value}: {json_rule((schema if isinstance(schema, dict) else {}) | definitions, function.strict)}\n"
+                rules += f"{value}: {_argument_rule(schema, function)}\n"
             given.append(f"argument_{number}_{place}")
         rules += f"arguments_{number}: {_list_of(given, len(required))}\n"
         rules += rf"HEAD_{number}: /\s*\[{_pattern(function.name)}\(/" + "\n"

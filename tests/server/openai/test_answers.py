@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,9 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.openai.answers import AnswerForm, AnswerForms, Thinking, answer_guide
+from kvseek.server.openai.bodies import CHAT_FORMAT, message_texts, read_messages
 from kvseek.server.openai.choices import Choice, Reply, usage
+from kvseek.server.openai.fields import FieldError
 from kvseek.server.openai.tool_formats import TOOL_FORMATS, Function, Tags
 
 SCHEMA: dict[str, Any] = {
@@ -196,6 +199,16 @@ def test_a_closing_tag_in_a_text_is_part_of_it(made: Made) -> None:
          [("note", '{"count": "many"}')]),
         ("qwen3_coder", "<tool_call><function=note><parameter=text>\n</parameter>\n<parameter=flag>\nTrue</parameter></function>",
          "", [("note", '{"text": "", "flag": true}')]),
+        # Half of a surrogate pair, and numbers that JSON does not have.
+        ("hermes", '<tool_call>{"name": "note", "arguments": "{\\"text\\": \\"\\udc02\\"}"}</tool_call>', "",
+         [("note", '{"text": "\\udc02"}')]),
+        ("pythonic", "[note(text='\\ud800', list=[NaN], count=NaN)]", "",
+         [("note", '{"text": "\\ud800", "list": "[NaN]", "count": "NaN"}')]),
+        ("pythonic", "[note(text={'a': 1e999})]", "", [("note", '{"text": "{\'a\': 1e999}"}')]),
+        ("hermes", '<tool_call>{"name": "note", "arguments": {"text": "a"}, "arguments": {}}</tool_call>', "",
+         [("note", '{"text": "a"}')]),
+        ("qwen3_coder", "<tool_call><function=note><parameter=a b>x</parameter></function></tool_call>", "",
+         [("note", '{"a b": "x"}')]),
     ],
 )  # fmt: skip
 def test_what_models_write_besides(made: Made, form: str, text: str, content: str | None, calls: list[Any]) -> None:
@@ -205,6 +218,68 @@ def test_what_models_write_besides(made: Made, form: str, text: str, content: st
     told = stream_of(tokenizer, form_of(tokenizer, form), ids, {3, 5, 20}, FinishReason.END_ID)
     assert told[1:3] == (text if content is None else content, calls)
     assert told == whole_of(tokenizer, form_of(tokenizer, form), ids, FinishReason.END_ID)
+
+
+@pytest.mark.parametrize(("stop", "text"), [("</think>", "hm"), ("m</think>\n", "h"), ("tool_call>", "hm")])
+def test_a_tag_ends_an_answer_as_any_text(made: Made, stop: str, text: str) -> None:
+    tokenizer = made("hermes")
+    choice = Choice(Request((5,), 99), tokenizer, (stop,), False, form=form_of(tokenizer, "hermes", True))
+    ids = tokenizer.encode("hm</think>\n" + ("tool_call>" if stop == "tool_call>" else "Yes."), False)
+    pieces = [piece for token in ids for piece in choice.push([StepOutput(1, token)])]
+    assert [piece["finish_reason"] for piece in pieces] == ["stop"]
+    assert pieces[0]["parts"] == [("reasoning", text)]
+
+
+def test_a_template_that_writes_one_call_at_a_time(made: Made, directory: Path, tmp_path: Path) -> None:
+    """As Llama 3's: an answer of two calls could not be sent back."""
+    source = template("llama3_json") + "{# This model only supports single tool-calls at once! #}"
+    tokenizer = tool_tokenizer(directory, tmp_path / "engine", source)
+    assert not form_of(tokenizer, "auto").several
+    assert form_of(made("llama3_json"), "auto").several
+
+
+def test_tools_that_the_template_does_not_write_are_refused(directory: Path, config: Any, tmp_path: Path) -> None:
+    source = template("hermes").replace("if tools", "if xml_tools")
+    tokenizer = tool_tokenizer(directory, tmp_path / "engine", source)
+    tool = {"type": "function", "function": {"name": "note"}}
+    body = CHAT_FORMAT.read(json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": [tool]}).encode())
+    with pytest.raises(
+        FieldError, match="tools = 'note': must be left out: the model's chat template writes nothing of it"
+    ):
+        body.prompts(tokenizer, config, AnswerForms(tokenizer))
+
+
+def test_thinking_that_was_cut_off_can_be_sent_back() -> None:
+    raw = json.dumps([{"role": "assistant", "content": None, "reasoning": "hm"}]).encode()
+    (message,) = message_texts(read_messages(msgspec.Raw(raw)))
+    assert message == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "pythonic"])
+def test_references_of_arguments_are_to_the_whole_schema(
+    made: Made, guides_of: Callable[[str], Guides], form: str
+) -> None:
+    point = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/n"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    schema = {
+        "type": "object",
+        "properties": {"a": point, "b": {"$ref": "#/properties/a"}},
+        "required": ["a", "b"],
+        "$defs": {"n": {"type": "integer"}},
+    }
+    tokenizer = made(form)
+    forms = AnswerForms(tokenizer, form)
+    shape = forms.form(None, (Function("f", schema, True),))
+    guide = answer_guide(shape, forms.tags(TOOL_FORMATS[form]), True, (1,))
+    assert guide is not None
+    for value, right in ((1, True), ("1", False)):
+        text = written_call(form, "f", json.dumps({"a": {"x": 1}, "b": {"x": value}})).replace("'x'", '"x"')
+        ids = tokenizer.encode(written_calls(form, [text.replace("'1'", '"1"')]), False)
+        assert followed(guides_of(form).matcher(guide), ids)[1] is right
 
 
 def test_one_call_at_most(made: Made) -> None:
