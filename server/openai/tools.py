@@ -173,7 +173,13 @@ def read_calls(place: str, raw: msgspec.Raw) -> list[Json]:
 
 def text_of(value: Any) -> list[str]:
     """Return the texts of JSON, for their bytes."""
-    if isinstance(value, str):
-        return [value]
-    below = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else []
-    return [text for each in below for text in text_of(each)]
+    texts, left = list[str](), [value]
+    while left:  # arguments of calls may nest as deep as Python's stack
+        each = left.pop()
+        if isinstance(each, str):
+            texts.append(each)
+        elif isinstance(each, Mapping):
+            left += (*each, *each.values())
+        elif isinstance(each, list):
+            left += each
+    return texts

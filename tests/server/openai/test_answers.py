@@ -249,6 +249,15 @@ def test_tools_that_the_template_does_not_write_are_refused(directory: Path, con
         body.prompts(tokenizer, config, AnswerForms(tokenizer))
 
 
+def test_arguments_that_nest_deeply_are_refused(made: Made, config: Any) -> None:
+    """By the template, whose depth is Python's."""
+    function = {"name": "note", "arguments": '{"text": ' + "[" * 900 + "]" * 900 + "}"}
+    call = {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}
+    body = CHAT_FORMAT.read(json.dumps({"messages": [{"role": "user", "content": "x"}, call]}).encode())
+    with pytest.raises(FieldError, match="cannot be written by the model's chat template"):
+        body.prompts(made("hermes"), config, AnswerForms(made("hermes")))
+
+
 def test_thinking_that_was_cut_off_can_be_sent_back() -> None:
     raw = json.dumps([{"role": "assistant", "content": None, "reasoning": "hm"}]).encode()
     (message,) = message_texts(read_messages(msgspec.Raw(raw)))
