@@ -243,14 +243,6 @@ def test_clusters_fit_the_extents(per_cluster: int, per_update: int, prompt: int
     assert 0 <= added <= 7
 
 
-def test_default_sizes() -> None:
-    config, paper = Config(), Config(**PAPER)
-    assert (config.clusters_per_extent, config.prompt_clusters(32_768), config.generated_clusters(320)) == (32, 819, 4)
-    assert (paper.clusters_per_extent, paper.prompt_clusters(32_768)) == (16, 409)
-    assert traits(config).cache_defaults == {"update": 320, "sink": 16}
-    assert traits(whole(dense_layers=5)).device_layers == 5
-
-
 def test_costs_follow_the_region() -> None:
     model = ModelConfig("llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 1e-5, 5e5, 131_072)
     found = costs(whole(), model, 131_072, 2)

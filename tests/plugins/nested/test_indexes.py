@@ -24,7 +24,9 @@ from tests.plugins.index_cases import (
 from torch import Tensor
 
 import kvseek.kernels
+from kvseek.core.batch import REQUEST_FIELDS, Batch
 from kvseek.core.cpu_library import CpuLibrary
+from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.engine.loading.memory import HOPPER, META, UnloadedKernels
 from kvseek.kernels.arguments import POWER_SUM_BYTES
@@ -155,6 +157,14 @@ def test_every_batch_has_room_for_its_lists(slots: int) -> None:
     assert space.normalisers.shape == (*lists, GROUP, POWER_SUM_BYTES)
     tasks = space.most * KV_HEADS
     assert (space.totals.shape, space.finished.shape) == ((tasks, BINS), (tasks,))
+
+
+def test_a_batch_beyond_the_slots_is_refused() -> None:
+    index = device_index(3, Config())
+    batch = Batch(torch.zeros(5, REQUEST_FIELDS, dtype=torch.int32, device=META), index.context.extents.device_table)
+    queries = torch.zeros(5, KV_HEADS * GROUP, DIM, device=META)
+    with pytest.raises(KernelError, match="batch = 5: must be at most 3, the requests that the slots allow"):
+        index.select(queries, batch)
 
 
 PROBE = """
