@@ -25,20 +25,8 @@ TINY = ModelConfig("llama", 3000, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, 512)
 FLAGS = ["--shape", "tiny", "--text", str(ROOT / "examples/harbour_log.txt"), "--device", "cpu", "--dtype", "float32"]
 SHORT = [
     *("--scale", "0.02", "--row_memory", "64MiB", "--threads", "1", "--max_batch_size", "4", "--requests", "3"),
-    *(
-        "--concurrency",
-        "2",
-        "--bare",
-        "2",
-        "--rates",
-        "8",
-        "--arrival_seconds",
-        "0.5",
-        "--streams",
-        "2",
-        "--window",
-        "1",
-    ),
+    *("--concurrency", "2", "--bare", "2", "--rates", "8", "--arrival_seconds", "0.5", "--streams", "2"),
+    *("--window", "1"),
 ]
 
 
