@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from tests.plugins.index_cases import KV_HEADS, NativePair, check_near, extend, 
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.errors import KernelError
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.kernels.reference.codes.store import CodeStore
@@ -136,10 +134,3 @@ def test_evictions_are_found(library: CpuLibrary) -> None:
     for name, array in arrays(pair.found).items():
         array.copy_(arrays(pair.expected)[name])  # a code at the border of two cells may differ
     pair.check(torch.randn(1, 3 * KV_HEADS, 64), [0])
-
-
-@pytest.mark.parametrize("bits", [0, 2])
-def test_unsupported_shapes_are_refused(library: CpuLibrary, bits: int) -> None:
-    config = Config(rerank_bits=bits, spread_weight=0.0, candidates=4)
-    with pytest.raises(KernelError, match=r"native .*: head_dim = 264: must be at most 256; build the engine with"):
-        NativeIndex(Pair.context(library, config, 1, 264, [10]))
