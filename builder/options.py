@@ -16,6 +16,7 @@ from kvseek.core.config import (
     CHOICES,
     GROUPED,
     MOST_POSITIONS,
+    PRECISION,
     WEIGHT_GROUP,
     BlockSparseConfig,
     CacheConfig,
@@ -31,7 +32,6 @@ DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host mem
 BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
 CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
 ENGINE_FIELDS = (*CHOICES, "quantize_lm_head")  # of EngineConfig, each with a flag of its name
-PRECISION = "weight_only_precision"  # of these, the one whose default is the checkpoint's
 BLOCKS = {INT4: "Q4_0 or Q4_1", INT8_GROUPS: "Q8_0"}  # of GGUF files, by the precision that keeps them
 MODES = ("plan", "inspect", "verify")
 NEEDED = {"tensorrt": ("runtime", "tensorrt"), "block_sparse": ("prefill_attention", "block_sparse")}  # for their flags
@@ -84,7 +84,8 @@ class EngineOptions:
             narrow = where != ("cuda", "float32")
             if precision in GROUPED:
                 whole = all(inputs % WEIGHT_GROUP == 0 for inputs in model.matrix_inputs(self.ranks).values())
-                narrow = where == ("cpu", "bfloat16") and whole
+                device = ("cpu", "bfloat16") if precision == INT8_GROUPS or where[0] == "cpu" else ("cuda", where[1])
+                narrow = narrow and whole and where == device
             choices[PRECISION] = precision if narrow and choices["runtime"] == "torch" else NONE
         if own is not None and choices.get(PRECISION) in GROUPED:
             choices["quantize_lm_head"] |= own.head

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvseek.core.config import GROUPED, EngineConfig, ModelConfig
+from kvseek.core.config import GROUPED, WEIGHT_GROUP, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.ranks import first_kv_head, rank_model, vocabulary_rows
 from kvseek.core.weight_only import INT8_GROUPS, NONE, NOT_FINITE, is_quantised, layout, number_format, quantise
@@ -55,18 +55,20 @@ class WeightFormat:
     dtype: torch.dtype
     precision: str = NONE
     quantize_lm_head: bool = False
+    weight_group: int = WEIGHT_GROUP
 
     @classmethod
     def of(cls, config: EngineConfig) -> WeightFormat:
         """Return the format of an engine's weights."""
-        return cls(getattr(torch, config.dtype), config.weight_only_precision, config.quantize_lm_head)
+        dtype = getattr(torch, config.dtype)
+        return cls(dtype, config.weight_only_precision, config.quantize_lm_head, config.weight_group)
 
     def stored(self, weight: Weight) -> tuple[Stored, ...]:
         """List the tensors that a weight is stored as."""
         own = self.number_format(weight.name)
         if own == NONE:
             return (Stored(weight.name, weight.shape, self.dtype),)
-        numbers, scale = layout(weight.shape, own)
+        numbers, scale = layout(weight.shape, own, self.weight_group)
         return Stored(weight.name, *numbers), Stored(f"{weight.name}_scale", *scale)
 
     def convert(self, tensor: Tensor, name: str) -> tuple[Tensor, ...]:
@@ -75,7 +77,7 @@ class WeightFormat:
         if own == NONE:
             return (_convert(tensor, name, self.dtype),)
         try:
-            return quantise(tensor, own)
+            return quantise(tensor, own, self.weight_group)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 

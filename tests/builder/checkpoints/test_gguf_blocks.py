@@ -154,15 +154,13 @@ def test_other_blocks_are_rounded_to_the_dtype(tmp_path: Path, capsys: pytest.Ca
 def test_plans_and_where_there_is_no_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, four = write(tmp_path), ("--weight_only_precision", "int4")
     cuda = ("--device", "cuda", "--cuda_archs", "90", *BFLOAT16)
-    assert run(model, tmp_path / "engine", *cuda, *four) == 1
-    assert (
-        "weight_only_precision = 'int4': must be 'none', 'int8' or 'fp8' with device = 'cuda'"
-        in capsys.readouterr().err
-    )
+    assert run(model, tmp_path / "engine", *cuda, "--dtype", "float32", *four) == 1
+    assert "weight_only_precision = 'int4': must be 'none' with dtype = 'float32' on cuda" in capsys.readouterr().err
     assert run(model, tmp_path / "engine", *cuda, *four, "--runtime", "tensorrt") == 1
     assert "weight_only_precision = 'int4': must be 'none' with runtime = 'tensorrt'" in capsys.readouterr().err
     plan = ["--plan", "--model", str(model), "--method", "full", "--host_memory", "64GiB", *BFLOAT16]
-    assert document([*plan, "--gpu_memory", "64GiB"])["weight_only_precision"] == "none"
+    assert document([*plan, "--gpu_memory", "64GiB"])["weight_only_precision"] == INT4
+    assert document([*plan, "--gpu_memory", "64GiB", "--dtype", "float32"])["weight_only_precision"] == "none"
     built(model, tmp_path / "own", *BFLOAT16)
     planned = document([*plan, "--device", "cpu"])
     assert (planned["weight_only_precision"], planned["quantize_lm_head"]) == (INT4, True)
@@ -182,5 +180,5 @@ def test_ranks_have_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert built(model, tmp_path / "wide", *BFLOAT16, "--tp_size", "2").weight_only_precision == "none"
     four = ("--weight_only_precision", "int4", "--tp_size", "2")
     assert run(model, tmp_path / "refused", *BFLOAT16, *four) == 1
-    message = "intermediate_size = 48: must be a multiple of 32 with weight_only_precision = 'int4'; build with"
+    message = "intermediate_size = 48: must be a multiple of 32 with weight_only_precision = 'int4' in each of 2 ranks"
     assert message in capsys.readouterr().err

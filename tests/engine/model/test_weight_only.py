@@ -22,6 +22,7 @@ from torch import Tensor
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size, weight_reader, write_weights
+from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUPS
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import (
     HEAD,
@@ -32,7 +33,10 @@ from kvseek.core.weight_only import (
     PRECISIONS,
     dequantise,
     is_quantised,
+    layout,
+    pack,
     quantise,
+    unpack,
 )
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cpu import ByteLinear, TorchModel
@@ -97,18 +101,39 @@ def test_a_row_has_the_range_of_the_format(precision: str, weight: Tensor) -> No
 
 
 @pytest.mark.parametrize(("precision", "numbers"), [(INT4, 15), (INT8_GROUPS, 254)])
-@given(weight=matrices())
+@given(weight=matrices(), group=st.sampled_from(WEIGHT_GROUPS))
 @settings(deadline=None, max_examples=50)
-def test_groups_are_within_half_a_step(precision: str, numbers: int, weight: Tensor) -> None:
+def test_groups_are_within_half_a_step(precision: str, numbers: int, weight: Tensor, group: int) -> None:
     """And a factor's and a zero's rounding to float16."""
-    weight = weight.float().repeat(1, 64)[:, :64].clamp(-60_000, 60_000)
-    stored, scale = quantise(weight, precision)
-    groups = weight.double().view(len(weight), 2, 32)
+    weight = weight.float().repeat(1, 256)[:, :256].clamp(-60_000, 60_000)
+    stored, scale = quantise(weight, precision, group)
+    groups = weight.double().view(len(weight), -1, group if precision == INT4 else 32)
     largest = groups.abs().amax(dim=2)
     span = groups.amax(dim=2) - groups.amin(dim=2) if precision == INT4 else 2 * largest
     error = (dequantise(stored, scale, torch.float32).double().view_as(groups) - groups).abs().amax(dim=2)
     assert (error <= span / numbers / 2 + largest * 2.0**-9 + numbers * 2.0**-24).all()
-    assert stored.dtype is (torch.uint8 if precision == INT4 else torch.int8)
+    assert ((stored.shape, stored.dtype), (scale.shape, scale.dtype)) == layout(tuple(weight.shape), precision, group)
+
+
+@given(weight=matrices())
+@settings(deadline=None, max_examples=50)
+def test_groups_of_fp8_are_rows_of_fp8(weight: Tensor) -> None:
+    weight = weight.repeat(1, 384)[:, :384].contiguous()
+    stored, scale = quantise(weight, FP8_GROUPS)
+    assert ((stored.shape, stored.dtype), (scale.shape, scale.dtype)) == layout(tuple(weight.shape), FP8_GROUPS)
+    rows, factors = quantise(weight.view(-1, 128), "fp8")
+    assert torch.equal(scale.view(-1), factors)
+    assert torch.equal(stored.float().view(-1, 128), rows.float())
+    values = dequantise(rows, factors, torch.float32)
+    assert torch.equal(dequantise(stored, scale, torch.float32).view(-1, 128), values)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 1 << 32))
+@settings(deadline=None, max_examples=20)
+def test_packed_numbers_are_unpacked(rows: int, blocks: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(16, (rows, 32 * blocks), generator=generator, dtype=torch.uint8)
+    assert torch.equal(unpack(pack(numbers)), numbers)
 
 
 def test_formats_by_hand() -> None:
