@@ -93,14 +93,18 @@ class GgufBlocks:
     path: Path
     found: Any
     head_dim: int | None
-    has_narrow_scales = True
+    group = WEIGHT_GROUP
 
     @property
     def precision(self) -> str:
         """See NarrowWeight."""
         return BLOCKS[self.found.tensor_type.name]
 
-    def as_stored(self) -> tuple[Tensor, Tensor]:
+    def expanded(self, device: str) -> str:
+        """See NarrowWeight."""
+        return "has blocks of 8 bits, which a CPU multiplies" if device == "cuda" and self.precision != INT4 else ""
+
+    def as_stored(self, group: int) -> tuple[Tensor, Tensor]:
         """See NarrowWeight. A block is its factor, of Q4_1 also the value of 0, and the numbers; those of Q4_0 are 8 too many."""
         rows, kind = _shape(self.found)[0], self.found.tensor_type.name
         with self.path.open("rb") as file:

@@ -134,20 +134,27 @@ def test_what_else_may_be_chosen(tmp_path: Path) -> None:
 
 
 def test_other_blocks_are_rounded_to_the_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, types in enumerate(
+    cases = (
         (
             lambda shape: "Q8_0" if shape[0] == 64 else "Q4_0",
-            lambda shape: "Q5_0" if shape[0] == 128 else "Q4_0",
-        )
-    ):
+            "k_proj.weight has other numbers than model.layers.0.self",
+        ),
+        (lambda shape: "Q5_0" if shape[0] == 128 else "Q4_0", "q_proj.weight is of another type"),
+    )
+    for number, (types, why) in enumerate(cases):
         model = write(tmp_path / str(number), types)
-        assert own_numbers(open_checkpoint(model), "cpu") is None
+        own = own_numbers(open_checkpoint(model), "cpu")
+        assert own is not None
+        assert own.precision == "none"
+        assert f"model.layers.0.self_attn.{why}" in own.why
         assert built(model, tmp_path / str(number) / "engine", *BFLOAT16).weight_only_precision == "none"
-        assert run(model, tmp_path / "refused", *BFLOAT16, "--weight_only_precision", "int4") == 1
-        message = "weight_only_precision = 'int4': must be left out, as the matrices of this checkpoint's layers are not all of"
-        message += " GGUF's blocks Q4_0 or Q4_1; choose int8, or such a file"
+        assert run(model, tmp_path / "refused", *BFLOAT16, "--weight_only_precision", "int8_groups") == 1
+        message = (
+            "weight_only_precision = 'int8_groups': must be left out: not all matrices of this checkpoint's layers are"
+        )
+        message += " GGUF's blocks Q8_0; choose int8, or such a file"
         assert message in capsys.readouterr().err
-    assert run(model.with_name("model"), tmp_path / "refused", "--weight_only_precision", "int4") == 1
+    assert run(model.with_name("model"), tmp_path / "refused", "--weight_only_precision", "int8_groups") == 1
     assert message in capsys.readouterr().err, "of a Hugging Face checkpoint, too"
 
 
