@@ -45,8 +45,9 @@ WHOLE_BYTES = 1_000_000_000  # of a GGUF file's weights as float32: transformers
 # That makes 3e-6, 0.025 and 0.2. A weight of 8 bits is off by about 0.6 % (int8) or 2.6 % (fp8): 0.3 and 1.
 # Measured on random models of 3 to 24 layers, the needle model (Qwen3) and SmolLM2 (30 layers, whose few very large activations
 # round worst): float32 2e-6 to 1.1e-5, bfloat16 0.025 to 0.24, int8 0.04 to 0.56, fp8 0.14 to 0.70. float16, which needs a GPU,
-# is not measured; its numbers have three bits more than bfloat16's.
-# The limits are three times the largest, because models differ (float32: ninety times, which is still little). Logits that
+# is not measured; its numbers have three bits more than bfloat16's. Weights that are rounded to int4: 0.75 to 2.0, SmolLM2 3.6;
+# their limit finds only logits that have nothing to do with each other.
+# The other limits are three times the largest, because models differ (float32: ninety times, which is still little). Logits that
 # have nothing to do with each other are 5 to 8 apart. A small mistake may hide behind 8 bits, but not in float32.
 LIMITS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.75}
 PRECISION_LIMITS = {

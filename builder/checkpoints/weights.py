@@ -78,7 +78,7 @@ class WeightFormat:
         if own == NONE:
             return (_convert(tensor, name, self.dtype),)
         try:
-            return quantise(tensor, own, self.weight_group)
+            return quantise(tensor, own, self.weight_group, search=True)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
