@@ -46,6 +46,8 @@ def write(folder: Path, types: Types = head_of_8_bits, architecture: str = "llam
 
     def encode(tensor: Tensor) -> tuple[np.ndarray, Any]:
         kind = gguf.GGMLQuantizationType[types(tuple(tensor.shape))]
+        if kind.name == "Q4_K":
+            return drawn_k_blocks(tensor), kind
         return gguf.quants.quantize(tensor.numpy(), kind), kind
 
     shape = {**SIZES, "vocab_size": 320, "tie_word_embeddings": True, **sizes}
@@ -53,6 +55,15 @@ def write(folder: Path, types: Types = head_of_8_bits, architecture: str = "llam
     if shape["tie_word_embeddings"]:
         edit_tensors(model / "model.safetensors", lambda tensors: tensors.pop("lm_head.weight", None))
     return write_gguf(folder / "m.gguf", model, architecture, encode=encode)
+
+
+def drawn_k_blocks(tensor: Tensor) -> np.ndarray:
+    """Random numbers, which the package gguf cannot round to; a block's halves come first."""
+    generator = np.random.default_rng(tensor.numel())
+    blocks = generator.integers(0, 256, (tensor.numel() // 256, 144), np.uint8)
+    halves = generator.uniform(1e-4, 3e-4, (len(blocks), 2)) * [1, 4]
+    blocks[:, :4] = halves.astype(np.float16).view(np.uint8)
+    return blocks.reshape(len(tensor), -1)
 
 
 def run(model: Path, output_dir: Path, *flags: str) -> int:
@@ -110,6 +121,28 @@ def test_blocks_are_stored_as_the_file_has_them(tmp_path: Path) -> None:
     blocks = torch.from_numpy(np.array(tensors["token_embd.weight"].data)).view(320, 2, 34)
     assert torch.equal(engine["lm_head.weight"].view(torch.uint8).view(320, 2, 32), blocks[..., 2:])
     assert torch.equal(engine["lm_head.weight_scale"].view(torch.uint8).view(320, 2, 2), blocks[..., :2])
+
+
+@pytest.mark.parametrize("others", ["Q4_K", "Q4_0"])
+def test_blocks_of_256_are_those_of_32(others: str, tmp_path: Path) -> None:
+    """Factors and values of 0 are rounded by no more than is said."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+
+    def types(shape: tuple[int, ...]) -> str:
+        return "F16" if shape[0] == 320 else others if shape[1] == 512 else "Q4_K"
+
+    model = write(tmp_path, types, **sizes)
+    assert built(model, tmp_path / "own", *BFLOAT16).weight_only_precision == INT4
+    checkpoint, weights = open_checkpoint(model), load_weights(tmp_path / "own", CPU)
+    for one in list_weights(checkpoint.config):
+        if (scale := weights.get(f"{one.name}_scale")) is not None:
+            error = (dequantise(weights[one.name], scale, torch.float32) - fuse(checkpoint, one)).abs()
+            limit = 2.0**-11 * (15 * scale[..., 0].float().abs() + scale[..., 1].float().abs()) + 15 * 2.0**-25
+            assert (error.view(*limit.shape, 32) <= limit[..., None] * 1.01).all()
+            assert error.mean() < 1e-4
+    built(model, tmp_path / "exact")
+    expected, logits = logits_of(tmp_path / "exact"), logits_of(tmp_path / "own")
+    assert (logits - expected).norm() <= 2e-2 * expected.norm()
 
 
 def test_what_else_may_be_chosen(tmp_path: Path) -> None:
