@@ -18,20 +18,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
-from kvseek.builder.calibration import Calibration, Calibrator, Text
+from kvseek.builder.calibration import ALTERNATIVES, Calibration, Calibrator, Text
 from kvseek.builder.capacity import print_fit
 from kvseek.builder.checking import check_engine, check_existing, keeps
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
-from kvseek.builder.checkpoints.weights import OwnNumbers, own_numbers
+from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_numbers
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
 from kvseek.builder.inspection import print_engine, print_faults
-from kvseek.builder.options import ENGINE_FIELDS, BuildOptions, FitOptions, Options, parse
+from kvseek.builder.options import ENGINE_FIELDS, BuildOptions, FitOptions, Options, largest_group, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
@@ -135,6 +135,16 @@ class _Build:
             kept = f"quantised again, to {precision}"
         return (f"weights {by}: {kept}", *self.checkpoint.notes)
 
+    @property
+    def alternatives(self) -> dict[str, WeightFormat]:
+        """What `--calibrate` compares with: the weights of a checkpoint that is not quantised, rounded."""
+        if self.own is not None and (self.own.stated or self.own.precision != NONE):
+            return {}
+        group, dtype = largest_group(self.config.model.matrix_inputs().values()), getattr(torch, self.config.dtype)
+        others = [name for name in ALTERNATIVES if name != self.config.weight_only_precision]
+        formats = {name: WeightFormat(dtype, name, weight_group=group) for name in others}
+        return {name: one for name, one in formats.items() if group or name != INT4}
+
     def check(self, output_dir: Path) -> None:
         """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice.
 
@@ -222,7 +232,7 @@ def _write_engine(build: _Build, directory: Path, console: Console) -> Calibrati
         calibrator = None
         if build.text is not None:
             with _step(progress, "read the text"):
-                calibrator = _calibrator(build.text, config, directory, options, progress)
+                calibrator = _calibrator(build, build.text, config, directory, progress)
         with _step(progress, "compute codebooks"):
             write_codebooks(directory, config)
         if config.kernels == "native":
@@ -240,11 +250,11 @@ def _write_engine(build: _Build, directory: Path, console: Console) -> Calibrati
     return calibration
 
 
-def _calibrator(
-    text: Text, config: EngineConfig, directory: Path, options: BuildOptions, progress: Progress
-) -> Calibrator:
+def _calibrator(build: _Build, text: Text, config: EngineConfig, directory: Path, progress: Progress) -> Calibrator:
     """Check the text before weights are written; prints a note if it has fewer tokens than were asked for."""
-    calibrator = Calibrator(text, config, Tokenizer(directory), options.calibrate_tokens, options.calibrate_window)
+    options, tokenizer = build.options, Tokenizer(directory)
+    tokens, window = options.calibrate_tokens, options.calibrate_window
+    calibrator = Calibrator(text, config, tokenizer, tokens, window, build.alternatives)
     if calibrator.tokens < options.calibrate_tokens:
         short = f"fewer than calibrate_tokens = {options.calibrate_tokens:,}: all are used"
         progress.console.print(f"{text.name} has {calibrator.tokens:,} tokens, {short}")

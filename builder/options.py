@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -120,11 +120,15 @@ class EngineOptions:
             choices["quantize_lm_head"] |= own.head
         if choices.get(PRECISION) == INT4:
             most = own.group if own is not None and precision == INT4 else WEIGHT_GROUPS[-1]
-            fitting = [one for one in WEIGHT_GROUPS if one <= most and all(size % one == 0 for size in inputs)]
-            group = choices.setdefault("weight_group", max(fitting, default=WEIGHT_GROUP))
+            group = choices.setdefault("weight_group", largest_group(inputs, most) or WEIGHT_GROUP)
             limit = f"<= {most}, the checkpoint's" if most < WEIGHT_GROUPS[-1] else f"one of {WEIGHT_GROUPS}"
             require(group <= most, "weight_group", group, limit, "leave it out")
         return choices
+
+
+def largest_group(inputs: Collection[int], most: int = WEIGHT_GROUPS[-1]) -> int:
+    """Choose the largest of WEIGHT_GROUPS, up to `most`, that divides the inputs of all matrices; 0 if none does."""
+    return max((one for one in WEIGHT_GROUPS if one <= most and all(size % one == 0 for size in inputs)), default=0)
 
 
 def _refuse_dense_sizes(config: EngineConfig) -> None:
