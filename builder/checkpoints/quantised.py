@@ -370,6 +370,8 @@ class QuantisedWeight:
         if precision != INT4 and device == "cuda":
             return ""
         assert self._scale is not None, "by its precision"
+        if precision == INT4 and self._scale.kind == "F16":
+            return ""
         scale = self._scale.read().float()
         if precision != INT4:
             return "" if torch.equal(scale.bfloat16().float(), scale) else "has scales with more digits than bfloat16"

@@ -327,6 +327,16 @@ def test_the_cpu_computes_with_dequantised_weights(
     assert not torch.equal(own, logits(build_engine(model, "full", *flags)))
 
 
+def test_groups_of_fp8_are_dequantised_on_the_cpu(
+    tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    model = random_model("llama", hidden_size=384, intermediate_size=256, head_dim=64)
+    other = save_dequantised(model, tmp_path / "dequantised", FP8_GROUPS, torch.bfloat16, quantize_lm_head=False)
+    flags = ("--dtype", "bfloat16", "--max_seq_len", "256")
+    own = logits(build_engine(model, "full", *flags, "--weight_only_precision", FP8_GROUPS))
+    assert torch.equal(own, logits(build_engine(other, "full", *flags)))
+
+
 def form_flags(precision: str, head: bool) -> tuple[str, ...]:
     return ("--weight_only_precision", precision, *(("--quantize_lm_head",) if head else ()))
 
