@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import FrameType
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
 from kvseek.builder.calibration import ALTERNATIVES, Calibration, Calibrator, Text
@@ -25,7 +26,7 @@ from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
-from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_numbers
+from kvseek.builder.checkpoints.weights import NONE_MEASURED, OwnNumbers, WeightFormat, own_numbers
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
@@ -238,8 +239,14 @@ def _write_engine(build: _Build, directory: Path, console: Console) -> Calibrati
         if config.kernels == "native":
             with _step(progress, "compile kernels", len(options.cuda_archs) or 1) as advance:
                 write_kernels(directory, config, options.cuda_archs, advance)
+        importance: Mapping[str, Tensor] = NONE_MEASURED
+        if calibrator is not None and calibrator.measures:
+            task = f"measure on {calibrator.device.type}"
+            with _step(progress, task, calibrator.measuring_units) as advance:
+                calibrator.measure(checkpoint, advance)
+            importance = calibrator.importance
         with _step(progress, build.storage.task, build.storage.steps) as advance:
-            build.storage.write(checkpoint, directory, advance)
+            build.storage.write(checkpoint, directory, advance, importance)
         calibration = None
         if calibrator is not None:
             with _step(progress, f"calibrate on {calibrator.device.type}", calibrator.units) as advance:

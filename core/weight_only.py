@@ -63,7 +63,7 @@ def layout(shape: tuple[int, ...], precision: str, weight_group: int = WEIGHT_GR
 
 
 def quantise(
-    weight: Tensor, precision: str, weight_group: int = WEIGHT_GROUP, *, search: bool = False
+    weight: Tensor, precision: str, weight_group: int = WEIGHT_GROUP, importance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Round a weight [outputs, inputs]; with INT4 in groups of `weight_group` inputs.
 
@@ -71,8 +71,9 @@ def quantise(
     float8_e4m3fn; there is no zero point. The row's other weights are rounded to the nearest number, ties to even. The scale is
     rounded to bfloat16 first, so that kernels which take it in 16 bits multiply with the same number.
 
-    INT4 divides the range of a group into 15 equal steps. With `search`, which takes six times as long, scales are sought that
-    make the squared error smaller; then the ends of the range may be clipped.
+    INT4 divides the range of a group into 15 equal steps. With `importance`, float32 [inputs] or [1] and positive, scales are
+    sought that make the sum of squared errors, an input's times its importance, smaller; that takes six times as long, and the
+    ends of the range may be clipped.
 
     Returns
     -------
@@ -98,9 +99,8 @@ def quantise(
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         if precision in GROUPED:
-            quantised[rows], scale[rows] = _quantise_groups(
-                _groups(weight[rows], groups), start, precision, search=search
-            )
+            parts = _groups(weight[rows], groups)
+            quantised[rows], scale[rows] = _quantise_groups(parts, start, precision, importance)
         else:
             parts = _groups(weight[rows], groups).flatten(0, 1)
             numbers, factors = _quantise_rows(parts, start, groups, precision)
@@ -127,7 +127,7 @@ def _groups(weight: Tensor, groups: int) -> Tensor:
     return weight.view(weight.shape[0], groups, -1)
 
 
-def _quantise_groups(groups: Tensor, first: int, precision: str, *, search: bool) -> tuple[Tensor, Tensor]:
+def _quantise_groups(groups: Tensor, first: int, precision: str, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     groups = groups.float()
     if precision == INT8_GROUPS:
         scale = (groups.abs().amax(dim=-1) / 127).half()
@@ -140,8 +140,8 @@ def _quantise_groups(groups: Tensor, first: int, precision: str, *, search: bool
     if precision == INT8_GROUPS:
         factor = torch.where(scale > 0, scale, 1.0).float()[..., None]
         return (groups / factor).round().clamp(-127, 127).to(torch.int8).flatten(1), scale
-    if search:
-        scale = _search(groups, least, most, scale)
+    if importance is not None:
+        scale = _search(groups, least, most, scale, importance.expand(groups[0].numel()).reshape(groups.shape[1:]))
     return pack(_nearest(groups, scale).to(torch.uint8).flatten(1)), scale
 
 
@@ -151,30 +151,33 @@ def _nearest(groups: Tensor, scale: Tensor) -> Tensor:
     return ((groups - scale[..., 1:].float()) / factor).round_().clamp_(0, 15)
 
 
-def _search(groups: Tensor, least: Tensor, most: Tensor, scale: Tensor) -> Tensor:
+def _search(groups: Tensor, least: Tensor, most: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
     """Find scales of INT4 with a smaller sum of squared errors than `scale`, which are those of the whole range.
 
     A group's range is narrowed to its SHRINKS, and its numbers' scales become those of the least squares, as float16; of these
-    and of `scale` the best stay. So ends that few weights have are clipped where the others gain by it.
+    and of `scale` the best stay. So ends that few weights have are clipped where the others gain by it. An input's errors count
+    by its `importance`, float32 [groups of a row, inputs of a group].
     """
-    best, chosen = _squared_errors(groups, scale), scale.clone()
-    mean = groups.mean(dim=-1)
+    best, chosen = _squared_errors(groups, scale, importance), scale.clone()
+    shares = importance / importance.sum(dim=-1, keepdim=True)
+    mean = (groups * shares).sum(dim=-1)
     for shrink in SHRINKS:
         narrow = torch.stack(((most - least) * (shrink / 15), mean + (least - mean) * shrink), dim=-1)
         numbers = _nearest(groups, narrow)
-        centre = numbers.mean(dim=-1)
-        spread = (numbers * numbers).mean(dim=-1) - centre * centre
-        factor = ((numbers * groups).mean(dim=-1) - centre * mean) / torch.where(spread > 0, spread, 1.0)
+        weighted = numbers * shares
+        centre = weighted.sum(dim=-1)
+        spread = (weighted * numbers).sum(dim=-1) - centre * centre
+        factor = ((weighted * groups).sum(dim=-1) - centre * mean) / torch.where(spread > 0, spread, 1.0)
         fitted = torch.stack((factor, mean - factor * centre), dim=-1).half()
-        errors = _squared_errors(groups, fitted)
+        errors = _squared_errors(groups, fitted, importance)
         better = (errors < best) & (factor > 0)  # False for NaN
         best, chosen = torch.where(better, errors, best), torch.where(better[..., None], fitted, chosen)
     return chosen
 
 
-def _squared_errors(groups: Tensor, scale: Tensor) -> Tensor:
+def _squared_errors(groups: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
     values = _nearest(groups, scale).mul_(scale[..., :1].float()).add_(scale[..., 1:].float())
-    return values.sub_(groups).square_().sum(dim=-1)
+    return values.sub_(groups).square_().mul_(importance).sum(dim=-1)
 
 
 def pack(numbers: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvseek.engine.model.weights import Weight, index_file, list_weights, source
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES
 
+NONE_MEASURED: Mapping[str, Tensor] = {}
 SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
 HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
 OTHER_TYPE = {True: "is not quantised", False: "is of another type"}  # of a checkpoint that states it, or a GGUF file
@@ -72,13 +73,16 @@ class WeightFormat:
         numbers, scale = layout(weight.shape, own, self.weight_group)
         return Stored(weight.name, *numbers), Stored(f"{weight.name}_scale", *scale)
 
-    def convert(self, tensor: Tensor, name: str) -> tuple[Tensor, ...]:
-        """Convert a weight to the tensors of `stored`; raises ConfigError on a value that they cannot hold."""
+    def convert(self, tensor: Tensor, name: str, importance: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Convert a weight to the tensors of `stored`; raises ConfigError on a value that they cannot hold.
+
+        `importance` is that of `quantise`; None: all inputs have the same.
+        """
         own = self.number_format(name)
         if own == NONE:
             return (_convert(tensor, name, self.dtype),)
         try:
-            return quantise(tensor, own, self.weight_group, search=True)
+            return quantise(tensor, own, self.weight_group, torch.ones(1) if importance is None else importance)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
@@ -94,6 +98,7 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
     tp_size: int = 1,
+    importance: Mapping[str, Tensor] = NONE_MEASURED,
 ) -> None:
     """Write rank{r}-*.safetensors and their index into `directory` for each rank r, holding one fused tensor at a time.
 
@@ -105,6 +110,8 @@ def write_weights(
         Ranks among which the weights are divided (core/ranks.py). Weights of 8 bits are those of one rank.
     progress : callable, optional
         Called with the bytes just written after every tensor.
+    importance : mapping of str to Tensor
+        That of `quantise`, by the names of weights.
 
     Raises
     ------
@@ -127,7 +134,7 @@ def write_weights(
                 _write_header(outputs[rank], tensors)
                 weight_maps[rank] |= dict.fromkeys((stored.name for stored in tensors), files[rank])
             for weight in shard:
-                converted = _converted(checkpoint, weight, weight_format)
+                converted = _converted(checkpoint, weight, weight_format, importance.get(weight.name))
                 for stored, tensor in zip(weight_format.stored(weight), converted, strict=True):
                     for rank in ranks:
                         _write_tensor(outputs[rank], rank_part(stored.name, tensor, model, tp_size, rank))
@@ -238,7 +245,9 @@ def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat) -> tuple[Tensor, ...]:
+def _converted(
+    checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat, importance: Tensor | None
+) -> tuple[Tensor, ...]:
     """Read a weight as the tensors that it is stored as: a quantised one with its own numbers, if they are of the format."""
     wanted = weight_format.number_format(weight.name)
     if wanted != NONE:
@@ -246,7 +255,7 @@ def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightForm
         if len(parts) == len(weight.sources):
             numbers, scales = zip(*(part.as_stored(weight_format.weight_group) for part in parts), strict=True)
             return torch.cat(numbers), torch.cat(scales)
-    return weight_format.convert(fuse(checkpoint, weight), weight.name)
+    return weight_format.convert(fuse(checkpoint, weight), weight.name, importance)
 
 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:

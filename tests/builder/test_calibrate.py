@@ -33,11 +33,13 @@ from kvseek.builder.calibration import (
 )
 from kvseek.builder.checkpoints import storage
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, weight_reader, write_weights
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.manifest import read_manifest, verify
+from kvseek.core.weight_only import dequantise, quantise
 from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -55,10 +57,14 @@ def calibrated(model: Path, output_dir: Path, text: Path, *flags: str) -> Calibr
     return Calibration.load(output_dir)
 
 
-@torch.inference_mode()
 def reference(model: Path, ids: list[int], window: int) -> tuple[float, Tensor]:
     """Perplexity by transformers, and log probabilities [predictions, vocabulary]."""
-    network, rows, losses = load_transformers(model), [], []
+    return reference_of(load_transformers(model), ids, window)
+
+
+@torch.inference_mode()
+def reference_of(network: Any, ids: list[int], window: int) -> tuple[float, Tensor]:
+    rows, losses = [], []
     for start in range(0, len(ids), window):
         part = torch.tensor(ids[start : start + window])
         found = network(part[None]).logits[0, :-1].log_softmax(dim=-1)
@@ -322,6 +328,39 @@ def test_a_column_for_each_choice(model: Path, tmp_path: Path, text: Path, capsy
     found = calibrated(odd, tmp_path / "odd engine", text, "--calibrate_tokens", "100")
     assert found.int8 is not None
     assert found.int4 is None, "its groups do not divide the inputs"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_errors_of_int4_count_by_the_texts_activations(architecture: str, text: Path, tmp_path: Path) -> None:
+    """Of what transformers multiplies with each matrix, the mean square of each input, relative to their mean."""
+    model = save_random_model(tmp_path / "model", architecture)
+    flags = ("--weight_only_precision", "int4", "--calibrate_tokens", "300", "--calibrate_window", "128")
+    found = calibrated(model, tmp_path / "engine", text, *flags)
+    ids = Tokenizer(tmp_path / "engine").encode(text.read_text(encoding="utf-8"))[:300]
+    network, squares = load_transformers(model), dict[str, Tensor]()
+    sources = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "gate_up": "mlp.up_proj", "down": "mlp.down_proj"}
+    for number, layer in enumerate(network.model.layers):
+        for name, source in sources.items():
+
+            def record(module: Any, inputs: tuple[Tensor], key: str = f"layers.{number}.{name}.weight") -> None:
+                squares[key] = squares.get(key, 0) + inputs[0][0].square().sum(dim=0)
+
+            layer.get_submodule(source).register_forward_pre_hook(record)
+    reference_of(network, ids, 128)
+    checkpoint, weights = open_checkpoint(model), load_weights(tmp_path / "engine", CPU)
+    read = weight_reader(checkpoint, torch.float32)
+    assert len(squares) == 4 * checkpoint.config.num_layers
+    for name, each in squares.items():
+        importance = each / each.mean() + calibration.LITTLE
+        expected = quantise(read(name), "int4", 32, importance)
+        same = (weights[name] == expected[0]).double().mean()
+        assert same > 0.99, "but for numbers that lie in the middle between two"
+        errors = [
+            ((dequantise(*parts, torch.float32) - read(name)).square() * importance).sum()
+            for parts in ((weights[name], weights[f"{name}_scale"]), quantise(read(name), "int4", 32, torch.ones(1)))
+        ]
+        assert errors[0] < errors[1]
+    assert found.quantised.mean_kl_divergence > 0
 
 
 def test_a_quantised_checkpoint_has_one_column(

@@ -118,26 +118,30 @@ def test_groups_are_within_half_a_step(precision: str, numbers: int, weight: Ten
 @given(weight=matrices(), group=st.sampled_from(WEIGHT_GROUPS))
 @settings(deadline=None, max_examples=50)
 def test_searched_scales_have_no_larger_errors(weight: Tensor, group: int) -> None:
+    """Nor if the errors of some inputs count more."""
+    importance = torch.rand(256, generator=torch.Generator().manual_seed(group)) ** 4 + 1e-3
     weight = weight.float().repeat(1, 256)[:, :256].clamp(-60_000, 60_000)
 
-    def errors(scales: tuple[Tensor, Tensor]) -> Tensor:
-        return (dequantise(*scales, torch.float32) - weight).square().view(len(weight), -1, group).sum(2)
+    def errors(scales: tuple[Tensor, Tensor], counted: Tensor) -> Tensor:
+        squares = (dequantise(*scales, torch.float32) - weight).square() * counted
+        return squares.view(len(weight), -1, group).sum(2)
 
-    plain, found = quantise(weight, INT4, group), quantise(weight, INT4, group, search=True)
-    assert (errors(found) <= errors(plain) * (1 + 1e-5)).all()
-    assert found[1].isfinite().all()
+    for counted in (torch.ones(1), importance):
+        plain, found = quantise(weight, INT4, group), quantise(weight, INT4, group, counted)
+        assert (errors(found, counted) <= errors(plain, counted) * (1 + 1e-5)).all()
+        assert found[1].isfinite().all()
 
 
 def test_a_search_makes_errors_of_normal_weights_smaller() -> None:
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
     for group, share in ((32, 0.95), (128, 0.95)):
         error, less = (
-            (dequantise(*quantise(weight, INT4, group, search=search), torch.float32) - weight).norm()
-            for search in (False, True)
+            (dequantise(*quantise(weight, INT4, group, importance), torch.float32) - weight).norm()
+            for importance in (None, torch.ones(1))
         )
         assert less < share * error
     exact = dequantise(*quantise(weight, INT4, 64), torch.float32)
-    assert torch.equal(dequantise(*quantise(exact, INT4, 64, search=True), torch.float32), exact), (
+    assert torch.equal(dequantise(*quantise(exact, INT4, 64, torch.ones(1)), torch.float32), exact), (
         "none to make smaller"
     )
 
@@ -234,7 +238,7 @@ def test_int4_of_16_bits(
     assert (config.weight_only_precision, config.weight_group) == (INT4, group)
     read = weight_reader(open_checkpoint(model), torch.float32)
     for name in (name for name in weights if f"{name}_scale" in weights and name != HEAD):
-        expected = quantise(read(name), INT4, group, search=True)
+        expected = quantise(read(name), INT4, group, torch.ones(1))
         assert torch.equal(weights[name], expected[0])
         assert torch.equal(weights[f"{name}_scale"], expected[1])
     if "--quantize_lm_head" in flags:
