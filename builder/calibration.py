@@ -4,8 +4,8 @@ The engine's own arithmetic for prompts computes it. The text is cut into window
 layer before the next layer is read, so memory holds all hidden states but the weights of only one layer, never those of the
 whole model. calibration.json of the engine directory keeps the result.
 
-Weights that are rounded to INT4 are rounded by what the text shows, too: the errors of an input count by its mean square. Then the
-perplexity of the same text is a little better than that of another one.
+Weights are rounded to INT4 by what the text shows, too: the errors of an input count by its mean square. Then the perplexity of
+the same text is a little better than that of another one.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class FlagParser(Parser):
 
     def _add_calibrate(self) -> None:
         about = (
-            "perplexity of a text with the weights in --dtype, as they are stored, and rounded to int8 and int4, whose errors count by "
-            "the text's activations; computed "
+            "perplexity of a text with the weights in --dtype, as they are stored, and rounded to int8 and int4, whose errors "
+            "count by the text's activations; computed "
             "on a GPU if PyTorch sees one, else on the CPU, printed, and kept for --inspect"
         )
         add = self.add_argument_group("calibrate", about).add_argument
