@@ -203,6 +203,17 @@ def test_groups_of_several_sizes_are_divided(
         assert torch.equal(found.double(), values), "symmetric: the value of 0 is -8 scales, which is exact"
 
 
+def test_a_head_of_four_bits_is_expanded(random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path) -> None:
+    quantise_checkpoint(random_model("llama", **WIDE), tmp_path / "m", "awq", own=FOUR_BITS["awq"](128))
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    parts, values = FOUR_BITS["awq"](128)(*tensors.pop("lm_head.weight").shape)
+    save_file(tensors | {f"lm_head.{part}": tensor for part, tensor in parts.items()}, file, {"format": "pt"})
+    directory = build_engine(tmp_path / "m", "full", *BFLOAT16)
+    assert read_config(directory).weight_only_precision == "int4"
+    assert torch.equal(load_file(next(directory.glob("rank0-*")))["lm_head.weight"], values.float().bfloat16())
+
+
 def test_a_rank_has_whole_groups(random_model: RandomModel, tmp_path: Path) -> None:
     """Where a part of the inputs ends within a group, the group is divided: its halves have its scales."""
     model = random_model("llama", hidden_size=256, intermediate_size=256, head_dim=64, num_attention_heads=4)
