@@ -100,7 +100,10 @@ struct Int4 {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const unsigned word = i == 0 ? bytes.x : bytes.y;
-            const unsigned lower = (__funnelshift_r(word, word, rotation) & MASK) | ONES;
+            unsigned lower;  // in one instruction, which the compiler makes of constants only if they are in registers
+            asm("lop3.b32 %0, %1, %2, %3, 0xea;"
+                : "=r"(lower)
+                : "r"(__funnelshift_r(word, word, rotation)), "r"(MASK), "r"(ONES));
             numbers[2 * i] = __byte_perm(lower, UPPER, 0x4140);
             numbers[2 * i + 1] = __byte_perm(lower, UPPER, 0x4342);
         }
