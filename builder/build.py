@@ -20,28 +20,28 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
 from kvseek.builder.calibration import Calibration, Calibrator, Text
 from kvseek.builder.capacity import print_fit
-from kvseek.builder.checking import check_engine, check_existing
+from kvseek.builder.checking import check_engine, check_existing, keeps
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
-from kvseek.builder.checkpoints.weights import own_numbers
+from kvseek.builder.checkpoints.weights import OwnNumbers, own_numbers
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
 from kvseek.builder.inspection import print_engine, print_faults
-from kvseek.builder.options import BuildOptions, FitOptions, Options, parse
+from kvseek.builder.options import ENGINE_FIELDS, BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config import GROUPED, EngineConfig, write_config
+from kvseek.core.config import EngineConfig, write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
-from kvseek.core.weight_only import NONE
+from kvseek.core.weight_only import INT4, NONE
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -88,6 +88,8 @@ class _Build:
     ----------
     text : Text or None
         Text to calibrate with.
+    own : OwnNumbers or None
+        What `own_numbers` finds.
     fingerprint : str
         Digest of everything that the build depends on.
     """
@@ -97,18 +99,20 @@ class _Build:
     config: EngineConfig
     storage: WeightStorage
     text: Text | None
+    own: OwnNumbers | None
     fingerprint: str
 
     @classmethod
     def of(cls, options: BuildOptions, checkpoint: Checkpoint) -> _Build:
         """Complete the options; raises as `build_engine`."""
         text = None if options.calibrate is None else Text.read(options.calibrate)
-        config = options.engine_config(checkpoint.config, own_numbers(checkpoint, options.choices["device"]))
+        own = own_numbers(checkpoint, options.choices["device"])
+        config = options.engine_config(checkpoint.config, own)
         storage = weight_storage(config)
         sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
-        return cls(
-            options, checkpoint, config, storage, text, fingerprint(options.settings | storage.versions(), sources)
-        )
+        chosen = {"choices": {name: getattr(config, name) for name in ENGINE_FIELDS}}  # whether asked for, or a default
+        settings = options.settings | chosen | storage.versions()
+        return cls(options, checkpoint, config, storage, text, own, fingerprint(settings, sources))
 
     @property
     def compares(self) -> bool:
@@ -119,11 +123,17 @@ class _Build:
     @property
     def notes(self) -> Sequence[str]:
         """What becomes of a quantised checkpoint's numbers."""
-        own = self.config.weight_only_precision
-        if self.checkpoint.quantised_by is None:
-            return (f"weights of the GGUF file's blocks: kept as they are, {own}",) if own in GROUPED else ()
-        kept = f"rounded to {self.config.dtype}" if own == NONE else f"kept as they are, {own}"
-        return (f"weights quantised by {self.checkpoint.quantised_by}: {kept}", *self.checkpoint.notes)
+        own, precision = self.own, self.config.weight_only_precision
+        if own is None:
+            return ()
+        by = f"quantised by {self.checkpoint.quantised_by}" if own.stated else "of the GGUF file's blocks"
+        kept = f"rounded to {self.config.dtype}{f': {own.why}' if own.why else ''}"
+        if precision == own.precision != NONE:
+            kept = f"kept as they are, {precision}"
+            kept += f" in groups of {self.config.weight_group}" * (precision == INT4)
+        elif precision != NONE:
+            kept = f"quantised again, to {precision}"
+        return (f"weights {by}: {kept}", *self.checkpoint.notes)
 
     def check(self, output_dir: Path) -> None:
         """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice.
@@ -196,7 +206,7 @@ def engine_fingerprint(options: BuildOptions) -> str:
 def _check_logits(build: _Build, directory: Path, console: Console) -> None:
     """Compare with transformers, which is imported only for that; raises CheckError if the logits are others."""
     with console.status("compare with transformers"):
-        found = check_engine(directory, build.checkpoint)
+        found = check_engine(directory, build.checkpoint, keeps(build.config, build.own))
     console.print(found.text, soft_wrap=True)
 
 

@@ -432,7 +432,8 @@ class EngineConfig:
         groups = group_inputs(precision, group)
         ranks = f" in each of {self.tp_size} ranks" * (self.tp_size > 1)
         limit = f"a multiple of {groups} with {PRECISION} = {precision!r}{ranks}"
-        for name, value in self.model.matrix_inputs(self.tp_size).items():
+        inputs = self.model.matrix_inputs(self.tp_size) if groups > 1 else {}
+        for name, value in inputs.items():
             require(value % groups == 0, name, value, limit, f"build with --{PRECISION} none")
 
     def _check_prefill_attention(self) -> None:

@@ -26,6 +26,7 @@ from .files import FLOAT_TYPES
 
 SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
 HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
+OTHER_TYPE = {True: "is not quantised", False: "is of another type"}  # of a checkpoint that states it, or a GGUF file
 STORED_NAMES = {  # safetensors' own names
     **{dtype: name for name, dtype in FLOAT_TYPES.items()},
     torch.int8: "I8",
@@ -77,7 +78,7 @@ class WeightFormat:
         if own == NONE:
             return (_convert(tensor, name, self.dtype),)
         try:
-            return quantise(tensor, own, self.weight_group)
+            return quantise(tensor, own, self.weight_group, search=True)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
@@ -140,22 +141,39 @@ def write_weights(
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """The weight_only_precision of an engine that computes with a checkpoint's own numbers, and its quantize_lm_head."""
+    """How an engine computes with a checkpoint's own numbers.
+
+    Attributes
+    ----------
+    precision : str
+        Its weight_only_precision; "none": it rounds what the numbers mean to its dtype.
+    head : bool
+        Its quantize_lm_head.
+    group : int
+        Its weight_group, at most.
+    why : str
+        Why precision is "none": a weight, and what it has.
+    stated : bool
+        Whether quantization_config states the quantisation. An engine has these numbers then, or their values.
+    """
 
     precision: str
     head: bool = False
+    group: int = WEIGHT_GROUP
+    why: str = ""
+    stated: bool = True
 
 
 def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """Find how an engine computes with a quantised checkpoint's own numbers.
 
+    Every matrix of the layers must be of one format that the device multiplies. With 4 bits embedding and head may be of any; the
+    latter stays as it is if it is of GGUF's Q8_0. Groups of several sizes are divided into the smallest of them.
+
     Returns
     -------
     OwnNumbers or None
-        INT4 of a GGUF file whose layers' matrices are all of blocks Q4_0 or Q4_1, INT8_GROUPS if they are of Q8_0, and `head` if
-        that is of Q8_0; one of PRECISIONS if every matrix of the layers is stored so, with scales for rows, which on a CPU must
-        be numbers of bfloat16; "none" of a checkpoint that states other formats, whose values an engine rounds to its dtype;
-        None of all others.
+        None: the checkpoint states no quantisation, and has no blocks of GGUF that an engine may keep.
 
     Raises
     ------
@@ -164,18 +182,33 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """
     weights = [weight for weight in list_weights(checkpoint.config) if weight.name.endswith(".weight")]
     found = {name: checkpoint.quantised(name) for weight in weights for name in weight.sources}
-    layers = [found[name] for weight in weights if is_quantised(weight.name) for name in weight.sources]
-    precisions = {None if one is None else one.precision for one in layers}
-    if len(precisions) == 1 and precisions < {*GROUPED}:
-        head = found[weights[0 if checkpoint.config.tie_word_embeddings else -1].sources[0]]
-        return OwnNumbers(str(precisions.pop()), head is not None and head.precision == INT8_GROUPS)
-    if checkpoint.quantised_by is None:
+    stated = checkpoint.quantised_by is not None
+    if not stated and not any(found.values()):
         return None
+    layers = [name for weight in weights if is_quantised(weight.name) for name in weight.sources]
+    first, why = found[layers[0]], ""
+    precision = None if first is None else first.precision
+    for name in layers:
+        own = found[name]
+        same = own is None or own.precision in (precision, None)
+        why = (
+            OTHER_TYPE[stated]
+            if own is None
+            else own.expanded(device)
+            if same
+            else f"has other numbers than {layers[0]}"
+        )
+        if why:
+            why = f"{name} {why}"
+            break
     others = [name for weight in weights if not is_quantised(weight.name) for name in weight.sources if found[name]]
-    precision = precisions.pop() if len(precisions) == 1 and not others else None
-    if precision is None or (device == "cpu" and not all(one is None or one.has_narrow_scales for one in layers)):
-        return OwnNumbers(NONE)
-    return OwnNumbers(precision)
+    if others and not why and precision not in GROUPED:
+        why = f"{others[0]} is quantised, too"
+    if why or precision is None:
+        return OwnNumbers(NONE, why=why, stated=stated)
+    head = found[weights[0 if checkpoint.config.tie_word_embeddings else -1].sources[0]]
+    group = min(own.group for name in layers if (own := found[name]) is not None)
+    return OwnNumbers(precision, head is not None and head.precision == INT8_GROUPS, group, stated=stated)
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -211,7 +244,7 @@ def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightForm
     if wanted != NONE:
         parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) and own.precision == wanted]
         if len(parts) == len(weight.sources):
-            numbers, scales = zip(*(part.as_stored() for part in parts), strict=True)
+            numbers, scales = zip(*(part.as_stored(weight_format.weight_group) for part in parts), strict=True)
             return torch.cat(numbers), torch.cat(scales)
     return weight_format.convert(fuse(checkpoint, weight), weight.name)
 

@@ -4,8 +4,8 @@
 // border of a page of 4 KiB, and rows of weights are short. So weights are asked for some thousand bytes ahead. Sums
 // are float32, and a row's results depend neither on the other rows nor on the number of threads.
 //
-// A format of weights has INPUTS in a block, whose weights take BYTES. SHARED blocks have SCALES halves beside them, which
-// `values` takes as floats; `factor` is by what an output's sum is multiplied.
+// A format of weights has INPUTS in a block, whose weights take BYTES. SHARED blocks have SCALES halves beside them,
+// which `values` takes as floats; `factor` is by what an output's sum is multiplied.
 #pragma once
 
 #include "kernels/cpu/half.h"
@@ -52,7 +52,8 @@ inline void multiply_rows(const uint8_t* weight, const float* scale, int given, 
             for (int i = 0; i < TOGETHER; i++) __builtin_prefetch(rows[i] + block * Format::BYTES + AHEAD);
         for (int i = 0; i < TOGETHER; i++) {
             Vec values[VECTORS];
-            Format::values(rows[i] + block * Format::BYTES, scales[i] + block / Format::SHARED * Format::SCALES, values);
+            Format::values(rows[i] + block * Format::BYTES, scales[i] + block / Format::SHARED * Format::SCALES,
+                           values);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++)
                     totals[r][i] += values[v] * load(x + (r * blocks + block) * Format::INPUTS + v * LANES);

@@ -76,7 +76,8 @@ void write_values(const GroupProductArguments& a) {
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t number = output * blocks + block;
                 Vec values[VECTORS];
-                Format::values(a.weight + number * Format::BYTES, scale + block / Format::SHARED * Format::SCALES, values);
+                Format::values(a.weight + number * Format::BYTES, scale + block / Format::SHARED * Format::SCALES,
+                               values);
                 for (int v = 0; v < VECTORS; v++) store(static_cast<T*>(a.out) + number * BLOCK + v * LANES, values[v]);
             }
         }

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size, weight_reader, write_weights
-from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUPS
+from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUPS, read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import (
     HEAD,
@@ -115,6 +115,33 @@ def test_groups_are_within_half_a_step(precision: str, numbers: int, weight: Ten
     assert ((stored.shape, stored.dtype), (scale.shape, scale.dtype)) == layout(tuple(weight.shape), precision, group)
 
 
+@given(weight=matrices(), group=st.sampled_from(WEIGHT_GROUPS))
+@settings(deadline=None, max_examples=50)
+def test_searched_scales_have_no_larger_errors(weight: Tensor, group: int) -> None:
+    weight = weight.float().repeat(1, 256)[:, :256].clamp(-60_000, 60_000)
+
+    def errors(scales: tuple[Tensor, Tensor]) -> Tensor:
+        return (dequantise(*scales, torch.float32) - weight).square().view(len(weight), -1, group).sum(2)
+
+    plain, found = quantise(weight, INT4, group), quantise(weight, INT4, group, search=True)
+    assert (errors(found) <= errors(plain) * (1 + 1e-5)).all()
+    assert found[1].isfinite().all()
+
+
+def test_a_search_makes_errors_of_normal_weights_smaller() -> None:
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    for group, share in ((32, 0.95), (128, 0.95)):
+        error, less = (
+            (dequantise(*quantise(weight, INT4, group, search=search), torch.float32) - weight).norm()
+            for search in (False, True)
+        )
+        assert less < share * error
+    exact = dequantise(*quantise(weight, INT4, 64), torch.float32)
+    assert torch.equal(dequantise(*quantise(exact, INT4, 64, search=True), torch.float32), exact), (
+        "none to make smaller"
+    )
+
+
 @given(weight=matrices())
 @settings(deadline=None, max_examples=50)
 def test_groups_of_fp8_are_rows_of_fp8(weight: Tensor) -> None:
@@ -185,6 +212,33 @@ def test_a_weight_that_is_not_finite_is_named(
     message = "layers.1.gate_up.weight: row 163 holds infinity or NaN: must be finite; use another checkpoint"
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "group"),
+    [
+        ({"hidden_size": 384, "intermediate_size": 512, "head_dim": 64}, (), 128),
+        ({"hidden_size": 384, "intermediate_size": 512, "head_dim": 64}, ("--weight_group", "32"), 32),
+        ({"hidden_size": 192, "intermediate_size": 512}, ("--quantize_lm_head",), 64),
+        ({}, (), 32),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_int4_of_16_bits(
+    architecture: str, sizes: dict[str, int], flags: tuple[str, ...], group: int, tmp_path: Path
+) -> None:
+    """In the largest group that divides all inputs, and with searched scales."""
+    model, precision = save_random_model(tmp_path / "model", architecture, **sizes), ("--weight_only_precision", INT4)
+    assert run(model, tmp_path / "engine", *precision, *flags, "--max_seq_len", "256") == 0, "--check agrees, too"
+    config, weights = read_config(tmp_path / "engine"), load_weights(tmp_path / "engine", CPU)
+    assert (config.weight_only_precision, config.weight_group) == (INT4, group)
+    read = weight_reader(open_checkpoint(model), torch.float32)
+    for name in (name for name in weights if f"{name}_scale" in weights and name != HEAD):
+        expected = quantise(read(name), INT4, group, search=True)
+        assert torch.equal(weights[name], expected[0])
+        assert torch.equal(weights[f"{name}_scale"], expected[1])
+    if "--quantize_lm_head" in flags:
+        assert (weights[HEAD].dtype, weights[f"{HEAD}_scale"].dtype) == (torch.int8, torch.float16)
 
 
 def run(model: Path, output_dir: Path, *flags: str) -> int:
