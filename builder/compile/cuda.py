@@ -94,6 +94,11 @@ def specialise(config: EngineConfig) -> Specialisation:
         for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
             value = getattr(model, name)
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
+    if config.weight_only_precision == INT4 and config.quantize_lm_head:  # a row's float16 scales are whole words
+        limit, multiple = "a multiple of {} with --quantize_lm_head and int4", 2 * WEIGHT_GROUP
+        remedy = "leave it out, or build with --weight_only_precision none"
+        value = model.hidden_size
+        require(value % multiple == 0, "hidden_size", value, limit.format(multiple), remedy)
     macros = method_traits(config).cuda_macros(model.head_dim, model.group_size)
     return Specialisation(
         config.dtype,

@@ -20,8 +20,7 @@ from kvseek.bench.speed.device.floors import elapsed_seconds, timing_event
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUP
 from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE, layout
-from kvseek.kernels.cuda.layer import products
-from kvseek.kernels.cuda.layer.products import ProductKernels, Shape
+from kvseek.kernels.cuda.layer.products import ProductKernels
 
 READ = 4.4e12  # bytes per second: what a plain read of an H200's memory reaches
 BYTES = 256 << 20  # of the copies of a matrix: several times the L2 cache
@@ -99,48 +98,26 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,16,32,64")
     parser.add_argument("--weight_group", type=int, default=WEIGHT_GROUP)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--candidates", action="store_true")
     arguments = parser.parse_args()
     dtype, group, rows = getattr(torch, arguments.dtype), arguments.weight_group, arguments.rows.split(",")
     print(describe_gpu(torch.device("cuda")))
     print(f"us, and in brackets times of {READ / 1e12} TB/s, by rows {rows}")
-    extra = (("KVSEEK_CANDIDATES", 1),) if arguments.candidates else ()
     for name in arguments.formats.split(","):
         precision, own = FORMATS[name]
-        unit = Specialisation(arguments.dtype, 64, 4, "full", extra, precision, group)
+        unit = Specialisation(arguments.dtype, 64, 4, "full", (), precision, group)
         kernels = ProductKernels(load_kernels(unit), precision, dtype, group)
         for matrix in arguments.matrices.split(","):
             outputs, inputs, gated = MATRICES[matrix]
             first = make_weight(outputs, inputs, own, group, dtype)
             copies = min(MOST_COPIES, max(2, BYTES // first.nbytes))
             weights = [first, *(make_weight(outputs, inputs, own, group, dtype) for _ in range(copies - 1))]
-            kernel = kernels._format(first.numbers, first.scale).kernel
-            shapes = list[dict[int, Shape] | None]([None])
-            if arguments.candidates and "groups" in kernel + "groups" * (kernel == "int4_linear"):
-                shapes = CANDIDATES
-            for candidate in shapes:
-                if candidate is not None:
-                    products.SHAPES[kernel] = ((0, tuple(candidate.values())),)
-                figures = []
-                for number in map(int, rows):
-                    took = product_seconds(kernels, weights, number, inputs, gated)
-                    figures.append(f"{took * 1e6:7.2f} ({took * READ / first.nbytes:4.2f})")
-                label = "" if candidate is None else " ".join(f"{s.split}x{s.row_tiles}" for s in candidate.values())
-                print(f"{name:12} {matrix:8} {label:16} {' '.join(figures)}", flush=True)
+            figures = []
+            for number in map(int, rows):
+                took = product_seconds(kernels, weights, number, inputs, gated)
+                figures.append(f"{took * 1e6:7.2f} ({took * READ / first.nbytes:4.2f})")
+            print(f"{name:12} {matrix:8} {' '.join(figures)}", flush=True)
             del weights, first
 
-
-def _candidate(*numbers: tuple[int, int]) -> dict[int, Shape]:
-    return {rows: Shape(rows, *one) for rows, one in zip((8, 16, 32, 64), numbers, strict=True)}
-
-
-CANDIDATES: list[dict[int, Shape] | None] = [
-    _candidate((4, 1), (4, 1), (4, 1), (4, 1)),
-    _candidate((4, 2), (4, 2), (4, 2), (4, 2)),
-    _candidate((8, 1), (8, 1), (8, 1), (8, 1)),
-    _candidate((8, 2), (8, 2), (8, 2), (8, 2)),
-    _candidate((16, 1), (16, 1), (16, 1), (4, 3)),
-]
 
 if __name__ == "__main__":
     main()

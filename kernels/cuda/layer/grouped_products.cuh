@@ -3,6 +3,10 @@
 // A sum over the group is multiplied once by the group's factor, in float32. Where a format has a value of 0, or its
 // numbers come with an offset, that is added times the sum of x over the group, which the tensor cores compute with ones.
 // Scales travel with their weights to shared memory.
+//
+// Many rows of x are read from the L2 cache by every thread block, which takes longer than reading the weights. With
+// ROW_WARPS, the warps therefore have rows of the weight of their own and take all turns of a sum, so that they find in
+// the L1 cache what a neighbour has just read. The bits are those of SPLIT warps.
 namespace groups {
 
 template <class Format>
@@ -20,13 +24,17 @@ __device__ __forceinline__ float2 factor_and_zero(typename Format::Scale scale) 
     return both(scale);
 }
 
-// As products::Shape, with blocks of a line of each row of the weight.
-template <class Format_, int SPLIT_, int ROW_TILES_, int COLUMN_TILES_, int AHEAD_, bool GATED_>
+// As products::Shape, with blocks of a line of each row of the weight. With ROW_WARPS > 1 each warp has ROW_TILES of its
+// own, and takes the SPLIT turns one after the other.
+template <class Format_, int SPLIT_, int ROW_TILES_, int ROW_WARPS_, int STAGES_, int COLUMN_TILES_, int AHEAD_,
+          bool GATED_>
 struct Shape {
     using Format = Format_;
     using Scale = typename Format::Scale;
     static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
-    static constexpr int AHEAD = AHEAD_;  // cells of x that are loaded before they are needed
+    static constexpr int ROW_WARPS = ROW_WARPS_, WARPS = ROW_WARPS > 1 ? ROW_WARPS : SPLIT;
+    static constexpr int STAGES = STAGES_;  // of blocks: one that is multiplied, the others on their way
+    static constexpr int AHEAD = AHEAD_;    // cells of x that are loaded before they are needed
     static constexpr bool GATED = GATED_, GROUPED = true;
     static constexpr int BLOCK = 128 * 8 / Format::BITS;  // weights of a row
     static constexpr int CELLS = BLOCK / CELL;
@@ -38,7 +46,8 @@ struct Shape {
 
     __device__ __forceinline__ static constexpr int channel(int part) { return (GATED ? part / 2 : part) * 8; }
     __device__ __forceinline__ static int channel_of_all(int part) {
-        return blockIdx.x * channel(PARTS) + channel(part);
+        const int of_warp = ROW_WARPS > 1 ? blockIdx.x * ROW_WARPS + threadIdx.x / 32 : blockIdx.x;
+        return of_warp * channel(PARTS) + channel(part);
     }
 };
 
@@ -48,11 +57,27 @@ struct Stage {
     unsigned scales[S::SCALE_WORDS][S::ROWS];
 };
 
-// Shared memory: of each warp a block that is multiplied and one on its way; at the end the warps' sums.
+// Shared memory: of each warp a block that is multiplied and those on their way; at the end the warps' sums.
 template <class S>
 union Shared {
-    Stage<S> stages[S::SPLIT][2];
-    float4 sums[S::SPLIT][S::TILES][32];
+    Stage<S> stages[S::WARPS][S::STAGES];
+    float4 sums[S::WARPS][S::TILES][32];
+};
+
+// The same with ROW_WARPS: the sums grow with each turn.
+template <class S>
+struct SharedOfRows {
+    Stage<S> stages[S::WARPS][S::STAGES];
+    float4 sums[S::WARPS][S::TILES][32];
+};
+
+template <class S, bool OF_ROWS>
+struct Choice {
+    using Memory = Shared<S>;
+};
+template <class S>
+struct Choice<S, true> {
+    using Memory = SharedOfRows<S>;
 };
 
 // The blocks of a warp.
@@ -61,7 +86,8 @@ class Blocks {
   public:
     using Format = typename S::Format;
 
-    __device__ __forceinline__ Blocks(const LinearArguments& a, Shared<S>& shared)
+    template <class Memory>
+    __device__ __forceinline__ Blocks(const LinearArguments& a, Memory& shared)
         : chunks_(a.inputs / (16 * 8 / Format::BITS)),
           words_(a.inputs / Format::GROUP * static_cast<int>(sizeof(typename S::Scale)) / 4),
           outputs_(a.outputs),
@@ -94,9 +120,9 @@ class Blocks {
         close_copy_group();
     }
 
-    // Wait for all that has been started; by then all lanes have multiplied the block before.
+    // Wait for the block that was started first; by then all lanes have multiplied the one before.
     __device__ __forceinline__ void await() {
-        await_copy_groups<0>();
+        await_copy_groups<S::STAGES - 2>();
         __syncwarp();
     }
 
@@ -175,71 +201,144 @@ class Columns {
 __device__ __forceinline__ unsigned ones(__nv_bfloat16) { return 0x3f803f80u; }
 __device__ __forceinline__ unsigned ones(__half) { return 0x3c003c00u; }
 
+// Sums over the part of a group that has been multiplied, not scaled yet: of weights times x, and of x.
 template <class S>
-__device__ __forceinline__ void multiply(Sums<S>& sums, const Blocks<S>& blocks, int stage, int cell,
-                                         const RowEights<S>& x) {
+struct GroupSums {
+    Sums<S> products;
+    float of_x[S::Format::ZERO ? S::COLUMN_TILES : 1][4];
+};
+
+template <class S>
+__device__ __forceinline__ void multiply(Sums<S>& sums, GroupSums<S>& group, const Blocks<S>& blocks, int stage,
+                                         int cell, const RowEights<S>& x) {
     constexpr bool ZERO = S::Format::ZERO;
-    float of_x[ZERO ? S::COLUMN_TILES : 1][4] = {};
+    constexpr int CELLS_OF_GROUP = S::Format::GROUP / CELL;
+    if (cell % CELLS_OF_GROUP == 0) group = GroupSums<S>();
     if constexpr (ZERO) {
         const unsigned one = ones(Number());
 #pragma unroll
         for (int column = 0; column < S::COLUMN_TILES; ++column) {
-            multiply_16x8x16(of_x[column], one, one, one, one, x.rows[column].x, x.rows[column].y, Number());
-            multiply_16x8x16(of_x[column], one, one, one, one, x.rows[column].z, x.rows[column].w, Number());
+            float (&of_x)[4] = group.of_x[column];
+            multiply_16x8x16(of_x, one, one, one, one, x.rows[column].x, x.rows[column].y, Number());
+            multiply_16x8x16(of_x, one, one, one, one, x.rows[column].z, x.rows[column].w, Number());
         }
     }
+    const bool whole = cell % CELLS_OF_GROUP == CELLS_OF_GROUP - 1;
 #pragma unroll
     for (int tile = 0; tile < S::ROW_TILES; ++tile) {
         unsigned lower[4], upper[4];  // rows g and g + 8 of the tile
         blocks.eight(stage, tile * 2, cell, lower);
         blocks.eight(stage, tile * 2 + 1, cell, upper);
-        const float2 scales[2] = {blocks.scale(stage, tile * 2, cell), blocks.scale(stage, tile * 2 + 1, cell)};
+        float2 scales[2] = {};
+        if (whole) scales[0] = blocks.scale(stage, tile * 2, cell), scales[1] = blocks.scale(stage, tile * 2 + 1, cell);
 #pragma unroll
         for (int column = 0; column < S::COLUMN_TILES; ++column) {
             const uint4& of_row = x.rows[column];
-            float of_cell[4] = {};
-            multiply_16x8x16(of_cell, lower[0], upper[0], lower[1], upper[1], of_row.x, of_row.y, Number());
-            multiply_16x8x16(of_cell, lower[2], upper[2], lower[3], upper[3], of_row.z, of_row.w, Number());
+            float (&products)[4] = group.products[tile][column];
+            multiply_16x8x16(products, lower[0], upper[0], lower[1], upper[1], of_row.x, of_row.y, Number());
+            multiply_16x8x16(products, lower[2], upper[2], lower[3], upper[3], of_row.z, of_row.w, Number());
+            if (!whole) continue;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float& sum = sums[tile][column][i];
-                sum = fmaf(scales[i / 2].x, of_cell[i], sum);
-                if constexpr (ZERO) sum = fmaf(scales[i / 2].y, of_x[column][i], sum);
+                sum = fmaf(scales[i / 2].x, products[i], sum);
+                if constexpr (ZERO) sum = fmaf(scales[i / 2].y, group.of_x[column][i], sum);
             }
         }
     }
 }
 
+// The blocks of a warp in their order; after the last come numbers from `count` on.
+template <class S>
+struct Order {
+    int block, turn, count;
+
+    __device__ __forceinline__ Order(int inputs) : count((inputs + S::BLOCK - 1) / S::BLOCK) {
+        block = turn = S::ROW_WARPS > 1 ? 0 : threadIdx.x / 32;
+    }
+
+    // Whether that was the last of a turn.
+    __device__ __forceinline__ bool advance() {
+        block += S::SPLIT;
+        const bool ends = block >= count;
+        if (S::ROW_WARPS > 1 && ends) block = ++turn < S::SPLIT ? turn : count;
+        return ends;
+    }
+};
+
+// Add the sums of a turn to those of the ones before.
+template <class S>
+__device__ __forceinline__ void add_turn(Sums<S>& sums, float4 (&totals)[S::TILES][32]) {
+#pragma unroll
+    for (int i = 0; i < S::TILES; ++i) {
+        float (&own)[4] = sums[i / S::COLUMN_TILES][i % S::COLUMN_TILES];
+        float4& total = totals[i][threadIdx.x % 32];
+        total.x += own[0], total.y += own[1], total.z += own[2], total.w += own[3];
+        own[0] = own[1] = own[2] = own[3] = 0.0f;
+    }
+}
+
 template <class S>
 __device__ __forceinline__ void linear(const LinearArguments& a) {
+    constexpr bool OF_ROWS = S::ROW_WARPS > 1;
+    using Memory = typename Choice<S, OF_ROWS>::Memory;
     extern __shared__ __align__(16) unsigned char memory[];
-    Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
+    Memory& shared = *reinterpret_cast<Memory*>(memory);
     Blocks<S> blocks(a, shared);
-    const int first = threadIdx.x / 32, count = (a.inputs + S::BLOCK - 1) / S::BLOCK;
-    blocks.start(first, 0);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Order<S> order(a.inputs), started(a.inputs);
+#pragma unroll
+    for (int stage = 0; stage < S::STAGES - 1; ++stage) {
+        blocks.start(started.block, stage);
+        started.advance();
+    }
+    if constexpr (OF_ROWS) {
+#pragma unroll
+        for (int i = 0; i < S::TILES; ++i) shared.sums[warp][i][lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
     await_earlier_kernels();  // weights are constants, x is not
     allow_later_kernels();
     const Columns<S> columns(a);
     RowEights<S> ahead[S::AHEAD > 0 ? S::AHEAD : 1];
 #pragma unroll
-    for (int cell = 0; cell < S::AHEAD; ++cell) ahead[cell] = columns.load(first, cell);
+    for (int cell = 0; cell < S::AHEAD; ++cell) ahead[cell] = columns.load(order.block, cell);
     Sums<S> sums = {};
-    for (int block = first, stage = 0; block < count; block += S::SPLIT, stage ^= 1) {
+    GroupSums<S> group;
+    int stage = 0, free = S::STAGES - 1;
+    while (order.block < order.count) {
+        const int block = order.block;
+        const bool turn_ends = order.advance();
         blocks.await();
-        blocks.start(block + S::SPLIT, stage ^ 1);
+        blocks.start(started.block, free);
+        started.advance();
 #pragma unroll
         for (int cell = 0; cell < S::CELLS; ++cell) {
             if constexpr (S::AHEAD > 0) {
                 const RowEights<S> current = ahead[cell % S::AHEAD];
                 const int later = cell + S::AHEAD;
-                ahead[cell % S::AHEAD] = columns.load(block + later / S::CELLS * S::SPLIT, later % S::CELLS);
-                multiply<S>(sums, blocks, stage, cell, current);
+                ahead[cell % S::AHEAD] = columns.load(later < S::CELLS ? block : order.block, later % S::CELLS);
+                multiply<S>(sums, group, blocks, stage, cell, current);
             } else {
-                multiply<S>(sums, blocks, stage, cell, columns.load(block, cell));
+                multiply<S>(sums, group, blocks, stage, cell, columns.load(block, cell));
             }
         }
+        if constexpr (OF_ROWS) {
+            if (turn_ends) add_turn<S>(sums, shared.sums[warp]);
+        }
+        free = stage;
+        stage = stage == S::STAGES - 1 ? 0 : stage + 1;
     }
-    add_and_store<S>(a, sums, shared.sums);
+    if constexpr (OF_ROWS) {
+        await_copy_groups<0>();
+#pragma unroll
+        for (int i = 0; i < S::TILES; ++i) {
+            const float4 total = shared.sums[warp][i][lane];
+            const float sums_of_tile[4] = {total.x, total.y, total.z, total.w};
+            store<S>(a, sums_of_tile, i / S::COLUMN_TILES, i % S::COLUMN_TILES);
+        }
+    } else {
+        add_and_store<S>(a, sums, shared.sums);
+    }
 }
 
 }  // namespace groups

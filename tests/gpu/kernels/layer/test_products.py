@@ -33,7 +33,8 @@ MakeProducts = Callable[[str, str], ProductKernels]
 DTYPES = ("bfloat16", "float16")
 GROUPS = ("int4-32", "int4-64", "int4-128", INT8_GROUPS, FP8_GROUPS)
 WEIGHTS = (NONE, *PRECISIONS, *GROUPS)  # int4 by its groups' inputs
-FORMS = [("int8", False), ("int8", True), ("fp8", False)]  # weight_only_precision and quantize_lm_head
+# weight_only_precision, int4 by its groups' inputs, and quantize_lm_head
+FORMS = [("int8", False), ("int8", True), ("fp8", False), ("int4-32", True), ("int4-128", False), (FP8_GROUPS, False)]
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64)
 INPUTS = (48, 576, 4096, 14336)
 OUTPUTS = (33, 100)
@@ -335,6 +336,18 @@ def test_operands_that_kernels_do_not_read(products: MakeProducts, device: torch
         kernels.dequantise(torch.zeros(100, 40, dtype=torch.int8, device=device), scale)
 
 
+def sizes_of_model(architecture: str, precision: str) -> dict[str, int]:
+    """Sizes of a random model that kernels read; with groups all matrices have whole ones."""
+    sizes = {"hidden_size": 384} if architecture == "qwen2" else {"head_dim": 64}
+    grouped = {"hidden_size": 384, "intermediate_size": 640}
+    return sizes | (grouped if precision in GROUPS else {})
+
+
+def flags_of(precision: str, quantize_head: bool) -> tuple[str, ...]:
+    own, group = parts(precision)
+    return (*form_flags(own, quantize_head), *(("--weight_group", str(group)) if own == INT4 else ()))
+
+
 @pytest.fixture(scope="module")
 def on_gpu(on_gpu: BuildEngine) -> BuildEngine:
     """Build an engine for this GPU whose prompts come in chunks of more rows than kernels multiply, and of fewer."""
@@ -352,16 +365,15 @@ def on_gpu(on_gpu: BuildEngine) -> BuildEngine:
 def test_engines_compute_with_dequantised_weights(
     architecture: str, precision: str, quantize_head: bool, dtype: str, tmp_path: Path, on_gpu: BuildEngine
 ) -> None:
-    sizes = {"hidden_size": 384} if architecture == "qwen2" else {"head_dim": 64}
-    model = save_random_model(tmp_path / "model", architecture, **sizes)
-    number = getattr(torch, dtype)
-    other = save_dequantised(model, tmp_path / "dequantised", precision, number, quantize_lm_head=quantize_head)
-    engine = Engine.load(on_gpu(model, "full", "--dtype", dtype, *form_flags(precision, quantize_head)))
+    model = save_random_model(tmp_path / "model", architecture, **sizes_of_model(architecture, precision))
+    number, (own, group) = getattr(torch, dtype), parts(precision)
+    other = save_dequantised(model, tmp_path / "other", own, number, weight_group=group, quantize_lm_head=quantize_head)
+    engine = Engine.load(on_gpu(model, "full", "--dtype", dtype, *flags_of(precision, quantize_head)))
     decoder = engine.decoder
     for layer in kernel_model(decoder).layers:
         for product in (layer.qkv, layer.o, layer.gate_up, layer.down):
             assert isinstance(product, KernelLinear)
-            assert product.weight.dtype is PRECISIONS[precision][0], "8 bits a weight on the GPU, too"
+            assert product.weight.dtype is layout((1, 128), own, group)[0][1], "8 or 4 bits a weight on the GPU, too"
     head, embedding = kernel_model(decoder).head.project, kernel_model(decoder).embed.weight
     assert isinstance(head, KernelHead if quantize_head else KernelLinear)
     assert head.weight.dtype is (torch.int8 if quantize_head else number)
@@ -379,10 +391,11 @@ def test_logits_of_a_whole_prompt_are_those_of_its_steps(
     architecture: str, precision: str, quantize_head: bool, tmp_path: Path, on_gpu: BuildEngine
 ) -> None:
     """Scores of a prompt of 90 tokens multiply the head with 90 rows at once; a tied head, and one of its own."""
-    sizes = {"hidden_size": 384} if architecture == "qwen2" else {"head_dim": 64}
-    model = save_random_model(tmp_path / "model", architecture, **sizes)
-    own, kept = tmp_path / "dequantised", form_flags(precision, quantize_head)
-    other = save_dequantised(model, own, precision, torch.bfloat16, quantize_lm_head=quantize_head)
+    model = save_random_model(tmp_path / "model", architecture, **sizes_of_model(architecture, precision))
+    kept, (own, group) = flags_of(precision, quantize_head), parts(precision)
+    other = save_dequantised(
+        model, tmp_path / "other", own, torch.bfloat16, weight_group=group, quantize_lm_head=quantize_head
+    )
     ids, rows = torch.arange(90).mul(7).remainder(300).tolist(), []
     for checkpoint, flags in ((model, kept), (other, ())):
         decoder, found = Engine.load(on_gpu(checkpoint, "full", "--dtype", "bfloat16", *flags)).decoder, list[Tensor]()

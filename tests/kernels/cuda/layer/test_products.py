@@ -25,10 +25,10 @@ SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all arch
 def test_shapes_are_those_of_the_source() -> None:
     source = (Path(product_kernels.__file__).parent / "products.cu").read_text(encoding="utf-8")
     for kernel, listed_by_size in SHAPES.items():
-        form = rf"^KVSEEK_(?:GROUP_)?PRODUCT_?\((?:, false, )?{kernel}, \w+, (\d+), (\d+), (\d+), \d+, \d+\)"
+        form = rf"^KVSEEK_(?:GROUP_)?PRODUCT_?\((?:, false, )?{kernel}, \w+, ([\d, ]+), \d+, \d+\)$"
         compiled = re.findall(form, source, re.MULTILINE)
         shapes = {shape for _, listed in listed_by_size for shape in listed}
-        assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes
+        assert {Shape(*map(int, numbers.split(", "))) for numbers in compiled} == shapes
         assert max(shape.shared_bytes(SCALE_WORDS[kernel]) for shape in shapes) <= SHARED_BYTES
         assert all([shape.rows for shape in listed] == [8, 16, 32, 64] for _, listed in listed_by_size)
         assert listed_by_size[-1][0] == 0, "a weight of any size has a shape"
