@@ -94,7 +94,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
             value = getattr(model, name)
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
-    if config.weight_only_precision == INT4 and config.quantize_lm_head:  # a row's float16 scales are whole words
+    if config.weight_only_precision == INT4 and config.quantize_lm_head:  # kernels read two scales of a row at a time
         limit, multiple = "a multiple of {} with --quantize_lm_head and int4", 2 * WEIGHT_GROUP
         remedy = "leave it out, or build with --weight_only_precision none"
         value = model.hidden_size

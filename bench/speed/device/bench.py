@@ -144,7 +144,7 @@ class Bench:
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}
-        self._tensors: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
+        self._tensors: dict[WeightForm, dict[str, torch.Tensor]] = {}
         self.use(arguments.methods)
         free, _ = torch.cuda.mem_get_info(self.device)
         device = free if arguments.gpu_memory is None else min(free, arguments.gpu_memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import struct
 import subprocess
@@ -313,6 +314,12 @@ def test_shapes_that_kernels_do_not_support_are_refused() -> None:
         specialise(config("full", "bfloat16", 80, 4))
     with pytest.raises(ConfigError, match="num_heads / num_kv_heads = 32: must be at most 16"):
         specialise(config("full", "bfloat16", 64, 32))
+    narrow = config("full", "bfloat16", 64, 4, INT4)
+    narrow = dataclasses.replace(narrow, quantize_lm_head=True, model=dataclasses.replace(narrow.model, hidden_size=96))
+    with pytest.raises(
+        ConfigError, match="^hidden_size = 96: must be a multiple of 64 with --quantize_lm_head and int4"
+    ):
+        specialise(narrow)
 
 
 def test_threads_may_compile_first() -> None:
