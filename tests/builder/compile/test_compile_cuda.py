@@ -317,7 +317,7 @@ def test_shapes_that_kernels_do_not_support_are_refused() -> None:
     narrow = config("full", "bfloat16", 64, 4, INT4)
     narrow = dataclasses.replace(narrow, quantize_lm_head=True, model=dataclasses.replace(narrow.model, hidden_size=96))
     with pytest.raises(
-        ConfigError, match="^hidden_size = 96: must be a multiple of 64 with --quantize_lm_head and int4"
+        ConfigError, match=r"^hidden_size = 96: must be a multiple of 64 with --quantize_lm_head and int4"
     ):
         specialise(narrow)
 
