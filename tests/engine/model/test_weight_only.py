@@ -312,6 +312,8 @@ def test_shards_and_index(precision: str, head: bool, tmp_path: Path, random_mod
         ("qwen2", "int8", True, "bfloat16"),
         ("qwen2", "fp8", False, "float32"),
         ("qwen3", "int8", False, "bfloat16"),
+        ("llama", INT4, True, "float32"),
+        ("qwen2", INT4, False, "bfloat16"),
     ],
 )
 def test_the_cpu_computes_with_dequantised_weights(
