@@ -393,7 +393,7 @@ body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 1rem/1.5 system-ui
 body { color: var(--ink); background: var(--ground); }
 a { color: var(--link); }
 figure, .table { margin: 1rem 0; overflow-x: auto; }
-figure svg { max-width: 100%; min-width: 34rem; height: auto; }
+figure svg { max-width: 100%; min-width: 40rem; height: auto; }
 table { border-collapse: collapse; font-size: .8rem; white-space: nowrap; }
 th, td { padding: .2rem .6rem; text-align: left; border-bottom: 1px solid var(--grid); }
 tr:target { outline: 2px solid var(--link); }
