@@ -10,7 +10,8 @@ A time is of one layer: LAYERS of them, each with memory of its own, follow each
 that no layer finds its rows in a cache. Contestants take turns. Code that launches on the default stream cannot be captured:
 it is launched call by call; `kernels` is then what its kernels take without the gaps that the host leaves between them.
 
-What is not there is skipped, and the result says so. None of it is kvseek's, and ParisKV's and ClusterKV's repositories have no
+Every part at a context has a process of its own, so that a fault of a kernel costs no other part. What is not there is
+skipped, and the result says so. None of it is kvseek's, and ParisKV's and ClusterKV's repositories have no
 licence: clone them yourself and name the folders (plugins/peers/README.md).
 """
 
@@ -18,14 +19,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import multiprocessing
 import statistics
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +55,7 @@ LAYERS = 4
 PAGE = 16  # tokens of FlashInfer's pages
 CHUNK = 8192  # tokens of a prompt that are read at once
 CALLS, BLOCK, WARMUP = 60, 10, 5
+MOST_SECONDS = 60  # between two results of a part; building the published code takes most of them
 PROMPT_CALLS = 3  # of a whole prompt, which takes a second
 WORKSPACE = 256 << 20  # bytes, as FlashInfer's documents advise, and more for batches
 LARGEST_ERROR = 0.02  # relative, of attention in bfloat16
@@ -70,11 +73,19 @@ Timed = Callable[[], float]  # a call, made once: device seconds
 def attempt(name: str, skipped: dict[str, str], call: Callable[[], T]) -> T | None:
     """What a call returns; None if the code of others fails, and then why in `skipped`."""
     try:
-        return call()
+        made = call()
+        torch.cuda.synchronize()
+        return made
     except (ImportError, OSError, RuntimeError, KvseekError) as error:
         skipped[name] = (str(error).splitlines() or [type(error).__name__])[0]
         progress(f"{name}: {skipped[name]}")
         return None
+
+
+def present(makers: Mapping[str, Callable[[], T]], skipped: dict[str, str]) -> dict[str, T]:
+    """What can be made of these, by name; each has run before the next is made, so that a fault is its own."""
+    made = {name: attempt(name, skipped, make) for name, make in makers.items()}
+    return {name: one for name, one in made.items() if one is not None}
 
 
 def captured(call: Call) -> Timed:
@@ -84,10 +95,16 @@ def captured(call: Call) -> Timed:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
+    torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         call()
-    torch.cuda.current_stream().wait_stream(stream)
-    return between_events(graph.replay)
+
+    def replay(kept: Call = call) -> None:
+        """Replay the graph, which does not keep what its kernels read: the call does. A capture gives free memory back."""
+        graph.replay()
+
+    replay()
+    return between_events(replay)
 
 
 def between_events(call: Call) -> Timed:
@@ -152,13 +169,14 @@ def decode(bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]) ->
         for layer in range(LAYERS):
             retrieval.attend(layer, queries[layer], batch)
 
-    contestants = {"kvseek full": captured(ours)}
+    def theirs(cores: str) -> Timed:
+        return captured(flashinfer_decode(bench, cell, pages, queries, cores == "tensor cores"))
+
     pages = flashinfer_pages(bench, cell)
-    for cores in ("CUDA cores", "tensor cores"):
-        name = f"FlashInfer, {cores}"
-        call = attempt(name, skipped, partial(flashinfer_decode, bench, cell, pages, queries, cores == "tensor cores"))
-        if call is not None:
-            contestants[name] = captured(call)
+    made = {"kvseek full": lambda: captured(ours)} | {
+        f"FlashInfer, {cores}": partial(theirs, cores) for cores in ("CUDA cores", "tensor cores")
+    }
+    contestants = present(made, skipped)
     heads, dim = bench.model.num_kv_heads, bench.model.head_dim
     moved = cell.context * cell.batch * heads * 2 * dim * bench.dtype.itemsize
     for name, seconds in take_turns(contestants).items():
@@ -212,9 +230,9 @@ def flashinfer_decode(bench: Bench, cell: Cell, pages: list[Tensor], queries: li
 # Attention of prompts
 
 
-def prompts(bench: Bench, filler: Filler, context: int, skipped: dict[str, str]) -> Iterator[dict[str, Any]]:
+def prompts(bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]) -> Iterator[dict[str, Any]]:
     """The last chunk of a prompt, then all of it; the calls take milliseconds, so no graph is needed."""
-    model, scaling = bench.model, bench.model.head_dim**-0.5
+    model, scaling, context = bench.model, bench.model.head_dim**-0.5, cell.context
     ours = PromptAttention(bench.kernels(bench.variants[0]), model, bench.dtype, CHUNK, context)
     if ours.refusal is not None:
         skipped["kvseek's prompts by cuDNN"] = ours.refusal
@@ -238,9 +256,7 @@ def prompts(bench: Bench, filler: Filler, context: int, skipped: dict[str, str])
     calls: dict[str, Call]
     for part, calls, tokens in (("chunk", chunk, CHUNK), ("prompt", whole, context)):
         operations = 4 * model.num_heads * model.head_dim * (tokens * context - tokens * (tokens - 1) // 2)
-        contestants = {
-            name: between_events(call) for name, call in calls.items() if attempt(name, skipped, call) is not None
-        }
+        contestants = {name: between_events(calls[name]) for name in present(calls, skipped)}
         for name, seconds in take_turns(contestants, PROMPT_CALLS * (4 if part == "chunk" else 1), 1).items():
             yield {"part": part, "name": name, "context": context, "batch": 1, "seconds": seconds} | {
                 "operations_per_second": operations / seconds["median"]
@@ -251,7 +267,7 @@ def prompts(bench: Bench, filler: Filler, context: int, skipped: dict[str, str])
 
 
 def selections(
-    bench: Bench, filler: Filler, cell: Cell, checkouts: Mapping[str, Path | None], skipped: dict[str, str]
+    checkouts: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
     """The methods' selections, and those of the code that their authors published."""
     queries = queries_of(bench, filler, cell.batch)
@@ -263,9 +279,10 @@ def selections(
             for layer in range(LAYERS):
                 retrieval.indexes[layer].select(queries[layer], batch)
 
-        contestants[f"kvseek {variant.label}"] = captured(select)
+        name = f"kvseek {variant.label}"
+        contestants |= present({name: partial(captured, select)}, skipped)
     for name, (folder, find) in PUBLISHED.items():
-        checkout = checkouts[name]
+        checkout = getattr(checkouts, name.lower())
         if checkout is None or not (checkout / folder).is_dir():
             skipped[name] = f"--{name.lower()}: {checkout}: no checkout of its code; {name}'s README says from where"
             continue
@@ -284,12 +301,6 @@ def selections(
 
 def pariskv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: list[Tensor]) -> tuple[Call, float]:
     """The selection of ParisKV's own cache (cache_hub/polar_cache.py), with its settings for Llama; and its recall."""
-    if find_spec("fast_hadamard_transform") is None:
-        stand_in: Any = types.ModuleType("fast_hadamard_transform")
-        stand_in.hadamard_transform = lambda rows, scale: (
-            rows @ hadamard(rows.shape[-1], rows.dtype, rows.device) * scale
-        )
-        sys.modules["fast_hadamard_transform"] = stand_in
     sys.path.insert(0, str(checkout))
     model, tokens, room = bench.model, cell.context, 512
     sizes = {"num_key_value_heads": model.num_kv_heads, "num_heads": model.num_heads, "head_dim": model.head_dim}
@@ -330,15 +341,6 @@ def pariskv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: l
 
     share = recall(select(0)[0], filler.keys(0, 0, tokens)[:, region], means[0][0])
     return lambda: [select(layer) for layer in range(LAYERS)], share
-
-
-@cache
-def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The matrix whose product the package fast_hadamard_transform computes, [size, size]; size is a power of two."""
-    matrix = torch.ones(1, 1, dtype=dtype, device=device)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix
 
 
 def clusterkv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: list[Tensor]) -> tuple[Call, float]:
@@ -426,29 +428,60 @@ PUBLISHED: dict[str, tuple[str, Published]] = {
 
 def run(own: argparse.Namespace) -> dict[str, Any]:
     """All parts, at every context; what fails is listed with its reason."""
-    bench, skipped, results = _bench(own), dict[str, str](), list[dict[str, Any]]()
-    filler, checkouts = bench.filler(), {name: getattr(own, name.lower()) for name in PUBLISHED}
-    parts: list[tuple[str, Callable[[], Iterator[dict[str, Any]]]]] = [
-        *(
-            (f"decode, {one.context:,} x {one.batch}", partial(decode, bench, filler, one, skipped))
-            for one in bench.cells
-        ),
-        *((f"prompts of {n:,}", partial(prompts, bench, filler, n, skipped)) for n in bench.arguments.contexts),
-        *(
-            (f"selections at {n:,}", partial(selections, bench, filler, Cell(n, 1), checkouts, skipped))
-            for n in bench.arguments.contexts
-        ),
-    ]
-    packages = {name: version(name) for name in ("flashinfer-python",) if find_spec("flashinfer")}
-    for name, part in parts:
-        progress(name)
-        with torch.inference_mode():
-            results += attempt(name, skipped, lambda: list(part())) or []  # noqa: B023 - called at once
-        free_memory()
-        document = result("peers", bench, results, layers=LAYERS, packages=packages, skipped=skipped)
-        if own.output:
-            write_result(own.output, document)
+    document: dict[str, Any] = {}
+    results, skipped = list[dict[str, Any]](), dict[str, str]()
+    for part in parts(own):
+        for context in sorted(numbers("contexts", own.contexts), reverse=part != "decode"):
+            name = f"{part} at {context:,}"
+            progress(name)
+            theirs, ours = multiprocessing.Pipe(duplex=False)
+            process = multiprocessing.get_context("spawn").Process(target=run_part, args=(own, part, context, ours))
+            process.start()
+            ours.close()
+            found: dict[str, Any] = {"results": [], "skipped": {}}
+            try:
+                while theirs.poll(MOST_SECONDS):
+                    found = theirs.recv()
+                found["skipped"][name] = f"it took more than {MOST_SECONDS} s"
+            except EOFError:
+                process.join()
+                if process.exitcode:
+                    found["skipped"][name] = f"its process ended with {process.exitcode}"
+            process.kill()
+            results += found["results"]
+            skipped |= found["skipped"]
+            document = {**document, **found, "results": results, "skipped": skipped}
+            if own.output and results:
+                write_result(own.output, document)
+    if not results:
+        raise KvseekError(f"nothing could be measured: {next(iter(skipped.values()))}")
     return document
+
+
+def parts(own: argparse.Namespace) -> dict[str, Callable[..., Iterator[dict[str, Any]]]]:
+    """What is measured, the parts that say most first."""
+    return {"decode": decode, "selection": partial(selections, own), "prompt": prompts}
+
+
+def run_part(own: argparse.Namespace, part: str, context: int, results_to: Connection) -> None:
+    """One part at one context, in a process of its own: sends the document after each of its cells."""
+    own.contexts = str(context)
+    own.batches, own.methods = (own.batches, "full") if part == "decode" else ("1", own.methods)
+    skipped, results = dict[str, str](), list[dict[str, Any]]()
+    bench = attempt(f"{part} at {context:,}", skipped, lambda: _bench(own))
+    if bench is None:
+        results_to.send({"results": results, "skipped": skipped})
+        return
+    filler = bench.filler()
+    packages = {name: version(name) for name in ("flashinfer-python",) if find_spec("flashinfer")}
+    for cell in bench.cells:
+        of_cell: dict[str, str] = {}
+        with torch.inference_mode():
+            made = attempt("all", of_cell, lambda: list(parts(own)[part](bench, filler, cell, of_cell)))  # noqa: B023 - called at once
+        results += made or []
+        skipped |= {f"{name}, {part} at {context:,} x {cell.batch}": reason for name, reason in of_cell.items()}
+        results_to.send(result("peers", bench, results, layers=LAYERS, packages=packages, skipped=skipped))
+        free_memory()
 
 
 def _bench(own: argparse.Namespace) -> Bench:
