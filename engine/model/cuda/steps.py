@@ -121,6 +121,10 @@ class DecodeStep:
         self._graph.replay()
         return self._result
 
+    def close(self) -> None:
+        """Free the graph, whoever still holds this step: NCCL ends a communicator only when no graph uses it."""
+        self._graph = None
+
 
 class StepModel(PromptModel, Protocol):
     """A model that reads prompts, and whose decode steps run on a GPU: KernelModel, and those of engine/tensorrt/models.py."""
@@ -277,6 +281,8 @@ class GraphDecoder(Decoder):
             self.step(size)
 
     def close(self) -> None:
+        for step in (*self._steps.values(), *self._replaced):
+            step.close()
         self._steps.clear()
         self._replaced.clear()
         if self._reader is not None:
