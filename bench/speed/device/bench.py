@@ -132,8 +132,13 @@ class Bench:
     weights : RandomWeights
     """
 
-    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], *, alone: bool = False) -> None:
-        """Measure what the variants need and plan for them. `alone`: load_alone will load each, not all at once."""
+    def __init__(
+        self, arguments: argparse.Namespace, cells: Sequence[Cell], *, alone: bool = False, layers: int | None = None
+    ) -> None:
+        """Measure what the variants need and plan for them.
+
+        `alone`: load_alone will load each, not all at once. `layers`: of the model, instead of all of the shape's.
+        """
         from kvseek.core.cuda import cuda_device
 
         self.arguments, self.cells, self.alone = arguments, list(cells), alone
@@ -141,6 +146,7 @@ class Bench:
         torch.cuda.set_device(self.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
         self.model = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
+        self.model = dataclasses.replace(self.model, num_layers=layers or self.model.num_layers)
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}
