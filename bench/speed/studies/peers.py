@@ -1,0 +1,536 @@
+"""Other libraries' kernels and the authors' code beside kvseek's, on one GPU in one run: `python bench/speed/studies/peers.py`.
+
+- *decode*: dense attention of one layer: the kernel of `full`, beside FlashInfer's batch decode over pages of 16 tokens (the
+  package flashinfer-python), once by CUDA cores and once by tensor cores.
+- *chunk*, *prompt*: attention of a prompt's last chunk, and of a whole prompt: kvseek's, beside PyTorch's flash attention and
+  cuDNN. cuDNN's causal mask fits whole prompts alone.
+- *selection*: how a step finds its rows: the methods' kernels, beside the code that the papers' authors published.
+
+A time is of one layer: LAYERS of them, each with memory of its own, follow each other in a CUDA graph between two events, so
+that no layer finds its rows in a cache. Contestants take turns. Code that launches on the default stream cannot be captured:
+it is launched call by call; `kernels` is then what its kernels take without the gaps that the host leaves between them.
+
+Every part at a context has a process of its own, so that a fault of a kernel costs no other part. What is not there is
+skipped, and the result says so. None of it is kvseek's, and ParisKV's and ClusterKV's repositories have no
+licence: clone them yourself and name the folders (plugins/peers/README.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.bench.engines import free_memory
+from kvseek.bench.output import Figure, command, figure, numbers, progress, write_result
+from kvseek.bench.speed.device.bench import Bench
+from kvseek.bench.speed.device.decode import device_seconds
+from kvseek.bench.speed.device.filling import Filler, with_empty_buffer
+from kvseek.bench.speed.device.floors import elapsed_seconds, timing_event
+from kvseek.bench.speed.device.memory_plan import Cell
+from kvseek.bench.speed.studies.common import make_bench, print_figures, result, study_parser
+from kvseek.bench.timing import Samples, interleave, turns
+from kvseek.bench.variants import Variant
+from kvseek.core.batch import Batch
+from kvseek.core.errors import ConfigError, KvseekError
+from kvseek.engine.model.cuda.attention import PromptAttention
+from kvseek.engine.model.library_attention import causal_attention_device, cudnn_attention
+from kvseek.engine.retrieval import Retrieval
+
+LAYERS = 4
+PAGE = 16  # tokens of FlashInfer's pages
+CHUNK = 8192  # tokens of a prompt that are read at once
+CALLS, BLOCK, WARMUP = 60, 10, 5
+MOST_SECONDS = 60  # between two results of a part; building the published code takes most of them
+PROMPT_CALLS = 3  # of a whole prompt, which takes a second
+WORKSPACE = 256 << 20  # bytes, as FlashInfer's documents advise, and more for batches
+LARGEST_ERROR = 0.02  # relative, of attention in bfloat16
+LEAST_RECALL = (
+    0.1  # of the best rows that published code finds if it was given what it expects; chance finds 0.03 at most
+)
+
+CLUSTERS, PASSES = 256, 5  # that ClusterKV's kernels rank; of k-means
+
+T = TypeVar("T")
+Call = Callable[[], object]
+Timed = Callable[[], float]  # a call, made once: device seconds
+
+
+def attempt(name: str, skipped: dict[str, str], call: Callable[[], T]) -> T | None:
+    """What a call returns; None if the code of others fails, and then why in `skipped`."""
+    try:
+        made = call()
+        torch.cuda.synchronize()
+        return made
+    except (ImportError, OSError, RuntimeError, KvseekError) as error:
+        skipped[name] = (str(error).splitlines() or [type(error).__name__])[0]
+        progress(f"{name}: {skipped[name]}")
+        return None
+
+
+def present(makers: Mapping[str, Callable[[], T]], skipped: dict[str, str]) -> dict[str, T]:
+    """What can be made of these, by name; each has run before the next is made, so that a fault is its own."""
+    made = {name: attempt(name, skipped, make) for name, make in makers.items()}
+    return {name: one for name, one in made.items() if one is not None}
+
+
+def captured(call: Call) -> Timed:
+    """The call as a graph, on a stream of its own, after one that is not captured."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+
+    def replay(kept: Call = call) -> None:
+        """Replay the graph, which does not keep what its kernels read: the call does. A capture gives free memory back."""
+        graph.replay()
+
+    replay()
+    return between_events(replay)
+
+
+def between_events(call: Call) -> Timed:
+    """The call as it is, between two events."""
+
+    def timed() -> float:
+        first, last = timing_event(), timing_event()
+        first.record()
+        call()
+        last.record()
+        last.synchronize()
+        return elapsed_seconds(first, last)
+
+    return timed
+
+
+def kernel_seconds(call: Call) -> float:
+    """Device seconds that the kernels of a call take, without the gaps between them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    return float(sum(event.self_device_time_total for event in found.key_averages())) * 1e-6
+
+
+def take_turns(contestants: Mapping[str, Timed], calls: int = CALLS, layers: int = LAYERS) -> dict[str, dict[str, Any]]:
+    """Seconds of one layer of each contestant, by name: medians and extremes of turns."""
+    timed = interleave(contestants, calls, min(BLOCK, calls), min(WARMUP, calls), timer=device_seconds)
+    found = {name: turns(samples, BLOCK if calls > BLOCK else 1) for name, samples in timed.items()}
+    return {name: Samples([s / layers for s in samples.seconds]).summary() for name, samples in found.items()}
+
+
+def retrieval_of(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> tuple[Retrieval, Batch]:
+    """A variant's retrieval over synthetic rows in GPU memory, and the batch of a decode step behind the cell's context."""
+    cache = bench.new_cache(bench.row_storage("never", [cell]), variant, [cell])
+    indexes, slots = bench.indexes(variant, cache, [cell]), list(range(cell.batch))
+    filler.fill(cell, [(cache, [indexes])])
+    for slot in slots:
+        cache.tokens[slot] = with_empty_buffer(cache, cell.context)
+    retrieval = bench.retrieval(variant, cache, indexes, [cell], hot_rows=False)
+    states, _ = retrieval.begin_step([1] * cell.batch, slots)
+    return retrieval, Batch(states.to(bench.device), cache.extents.device_table)
+
+
+def queries_of(bench: Bench, filler: Filler, batch: int) -> list[Tensor]:
+    """Queries [batch, H, D] of each layer, which seek what its keys have."""
+    drawn = filler.queries[:, :batch].transpose(0, 1)
+    signs = (one.repeat_interleave(bench.model.group_size, dim=0)[:, 0] for one in filler.signs)
+    return [(drawn * sign).contiguous() for sign in signs]
+
+
+# Dense attention of decode steps
+
+
+def decode(bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """`full` and FlashInfer over as many rows."""
+    queries = queries_of(bench, filler, cell.batch)
+    retrieval, batch = retrieval_of(bench, bench.variants[0], cell, filler)
+
+    def ours() -> None:
+        for layer in range(LAYERS):
+            retrieval.attend(layer, queries[layer], batch)
+
+    def theirs(cores: str) -> Timed:
+        return captured(flashinfer_decode(bench, cell, pages, queries, cores == "tensor cores"))
+
+    pages = flashinfer_pages(bench, cell)
+    made = {"kvseek full": lambda: captured(ours)} | {
+        f"FlashInfer, {cores}": partial(theirs, cores) for cores in ("CUDA cores", "tensor cores")
+    }
+    contestants = present(made, skipped)
+    heads, dim = bench.model.num_kv_heads, bench.model.head_dim
+    moved = cell.context * cell.batch * heads * 2 * dim * bench.dtype.itemsize
+    for name, seconds in take_turns(contestants).items():
+        yield {"part": "decode", "name": name, "context": cell.context, "batch": cell.batch, "seconds": seconds} | {
+            "bytes_per_second": moved / seconds["median"]
+        }
+
+
+def flashinfer_pages(bench: Bench, cell: Cell) -> list[Tensor]:
+    """Random rows of each layer, [pages, 2, 16, G, D]."""
+    pages = -(-cell.context // PAGE) * cell.batch
+    shape = (pages, 2, PAGE, bench.model.num_kv_heads, bench.model.head_dim)
+    return [torch.empty(shape, dtype=bench.dtype, device=bench.device).normal_() for _ in range(LAYERS)]
+
+
+def flashinfer_decode(bench: Bench, cell: Cell, pages: list[Tensor], queries: list[Tensor], tensor_cores: bool) -> Call:
+    """FlashInfer's batch decode as servers use it, planned for a CUDA graph; raises KvseekError if it computes another thing."""
+    flashinfer: Any = importlib.import_module("flashinfer")
+    model, each = bench.model, -(-cell.context // PAGE)
+    indptr = torch.arange(cell.batch + 1, dtype=torch.int32, device=bench.device) * each
+    indices = torch.arange(cell.batch * each, dtype=torch.int32, device=bench.device)
+    last = torch.full((cell.batch,), cell.context - (each - 1) * PAGE, dtype=torch.int32, device=bench.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(WORKSPACE, dtype=torch.uint8, device=bench.device),
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=tensor_cores,
+        paged_kv_indptr_buffer=indptr.clone(),
+        paged_kv_indices_buffer=indices.clone(),
+        paged_kv_last_page_len_buffer=last.clone(),
+    )
+    sizes = (model.num_heads, model.num_kv_heads, model.head_dim, PAGE)
+    wrapper.plan(indptr, indices, last, *sizes, q_data_type=bench.dtype, kv_data_type=bench.dtype)
+    outputs = [torch.empty_like(one) for one in queries]
+
+    def call() -> None:
+        for layer in range(LAYERS):
+            wrapper.run(queries[layer], pages[layer], out=outputs[layer])
+
+    call()
+    keys, values = (pages[0][:each, part].flatten(0, 1)[: cell.context].transpose(0, 1) for part in (0, 1))
+    expected = F.scaled_dot_product_attention(
+        queries[0][:1].transpose(0, 1)[None], keys[None], values[None], enable_gqa=True
+    )
+    error = float((outputs[0][0] - expected[0, :, 0]).float().norm() / expected.float().norm())
+    if error > LARGEST_ERROR:
+        raise KvseekError(f"FlashInfer: its attention differs from PyTorch's by {error:.1%}: its call is wrong here")
+    return call
+
+
+# Attention of prompts
+
+
+def prompts(bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """The last chunk of a prompt, then all of it; the calls take milliseconds, so no graph is needed."""
+    model, scaling, context = bench.model, bench.model.head_dim**-0.5, cell.context
+    ours = PromptAttention(bench.kernels(bench.variants[0]), model, bench.dtype, CHUNK, context)
+    if ours.refusal is not None:
+        skipped["kvseek's prompts by cuDNN"] = ours.refusal
+    keys, values = filler.source.keys(context, bench.dtype), filler.source.values(context, bench.dtype)
+    queries = filler.source.queries(model.num_heads, context, bench.dtype)
+
+    def in_chunks() -> list[Tensor]:
+        stops = range(CHUNK, context + 1, CHUNK)
+        return [ours(queries[:, stop - CHUNK : stop], keys[:, :stop], values[:, :stop], scaling) for stop in stops]
+
+    own = queries[:, context - CHUNK :]
+    chunk: dict[str, Call] = {
+        "kvseek": lambda: ours(own, keys, values, scaling),
+        "PyTorch, flash attention": lambda: causal_attention_device(own, keys, values, scaling),
+    }
+    whole: dict[str, Call] = {
+        "kvseek, in chunks": in_chunks,
+        "PyTorch, flash attention": lambda: causal_attention_device(queries, keys, values, scaling),
+        "PyTorch, cuDNN": lambda: cudnn_attention(queries[None], keys[None], values[None], scaling, causal=True),
+    }
+    calls: dict[str, Call]
+    for part, calls, tokens in (("chunk", chunk, CHUNK), ("prompt", whole, context)):
+        operations = 4 * model.num_heads * model.head_dim * (tokens * context - tokens * (tokens - 1) // 2)
+        contestants = {name: between_events(calls[name]) for name in present(calls, skipped)}
+        for name, seconds in take_turns(contestants, PROMPT_CALLS * (4 if part == "chunk" else 1), 1).items():
+            yield {"part": part, "name": name, "context": context, "batch": 1, "seconds": seconds} | {
+                "operations_per_second": operations / seconds["median"]
+            }
+
+
+# Selections
+
+
+def selections(
+    checkouts: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """The methods' selections, and those of the code that their authors published."""
+    queries = queries_of(bench, filler, cell.batch)
+    contestants, published, recalls = dict[str, Timed](), dict[str, Call](), dict[str, float]()
+    for variant in bench.variants[1:]:
+        retrieval, batch = retrieval_of(bench, variant, cell, filler)
+
+        def select(retrieval: Retrieval = retrieval, batch: Batch = batch) -> None:
+            for layer in range(LAYERS):
+                retrieval.indexes[layer].select(queries[layer], batch)
+
+        name = f"kvseek {variant.label}"
+        contestants |= present({name: partial(captured, select)}, skipped)
+    for name, (folder, find) in PUBLISHED.items():
+        checkout = getattr(checkouts, name.lower())
+        if checkout is None or not (checkout / folder).is_dir():
+            skipped[name] = f"--{name.lower()}: {checkout}: no checkout of its code; {name}'s README says from where"
+            continue
+        made = attempt(name, skipped, partial(find, bench, filler, cell, checkout, queries))
+        if made is not None:
+            published[name], recalls[name] = made
+    contestants |= {name: between_events(call) for name, call in published.items()}
+    times = take_turns(contestants)
+    for name, seconds in times.items():
+        entry = {"part": "selection", "name": name, "context": cell.context, "batch": cell.batch, "seconds": seconds}
+        if name in published:
+            entry["kernels"] = statistics.median(kernel_seconds(published[name]) for _ in range(BLOCK)) / LAYERS
+            entry["recall"] = recalls[name]
+        yield entry
+
+
+def pariskv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: list[Tensor]) -> tuple[Call, float]:
+    """The selection of ParisKV's own cache (cache_hub/polar_cache.py), with its settings for Llama; and its recall."""
+    sys.path.insert(0, str(checkout))
+    model, tokens, room = bench.model, cell.context, 512
+    sizes = {"num_key_value_heads": model.num_kv_heads, "num_heads": model.num_heads, "head_dim": model.head_dim}
+    unused = {"core": 0, "nprobe": 0, "cache_unit_size": 8, "cache_cluster_num": 0, "num_gpus": 1, "model_size": 8}
+    with redirect_stdout(sys.stderr):
+        cache = importlib.import_module("cache_hub").polar_cache(
+            valid_start=[0] * cell.batch,
+            layer_num=LAYERS,
+            batch_size=cell.batch,
+            max_length=tokens + room,
+            max_new_length=room,
+            dtype=bench.dtype,
+            layer_mapping={str(layer): str(bench.device) for layer in range(LAYERS)},
+            sink_size=4,
+            local_size=64,
+            enable_offload=False,
+            **sizes,
+            **unused,
+        )
+    for layer in range(LAYERS):
+        keys = filler.keys(layer, 0, tokens).transpose(0, 1)[None].contiguous()
+        cache.prefill_update_kv_cache(None, keys, torch.zeros_like(keys), layer, 0)
+    region = slice(4, tokens - 64)
+    candidates, collisions = cache._get_adaptive_ratios(region.stop - region.start)
+    means = [one.view(1, model.num_kv_heads, -1, model.head_dim).mean(2) for one in queries]
+
+    def select(layer: int) -> Tensor:
+        found: Tensor = cache.collision_based_topk_batch(
+            query=means[layer].unsqueeze(2),
+            codebook=cache.codebook_gpu[layer][..., region],
+            key_block_weight=cache.key_block_weight_gpu[layer][..., region],
+            key_4bit=cache.key_4bit_packed_gpu[layer][..., region, :],
+            collision_ratio=collisions,
+            candidate_ratio=candidates,
+            layer_idx=layer,
+        )
+        return found
+
+    share = recall(select(0)[0], filler.keys(0, 0, tokens)[:, region], means[0][0])
+    return lambda: [select(layer) for layer in range(LAYERS)], share
+
+
+def clusterkv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: list[Tensor]) -> tuple[Call, float]:
+    """ClusterKV's selection (kernel/cluster), of 1,024 rows for each query head, and its recall.
+
+    Its kernels take float16 and rank at most CLUSTERS clusters, where the paper has one for 80 tokens, 400 at 32K. Clusters are
+    found here as its build_cluster finds them, with fewer passes.
+    """
+    kernels, rows = clusterkv_kernels(checkout), 1024
+    model, keys = bench.model, [filler.keys(layer, 0, cell.context).half() for layer in range(LAYERS)]
+    heads, asked = model.num_kv_heads, [one.half().contiguous() for one in queries]
+    layers = [_clusters(one) for one in keys]
+    near, sizes = torch.zeros(2, model.num_heads, CLUSTERS, dtype=torch.int32, device=bench.device)
+    found = torch.zeros(model.num_heads, rows, dtype=torch.int32, device=bench.device)
+
+    def select(layer: int) -> Tensor:
+        centroids, size, stop, order = layers[layer]
+        kernels.get_neigh_c(asked[layer], centroids, size, near, sizes)
+        kernels.get_sel_indices(near, sizes, stop, order, found)
+        return found
+
+    by_head = keys[0].repeat_interleave(model.num_heads // heads, dim=0)
+    share = recall(select(0), by_head, asked[0][0])
+    return lambda: [select(layer) for layer in range(LAYERS)], share
+
+
+def clusterkv_kernels(checkout: Path) -> Any:
+    """Compile ClusterKV's selection: a binding of ours, as its own binds kernels too that need libraries of that time."""
+    from torch.utils.cpp_extension import load
+
+    data: Any = importlib.import_module("flashinfer")
+    build, cluster = checkout / "build_kvseek", checkout / "kernel/cluster"
+    (build / "km_include").mkdir(parents=True, exist_ok=True)
+    (build / "km_include/decode_handler.cuh").write_text(
+        "namespace flashinfer { struct BatchDecodeHandler {}; enum class QKVLayout : unsigned { NHD, HND }; }\n",
+        encoding="utf-8",
+    )
+    names = ("get_neigh_c", "get_sel_indices")
+    bound = "".join(f'm.def("{name}", &{name});' for name in names)
+    binding = build / "binding.cpp"
+    binding.write_text(f'#include "km_ops.h"\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{{bound}}}\n', encoding="utf-8")
+    half = [f"-U__CUDA_NO_HALF_{name}__" for name in ("OPERATORS", "CONVERSIONS")]
+    cutlass = Path(data.__file__).parent / "data/cutlass/include"
+    return load(
+        name="clusterkv_selection",
+        sources=[str(binding), str(cluster / "src/cluster.cu")],
+        extra_include_paths=[str(folder) for folder in (build, cluster / "src", cluster / "include", cutlass)],
+        extra_cuda_cflags=["-O3", *half],
+        build_directory=str(build),
+    )
+
+
+def _clusters(keys: Tensor) -> tuple[Tensor, ...]:
+    """K-means by cosine of keys [G, n, D]: centroids, and clusters' sizes, last places and, cluster by cluster, tokens."""
+    kv_heads, tokens, dim = keys.shape
+    directions, centroids = F.normalize(keys, dim=-1), keys[:, :: tokens // CLUSTERS][:, :CLUSTERS]
+    for _ in range(PASSES):
+        labels = (directions @ F.normalize(centroids, dim=-1).transpose(1, 2)).argmax(-1)
+        counts = torch.zeros(kv_heads, CLUSTERS, device=keys.device).scatter_add_(
+            1, labels, torch.ones_like(labels).float()
+        )
+        sums = torch.zeros(kv_heads, CLUSTERS, dim, device=keys.device)
+        sums.scatter_add_(1, labels.unsqueeze(-1).expand(-1, -1, dim), keys.float())
+        centroids = (sums / counts.clamp(min=1).unsqueeze(-1)).to(keys.dtype).contiguous()
+    order = labels.argsort(dim=-1)
+    return centroids, *(part.to(torch.int32).contiguous() for part in (counts, counts.cumsum(-1), order))
+
+
+def recall(found: Tensor, keys: Tensor, queries: Tensor) -> float:
+    """Share of the best rows among those found [heads, k]: keys [heads, n, D], queries [heads, D]; KvseekError if few are."""
+    scores = (keys.float() @ queries.float().unsqueeze(-1))[..., 0]
+    best = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(found.shape[1]).indices, value=True)
+    share = float(best.gather(1, found.long()).float().mean())
+    if share < LEAST_RECALL:
+        raise KvseekError(f"it finds {share:.1%} of the best rows: it was not given what it expects")
+    return share
+
+
+Published = Callable[[Bench, Filler, Cell, Path, list[Tensor]], tuple[Call, float]]
+PUBLISHED: dict[str, tuple[str, Published]] = {
+    "ParisKV": ("cache_hub", pariskv),
+    "ClusterKV": ("kernel/cluster", clusterkv),
+}
+
+
+def run(own: argparse.Namespace) -> dict[str, Any]:
+    """All parts, at every context; what fails is listed with its reason."""
+    document: dict[str, Any] = {}
+    results, skipped = list[dict[str, Any]](), dict[str, str]()
+    for part in parts(own):
+        for context in sorted(numbers("contexts", own.contexts), reverse=part != "decode"):
+            name = f"{part} at {context:,}"
+            progress(name)
+            theirs, ours = multiprocessing.Pipe(duplex=False)
+            process = multiprocessing.get_context("spawn").Process(target=run_part, args=(own, part, context, ours))
+            process.start()
+            ours.close()
+            found: dict[str, Any] = {"results": [], "skipped": {}}
+            try:
+                while theirs.poll(MOST_SECONDS):
+                    found = theirs.recv()
+                found["skipped"][name] = f"it took more than {MOST_SECONDS} s"
+            except EOFError:
+                process.join()
+                if process.exitcode:
+                    found["skipped"][name] = f"its process ended with {process.exitcode}"
+            process.kill()
+            results += found["results"]
+            skipped |= found["skipped"]
+            document = {**document, **found, "results": results, "skipped": skipped}
+            if own.output and results:
+                write_result(own.output, document)
+    if not results:
+        raise KvseekError(f"nothing could be measured: {next(iter(skipped.values()))}")
+    return document
+
+
+def parts(own: argparse.Namespace) -> dict[str, Callable[..., Iterator[dict[str, Any]]]]:
+    """What is measured, the parts that say most first."""
+    return {"decode": decode, "selection": partial(selections, own), "prompt": prompts}
+
+
+def run_part(own: argparse.Namespace, part: str, context: int, results_to: Connection) -> None:
+    """One part at one context, in a process of its own: sends the document after each of its cells."""
+    own.contexts = str(context)
+    own.batches, own.methods = (own.batches, "full") if part == "decode" else ("1", own.methods)
+    skipped, results = dict[str, str](), list[dict[str, Any]]()
+    bench = attempt(f"{part} at {context:,}", skipped, lambda: _bench(own))
+    if bench is None:
+        results_to.send({"results": results, "skipped": skipped})
+        return
+    filler = bench.filler()
+    packages = {name: version(name) for name in ("flashinfer-python",) if find_spec("flashinfer")}
+    for cell in bench.cells:
+        of_cell: dict[str, str] = {}
+        with torch.inference_mode():
+            made = attempt("all", of_cell, lambda: list(parts(own)[part](bench, filler, cell, of_cell)))  # noqa: B023 - called at once
+        results += made or []
+        skipped |= {f"{name}, {part} at {context:,} x {cell.batch}": reason for name, reason in of_cell.items()}
+        results_to.send(result("peers", bench, results, layers=LAYERS, packages=packages, skipped=skipped))
+        free_memory()
+
+
+def _bench(own: argparse.Namespace) -> Bench:
+    for context in numbers("contexts", own.contexts):
+        if context % CHUNK:
+            raise ConfigError(
+                f"--contexts: {context}: must be a multiple of {CHUNK}, a chunk's tokens; e.g. {16 * CHUNK}"
+            )
+    if own.methods.split(",")[0] != "full":
+        raise ConfigError(
+            f"--methods = {own.methods!r}: must begin with full, which decode steps are timed with; add it"
+        )
+    return make_bench(own, "--batches", own.batches, "--offload", "never", layers=LAYERS)
+
+
+def print_report(document: dict[str, Any]) -> None:
+    """Print a row for each contestant, and what was skipped."""
+    print_figures(document, FIGURES, "name")
+    for name, reason in document["skipped"].items():
+        print(f"{name}: skipped: {reason}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser."""
+    methods = "full,nested,pariskv,pariskv:paper,clusterkv:dense_layers=0,clusterkv:paper,dense_layers=0"
+    parser = study_parser(__doc__, methods=methods, contexts="32768,131072")
+    parser.add_argument("--batches", default="1,4,8", help="comma list, of decode steps (default: %(default)s)")
+    for name in PUBLISHED:
+        parser.add_argument(f"--{name.lower()}", type=Path, metavar="FOLDER", help=f"a checkout of {name}'s repository")
+    return parser
+
+
+def _rate(entry: dict[str, Any]) -> str:
+    operations = entry.get("operations_per_second")
+    moved = entry.get("bytes_per_second")
+    return f"{operations / 1e12:,.0f} TFLOP/s" if operations else f"{moved / 1e12:.2f} TB/s" if moved else ""
+
+
+FIGURES: dict[str, Figure] = {
+    "part": lambda entry: str(entry["part"]),
+    "tokens": lambda entry: f"{entry['context']:,}",
+    "batch": lambda entry: str(entry["batch"]),
+    "µs": figure("seconds.median", ",.1f", 1e6),
+    "kernels\nµs": lambda entry: f"{entry['kernels'] * 1e6:,.1f}" if "kernels" in entry else "",
+    "rate": _rate,
+    "recall": lambda entry: f"{entry['recall']:.2f}" if "recall" in entry else "",
+}
+main = command(make_parser().parse_args, run, print_report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
