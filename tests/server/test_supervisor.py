@@ -167,7 +167,7 @@ def test_a_log_that_nobody_asked_for_is_cut(tmp_path: Path, monkeypatch: pytest.
 
 REFUSES = "import time; time.sleep(0.5); print('all was well'); raise SystemExit('error: no such model')"
 CRASHES = "import time; time.sleep(0.5); 1 / 0"
-TALKS = "import time\nwhile True: print('all is well', flush=True); time.sleep(0.001)"
+TALKS = "import time\nwhile True: print('all is well', flush=True); time.sleep(0.01)"
 
 
 @pytest.mark.parametrize(
