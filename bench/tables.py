@@ -252,7 +252,7 @@ def _counted(cell: dict[str, Any]) -> str:
 
 
 def wide_tasks(results: Results) -> Rows:
-    """Parts of wide answers that are right, of `full`; and by how many points those of each method differ, least read first."""
+    """Parts of wide answers that are right, of `full`; and by how many points those of each method differ, fewest rows first."""
     chains = [cell for cell in results("wide-tasks-cpu-needle")["cells"] if cell["task"] == "long_chain"]
     cells = {(c["task"], c["length"], c["engine"]): c["parts"] for c in [*chains, *results("wide-tasks-h200")["cells"]]}
     asked = dict.fromkeys(key[:2] for key in cells)
@@ -261,24 +261,18 @@ def wide_tasks(results: Results) -> Rows:
     full = [cells[*key, "full"] for key in asked]
     yield ("`full`", *(f"{100 * fmean(parts):.1f}" for parts in full))
     for method in METHODS[1:]:
-        own = sorted((_read(one), name) for name, one in settings.items() if one.method == method)
+        own = sorted((one.settings.top_k, name) for name, one in settings.items() if one.method == method)
         shown = []
         for key, reference in zip(asked, full, strict=True):
-            found = [(tokens, cells.get((*key, name))) for tokens, name in own]
-            shown.append("; ".join(_points(tokens, parts, reference) for tokens, parts in found if parts is not None))
+            found = (cells.get((*key, name)) for _, name in own)
+            shown.append("; ".join(_points(parts, reference) for parts in found if parts is not None))
         yield (f"`{method}`", *shown)
 
 
-def _read(variant: Variant) -> int:
-    """Tokens that a step reads, with the sink and the local window."""
-    return int(variant.settings.top_k) + variant.cache.sink + variant.cache.local
-
-
-def _points(tokens: int, parts: Sequence[float], reference: Sequence[float]) -> str:
-    """The difference on the contexts that both have read, and behind it the tokens; bold beyond WITHIN points."""
+def _points(parts: Sequence[float], reference: Sequence[float]) -> str:
+    """The difference on the contexts that both have read; bold beyond WITHIN points."""
     points = 100 * fmean(own - other for own, other in zip(parts, reference, strict=False))
-    text = f"{points:+.1f} ({tokens:,})"
-    return f"**{text}**" if points < -WITHIN else text
+    return f"**{points:+.1f}**" if points < -WITHIN else f"{points:+.1f}"
 
 
 def perplexities(results: Results) -> Rows:
