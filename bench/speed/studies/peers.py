@@ -131,6 +131,8 @@ def take_turns(
     part: str, cell: Cell, contestants: Mapping[str, Timed], calls: int = CALLS, layers: int = LAYERS
 ) -> list[dict[str, Any]]:
     """An entry for each contestant: seconds of one layer, medians and extremes of turns."""
+    if not contestants:
+        return []
     found = interleave(contestants, calls, min(BLOCK, calls), min(WARMUP, calls), timer=device_seconds)
     each = {name: turns(samples, BLOCK if calls > BLOCK else 1).seconds for name, samples in found.items()}
     head = {"part": part, "context": cell.context, "batch": cell.batch}
