@@ -60,7 +60,6 @@ def _step(results: Results, name: str, offload: str) -> str:
 FORMS = {
     "pariskv, paper": "the paper's, 8,192 tokens",
     "4096": "4,096 tokens",
-    "2048": "2,048 tokens",
     "pariskv, one tier": "one tier",
     "pariskv, no rotation": "not rotated",
     "pariskv, no alpha": "codes without α",
