@@ -12,7 +12,7 @@ from tests.plugins.cases import CASES
 from kvseek.bench.budgets import read_budgets
 from kvseek.bench.methods import costs_of
 from kvseek.bench.variants import parse_variants
-from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig
+from kvseek.core.config import WEIGHT_GROUP, BlockSparseConfig, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.plugins.registry import METHODS, PEERS
 from kvseek.plugins.sources import package_roots
@@ -63,7 +63,7 @@ def test_a_variant_may_have_sparse_prompts() -> None:
 
 def test_a_variant_may_have_a_head_of_8_bits() -> None:
     (variant,) = parse_variants("full:weight_only_precision=int8,quantize_lm_head=true")
-    assert variant.weights == ("int8", True)
+    assert variant.weights == ("int8", WEIGHT_GROUP, True)
     assert variant.flags() == ["--method", "full", "--weight_only_precision", "int8", "--quantize_lm_head"]
 
 

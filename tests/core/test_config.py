@@ -108,6 +108,27 @@ BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"cache": {"lokal": 1}}, "config.json: build_config: cache: unknown key 'lokal'"),
         ({"cache": 3}, "config.json: build_config: cache = 3: must be an object"),
         ({"device": "tpu"}, "device = 'tpu': must be one of ('cpu', 'cuda')"),
+        ({"weight_group": 48}, "weight_group = 48: must be one of (32, 64, 128); set --weight_group"),
+        (
+            {"weight_group": 64},
+            "weight_group = 64: must be left out with weight_only_precision = 'none'; it belongs to",
+        ),
+        (
+            {"weight_only_precision": "int4", "weight_group": 128},
+            "hidden_size = 64: must be a multiple of 128 with weight_only_precision = 'int4'; build with",
+        ),
+        (
+            {"weight_only_precision": "int4", "tp_size": 2},
+            "intermediate_size = 48: must be a multiple of 32 with weight_only_precision = 'int4' in each of 2 ranks; build",
+        ),
+        (
+            {"device": "cuda", "weight_only_precision": "int8_groups"},
+            "weight_only_precision = 'int8_groups': must be another one with device = 'cuda'",
+        ),
+        (
+            {"weight_only_precision": "fp8_groups"},
+            "hidden_size = 64: must be a multiple of 128 with weight_only_precision = 'fp8_groups'",
+        ),
         ({"device": "cuda", "kernels": "reference"}, "kernels = 'reference': must be 'native' with device = 'cuda'"),
         (
             {"device": "cuda", "runtime": "tensorrt", "cache": {"reuse": True}},

@@ -32,9 +32,11 @@ from kvseek.bench.speed.device.options import parse
 from kvseek.bench.speed.parts import part_groups
 from kvseek.bench.speed.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
 from kvseek.bench.timing import Samples
+from kvseek.bench.variants import WeightForm
 from kvseek.builder.checkpoints.weights import WeightFormat
-from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import FP8_GROUPS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.weight_only import INT4
 from kvseek.engine.model.layer import Layer
 from kvseek.engine.model.weights import list_weights, weight_shapes
 from kvseek.plugins.measurements import SelectionCosts
@@ -76,22 +78,26 @@ def test_shapes_are_of_their_size() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("precision", "head"), [("int8", False), ("int8", True), ("fp8", False)])
+@pytest.mark.parametrize(
+    ("precision", "head"), [("int8", False), ("int8", True), ("fp8", False), (INT4, True), (FP8_GROUPS, False)]
+)
 def test_quantised_weights_are_those_that_the_builder_stores(precision: str, head: bool, tied: bool) -> None:
-    model = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    sizes, group = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}, 64 if precision == INT4 else 32
+    model = dataclasses.replace(TINY, tie_word_embeddings=tied, **sizes)
     plain = RandomWeights(model, torch.bfloat16, CPU).tensors
-    own, stored = quantised(plain, precision, quantize_lm_head=head), WeightFormat(torch.bfloat16, precision, head)
+    own = quantised(plain, WeightForm(precision, group, head))
+    stored = WeightFormat(torch.bfloat16, precision, head, group)
     listed = [one for weight in list_weights(model, quantize_lm_head=head) for one in stored.stored(weight)]
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()} == {
         one.name: (one.shape, one.dtype) for one in listed
     }
     assert own["embed.weight"] is plain["embed.weight"], "shared"
     config = dataclasses.replace(
-        config_for(model, "full", 1, 1), weight_only_precision=precision, quantize_lm_head=head
+        config_for(model, "full", 1, 1), weight_only_precision=precision, weight_group=group, quantize_lm_head=head
     )
     needs = Needs.of(config, 2, IndexNeeds())
-    matrices = sum(tensor.nbytes for tensor in own.values() if tensor.dim() == 2)
-    assert needs.weights == matrices
+    matrices = sum(tensor.nbytes for tensor in own.values() if tensor.dim() > 1)
+    assert needs.weights == matrices, "scales of groups count"
 
 
 def test_random_weights_are_what_a_decoder_reads() -> None:
@@ -165,7 +171,9 @@ class TestPlan:
         most = Needs.most([one, other])
         assert (most.window_slot, most.index) == (6, IndexNeeds(6, 7, 5))
         assert most.weights == one.weights, "of one precision they are there once"
-        narrow = [dataclasses.replace(one, weights=one.weights // 2, precision=name) for name in ("int8", "fp8", "fp8")]
+        narrow = [
+            dataclasses.replace(one, weights=one.weights // 2, form=WeightForm(name)) for name in ("int8", "fp8", "fp8")
+        ]
         assert Needs.most([one, *narrow]).weights == 2 * one.weights, "int8 and fp8 lie side by side"
 
     def test_bytes_of_slots_are_planned_for(self) -> None:
