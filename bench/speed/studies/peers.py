@@ -46,7 +46,7 @@ from kvseek.bench.speed.studies.common import make_bench, print_figures, result,
 from kvseek.bench.timing import Samples, interleave, turns
 from kvseek.bench.variants import Variant
 from kvseek.core.batch import Batch
-from kvseek.core.errors import KvseekError
+from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.engine.model.cuda.attention import PromptAttention
 from kvseek.engine.model.library_attention import causal_attention_device, cudnn_attention
 from kvseek.engine.retrieval import Retrieval
@@ -434,7 +434,9 @@ PUBLISHED: dict[str, tuple[str, Published]] = {
 def run(own: argparse.Namespace) -> dict[str, Any]:
     """All parts, at every context; what fails is listed with its reason."""
     document, skipped, results = dict[str, Any](), dict[str, str](), list[dict[str, Any]]()
-    for part in PARTS:
+    if unknown := sorted(set(own.parts.split(",")) - set(PARTS)):
+        raise ConfigError(f"--parts: {', '.join(unknown)}: must be of {', '.join(PARTS)}; leave it out for all")
+    for part in own.parts.split(","):
         for context in numbers("contexts", own.contexts):
             name = f"{part} at {context:,}"
             progress(name)
@@ -471,7 +473,7 @@ def run_part(own: argparse.Namespace, part: str, context: int) -> dict[str, Any]
 
 
 Part = Callable[[argparse.Namespace, Bench, Filler, Cell, dict[str, str]], list[dict[str, Any]]]
-PARTS: dict[str, Part] = {"decode": decode, "selection": selections, "prompt": prompts}  # what says most first
+PARTS: dict[str, Part] = {"decode": decode, "prompt": prompts, "selection": selections}
 
 
 def print_report(document: dict[str, Any]) -> None:
@@ -485,6 +487,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser."""
     methods = "nested,pariskv,pariskv:paper,clusterkv:dense_layers=0,clusterkv:paper,dense_layers=0"
     parser = study_parser(__doc__, methods=methods, contexts="32768,131072")
+    parser.add_argument("--parts", default="decode,prompt,selection", help="comma list of these (default: %(default)s)")
     parser.add_argument("--batches", default="1,4,8", help="comma list, of decode steps (default: %(default)s)")
     for name in PUBLISHED:
         parser.add_argument(f"--{name.lower()}", type=Path, metavar="FOLDER", help=f"a checkout of {name}'s repository")
