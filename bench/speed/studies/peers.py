@@ -1,18 +1,17 @@
-"""Other libraries' kernels and the authors' code beside kvseek's, on one GPU in one run: `python bench/speed/studies/peers.py`.
+"""Other libraries' kernels and ParisKV's own beside kvseek's, on one GPU in one run: `python bench/speed/studies/peers.py`.
 
 - *decode*: dense attention of one layer: the kernel of `full`, beside FlashInfer's batch decode over pages of 16 tokens (the
   package flashinfer-python), once by CUDA cores and once by tensor cores.
-- *chunk*, *prompt*: attention of a prompt's last chunk, and of a whole prompt: kvseek's, beside PyTorch's flash attention and
-  cuDNN. cuDNN's causal mask fits whole prompts alone.
-- *selection*: how a step finds its rows: the methods' kernels, beside the code that the papers' authors published.
+- *prompt*: attention of a whole prompt: kvseek's, in chunks, beside PyTorch's flash attention and cuDNN.
+- *selection*: how a step finds its rows: the methods' kernels, beside the code that ParisKV's authors published.
 
 A time is of one layer: LAYERS of them, each with memory of its own, follow each other in a CUDA graph between two events, so
 that no layer finds its rows in a cache. Contestants take turns. Code that launches on the default stream cannot be captured:
 it is launched call by call; `kernels` is then what its kernels take without the gaps that the host leaves between them.
 
 Every part at a context has a process of its own, so that a fault of a kernel costs no other part. What is not there is
-skipped, and the result says so. None of it is kvseek's, and github.com/amy-77/ParisKV and sjtu-zhao-lab/ClusterKV have no
-licence: clone them yourself and name the folders.
+skipped, and the result says so. None of it is kvseek's, and github.com/amy-77/ParisKV has no licence: clone it yourself. The
+kernel that ClusterKV's authors published does not rank clusters by score (docs/papers.md), so its time would say nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ PROMPT_CALLS = 3  # of a whole prompt, which takes a second
 WORKSPACE = 256 << 20  # bytes, as FlashInfer's documents advise, and more for batches
 LARGEST_ERROR = 0.02  # relative, of attention in bfloat16
 LEAST_RECALL = 0.1  # of the best rows, by published code that was given what it expects; chance finds 0.03 at most
-
-CLUSTERS, PASSES = 256, 5  # that ClusterKV's kernels rank; of k-means
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -230,7 +227,7 @@ def flashinfer_decode(bench: Bench, cell: Cell, pages: list[Tensor], queries: li
 def prompts(
     own: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """The last chunk of a prompt, then all of it; the calls take milliseconds, so no graph is needed."""
+    """Causal attention of a whole prompt; the calls take milliseconds, so no graph is needed."""
     model, scaling, context = bench.model, bench.model.head_dim**-0.5, cell.context
     ours = PromptAttention(bench.kernels(bench.variants[0]), model, bench.dtype, CHUNK, context)
     if ours.refusal is not None:
@@ -243,42 +240,24 @@ def prompts(
             stop = min(start + CHUNK, context)
             ours(queries[:, start:stop], keys[:, :stop], values[:, :stop], scaling)
 
-    last = queries[:, -CHUNK:]
-    parts: dict[str, tuple[int, dict[str, Call]]] = {
-        "chunk": (
-            4 * PROMPT_CALLS,
-            {
-                "kvseek": lambda: ours(last, keys, values, scaling),
-                "PyTorch, flash attention": lambda: causal_attention_device(last, keys, values, scaling),
-            },
-        ),
-        "prompt": (
-            PROMPT_CALLS,
-            {
-                "kvseek, in chunks": in_chunks,
-                "PyTorch, flash attention": lambda: causal_attention_device(queries, keys, values, scaling),
-                "PyTorch, cuDNN": lambda: cudnn_attention(
-                    queries[None], keys[None], values[None], scaling, causal=True
-                ),
-            },
-        ),
+    calls: dict[str, Call] = {
+        "kvseek, in chunks": in_chunks,
+        "PyTorch, flash attention": lambda: causal_attention_device(queries, keys, values, scaling),
+        "PyTorch, cuDNN": lambda: cudnn_attention(queries[None], keys[None], values[None], scaling, causal=True),
     }
-    found = list[dict[str, Any]]()
-    for part, (count, calls) in parts.items():
-        contestants = timed({name: partial(between_events, call) for name, call in calls.items()}, skipped)
-        found += take_turns(part, cell, contestants, count, 1)
-    return found
+    contestants = timed({name: partial(between_events, call) for name, call in calls.items()}, skipped)
+    return take_turns("prompt", cell, contestants, PROMPT_CALLS, 1)
 
 
 # Selections
 
 
 def selections(
-    checkouts: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
+    own: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """The methods' selections, and those of the code that their authors published."""
+    """The methods' selections, and ParisKV's by the code that its authors published."""
     queries = queries_of(bench, filler, cell.batch)
-    contestants, published = dict[str, Timed](), dict[str, tuple[Call, float]]()
+    contestants = dict[str, Timed]()
     for variant in bench.variants:
         retrieval, batch = retrieval_of(bench, variant, cell, filler)
 
@@ -287,25 +266,24 @@ def selections(
                 retrieval.indexes[layer].select(queries[layer], batch)
 
         contestants |= timed({f"kvseek {variant.label}": partial(captured, select)}, skipped)
-    for name, (folder, find) in PUBLISHED.items():
-        checkout = getattr(checkouts, name.lower())
-        if checkout is None or not (checkout / folder).is_dir():
-            skipped[name] = f"--{name.lower()}: {checkout}: no checkout of its code; {name}'s README says from where"
-            continue
-        made = attempt(name, skipped, partial(find, bench, filler, cell, checkout, queries))
-        if made is not None:
-            published[name] = made
-            contestants |= timed({name: partial(between_events, made[0])}, skipped)
+    name = "ParisKV's code"
+    published = attempt(name, skipped, partial(pariskv, bench, filler, cell, own.pariskv, queries))
+    if published is not None:
+        contestants |= timed({name: partial(between_events, published[0])}, skipped)
     found = take_turns("selection", cell, contestants)
     for entry in found:
-        if entry["name"] in published:
-            call, entry["recall"] = published[entry["name"]]
+        if published is not None and entry["name"] == name:
+            call, entry["recall"] = published
             entry["kernels"] = statistics.median(kernel_seconds(call) for _ in range(BLOCK)) / LAYERS
     return found
 
 
-def pariskv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: list[Tensor]) -> tuple[Call, float]:
+def pariskv(
+    bench: Bench, filler: Filler, cell: Cell, checkout: Path | None, queries: list[Tensor]
+) -> tuple[Call, float]:
     """The selection of ParisKV's own cache (cache_hub/polar_cache.py), with its settings for Llama; and its recall."""
+    if checkout is None:
+        raise KvseekError("no checkout of its code: name one with --pariskv")
     sys.path.insert(0, str(checkout))
     model, tokens, room = bench.model, cell.context, 512
     sizes = {"num_key_value_heads": model.num_kv_heads, "num_heads": model.num_heads, "head_dim": model.head_dim}
@@ -348,72 +326,6 @@ def pariskv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: l
     return lambda: [select(layer) for layer in range(LAYERS)], share
 
 
-def clusterkv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: list[Tensor]) -> tuple[Call, float]:
-    """ClusterKV's selection (kernel/cluster), of 1,024 rows for each query head, and its recall.
-
-    Its kernels take float16 and rank at most CLUSTERS clusters, where the paper has one for 80 tokens, 400 at 32K. Clusters are
-    found here as its build_cluster finds them, with fewer passes.
-    """
-    kernels, rows = clusterkv_kernels(checkout), 1024
-    model, keys = bench.model, [filler.keys(layer, 0, cell.context).half() for layer in range(LAYERS)]
-    heads, asked = model.num_kv_heads, [one.half().contiguous() for one in queries]
-    layers = [_clusters(one) for one in keys]
-    near, sizes = torch.zeros(2, model.num_heads, CLUSTERS, dtype=torch.int32, device=bench.device)
-    found = torch.zeros(model.num_heads, rows, dtype=torch.int32, device=bench.device)
-
-    def select(layer: int) -> Tensor:
-        centroids, size, stop, order = layers[layer]
-        kernels.get_neigh_c(asked[layer], centroids, size, near, sizes)
-        kernels.get_sel_indices(near, sizes, stop, order, found)
-        return found
-
-    by_head = keys[0].repeat_interleave(model.num_heads // heads, dim=0)
-    share = recall(select(0), by_head, asked[0][0])
-    return lambda: [select(layer) for layer in range(LAYERS)], share
-
-
-def clusterkv_kernels(checkout: Path) -> Any:
-    """Compile ClusterKV's selection: a binding of ours, as its own binds kernels too that need libraries of that time."""
-    from torch.utils.cpp_extension import load
-
-    data: Any = importlib.import_module("flashinfer")
-    build, cluster = checkout / "build_kvseek", checkout / "kernel/cluster"
-    (build / "km_include").mkdir(parents=True, exist_ok=True)
-    (build / "km_include/decode_handler.cuh").write_text(
-        "namespace flashinfer { struct BatchDecodeHandler {}; enum class QKVLayout : unsigned { NHD, HND }; }\n",
-        encoding="utf-8",
-    )
-    names = ("get_neigh_c", "get_sel_indices")
-    bound = "".join(f'm.def("{name}", &{name});' for name in names)
-    binding = build / "binding.cpp"
-    binding.write_text(f'#include "km_ops.h"\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{{bound}}}\n', encoding="utf-8")
-    half = [f"-U__CUDA_NO_HALF_{name}__" for name in ("OPERATORS", "CONVERSIONS")]
-    cutlass = Path(data.__file__).parent / "data/cutlass/include"
-    return load(
-        name="clusterkv_selection",
-        sources=[str(binding), str(cluster / "src/cluster.cu")],
-        extra_include_paths=[str(folder) for folder in (build, cluster / "src", cluster / "include", cutlass)],
-        extra_cuda_cflags=["-O3", *half],
-        build_directory=str(build),
-    )
-
-
-def _clusters(keys: Tensor) -> tuple[Tensor, ...]:
-    """K-means by cosine of keys [G, n, D]: centroids, and clusters' sizes, last places and, cluster by cluster, tokens."""
-    kv_heads, tokens, dim = keys.shape
-    directions, centroids = F.normalize(keys, dim=-1), keys[:, :: tokens // CLUSTERS][:, :CLUSTERS]
-    for _ in range(PASSES):
-        labels = (directions @ F.normalize(centroids, dim=-1).transpose(1, 2)).argmax(-1)
-        counts = torch.zeros(kv_heads, CLUSTERS, device=keys.device).scatter_add_(
-            1, labels, torch.ones_like(labels).float()
-        )
-        sums = torch.zeros(kv_heads, CLUSTERS, dim, device=keys.device)
-        sums.scatter_add_(1, labels.unsqueeze(-1).expand(-1, -1, dim), keys.float())
-        centroids = (sums / counts.clamp(min=1).unsqueeze(-1)).to(keys.dtype).contiguous()
-    order = labels.argsort(dim=-1)
-    return centroids, *(part.to(torch.int32).contiguous() for part in (counts, counts.cumsum(-1), order))
-
-
 def recall(found: Tensor, keys: Tensor, queries: Tensor) -> float:
     """Share of the best rows among those found [heads, k]: keys [heads, n, D], queries [heads, D]; KvseekError if few are."""
     scores = (keys.float() @ queries.float().unsqueeze(-1))[..., 0]
@@ -422,13 +334,6 @@ def recall(found: Tensor, keys: Tensor, queries: Tensor) -> float:
     if share < LEAST_RECALL:
         raise KvseekError(f"it finds {share:.1%} of the best rows: it was not given what it expects")
     return share
-
-
-Published = Callable[[Bench, Filler, Cell, Path, list[Tensor]], tuple[Call, float]]
-PUBLISHED: dict[str, tuple[str, Published]] = {
-    "ParisKV": ("cache_hub", pariskv),
-    "ClusterKV": ("kernel/cluster", clusterkv),
-}
 
 
 def run(own: argparse.Namespace) -> dict[str, Any]:
@@ -466,8 +371,8 @@ def run_part(own: argparse.Namespace, part: str, context: int) -> dict[str, Any]
         failed = dict[str, str]()
         with torch.inference_mode():
             results += attempt("all", failed, partial(PARTS[part], own, bench, filler, cell, failed)) or []
+        attempt("memory", failed, free_memory)  # raises after a fault
         skipped |= {f"{name}, {part} at {context:,} x {cell.batch}": reason for name, reason in failed.items()}
-        free_memory()
     packages = {name: version(name) for name in ("flashinfer-python",) if find_spec("flashinfer")}
     return result("peers", bench, results, layers=LAYERS, packages=packages, skipped=skipped)
 
@@ -485,12 +390,11 @@ def print_report(document: dict[str, Any]) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser."""
-    methods = "nested,pariskv,pariskv:paper,clusterkv:dense_layers=0,clusterkv:paper,dense_layers=0"
+    methods = "nested,pariskv,pariskv:paper"
     parser = study_parser(__doc__, methods=methods, contexts="32768,131072")
     parser.add_argument("--parts", default="decode,prompt,selection", help="comma list of these (default: %(default)s)")
     parser.add_argument("--batches", default="1,4,8", help="comma list, of decode steps (default: %(default)s)")
-    for name in PUBLISHED:
-        parser.add_argument(f"--{name.lower()}", type=Path, metavar="FOLDER", help=f"a checkout of {name}'s repository")
+    parser.add_argument("--pariskv", type=Path, metavar="FOLDER", help="a checkout of its repository")
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvseek.bench.speed.studies.peers import CLUSTERS, _clusters, recall
+from kvseek.bench.speed.studies.peers import recall
 from kvseek.core.errors import KvseekError
 
 
@@ -16,10 +16,3 @@ def test_rows_that_are_not_the_best_are_refused() -> None:
     assert recall(best, keys, queries) == 1
     with pytest.raises(KvseekError, match="it was not given what it expects"):
         recall((best + 64) % 4000, keys, queries)
-
-
-def test_clusters_have_every_key_once() -> None:
-    centroids, sizes, stops, order = _clusters(torch.randn(2, 3000, 16))
-    assert centroids.shape == (2, CLUSTERS, 16)
-    assert torch.equal(sizes.cumsum(-1), stops)
-    assert torch.equal(order.sort(-1).values, torch.arange(3000).expand(2, -1).int())

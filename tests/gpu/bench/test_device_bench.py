@@ -150,9 +150,9 @@ def test_layers_beside_what_is_not_there(tmp_path: Path) -> None:
     own = {(one["part"], one["name"], one["batch"]) for one in document["results"] if "kvseek" in one["name"]}
     decoded = {("decode", "kvseek full", 1), ("decode", "kvseek full", 2)}
     selected = {("selection", f"kvseek {method}", 1) for method in ("nested", "pariskv")}
-    assert own == decoded | selected | {("chunk", "kvseek", 1), ("prompt", "kvseek, in chunks", 1)}
+    assert own == decoded | selected | {("prompt", "kvseek, in chunks", 1)}
     assert all(one["seconds"]["min"] > 0 for one in document["results"])
-    assert "no checkout of its code" in document["skipped"]["ParisKV, selection at 8,192 x 1"]
+    assert "no checkout of its code" in document["skipped"]["ParisKV's code, selection at 8,192 x 1"]
 
 
 CACHE = "cache.sink=4,cache.local=32,cache.update=64,cache.full_threshold=40"
