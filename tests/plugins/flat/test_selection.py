@@ -13,7 +13,7 @@ from tests.plugins.index_cases import (
     select_rows,
 )
 
-from kvseek.plugins.flat import config as flat_config
+from kvseek.plugins.flat import method as flat_method
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.ranking import best_positions
 
@@ -28,7 +28,7 @@ class TestFlat:
 
     def test_grows_across_extents(self) -> None:
         keys, queries = random_keys(1400, 64), random_queries(1, KV_HEADS, 64)
-        index = FlatIndex(make_context(flat_config.Config(), 64, 1, [1400]))
+        index = FlatIndex(make_context(flat_method.Config(), 64, 1, [1400]))
         index.context.lengths[0] = 1000
         index.build(0, keys[:, :1000], torch.empty(0))
         extend(index, 0, keys[:, 1000:])
