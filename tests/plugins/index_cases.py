@@ -14,6 +14,8 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.contract import Index
+from kvseek.plugins.flat import method as flat_method
+from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config
 from kvseek.plugins.pariskv.reference import ReferenceIndex
@@ -134,6 +136,15 @@ def check_definition(index: Any, by_hand: Callable[[Any, Tensor, int], list[int]
         assert rows[request].tolist() == [by_hand(index, query, head) for head, query in enumerate(grouped)]
 
 
+def shared_with_exact(index: Callable[[Tensor], Index]) -> float:
+    """Rows of the exact best 100 of 4,000 that an index of 100 rows has too, a KV head; `index` makes it over keys."""
+    keys, queries = random_keys(4000, 64), random_queries(4, KV_HEADS * 2, 64)
+    found, exact = (
+        select_rows(one, queries, [0] * 4).rows.flatten(0, 1) for one in (index(keys), make_flat(100, keys, 2))
+    )
+    return sum(len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)) / len(found)
+
+
 def batch_of(index: Index, slots: Sequence[int], dense: Collection[int] = ()) -> Batch:
     """Requests of slots, some of them dense, with the index's budgets for their lengths."""
     context, states = index.context, []
@@ -185,5 +196,12 @@ def random_queries(batch: int, heads: int, head_dim: int, seed: int = 1) -> Tens
 
 def make_index(config: Config, head_dim: int, group: int, keys: Tensor) -> ReferenceIndex:
     index = ReferenceIndex(make_context(config, head_dim, group, [keys.shape[1]]))
+    index.build(0, keys, torch.empty(0))
+    return index
+
+
+def make_flat(top_k: int, keys: Tensor, group: int) -> FlatIndex:
+    config = flat_method.Config(top_k=top_k)
+    index = FlatIndex(make_context(config, keys.shape[2], group, [keys.shape[1]]))
     index.build(0, keys, torch.empty(0))
     return index

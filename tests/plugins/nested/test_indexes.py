@@ -19,7 +19,9 @@ from tests.plugins.index_cases import (
     check_near,
     context_of,
     random_keys,
+    random_queries,
     select_rows,
+    shared_with_exact,
 )
 from torch import Tensor
 
@@ -74,6 +76,18 @@ def select_by_hand(index: ReferenceIndex, query: Tensor, head: int) -> list[int]
 def test_selection_equals_the_definition(head_dim: int, group: int, n: int) -> None:
     index = make_index(Config(top_k=23, candidates=4), head_dim, group, random_keys(n, head_dim))
     check_definition(index, select_by_hand, head_dim, group)
+
+
+def test_a_common_offset_of_all_keys_changes_nothing() -> None:
+    """Because the mean is subtracted. The offset is a power of two, so that keys and mean are rounded alike."""
+    keys, queries = random_keys(900, 64).round(decimals=2), random_queries(1, KV_HEADS * 3, 64)
+    rows = [select_rows(make_index(Config(top_k=20), 64, 3, k), queries, [0]).rows[0] for k in (keys, keys + 64)]
+    same = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(*rows, strict=True)]
+    assert min(same) >= 19  # of 20: rounding may swap keys at the cut
+
+
+def test_finds_most_of_the_exact_top_k() -> None:
+    assert shared_with_exact(lambda keys: make_index(Config(), 64, 2, keys)) > 85
 
 
 def test_bytes_per_token() -> None:

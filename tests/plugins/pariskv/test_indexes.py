@@ -23,6 +23,7 @@ from tests.plugins.index_cases import (
     random_keys,
     random_queries,
     select_rows,
+    shared_with_exact,
 )
 from torch import Tensor
 
@@ -196,6 +197,18 @@ class TestSelect:
         config = Config(top_k=23, group_reduce=group_reduce, schedule_steps=steps)
         index = make_index(config, head_dim, group, random_keys(n, head_dim))
         check_definition(index, select_by_hand, head_dim, group)
+
+    @given(n=st.integers(101, 700), scale=st.floats(0.01, 100.0), seed=st.integers(0, 99))
+    @settings(max_examples=15, deadline=None)
+    def test_scaling_all_keys_changes_nothing_for_averaged_queries(self, n: int, scale: float, seed: int) -> None:
+        keys, queries = random_keys(n, 16, seed), random_queries(1, KV_HEADS, 16, seed)
+        scale = 2.0 ** round(math.log2(scale))  # a power of two, so that rounding commutes
+        config = Config(top_k=20, group_reduce="mean")
+        rows = [select_rows(make_index(config, 16, 1, k), queries, [0]).rows for k in (keys, keys * scale)]
+        assert torch.equal(*rows)
+
+    def test_finds_most_of_the_exact_top_k(self) -> None:
+        assert shared_with_exact(lambda keys: make_index(Config(), 64, 2, keys)) > 75
 
 
 def test_default_schedule() -> None:
