@@ -94,14 +94,8 @@ def test_an_engine_directory_without_the_new_fields_is_for_the_cpu(tmp_path: Pat
 BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "build_config": [
         ({"colour": "red"}, "config.json: build_config: unknown key 'colour'; known keys: block_sparse, cache, device"),
-        ({"model": {}}, "config.json: build_config: unknown key 'model'; known keys: block_sparse, cache, device"),
         ({"max_batch_size": 0}, "max_batch_size = 0: must be >= 1"),
         ({"max_batch_size": True}, "config.json: build_config: max_batch_size = True: must be int"),
-        ({"max_batch_size": "4"}, "max_batch_size = '4': must be int"),
-        (
-            {"dtype": "float32"},
-            "config.json: build_config: unknown key 'dtype'; known keys: block_sparse, cache, device",
-        ),
         ({"max_seq_len": 9000}, "max_seq_len = 9000: must be <= max_position_embeddings = 8192"),
         ({"max_input_len": 4000, "max_seq_len": 300}, "max_input_len = 4000: must be <= max_seq_len = 300"),
         ({"cache": {"sink": -1}}, "cache.sink = -1: must be >= 0"),
@@ -158,16 +152,12 @@ BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'; choose bfloat16"),
         ({"dtype": 16}, "config.json: pretrained_config: dtype = 16: must be str"),
         ({"method": "full"}, "config.json: pretrained_config: unknown key 'method'; known keys: architecture, "),
-        ({"colour": "red"}, "unknown key 'colour'; known keys: architecture, bos_token_id, dtype, eos_token_ids"),
-        ({"head_dim": "16"}, "config.json: pretrained_config: head_dim = '16': must be int"),
         ({"head_dim": 15}, "head_dim = 15: must be even;"),
         ({"rope_scaling": {"size": 1}}, "config.json: pretrained_config: rope_scaling: unknown key 'size'"),
     ],
     "": [
         ({"plugin_config": {}}, "config.json: unknown key 'plugin_config'; known keys: build_config, format_version, "),
         ({"build_config": []}, "config.json: build_config = []: must be dict"),
-        ({"pretrained_config": "llama"}, "config.json: pretrained_config = 'llama': must be dict"),
-        ({"version": 1}, "config.json: version = 1: must be str"),
     ],
 }
 

@@ -1,18 +1,17 @@
-"""Other libraries' kernels and the authors' code beside kvseek's, on one GPU in one run: `python bench/speed/studies/peers.py`.
+"""Other libraries' kernels and ParisKV's own beside kvseek's, on one GPU in one run: `python bench/speed/studies/peers.py`.
 
 - *decode*: dense attention of one layer: the kernel of `full`, beside FlashInfer's batch decode over pages of 16 tokens (the
   package flashinfer-python), once by CUDA cores and once by tensor cores.
-- *chunk*, *prompt*: attention of a prompt's last chunk, and of a whole prompt: kvseek's, beside PyTorch's flash attention and
-  cuDNN. cuDNN's causal mask fits whole prompts alone.
-- *selection*: how a step finds its rows: the methods' kernels, beside the code that the papers' authors published.
+- *prompt*: attention of a whole prompt: kvseek's, in chunks, beside PyTorch's flash attention and cuDNN.
+- *selection*: how a step finds its rows: the methods' kernels, beside the code that ParisKV's authors published.
 
 A time is of one layer: LAYERS of them, each with memory of its own, follow each other in a CUDA graph between two events, so
 that no layer finds its rows in a cache. Contestants take turns. Code that launches on the default stream cannot be captured:
 it is launched call by call; `kernels` is then what its kernels take without the gaps that the host leaves between them.
 
 Every part at a context has a process of its own, so that a fault of a kernel costs no other part. What is not there is
-skipped, and the result says so. None of it is kvseek's, and ParisKV's and ClusterKV's repositories have no
-licence: clone them yourself and name the folders (plugins/peers/README.md).
+skipped, and the result says so. None of it is kvseek's, and github.com/amy-77/ParisKV has no licence: clone it yourself. The
+kernel that ClusterKV's authors published does not rank clusters by score (docs/papers.md), so its time would say nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import importlib
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,15 +54,10 @@ LAYERS = 4
 PAGE = 16  # tokens of FlashInfer's pages
 CHUNK = 8192  # tokens of a prompt that are read at once
 CALLS, BLOCK, WARMUP = 60, 10, 5
-MOST_SECONDS = 60  # between two results of a part; building the published code takes most of them
 PROMPT_CALLS = 3  # of a whole prompt, which takes a second
 WORKSPACE = 256 << 20  # bytes, as FlashInfer's documents advise, and more for batches
 LARGEST_ERROR = 0.02  # relative, of attention in bfloat16
-LEAST_RECALL = (
-    0.1  # of the best rows that published code finds if it was given what it expects; chance finds 0.03 at most
-)
-
-CLUSTERS, PASSES = 256, 5  # that ClusterKV's kernels rank; of k-means
+LEAST_RECALL = 0.1  # of the best rows, by published code that was given what it expects; chance finds 0.03 at most
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -73,17 +67,15 @@ Timed = Callable[[], float]  # a call, made once: device seconds
 def attempt(name: str, skipped: dict[str, str], call: Callable[[], T]) -> T | None:
     """What a call returns; None if the code of others fails, and then why in `skipped`."""
     try:
-        made = call()
-        torch.cuda.synchronize()
-        return made
+        return call()
     except (ImportError, OSError, RuntimeError, KvseekError) as error:
         skipped[name] = (str(error).splitlines() or [type(error).__name__])[0]
         progress(f"{name}: {skipped[name]}")
         return None
 
 
-def present(makers: Mapping[str, Callable[[], T]], skipped: dict[str, str]) -> dict[str, T]:
-    """What can be made of these, by name; each has run before the next is made, so that a fault is its own."""
+def timed(makers: Mapping[str, Callable[[], Timed]], skipped: dict[str, str]) -> dict[str, Timed]:
+    """Those of these contestants that can be made."""
     made = {name: attempt(name, skipped, make) for name, make in makers.items()}
     return {name: one for name, one in made.items() if one is not None}
 
@@ -103,14 +95,15 @@ def captured(call: Call) -> Timed:
         """Replay the graph, which does not keep what its kernels read: the call does. A capture gives free memory back."""
         graph.replay()
 
-    replay()
     return between_events(replay)
 
 
 def between_events(call: Call) -> Timed:
-    """The call as it is, between two events."""
+    """The call as it is, between two events; made once before the next contestant is, so that a fault is its own."""
+    call()
+    torch.cuda.synchronize()
 
-    def timed() -> float:
+    def seconds() -> float:
         first, last = timing_event(), timing_event()
         first.record()
         call()
@@ -118,7 +111,7 @@ def between_events(call: Call) -> Timed:
         last.synchronize()
         return elapsed_seconds(first, last)
 
-    return timed
+    return seconds
 
 
 def kernel_seconds(call: Call) -> float:
@@ -131,11 +124,16 @@ def kernel_seconds(call: Call) -> float:
     return float(sum(event.self_device_time_total for event in found.key_averages())) * 1e-6
 
 
-def take_turns(contestants: Mapping[str, Timed], calls: int = CALLS, layers: int = LAYERS) -> dict[str, dict[str, Any]]:
-    """Seconds of one layer of each contestant, by name: medians and extremes of turns."""
-    timed = interleave(contestants, calls, min(BLOCK, calls), min(WARMUP, calls), timer=device_seconds)
-    found = {name: turns(samples, BLOCK if calls > BLOCK else 1) for name, samples in timed.items()}
-    return {name: Samples([s / layers for s in samples.seconds]).summary() for name, samples in found.items()}
+def take_turns(
+    part: str, cell: Cell, contestants: Mapping[str, Timed], calls: int = CALLS, layers: int = LAYERS
+) -> list[dict[str, Any]]:
+    """An entry for each contestant: seconds of one layer, medians and extremes of turns."""
+    if not contestants:
+        return []
+    found = interleave(contestants, calls, min(BLOCK, calls), min(WARMUP, calls), timer=device_seconds)
+    each = {name: turns(samples, BLOCK if calls > BLOCK else 1).seconds for name, samples in found.items()}
+    head = {"part": part, "context": cell.context, "batch": cell.batch}
+    return [{**head, "name": n, "seconds": Samples([s / layers for s in own]).summary()} for n, own in each.items()]
 
 
 def retrieval_of(bench: Bench, variant: Variant, cell: Cell, filler: Filler) -> tuple[Retrieval, Batch]:
@@ -160,7 +158,9 @@ def queries_of(bench: Bench, filler: Filler, batch: int) -> list[Tensor]:
 # Dense attention of decode steps
 
 
-def decode(bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]) -> Iterator[dict[str, Any]]:
+def decode(
+    own: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
+) -> list[dict[str, Any]]:
     """`full` and FlashInfer over as many rows."""
     queries = queries_of(bench, filler, cell.batch)
     retrieval, batch = retrieval_of(bench, bench.variants[0], cell, filler)
@@ -176,13 +176,7 @@ def decode(bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]) ->
     made = {"kvseek full": lambda: captured(ours)} | {
         f"FlashInfer, {cores}": partial(theirs, cores) for cores in ("CUDA cores", "tensor cores")
     }
-    contestants = present(made, skipped)
-    heads, dim = bench.model.num_kv_heads, bench.model.head_dim
-    moved = cell.context * cell.batch * heads * 2 * dim * bench.dtype.itemsize
-    for name, seconds in take_turns(contestants).items():
-        yield {"part": "decode", "name": name, "context": cell.context, "batch": cell.batch, "seconds": seconds} | {
-            "bytes_per_second": moved / seconds["median"]
-        }
+    return take_turns("decode", cell, timed(made, skipped))
 
 
 def flashinfer_pages(bench: Bench, cell: Cell) -> list[Tensor]:
@@ -230,8 +224,10 @@ def flashinfer_decode(bench: Bench, cell: Cell, pages: list[Tensor], queries: li
 # Attention of prompts
 
 
-def prompts(bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """The last chunk of a prompt, then all of it; the calls take milliseconds, so no graph is needed."""
+def prompts(
+    own: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Causal attention of a whole prompt; the calls take milliseconds, so no graph is needed."""
     model, scaling, context = bench.model, bench.model.head_dim**-0.5, cell.context
     ours = PromptAttention(bench.kernels(bench.variants[0]), model, bench.dtype, CHUNK, context)
     if ours.refusal is not None:
@@ -239,68 +235,55 @@ def prompts(bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]) -
     keys, values = filler.source.keys(context, bench.dtype), filler.source.values(context, bench.dtype)
     queries = filler.source.queries(model.num_heads, context, bench.dtype)
 
-    def in_chunks() -> list[Tensor]:
-        stops = range(CHUNK, context + 1, CHUNK)
-        return [ours(queries[:, stop - CHUNK : stop], keys[:, :stop], values[:, :stop], scaling) for stop in stops]
+    def in_chunks() -> None:
+        for start in range(0, context, CHUNK):
+            stop = min(start + CHUNK, context)
+            ours(queries[:, start:stop], keys[:, :stop], values[:, :stop], scaling)
 
-    own = queries[:, context - CHUNK :]
-    chunk: dict[str, Call] = {
-        "kvseek": lambda: ours(own, keys, values, scaling),
-        "PyTorch, flash attention": lambda: causal_attention_device(own, keys, values, scaling),
-    }
-    whole: dict[str, Call] = {
+    calls: dict[str, Call] = {
         "kvseek, in chunks": in_chunks,
         "PyTorch, flash attention": lambda: causal_attention_device(queries, keys, values, scaling),
         "PyTorch, cuDNN": lambda: cudnn_attention(queries[None], keys[None], values[None], scaling, causal=True),
     }
-    calls: dict[str, Call]
-    for part, calls, tokens in (("chunk", chunk, CHUNK), ("prompt", whole, context)):
-        operations = 4 * model.num_heads * model.head_dim * (tokens * context - tokens * (tokens - 1) // 2)
-        contestants = {name: between_events(calls[name]) for name in present(calls, skipped)}
-        for name, seconds in take_turns(contestants, PROMPT_CALLS * (4 if part == "chunk" else 1), 1).items():
-            yield {"part": part, "name": name, "context": context, "batch": 1, "seconds": seconds} | {
-                "operations_per_second": operations / seconds["median"]
-            }
+    contestants = timed({name: partial(between_events, call) for name, call in calls.items()}, skipped)
+    return take_turns("prompt", cell, contestants, PROMPT_CALLS, 1)
 
 
 # Selections
 
 
 def selections(
-    checkouts: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
-) -> Iterator[dict[str, Any]]:
-    """The methods' selections, and those of the code that their authors published."""
+    own: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
+) -> list[dict[str, Any]]:
+    """The methods' selections, and ParisKV's by the code that its authors published."""
     queries = queries_of(bench, filler, cell.batch)
-    contestants, published, recalls = dict[str, Timed](), dict[str, Call](), dict[str, float]()
-    for variant in bench.variants[1:]:
+    contestants = dict[str, Timed]()
+    for variant in bench.variants:
         retrieval, batch = retrieval_of(bench, variant, cell, filler)
 
         def select(retrieval: Retrieval = retrieval, batch: Batch = batch) -> None:
             for layer in range(LAYERS):
                 retrieval.indexes[layer].select(queries[layer], batch)
 
-        name = f"kvseek {variant.label}"
-        contestants |= present({name: partial(captured, select)}, skipped)
-    for name, (folder, find) in PUBLISHED.items():
-        checkout = getattr(checkouts, name.lower())
-        if checkout is None or not (checkout / folder).is_dir():
-            skipped[name] = f"--{name.lower()}: {checkout}: no checkout of its code; {name}'s README says from where"
-            continue
-        made = attempt(name, skipped, partial(find, bench, filler, cell, checkout, queries))
-        if made is not None:
-            published[name], recalls[name] = made
-    contestants |= {name: between_events(call) for name, call in published.items()}
-    times = take_turns(contestants)
-    for name, seconds in times.items():
-        entry = {"part": "selection", "name": name, "context": cell.context, "batch": cell.batch, "seconds": seconds}
-        if name in published:
-            entry["kernels"] = statistics.median(kernel_seconds(published[name]) for _ in range(BLOCK)) / LAYERS
-            entry["recall"] = recalls[name]
-        yield entry
+        contestants |= timed({f"kvseek {variant.label}": partial(captured, select)}, skipped)
+    name = "ParisKV's code"
+    published = attempt(name, skipped, partial(pariskv, bench, filler, cell, own.pariskv, queries))
+    if published is not None:
+        contestants |= timed({name: partial(between_events, published[0])}, skipped)
+    found = take_turns("selection", cell, contestants)
+    for entry in found:
+        if published is not None and entry["name"] == name:
+            call, entry["recall"] = published
+            entry["kernels"] = statistics.median(kernel_seconds(call) for _ in range(BLOCK)) / LAYERS
+    return found
 
 
-def pariskv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: list[Tensor]) -> tuple[Call, float]:
+def pariskv(
+    bench: Bench, filler: Filler, cell: Cell, checkout: Path | None, queries: list[Tensor]
+) -> tuple[Call, float]:
     """The selection of ParisKV's own cache (cache_hub/polar_cache.py), with its settings for Llama; and its recall."""
+    if checkout is None:
+        raise KvseekError("no checkout of its code: name one with --pariskv")
     sys.path.insert(0, str(checkout))
     model, tokens, room = bench.model, cell.context, 512
     sizes = {"num_key_value_heads": model.num_kv_heads, "num_heads": model.num_heads, "head_dim": model.head_dim}
@@ -343,72 +326,6 @@ def pariskv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: l
     return lambda: [select(layer) for layer in range(LAYERS)], share
 
 
-def clusterkv(bench: Bench, filler: Filler, cell: Cell, checkout: Path, queries: list[Tensor]) -> tuple[Call, float]:
-    """ClusterKV's selection (kernel/cluster), of 1,024 rows for each query head, and its recall.
-
-    Its kernels take float16 and rank at most CLUSTERS clusters, where the paper has one for 80 tokens, 400 at 32K. Clusters are
-    found here as its build_cluster finds them, with fewer passes.
-    """
-    kernels, rows = clusterkv_kernels(checkout), 1024
-    model, keys = bench.model, [filler.keys(layer, 0, cell.context).half() for layer in range(LAYERS)]
-    heads, asked = model.num_kv_heads, [one.half().contiguous() for one in queries]
-    layers = [_clusters(one) for one in keys]
-    near, sizes = torch.zeros(2, model.num_heads, CLUSTERS, dtype=torch.int32, device=bench.device)
-    found = torch.zeros(model.num_heads, rows, dtype=torch.int32, device=bench.device)
-
-    def select(layer: int) -> Tensor:
-        centroids, size, stop, order = layers[layer]
-        kernels.get_neigh_c(asked[layer], centroids, size, near, sizes)
-        kernels.get_sel_indices(near, sizes, stop, order, found)
-        return found
-
-    by_head = keys[0].repeat_interleave(model.num_heads // heads, dim=0)
-    share = recall(select(0), by_head, asked[0][0])
-    return lambda: [select(layer) for layer in range(LAYERS)], share
-
-
-def clusterkv_kernels(checkout: Path) -> Any:
-    """Compile ClusterKV's selection: a binding of ours, as its own binds kernels too that need libraries of that time."""
-    from torch.utils.cpp_extension import load
-
-    data: Any = importlib.import_module("flashinfer")
-    build, cluster = checkout / "build_kvseek", checkout / "kernel/cluster"
-    (build / "km_include").mkdir(parents=True, exist_ok=True)
-    (build / "km_include/decode_handler.cuh").write_text(
-        "namespace flashinfer { struct BatchDecodeHandler {}; enum class QKVLayout : unsigned { NHD, HND }; }\n",
-        encoding="utf-8",
-    )
-    names = ("get_neigh_c", "get_sel_indices")
-    bound = "".join(f'm.def("{name}", &{name});' for name in names)
-    binding = build / "binding.cpp"
-    binding.write_text(f'#include "km_ops.h"\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{{bound}}}\n', encoding="utf-8")
-    half = [f"-U__CUDA_NO_HALF_{name}__" for name in ("OPERATORS", "CONVERSIONS")]
-    cutlass = Path(data.__file__).parent / "data/cutlass/include"
-    return load(
-        name="clusterkv_selection",
-        sources=[str(binding), str(cluster / "src/cluster.cu")],
-        extra_include_paths=[str(folder) for folder in (build, cluster / "src", cluster / "include", cutlass)],
-        extra_cuda_cflags=["-O3", *half],
-        build_directory=str(build),
-    )
-
-
-def _clusters(keys: Tensor) -> tuple[Tensor, ...]:
-    """K-means by cosine of keys [G, n, D]: centroids, and clusters' sizes, last places and, cluster by cluster, tokens."""
-    kv_heads, tokens, dim = keys.shape
-    directions, centroids = F.normalize(keys, dim=-1), keys[:, :: tokens // CLUSTERS][:, :CLUSTERS]
-    for _ in range(PASSES):
-        labels = (directions @ F.normalize(centroids, dim=-1).transpose(1, 2)).argmax(-1)
-        counts = torch.zeros(kv_heads, CLUSTERS, device=keys.device).scatter_add_(
-            1, labels, torch.ones_like(labels).float()
-        )
-        sums = torch.zeros(kv_heads, CLUSTERS, dim, device=keys.device)
-        sums.scatter_add_(1, labels.unsqueeze(-1).expand(-1, -1, dim), keys.float())
-        centroids = (sums / counts.clamp(min=1).unsqueeze(-1)).to(keys.dtype).contiguous()
-    order = labels.argsort(dim=-1)
-    return centroids, *(part.to(torch.int32).contiguous() for part in (counts, counts.cumsum(-1), order))
-
-
 def recall(found: Tensor, keys: Tensor, queries: Tensor) -> float:
     """Share of the best rows among those found [heads, k]: keys [heads, n, D], queries [heads, D]; KvseekError if few are."""
     scores = (keys.float() @ queries.float().unsqueeze(-1))[..., 0]
@@ -419,82 +336,49 @@ def recall(found: Tensor, keys: Tensor, queries: Tensor) -> float:
     return share
 
 
-Published = Callable[[Bench, Filler, Cell, Path, list[Tensor]], tuple[Call, float]]
-PUBLISHED: dict[str, tuple[str, Published]] = {
-    "ParisKV": ("cache_hub", pariskv),
-    "ClusterKV": ("kernel/cluster", clusterkv),
-}
-
-
 def run(own: argparse.Namespace) -> dict[str, Any]:
     """All parts, at every context; what fails is listed with its reason."""
-    document: dict[str, Any] = {}
-    results, skipped = list[dict[str, Any]](), dict[str, str]()
-    for part in parts(own):
-        for context in sorted(numbers("contexts", own.contexts), reverse=part != "decode"):
+    document, skipped, results = dict[str, Any](), dict[str, str](), list[dict[str, Any]]()
+    if unknown := sorted(set(own.parts.split(",")) - set(PARTS)):
+        raise ConfigError(f"--parts: {', '.join(unknown)}: must be of {', '.join(PARTS)}; leave it out for all")
+    for part in own.parts.split(","):
+        for context in numbers("contexts", own.contexts):
             name = f"{part} at {context:,}"
             progress(name)
-            theirs, ours = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.get_context("spawn").Process(target=run_part, args=(own, part, context, ours))
-            process.start()
-            ours.close()
-            found: dict[str, Any] = {"results": [], "skipped": {}}
-            try:
-                while theirs.poll(MOST_SECONDS):
-                    found = theirs.recv()
-                found["skipped"][name] = f"it took more than {MOST_SECONDS} s"
-            except EOFError:
-                process.join()
-                if process.exitcode:
-                    found["skipped"][name] = f"its process ended with {process.exitcode}"
-            process.kill()
-            results += found["results"]
-            skipped |= found["skipped"]
-            document = {**document, **found, "results": results, "skipped": skipped}
-            if own.output and results:
-                write_result(own.output, document)
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                found = attempt(name, skipped, pool.submit(run_part, own, part, context).result)
+            if found is not None:
+                results += found["results"]
+                skipped |= found["skipped"]
+                document = {**found, "results": results, "skipped": skipped}
+                if own.output:
+                    write_result(own.output, document)
     if not results:
         raise KvseekError(f"nothing could be measured: {next(iter(skipped.values()))}")
     return document
 
 
-def parts(own: argparse.Namespace) -> dict[str, Callable[..., Iterator[dict[str, Any]]]]:
-    """What is measured, the parts that say most first."""
-    return {"decode": decode, "selection": partial(selections, own), "prompt": prompts}
-
-
-def run_part(own: argparse.Namespace, part: str, context: int, results_to: Connection) -> None:
-    """One part at one context, in a process of its own: sends the document after each of its cells."""
+def run_part(own: argparse.Namespace, part: str, context: int) -> dict[str, Any]:
+    """The document of one part at one context, in a process of its own."""
     own.contexts = str(context)
-    own.batches, own.methods = (own.batches, "full") if part == "decode" else ("1", own.methods)
-    skipped, results = dict[str, str](), list[dict[str, Any]]()
-    bench = attempt(f"{part} at {context:,}", skipped, lambda: _bench(own))
-    if bench is None:
-        results_to.send({"results": results, "skipped": skipped})
-        return
-    filler = bench.filler()
-    packages = {name: version(name) for name in ("flashinfer-python",) if find_spec("flashinfer")}
+    if part != "decode":
+        own.batches = "1"
+    if part != "selection":
+        own.methods = "full"
+    bench = make_bench(own, "--batches", own.batches, "--offload", "never", layers=LAYERS)
+    filler, skipped, results = bench.filler(), dict[str, str](), list[dict[str, Any]]()
     for cell in bench.cells:
-        of_cell: dict[str, str] = {}
+        failed = dict[str, str]()
         with torch.inference_mode():
-            made = attempt("all", of_cell, lambda: list(parts(own)[part](bench, filler, cell, of_cell)))  # noqa: B023 - called at once
-        results += made or []
-        skipped |= {f"{name}, {part} at {context:,} x {cell.batch}": reason for name, reason in of_cell.items()}
-        results_to.send(result("peers", bench, results, layers=LAYERS, packages=packages, skipped=skipped))
-        free_memory()
+            results += attempt("all", failed, partial(PARTS[part], own, bench, filler, cell, failed)) or []
+        attempt("memory", failed, free_memory)  # raises after a fault
+        skipped |= {f"{name}, {part} at {context:,} x {cell.batch}": reason for name, reason in failed.items()}
+    packages = {name: version(name) for name in ("flashinfer-python",) if find_spec("flashinfer")}
+    return result("peers", bench, results, layers=LAYERS, packages=packages, skipped=skipped)
 
 
-def _bench(own: argparse.Namespace) -> Bench:
-    for context in numbers("contexts", own.contexts):
-        if context % CHUNK:
-            raise ConfigError(
-                f"--contexts: {context}: must be a multiple of {CHUNK}, a chunk's tokens; e.g. {16 * CHUNK}"
-            )
-    if own.methods.split(",")[0] != "full":
-        raise ConfigError(
-            f"--methods = {own.methods!r}: must begin with full, which decode steps are timed with; add it"
-        )
-    return make_bench(own, "--batches", own.batches, "--offload", "never", layers=LAYERS)
+Part = Callable[[argparse.Namespace, Bench, Filler, Cell, dict[str, str]], list[dict[str, Any]]]
+PARTS: dict[str, Part] = {"decode": decode, "prompt": prompts, "selection": selections}
 
 
 def print_report(document: dict[str, Any]) -> None:
@@ -506,18 +390,12 @@ def print_report(document: dict[str, Any]) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser."""
-    methods = "full,nested,pariskv,pariskv:paper,clusterkv:dense_layers=0,clusterkv:paper,dense_layers=0"
+    methods = "nested,pariskv,pariskv:paper"
     parser = study_parser(__doc__, methods=methods, contexts="32768,131072")
+    parser.add_argument("--parts", default="decode,prompt,selection", help="comma list of these (default: %(default)s)")
     parser.add_argument("--batches", default="1,4,8", help="comma list, of decode steps (default: %(default)s)")
-    for name in PUBLISHED:
-        parser.add_argument(f"--{name.lower()}", type=Path, metavar="FOLDER", help=f"a checkout of {name}'s repository")
+    parser.add_argument("--pariskv", type=Path, metavar="FOLDER", help="a checkout of its repository")
     return parser
-
-
-def _rate(entry: dict[str, Any]) -> str:
-    operations = entry.get("operations_per_second")
-    moved = entry.get("bytes_per_second")
-    return f"{operations / 1e12:,.0f} TFLOP/s" if operations else f"{moved / 1e12:.2f} TB/s" if moved else ""
 
 
 FIGURES: dict[str, Figure] = {
@@ -526,7 +404,6 @@ FIGURES: dict[str, Figure] = {
     "batch": lambda entry: str(entry["batch"]),
     "µs": figure("seconds.median", ",.1f", 1e6),
     "kernels\nµs": lambda entry: f"{entry['kernels'] * 1e6:,.1f}" if "kernels" in entry else "",
-    "rate": _rate,
     "recall": lambda entry: f"{entry['recall']:.2f}" if "recall" in entry else "",
 }
 main = command(make_parser().parse_args, run, print_report)

@@ -20,7 +20,6 @@ from kvseek.bench.speed.device.floors import Rates, Step, Work, host_memory_rate
 from kvseek.bench.speed.device.main import over_baseline
 from kvseek.bench.speed.device.memory_plan import (
     GIB,
-    SLOT_STRIDE,
     Cell,
     IndexNeeds,
     Limits,
@@ -188,19 +187,6 @@ class TestPlan:
             if not fits:
                 assert f"exceed the limit by {2 * slot / GIB:.1f} GiB" in phase.skipped[cells[0]]
 
-    def test_768k_tokens_fit_in_both_places(self) -> None:
-        """The dense baseline's 96 GiB beside weights and index on the device, the same rows in host memory."""
-        cells = [Cell(131_072, 1), Cell(786_432, 1)]
-        phase = self.plan(cells, "always")["always"]
-        assert (phase.cells, phase.baseline, phase.skipped) == (cells, cells, {})
-
-    def test_filling_is_counted(self) -> None:
-        """At 768K tokens 1.5 GiB of a layer's keys, and 5 × 1/8 of chunks."""
-        assert self.filling == (1.5 + 5 / 8) * GIB
-        more = fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 1), Cell(4096, 2)], 2)
-        assert more == self.filling, "the longest text counts"
-        assert fill_bytes(LLAMA_3_1_8B, [Cell(786_432, 2)], 2) == self.filling + SLOT_STRIDE * 2 * KIB
-
     def test_what_does_not_fit_is_skipped_with_the_reason(self) -> None:
         cells = [Cell(131_072, 1), Cell(786_432, 1), Cell(1_048_576, 1)]
         plan = self.plan(cells, "always", "never", "auto")
@@ -242,15 +228,6 @@ class TestFloor:
         assert floor["device_rows"] == pytest.approx(3.9e-3, rel=0.01)
         assert floor["host_rows"] == floor["scan"] == floor["rerank"] == 0
         assert floor["total"] == pytest.approx(sum(value for part, value in floor.items() if part != "total"))
-
-    def test_pariskv_at_a_million_tokens(self) -> None:
-        """The design's figures: 1.0 ms of scan and 0.6 ms of rerank per million tokens, 25,600 rows over the host link."""
-        moved = work(config_for(LLAMA_3_1_8B, "pariskv", 1_000_000, 1), Step(1_000_000, 0, 1, 32), 2)
-        floor = moved.floor(self.rates)
-        assert floor["scan"] == pytest.approx(0.98e-3, rel=0.06)
-        assert floor["rerank"] == pytest.approx(0.56e-3, rel=0.01)
-        assert moved.host_rows == 25_600 * 512
-        assert floor["host_rows"] == pytest.approx(25_600 * 512 / 50e9)
 
     def test_hot_rows_are_read_on_the_device(self) -> None:
         config = config_for(LLAMA_3_1_8B, "pariskv", 131_072, 2)
