@@ -369,6 +369,6 @@ def save_dequantised(
     for name, weight in weights.items():
         if name.endswith(PROJECTIONS) or (name == HEAD and quantize_lm_head):
             own = INT8_GROUPS if precision == INT4 and name == HEAD else precision
-            weights[name] = dequantise(*quantise(weight, own, weight_group, search=own == INT4), dtype).float()
+            weights[name] = dequantise(*quantise(weight, own, weight_group, torch.ones(1)), dtype).float()
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

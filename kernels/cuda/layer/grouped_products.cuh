@@ -1,12 +1,8 @@
 // Products with weights in groups along the inputs; a part of kernels/cuda/layer/products.cu, whose namespace is open.
 //
 // A sum over the group is multiplied once by the group's factor, in float32. Where a format has a value of 0, or its
-// numbers come with an offset, that is added times the sum of x over the group, which the tensor cores compute with ones.
-// Scales travel with their weights to shared memory.
-//
-// Many rows of x are read from the L2 cache by every thread block, which takes longer than reading the weights. With
-// ROW_WARPS, the warps therefore have rows of the weight of their own and take all turns of a sum, so that they find in
-// the L1 cache what a neighbour has just read. The bits are those of SPLIT warps.
+// numbers come with an offset, that is added times the sum of x over the group, which the tensor cores compute with
+// ones. Scales travel with their weights to shared memory.
 namespace groups {
 
 template <class Format>
@@ -15,24 +11,22 @@ __device__ __forceinline__ float offset() {
     return 0.0f;
 }
 
-__device__ __forceinline__ float2 both(__half2 scale) { return __half22float2(scale); }
-__device__ __forceinline__ float2 both(__half scale) { return make_float2(__half2float(scale), 0.0f); }
-__device__ __forceinline__ float2 both(float scale) { return make_float2(scale, 0.0f); }
-
-template <class Format>
-__device__ __forceinline__ float2 factor_and_zero(typename Format::Scale scale) {
-    return both(scale);
+__device__ __forceinline__ float2 factor_and_zero(__half2 scale) {
+    return __half22float2(scale);
+}
+__device__ __forceinline__ float2 factor_and_zero(__half scale) {
+    return make_float2(__half2float(scale), 0.0f);
+}
+__device__ __forceinline__ float2 factor_and_zero(float scale) {
+    return make_float2(scale, 0.0f);
 }
 
-// As products::Shape, with blocks of a line of each row of the weight. With ROW_WARPS > 1 each warp has ROW_TILES of its
-// own, and takes the SPLIT turns one after the other.
-template <class Format_, int SPLIT_, int ROW_TILES_, int ROW_WARPS_, int STAGES_, int COLUMN_TILES_, int AHEAD_,
-          bool GATED_>
+// As products::Shape, with blocks of a line of each row of the weight.
+template <class Format_, int SPLIT_, int ROW_TILES_, int STAGES_, int COLUMN_TILES_, int AHEAD_, bool GATED_>
 struct Shape {
     using Format = Format_;
     using Scale = typename Format::Scale;
     static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
-    static constexpr int ROW_WARPS = ROW_WARPS_, WARPS = ROW_WARPS > 1 ? ROW_WARPS : SPLIT;
     static constexpr int STAGES = STAGES_;  // of blocks: one that is multiplied, the others on their way
     static constexpr int AHEAD = AHEAD_;    // cells of x that are loaded before they are needed
     static constexpr bool GATED = GATED_, GROUPED = true;
@@ -46,8 +40,7 @@ struct Shape {
 
     __device__ __forceinline__ static constexpr int channel(int part) { return (GATED ? part / 2 : part) * 8; }
     __device__ __forceinline__ static int channel_of_all(int part) {
-        const int of_warp = ROW_WARPS > 1 ? blockIdx.x * ROW_WARPS + threadIdx.x / 32 : blockIdx.x;
-        return of_warp * channel(PARTS) + channel(part);
+        return blockIdx.x * channel(PARTS) + channel(part);
     }
 };
 
@@ -60,24 +53,8 @@ struct Stage {
 // Shared memory: of each warp a block that is multiplied and those on their way; at the end the warps' sums.
 template <class S>
 union Shared {
-    Stage<S> stages[S::WARPS][S::STAGES];
-    float4 sums[S::WARPS][S::TILES][32];
-};
-
-// The same with ROW_WARPS: the sums grow with each turn.
-template <class S>
-struct SharedOfRows {
-    Stage<S> stages[S::WARPS][S::STAGES];
-    float4 sums[S::WARPS][S::TILES][32];
-};
-
-template <class S, bool OF_ROWS>
-struct Choice {
-    using Memory = Shared<S>;
-};
-template <class S>
-struct Choice<S, true> {
-    using Memory = SharedOfRows<S>;
+    Stage<S> stages[S::SPLIT][S::STAGES];
+    float4 sums[S::SPLIT][S::TILES][32];
 };
 
 // The blocks of a warp.
@@ -86,8 +63,7 @@ class Blocks {
   public:
     using Format = typename S::Format;
 
-    template <class Memory>
-    __device__ __forceinline__ Blocks(const LinearArguments& a, Memory& shared)
+    __device__ __forceinline__ Blocks(const LinearArguments& a, Shared<S>& shared)
         : chunks_(a.inputs / (16 * 8 / Format::BITS)),
           words_(a.inputs / Format::GROUP * static_cast<int>(sizeof(typename S::Scale)) / 4),
           outputs_(a.outputs),
@@ -138,7 +114,7 @@ class Blocks {
         const int group = cell * CELL / Format::GROUP, row = part * 8 + threadIdx.x % 32 / 4;
         constexpr int IN_WORD = 4 / sizeof(typename S::Scale);
         const unsigned* word = &stages_[stage].scales[group / IN_WORD][row];
-        float2 scale = factor_and_zero<Format>(reinterpret_cast<const typename S::Scale*>(word)[group % IN_WORD]);
+        float2 scale = factor_and_zero(reinterpret_cast<const typename S::Scale*>(word)[group % IN_WORD]);
         if constexpr (Format::ZERO) scale.y -= offset<Format>() * scale.x;
         return scale;
     }
@@ -198,8 +174,12 @@ class Columns {
     unsigned starts_[S::COLUMN_TILES];  // in bytes
 };
 
-__device__ __forceinline__ unsigned ones(__nv_bfloat16) { return 0x3f803f80u; }
-__device__ __forceinline__ unsigned ones(__half) { return 0x3c003c00u; }
+__device__ __forceinline__ unsigned ones(__nv_bfloat16) {
+    return 0x3f803f80u;
+}
+__device__ __forceinline__ unsigned ones(__half) {
+    return 0x3c003c00u;
+}
 
 // Sums over the part of a group that has been multiplied, not scaled yet: of weights times x, and of x.
 template <class S>
@@ -248,97 +228,46 @@ __device__ __forceinline__ void multiply(Sums<S>& sums, GroupSums<S>& group, con
     }
 }
 
-// The blocks of a warp in their order; after the last come numbers from `count` on.
-template <class S>
-struct Order {
-    int block, turn, count;
-
-    __device__ __forceinline__ Order(int inputs) : count((inputs + S::BLOCK - 1) / S::BLOCK) {
-        block = turn = S::ROW_WARPS > 1 ? 0 : threadIdx.x / 32;
-    }
-
-    // Whether that was the last of a turn.
-    __device__ __forceinline__ bool advance() {
-        block += S::SPLIT;
-        const bool ends = block >= count;
-        if (S::ROW_WARPS > 1 && ends) block = ++turn < S::SPLIT ? turn : count;
-        return ends;
-    }
-};
-
-// Add the sums of a turn to those of the ones before.
-template <class S>
-__device__ __forceinline__ void add_turn(Sums<S>& sums, float4 (&totals)[S::TILES][32]) {
-#pragma unroll
-    for (int i = 0; i < S::TILES; ++i) {
-        float (&own)[4] = sums[i / S::COLUMN_TILES][i % S::COLUMN_TILES];
-        float4& total = totals[i][threadIdx.x % 32];
-        total.x += own[0], total.y += own[1], total.z += own[2], total.w += own[3];
-        own[0] = own[1] = own[2] = own[3] = 0.0f;
-    }
-}
-
 template <class S>
 __device__ __forceinline__ void linear(const LinearArguments& a) {
-    constexpr bool OF_ROWS = S::ROW_WARPS > 1;
-    using Memory = typename Choice<S, OF_ROWS>::Memory;
     extern __shared__ __align__(16) unsigned char memory[];
-    Memory& shared = *reinterpret_cast<Memory*>(memory);
+    Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
     Blocks<S> blocks(a, shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Order<S> order(a.inputs), started(a.inputs);
+    constexpr int STARTED = S::STAGES - 1;  // blocks on their way
+    const int first = threadIdx.x / 32, count = (a.inputs + S::BLOCK - 1) / S::BLOCK;
+    int next = first, started = first;
 #pragma unroll
-    for (int stage = 0; stage < S::STAGES - 1; ++stage) {
-        blocks.start(started.block, stage);
-        started.advance();
-    }
-    if constexpr (OF_ROWS) {
-#pragma unroll
-        for (int i = 0; i < S::TILES; ++i) shared.sums[warp][i][lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+    for (int stage = 0; stage < STARTED; ++stage, started += S::SPLIT) blocks.start(started, stage);
     await_earlier_kernels();  // weights are constants, x is not
     allow_later_kernels();
     const Columns<S> columns(a);
     RowEights<S> ahead[S::AHEAD > 0 ? S::AHEAD : 1];
 #pragma unroll
-    for (int cell = 0; cell < S::AHEAD; ++cell) ahead[cell] = columns.load(order.block, cell);
+    for (int cell = 0; cell < S::AHEAD; ++cell) ahead[cell] = columns.load(first, cell);
     Sums<S> sums = {};
     GroupSums<S> group;
-    int stage = 0, free = S::STAGES - 1;
-    while (order.block < order.count) {
-        const int block = order.block;
-        const bool turn_ends = order.advance();
+    int stage = 0, free = STARTED;
+    while (next < count) {
+        const int block = next;
+        next += S::SPLIT;
         blocks.await();
-        blocks.start(started.block, free);
-        started.advance();
+        blocks.start(started, free);
+        started += S::SPLIT;
 #pragma unroll
         for (int cell = 0; cell < S::CELLS; ++cell) {
             if constexpr (S::AHEAD > 0) {
                 const RowEights<S> current = ahead[cell % S::AHEAD];
                 const int later = cell + S::AHEAD;
-                ahead[cell % S::AHEAD] = columns.load(later < S::CELLS ? block : order.block, later % S::CELLS);
+                ahead[cell % S::AHEAD] = columns.load(later < S::CELLS ? block : next, later % S::CELLS);
                 multiply<S>(sums, group, blocks, stage, cell, current);
             } else {
                 multiply<S>(sums, group, blocks, stage, cell, columns.load(block, cell));
             }
         }
-        if constexpr (OF_ROWS) {
-            if (turn_ends) add_turn<S>(sums, shared.sums[warp]);
-        }
         free = stage;
-        stage = stage == S::STAGES - 1 ? 0 : stage + 1;
+        stage = stage == STARTED ? 0 : stage + 1;
     }
-    if constexpr (OF_ROWS) {
-        await_copy_groups<0>();
-#pragma unroll
-        for (int i = 0; i < S::TILES; ++i) {
-            const float4 total = shared.sums[warp][i][lane];
-            const float sums_of_tile[4] = {total.x, total.y, total.z, total.w};
-            store<S>(a, sums_of_tile, i / S::COLUMN_TILES, i % S::COLUMN_TILES);
-        }
-    } else {
-        add_and_store<S>(a, sums, shared.sums);
-    }
+    add_and_store<S>(a, sums, shared.sums);
 }
 
 }  // namespace groups

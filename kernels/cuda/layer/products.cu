@@ -290,11 +290,11 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
 // chooses.
 #define KVSEEK_PRODUCT(NAME, WEIGHT, ROWS, SPLIT, ROW_TILES, AHEAD, BLOCKS)                                       \
     extern "C" __global__ void __launch_bounds__(SPLIT * 32, BLOCKS)                                              \
-        kvseek_##NAME##_##ROWS##_##SPLIT##_##ROW_TILES##_1(const __grid_constant__ kvseek::LinearArguments a) {     \
+        kvseek_##NAME##_##ROWS##_##SPLIT##_##ROW_TILES(const __grid_constant__ kvseek::LinearArguments a) {       \
         linear<Shape<WEIGHT, SPLIT, ROW_TILES, ROWS / 8, AHEAD, false>>(a);                                       \
     }                                                                                                             \
     extern "C" __global__ void __launch_bounds__(SPLIT * 32, BLOCKS)                                              \
-        kvseek_gated_##NAME##_##ROWS##_##SPLIT##_##ROW_TILES##_1(const __grid_constant__ kvseek::LinearArguments a) { \
+        kvseek_gated_##NAME##_##ROWS##_##SPLIT##_##ROW_TILES(const __grid_constant__ kvseek::LinearArguments a) { \
         linear<Shape<WEIGHT, SPLIT, ROW_TILES, ROWS / 8, AHEAD, true>>(a);                                        \
     }
 
@@ -355,52 +355,40 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
 #endif
 
 #if KVSEEK_WEIGHT >= 3
-#define KVSEEK_GROUP_PRODUCT_(GATED_NAME, GATED, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, ROW_WARPS, STAGES, AHEAD, BLOCKS) \
-    extern "C" __global__ void __launch_bounds__((ROW_WARPS > 1 ? ROW_WARPS : SPLIT) * 32, BLOCKS)                     \
-        kvseek_##GATED_NAME##NAME##_##ROWS##_##SPLIT##_##ROW_TILES##_##ROW_WARPS(                                      \
-            const __grid_constant__ kvseek::LinearArguments a) {                                                       \
-        groups::linear<groups::Shape<FORMAT, SPLIT, ROW_TILES, ROW_WARPS, STAGES, ROWS / 8, AHEAD, GATED>>(a);         \
+#define KVSEEK_GROUP_PRODUCT_(GATED_NAME, GATED, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS) \
+    extern "C" __global__ void __launch_bounds__(SPLIT * 32, BLOCKS)                                          \
+        kvseek_##GATED_NAME##NAME##_##ROWS##_##SPLIT##_##ROW_TILES(                                           \
+            const __grid_constant__ kvseek::LinearArguments a) {                                              \
+        groups::linear<groups::Shape<FORMAT, SPLIT, ROW_TILES, STAGES, ROWS / 8, AHEAD, GATED>>(a);           \
     }
-#define KVSEEK_GROUP_PRODUCT(NAME, FORMAT, ROWS, SPLIT, ROW_TILES, ROW_WARPS, STAGES, AHEAD, BLOCKS)            \
-    KVSEEK_GROUP_PRODUCT_(, false, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, ROW_WARPS, STAGES, AHEAD, BLOCKS)      \
-    KVSEEK_GROUP_PRODUCT_(gated_, true, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, ROW_WARPS, STAGES, AHEAD, BLOCKS)
+#define KVSEEK_GROUP_PRODUCT(NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS)       \
+    KVSEEK_GROUP_PRODUCT_(, false, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS) \
+    KVSEEK_GROUP_PRODUCT_(gated_, true, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS)
 
 #if KVSEEK_WEIGHT == 3
 using Layers = Int4;
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 1, 2, 4, 2, 8)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 2, 4, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 2, 4, 3, 1, 2)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 4, 2, 4, 3, 0, 2)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 2, 1, 2, 2, 4)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 2, 1, 2, 1, 4)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 2, 1, 2, 1, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 4, 2, 1, 2, 0, 2)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 8, 1, 1, 3, 2, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 8, 1, 1, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 8, 2, 1, 2, 0, 1)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 8, 2, 1, 2, 0, 1)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 8, 4, 1, 2, 4, 2, 8)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 16, 4, 2, 4, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 32, 4, 2, 4, 3, 1, 2)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 64, 4, 2, 4, 3, 0, 2)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 8, 4, 2, 1, 2, 2, 4)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 16, 4, 2, 1, 2, 1, 4)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 32, 4, 2, 1, 2, 1, 3)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 64, 4, 2, 1, 2, 0, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 2, 2, 2, 4)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 2, 2, 1, 4)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 4, 2, 2, 0, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 8, 1, 3, 2, 3)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 8, 1, 3, 1, 3)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 8, 4, 2, 2, 2, 4)
+KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 16, 4, 2, 2, 1, 4)
+KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 32, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 64, 4, 2, 2, 0, 2)
 #else
 using Layers = Fp8Groups;
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 4, 1, 2, 4, 2, 8)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 4, 2, 4, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 4, 2, 4, 3, 1, 2)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 4, 2, 4, 3, 0, 2)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 4, 2, 1, 2, 2, 4)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 4, 2, 1, 2, 1, 4)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 4, 2, 1, 2, 1, 3)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 4, 2, 1, 2, 0, 2)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 8, 1, 1, 3, 2, 3)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 8, 1, 1, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 8, 2, 1, 2, 0, 1)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 8, 2, 1, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 4, 2, 2, 2, 4)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 4, 2, 2, 1, 4)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 4, 2, 2, 0, 2)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 8, 1, 3, 2, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 8, 1, 3, 1, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 8, 2, 2, 0, 1)
 #endif
 
 // Writes a matrix out in the engine's type, eight weights a thread; a row is blockIdx.x.
@@ -417,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
         const Byte* from = weight + Layers::chunk(t, at / CELL) * 16 + t % 2 * 8;
         unsigned pairs[4];
         Layers::eight(*reinterpret_cast<const uint2*>(from), t, pairs);
-        const float2 scale = groups::factor_and_zero<Layers>(scales[at / Layers::GROUP]);
+        const float2 scale = groups::factor_and_zero(scales[at / Layers::GROUP]);
         alignas(16) Number numbers[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {

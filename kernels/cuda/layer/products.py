@@ -30,42 +30,35 @@ ALIGNMENT = 16  # bytes: alignment of x, weights and products, because lanes loa
 
 @dataclass(frozen=True)
 class Shape:
-    """A kernel kvseek_[gated_]<name>_<rows>_<split>_<row_tiles>_<row_warps>, for up to `rows` rows of x.
+    """A kernel kvseek_[gated_]<name>_<rows>_<split>_<row_tiles>, for up to `rows` rows of x.
 
-    Its thread blocks multiply 16 × `row_tiles` rows of a weight each, with `split` warps that each take a part of every sum. With
-    several `row_warps` each of them multiplies so many rows, and takes the `split` parts of a sum one after the other. A warp has
-    shared memory for `stages` blocks of weights.
+    Its thread blocks multiply 16 × `row_tiles` rows of a weight each, with `split` warps that each take a part of every sum. A
+    warp has shared memory for `stages` blocks of weights.
     """
 
     rows: int
     split: int
     row_tiles: int
-    row_warps: int = 1
     stages: int = 2
 
     @property
     def name(self) -> str:
         """End of the name of the kernel."""
-        return f"{self.rows}_{self.split}_{self.row_tiles}_{self.row_warps}"
+        return f"{self.rows}_{self.split}_{self.row_tiles}"
 
     @property
     def weight_rows(self) -> int:
         """Rows of the weight that a thread block multiplies."""
-        return 16 * self.row_tiles * self.row_warps
-
-    @property
-    def warps(self) -> int:
-        """Warps of a thread block."""
-        return self.row_warps if self.row_warps > 1 else self.split
+        return 16 * self.row_tiles
 
     def shared_bytes(self, scale_words: int) -> int:
-        """Bytes of shared memory: the blocks of weights of each warp, and at the end, or beside them, the sums of all.
+        """Bytes of shared memory: the blocks of weights of each warp, and at the end the sums of all.
 
         A block has 128 bytes of each row and, of weights in groups, `scale_words` words of 4 bytes of scales.
         """
         blocks = self.stages * 16 * self.row_tiles * (128 + 4 * scale_words)
         sums = self.row_tiles * self.rows // 8 * WARP * 16
-        return self.warps * (blocks + sums if self.row_warps > 1 else max(blocks, sums))
+        return self.split * max(blocks, sums)
 
 
 @dataclass(frozen=True)
@@ -131,18 +124,13 @@ SHAPES: dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
         (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
     "int4_linear": (
-        (128, (Shape(8, 4, 1, 2, 4), Shape(16, 4, 2, 4, 3), Shape(32, 4, 2, 4, 3), Shape(64, 4, 2, 4, 3))),
         (64, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
-        (0, (Shape(8, 8, 1, 1, 3), Shape(16, 8, 1, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
+        (0, (Shape(8, 8, 1, 3), Shape(16, 8, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
-    "int8_groups_linear": (
-        (128, (Shape(8, 4, 1, 2, 4), Shape(16, 4, 2, 4, 3), Shape(32, 4, 2, 4, 3), Shape(64, 4, 2, 4, 3))),
-        (0, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
-    ),
+    "int8_groups_linear": ((0, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),),
     "fp8_groups_linear": (
-        (128, (Shape(8, 4, 1, 2, 4), Shape(16, 4, 2, 4, 3), Shape(32, 4, 2, 4, 3), Shape(64, 4, 2, 4, 3))),
         (64, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
-        (0, (Shape(8, 8, 1, 1, 3), Shape(16, 8, 1, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
+        (0, (Shape(8, 8, 1, 3), Shape(16, 8, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
 }
 MOST_ROWS = 64  # of x: those of the largest decode step
@@ -233,7 +221,7 @@ class ProductKernels:
         blocks = -(-weight.shape[0] // shape.weight_rows)
         # Measured with two and three blocks a multiprocessor. A single one would wait for more than half of the shared memory.
         even = blocks > self._kernels.multiprocessors
-        threads, shared_bytes = shape.warps * WARP, shape.shared_bytes(form.scale_words)
+        threads, shared_bytes = shape.split * WARP, shape.shared_bytes(form.scale_words)
         self._kernels.launch(name, (blocks, 1, 1), threads, arguments, shared_bytes, overlap=True, even=even)
         return out
 
