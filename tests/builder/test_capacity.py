@@ -284,11 +284,11 @@ def test_the_dtype_is_that_of_a_build(small: Path) -> None:
     assert not any("--dtype" in note for note in half["notes"])
 
 
-def test_groups_of_four_bits_are_told(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_of_four_bits_are_told(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Scales of smaller groups take more bytes."""
     sizes = []
-    for group in ("32", "64"):
-        flags = arguments(small, "--weight_only_precision", "int4", "--weight_group", group)
+    for group in ("32", "128"):
+        flags = arguments(llama, "--weight_only_precision", "int4", "--weight_group", group)
         assert build.main(flags) == 0
         assert f"weight_only_precision int4 in groups of {group}," in capsys.readouterr().out.replace("\n", " ")
         sizes.append(document(flags)["bytes"]["weights"])
