@@ -22,6 +22,7 @@ PERF_ANALYZER := $(LOAD)/perf_analyzer/bin/perf_analyzer
 AIPERF := $(LOAD)/aiperf/bin/aiperf
 LM_EVAL := $(LOAD)/lm_eval/bin/lm_eval
 BRIDGES := .cache/bridges/bin/python
+AGENTS := .cache/agents/bin/litellm
 HUB := git+https://github.com/xAlg-ai/sparse-attention-hub@1a048c9314b6b2cb7e8a7553f744c478b8abfef0
 LOAD_ENGINE := .cache/engines/smollm2-load
 LOAD_RESULT ?= build/load.json
@@ -31,7 +32,7 @@ COMMIT ?= main
 # Hundreds of processes of the tests import kvseek, and would compile it each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools lm-eval test-bridges check check-install lint sizes types links format install model engine clean
+.PHONY: demo serve test test-slow test-gpu soak fuzz perf perf-gate perf-results tables load-tools lm-eval test-bridges test-agents check check-install lint sizes types links format install model engine clean
 
 demo: engine ## build, serve, ask two questions about a long document, shut down
 	$(BIN)/python -m kvseek.cli.demo --engine_dir $(ENGINE) --document examples/harbour_log.txt \
@@ -109,6 +110,13 @@ $(BRIDGES): | install
 	    > $$($(BRIDGES) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvseek.pth
 	$(BRIDGES) -m pip install -q $(PIP_ARGS) kvpress==0.5.5 'ray[tune]' seaborn
 	$(BRIDGES) -m pip install -q $(PIP_ARGS) --no-deps $(HUB)
+
+test-agents: install $(AGENTS) ## programs of others that call tools, unchanged, ask a server; 460 MB
+	$(BIN)/python -m pytest tests/server/openai/test_agents.py
+
+$(AGENTS): | install
+	$(PYTHON) -m venv .cache/agents
+	.cache/agents/bin/pip install -q $(PIP_ARGS) litellm==1.110.2 langchain-openai==1.7.4 'pydantic-ai-slim[openai]==2.68.0'
 
 # mypy has one thread, so it runs beside the tests; lint has made the links that it needs.
 check: lint model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls

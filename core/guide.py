@@ -12,7 +12,7 @@ from .errors import RequestError, check_unicode, typed
 MAX_GUIDE_BYTES = 1 << 16
 # The library's time for an expression or a grammar grows with the square of its length, and what is nested deep enough ends the
 # process that compiles it: a chain of 1,100 references in a schema did, 800 did not.
-MAX_BYTES = {"regex": 1 << 11, "ebnf_grammar": 1 << 12}  # of these kinds
+MAX_BYTES = {"regex": 1 << 11, "ebnf_grammar": 1 << 12, "lark": 1 << 19}  # of these kinds
 MAX_TEXT_CHARACTERS = 1 << 11  # of one text in a schema, which may be an expression
 MAX_REFERENCES = 128  # in a schema
 MAX_DEPTH = 64  # of a schema's JSON
@@ -26,6 +26,10 @@ class GuideType(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF_GRAMMAR = "ebnf_grammar"  # GBNF, llama.cpp's notation, whose first rule is `root`
+    LARK = "lark"  # llguidance's notation, with tokens and schemas in it: the server's own, which no client may send
+
+
+KINDS = ", ".join(kind for kind in GuideType if kind is not GuideType.LARK)  # that clients may send
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,7 @@ class Guide:
     def __post_init__(self) -> None:
         kinds = [str(kind) for kind in GuideType]
         if self.type not in kinds:
-            raise RequestError(
-                f"guided_decoding_guide_type = {self.type!r:.80}: must be one of {', '.join(kinds)}; correct it"
-            )
+            raise RequestError(f"guided_decoding_guide_type = {self.type!r:.80}: must be one of {KINDS}; correct it")
         object.__setattr__(self, "type", GuideType(self.type))
         check_unicode("guided_decoding_guide", typed("guided_decoding_guide", self.guide, str))
         if (self.type is GuideType.JSON) == bool(self.guide):
@@ -60,10 +62,10 @@ class Guide:
                 "send a shorter one"
             )
         if self.type is GuideType.JSON_SCHEMA:
-            _check_schema(self.guide)
+            check_schema(self.guide)
 
 
-def _check_schema(text: str) -> None:
+def check_schema(text: str) -> None:
     """Raise RequestError if a schema is no JSON, or larger in one of its dimensions than the library can compile safely."""
     try:
         level, depth, references, longest = [json.loads(text)], 0, 0, 0

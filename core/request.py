@@ -12,7 +12,7 @@ import msgspec
 
 from .config import EngineConfig
 from .errors import ErrorCode, RequestError, check_types, check_unicode, require, typed
-from .guide import Guide
+from .guide import Guide, GuideType
 from .selected_rows import RowReport, SelectedRows
 
 # Of sessions (docs/conversations.md). The scale and the default are those of TensorRT-LLM's KvCacheRetentionConfig.
@@ -203,7 +203,8 @@ class SamplingConfig:
             value = getattr(self, name)
             fits = value is None or 0 <= value <= MAX_LOGPROBS
             _require(fits, name, value, f"in [0, {MAX_LOGPROBS}]", "0 is the token's own alone")
-        free, forced = self.guide is None or not self.forced_tokens, f"{len(self.forced_tokens)} tokens"
+        free = self.guide is None or self.guide.type is GuideType.LARK or not self.forced_tokens
+        forced = f"{len(self.forced_tokens)} tokens"
         _require(free, "forced_tokens", forced, "absent with a guide", "leave one of them out")
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvseek.core.request import FinishReason, LogProbs, Request, RequestStatistics, StepOutput
 from kvseek.core.selected_rows import SelectedRows
@@ -24,6 +24,8 @@ class Accumulator:
         Makes text of the tokens; None: there is no text, and only the engine ends the request.
     stop_words : sequence of str
         Texts that end the output and are not part of it; raises RequestError on an empty one.
+    marks : mapping, optional
+        Characters that stand in the text for tokens; see TextStream.
 
     Attributes
     ----------
@@ -43,9 +45,15 @@ class Accumulator:
         The latest, which come with the first token and with the end.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None = None, stop_words: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None = None,
+        stop_words: Sequence[str] = (),
+        marks: Mapping[int, str] | None = None,
+    ) -> None:
         # The text continues the prompt: many tokenizers leave out the space at the beginning of a text.
-        self._words = None if tokenizer is None else tokenizer.stream(stop_words, request.prompt_ids)
+        self._words = None if tokenizer is None else tokenizer.stream(stop_words, request.prompt_ids, marks)
         self._stops = bool(stop_words)
         self._pieces, self._undecoded = list[str](), list[int]()
         self.token_ids, self.logprobs, self.prompt_logprobs = list[int](), list[LogProbs](), list[LogProbs]()

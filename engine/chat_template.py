@@ -75,7 +75,7 @@ time_limit = TimeLimit()
 
 
 class ChatTemplate:
-    """The template that writes a model's conversations, and the form in which it reads the content of messages.
+    """The template that writes a model's conversations, `source`, and the form in which it reads the content of messages.
 
     Most templates read a text. Some read a list of parts, as in OpenAI's API, and write nothing of a text. So each role is tried.
     """
@@ -91,8 +91,8 @@ class ChatTemplate:
 
         settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         names = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
-        empty, template = tokenizers.Tokenizer(tokenizers.models.BPE()), path.read_text(encoding="utf-8")
-        self._writer = PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=template, **names)
+        empty, self.source = tokenizers.Tokenizer(tokenizers.models.BPE()), path.read_text(encoding="utf-8")
+        self._writer = PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=self.source, **names)
         # Variables of templates, and parameters of transformers' function, that are no client's to set.
         parameters = inspect.signature(type(self._writer).apply_chat_template).parameters
         self._names = frozenset(("messages", "conversations", *parameters, *self._writer.special_tokens_map))
@@ -104,7 +104,7 @@ class ChatTemplate:
                 self._in_parts[role] = False
                 break
 
-    def render(self, messages: Sequence[Mapping[str, Any]], how: Mapping[str, bool], extra: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], how: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
         """Write a conversation; raises as Tokenizer.apply_chat_template, whose arguments these are."""
         for name in extra:
             if name in self._names:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvseek.core.errors import EngineDirectoryError, RequestError, check_unicode
 
-from .chat_template import ChatTemplate
+from .chat_template import TEMPLATE_FILE, ChatTemplate
 
 TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory
 TOKENIZER_FILE = "tokenizer.json"  # in the folder, as the library tokenizers writes it
@@ -119,6 +119,7 @@ class Tokenizer:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Write a conversation as text by the model's chat template.
 
@@ -132,6 +133,8 @@ class Tokenizer:
             Whether the text ends within the last message, so that the model goes on with it.
         chat_template_kwargs : mapping, optional
             Further variables of the template.
+        tools : sequence of mappings
+            Functions that the model may call, as in OpenAI's API.
 
         Raises
         ------
@@ -139,20 +142,37 @@ class Tokenizer:
             The model has no chat template, the template fails on the messages, takes more than TEMPLATE_SECONDS or leaves out
             what one says, or the arguments exclude each other.
         """
-        with self._template_lock:  # one of its own: texts are encoded meanwhile
-            if self._template is None:
-                self._template = ChatTemplate(self._directory)
+        template = self._chat_template()
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message, add_generation_prompt: at most one of them may be true; set the other to false"
             )
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
-        how = {"add_generation_prompt": begins, "continue_final_message": continue_final_message}
-        return self._template.render(messages, how, chat_template_kwargs or {})
+        how: dict[str, Any] = {"add_generation_prompt": begins, "continue_final_message": continue_final_message}
+        return template.render(messages, how | ({"tools": list(tools)} if tools else {}), chat_template_kwargs or {})
 
-    def stream(self, stop_words: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> TextStream:
+    def _chat_template(self) -> ChatTemplate:
+        with self._template_lock:  # one of its own: texts are encoded meanwhile
+            if self._template is None:
+                self._template = ChatTemplate(self._directory)
+            return self._template
+
+    @property
+    def template_source(self) -> str:
+        """The chat template as it is written, in Jinja; empty if the model has none."""
+        path = self._directory / TEMPLATE_FILE
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    def added_token(self, text: str) -> int | None:
+        """Return the token of exactly this text that was added to the vocabulary; None: there is none."""
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token if token in self._added else None
+
+    def stream(
+        self, stop_words: Sequence[str] = (), prompt_ids: Sequence[int] = (), marks: Mapping[int, str] | None = None
+    ) -> TextStream:
         """Start the text of one output, which continues the prompt's; see TextStream."""
-        return TextStream(self, stop_words, prompt_ids)
+        return TextStream(self, stop_words, prompt_ids, marks)
 
     def last_with_text(self, ids: Sequence[int]) -> list[int]:
         """Return the last tokens that have text, PROMPT_CONTEXT or some more, so that the first one begins with a character."""
@@ -273,13 +293,21 @@ class TextStream:
     first, `stop_word`.
 
     The cost of a token does not grow with the output: a token is decoded together with the few before it, not with all.
+
+    `marks` are characters that stand in the text for these tokens. Half a surrogate pair is one that no other token can be.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_words: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        marks: Mapping[int, str] | None = None,
+    ) -> None:
         if not all(stop_words):
             raise RequestError("stop_words = '': must be non-empty; leave empty stop words out")
         self.stopped, self.stop_word = False, ""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._marks = tokenizer, marks or {}
         self._stop_words = tuple(stop_words)
         self._held = ""  # text that could begin a stop word
         self._begun = tokenizer.begun_bytes(prompt_ids)
@@ -291,6 +319,8 @@ class TextStream:
 
     def push(self, *token_ids: int) -> str:
         """Add tokens; returns the text that is certain now and was not returned before."""
+        if not self._marks.keys().isdisjoint(token_ids):
+            return "".join(self._push_mark(token) if token in self._marks else self.push(token) for token in token_ids)
         if self._begun is not None:
             data = self._begun + b"".join(map(self._tokenizer.text_bytes, token_ids))
             text, complete = codecs.utf_8_decode(data, "replace")
@@ -311,14 +341,20 @@ class TextStream:
         """End the output; returns the rest of the text."""
         if self.stopped:
             return ""
-        if self._begun is not None:
-            rest = self._begun.decode("utf-8", "replace")
-        else:
-            rest = self._take(len(self._ids), self._tokenizer.decode(self._ids))
-        text = self._pass_on(rest)
+        text = self._pass_on(self._rest())
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
+
+    def _push_mark(self, token: int) -> str:
+        return "" if self.stopped else self._pass_on(self._rest() + self._marks[token])
+
+    def _rest(self) -> str:
+        """Give out what is held back of a character that has not become complete."""
+        if self._begun is not None:
+            data, self._begun = self._begun, b""
+            return data.decode("utf-8", "replace")
+        return self._take(len(self._ids), self._tokenizer.decode(self._ids))
 
     def _take(self, stop: int, text: str) -> str:
         """Give out the tokens before `stop`, which become the next context; together with the old context they read `text`."""

@@ -27,6 +27,10 @@ ORIGIN = re.compile(r"\*|https?://[^\s/,?#@]+")
 MIN_HANG_SECONDS = 5.0  # a busy machine may hold a process up for seconds
 OTHER_CONNECTIONS = 256  # open ones beside those whose requests run or wait: idle, or asking for health
 MAX_MAX_LOGITS = 1 << 28  # 1 GiB: a message of gRPC has at most twice as many bytes
+AUTO, NONE = "auto", "none"  # of a parser: by the chat template; what it would find is text
+# vLLM's names (server/openai/tool_formats.py, answers.py).
+TOOL_PARSERS = (AUTO, NONE, "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral")
+REASONING_PARSERS = (AUTO, NONE, "qwen3", "deepseek_r1")
 Flags = Mapping[str, tuple[Callable[[str], Any], str]]  # name of a setting → its type, and the help of its flag
 
 
@@ -70,6 +74,8 @@ OPENAI_FLAGS: Flags = {
         _origins,
         "origins, with commas between, whose web pages may ask from a browser (CORS); * stands for all",
     ),
+    "tool_parser": (str, f"how the model writes calls of tools: {', '.join(TOOL_PARSERS)}"),
+    "reasoning_parser": (str, f"how the model writes its thinking: {', '.join(REASONING_PARSERS)}"),
     "ui": (_yes, "serve a page at / of the OpenAI port that shows what each step of an answer read"),
     **KEY_FLAGS,
 }
@@ -119,6 +125,8 @@ class ServeSettings:
     ranks_key_file: str | None = None
     served_model_name: str | None = None
     cors_origins: tuple[str, ...] = ()
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
     ui: bool = False
     api_key_file: str | None = None
     share_prefixes: str = SHARE_BY_KEY
@@ -164,6 +172,9 @@ class ServeSettings:
         named = name is None or (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable())
         limit = f"1 to {MAX_NAME_CHARACTERS} printable characters"
         _require(named, "served_model_name", name, limit, "leave it out for the checkpoint's name")
+        for flag, known_parsers in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            value, limit = getattr(self, flag), f"one of {', '.join(known_parsers)}"
+            _require(value in known_parsers, flag, value, limit, f"{AUTO}, by the chat template, is the default")
         for origin in self.cors_origins:
             limit = "* or an origin such as https://chat.example.org, without a path"
             _require(bool(ORIGIN.fullmatch(origin)), "cors_origins", origin, limit, "leave it out for none")

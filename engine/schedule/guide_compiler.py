@@ -115,6 +115,8 @@ def _grammar(guide: Guide) -> str:
 
     if guide.type is GuideType.REGEX:
         return LLMatcher.grammar_from_regex(guide.guide)
+    if guide.type is GuideType.LARK:
+        return guide.guide
     if guide.type is GuideType.EBNF_GRAMMAR:
         return grammar_from("gbnf", guide.guide)
     return LLMatcher.grammar_from_json_schema(guide.guide or "{}", None, JSON_OPTIONS)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,8 @@ from .guide_compiler import compile_guide, load_vocabulary, refusal
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+KEPT_GUIDES = 16
 
 
 class GuideMatcher:
@@ -73,7 +76,10 @@ class GuideMatcher:
 
 
 class Guides:
-    """Compiles guides for one engine. Thread-safe; what guides need is loaded for the first one."""
+    """Compiles guides for one engine. Thread-safe; what guides need is loaded for the first one.
+
+    The latest are kept, as an agent sends the same tools with every turn.
+    """
 
     def __init__(self, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self._vocab_size = config.model.vocab_size
@@ -81,6 +87,7 @@ class Guides:
         self._trial = GuideTrial(*self._source)
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()  # at their beginnings
 
     def matcher(self, guide: Guide) -> GuideMatcher:
         """Compile a guide, which may take seconds.
@@ -88,8 +95,16 @@ class Guides:
         Raises RequestError if it is none, or needs too much work, and as `load_vocabulary`; UnavailableError without a trial.
         """
         vocabulary = self.load_vocabulary()
-        self._trial.check(guide)
-        return GuideMatcher(compile_guide(vocabulary, guide), self._vocab_size, vocabulary.eos_tokens)
+        with self._lock:
+            compiled = self._compiled.pop(guide, None)
+        if compiled is None:
+            self._trial.check(guide)
+            compiled = compile_guide(vocabulary, guide)
+        with self._lock:
+            self._compiled[guide] = compiled
+            if len(self._compiled) > KEPT_GUIDES:
+                self._compiled.popitem(last=False)
+            return GuideMatcher(compiled.deep_copy(), self._vocab_size, vocabulary.eos_tokens)
 
     def load_vocabulary(self) -> LLTokenizer:
         """Load the vocabulary, once; takes and raises as guide_compiler.load_vocabulary."""

@@ -34,12 +34,15 @@ from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.settings import ServeSettings
 
-from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, Body
-from .choices import Json, Piece, Reply, make_choices, usage
+from .answers import AnswerForms
+from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, DETOKENIZE_FORMAT, TOKENIZE_FORMAT, Body
+from .choices import Json, Piece, Reply, make_choices, token_text, usage
 from .fields import FieldError, openai_error
 
 HEALTH, MODELS = "/health", "/v1/models"
-ENDPOINTS = "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /health and /metrics"
+ENDPOINTS = (
+    "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /tokenize, /detokenize, /health and /metrics"
+)
 SALT = "cache_salt"
 FINGERPRINT_CHARACTERS = 16
 DONE = b"[DONE]"
@@ -98,6 +101,7 @@ class OpenAIRoutes:
         manifest = read_manifest(engine_dir)
         self._generations, self._bodies, self._tokenizer, self._config = generations, bodies, tokenizer, config
         self._settings = settings
+        self._forms = AnswerForms(tokenizer, settings.tool_parser, settings.reasoning_parser)
         self._model = settings.served_model_name or manifest.source_model
         self._fingerprint = f"fp_{manifest.fingerprint[:FINGERPRINT_CHARACTERS]}"  # changes when answers may change
         self._started = int(time.time())
@@ -133,6 +137,8 @@ class OpenAIRoutes:
             Route("/v1/models/{name:path}", self._one_model),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
+            Route("/tokenize", partial(self._convert, self._tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self._convert, self._detokenize), methods=["POST"]),
             Route("/v1/sessions/{session_id:path}", self._end_session, methods=["DELETE"]),
         ]
 
@@ -163,6 +169,23 @@ class OpenAIRoutes:
         own = {"id": session_id, "object": "session.deleted", "deleted": True}
         return _json(own | dataclasses.asdict(ended))
 
+    async def _convert(self, convert: Callable[[bytes | bytearray], Json], request: Request) -> Response:
+        """Answer by what one function makes of the body, in a worker thread."""
+        async with self._bodies.read(request, largest_body(self._config, self._tokenizer)) as data:
+            return await self._generations.make(lambda: _json(convert(data)))
+
+    def _tokenize(self, data: bytes | bytearray) -> Json:
+        body, tokenizer = TOKENIZE_FORMAT.read(data), self._tokenizer
+        self._check_model(body.model or self._model)
+        ids = body.ids(tokenizer, self._config, self._forms)
+        texts = [token_text(token, tokenizer) for token in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self._config.max_seq_len, "tokens": ids, "token_strs": texts}
+
+    def _detokenize(self, data: bytes | bytearray) -> Json:
+        body = DETOKENIZE_FORMAT.read(data)
+        self._check_model(body.model or self._model)
+        return {"prompt": body.text(self._tokenizer, self._config)}
+
     async def _complete(self, request: Request, send: Send, chat: bool) -> None:
         """Read a request and write its answer."""
         call = Call(time.monotonic(), trace_of(request))
@@ -187,9 +210,10 @@ class OpenAIRoutes:
         if body.model is None:
             raise FieldError("model", f"model is missing: must be {self._model}; add it")
         self._check_model(body.model)
-        choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config)
+        choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config, self._forms)
         with_usage = body.usage_in_stream
-        reply = Reply(chat, self._model, self._fingerprint, self._tokenizer, body.top() is not None, with_usage)
+        logprobs, form = body.top() is not None, choices[0].form
+        reply = Reply(chat, self._model, self._fingerprint, self._tokenizer, logprobs, with_usage, form)
         ready = [self._generations.submission(choice, call) for choice in choices]
         return Work(ready, body.choices, prompt_tokens, reply, bool(body.stream), with_usage)
 
@@ -238,7 +262,7 @@ async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
         write, small = work.reply.pieces, not (piece["tokens"] or piece["rows"]) or _is_small(piece)
         for event in write(index, piece) if small else await asyncio.to_thread(write, index, piece):
             yield event
-        piece["tokens"], piece["rows"], piece["prompt"] = (), (), None  # which take memory
+        piece["tokens"], piece["rows"], piece["prompt"], piece["parts"] = (), (), None, ()  # which take memory
         last[index] = piece
     if work.usage_in_stream:
         yield work.reply.end(_usage(work, last))
@@ -249,7 +273,8 @@ def _usage(work: Work, last: Sequence[Piece]) -> Json:
     """Count tokens by the last piece of each choice. A token of a prompt was cached if no choice has read it."""
     reused = [piece["reused"] for piece in last]
     cached = sum(min(reused[first : first + work.answers]) for first in range(0, len(reused), work.answers))
-    return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached)
+    thought = [piece["reasoning"] for piece in last if piece["reasoning"] is not None]
+    return usage(work.prompt_tokens, sum(piece["count"] for piece in last), cached, sum(thought) if thought else None)
 
 
 def page_routes() -> list[BaseRoute]:

@@ -31,23 +31,35 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.content import first_character
 from kvseek.server.requests.translation import PromptTooLongError, encode_prompt, max_text_bytes
 
-from .fields import ABSENT, PARAMS, BodyFormat, FieldError, decode, field_of, is_absent, require
+from .answers import AnswerForm, AnswerForms, answer_guide, can_guide
+from .fields import ABSENT, PARAMS, TOO_LONG, BodyFormat, FieldError, decode, field_of, is_absent, require
+from .tool_formats import Tags
+from .tools import Tools, read_calls, read_tools, text_of
 
-TOO_LONG = "context_length_exceeded"
-ROLES = ("system", "user", "assistant")
+TOOL = "tool"
+ROLES = ("system", "user", "assistant", TOOL)
 TEXT_PART = "text"
 MAX_STRINGS = 16384  # of names and texts in the messages of a conversation
 
 
 class Prompt(NamedTuple):
-    """A prompt's token ids, and the text with which its answers begin; None: they begin with what is generated."""
+    """A prompt's token ids, and what its answers are.
+
+    `echo` is the text with which they begin; None: they begin with what is generated. `form` says what they consist of, and
+    `guide` what they follow.
+    """
 
     ids: list[int]
     echo: str | None = None
+    form: AnswerForm = AnswerForm()
+    guide: Guide | None = None
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content. Kinds other than text are known by name alone, to be refused by name."""
+    """A part of a message's content. Kinds other than text are known by name alone, to be refused by name.
+
+    `cache_control`, which proxies send, has no effect: kvseek keeps what it has read anyway.
+    """
 
     type: str
     text: str | None = None
@@ -57,17 +69,25 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     video_url: msgspec.Raw = ABSENT
     file: msgspec.Raw = ABSENT
     refusal: msgspec.Raw = ABSENT
+    cache_control: msgspec.Raw = ABSENT
+
+
+PART_FIELDS = ("type", "text", "cache_control")  # of a part that is a text
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation. Role, content and name are read; the other fields must be empty."""
+    """One message of a conversation; the fields that are kept as JSON must be empty, but for `tool_calls` of an assistant."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: msgspec.Raw = ABSENT
-    tool_call_id: msgspec.Raw = ABSENT
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # its newer name
+    cache_control: msgspec.Raw = ABSENT  # without effect, as what OpenAI's client has read of the content
+    parsed: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
     annotations: msgspec.Raw = ABSENT
@@ -101,19 +121,38 @@ def count_strings(raw: msgspec.Raw, limit: int) -> int:
     return sum(1 for _ in itertools.islice(found, limit + 1))
 
 
-def message_texts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as chat templates take them, with "role", "content" and "name"; raises FieldError."""
+def message_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them; raises FieldError.
+
+    They have "role", "content" and "name"; an assistant's "tool_calls" and "reasoning_content"; a tool's "tool_call_id".
+    """
     require(bool(messages), "messages", [], "at least one message", "send one with the role user")
-    texts = []
+    texts, called = [], dict[str, str]()  # the functions of calls so far, by the calls' ids
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
-        own = {"role": _role(place, message), "content": _content(place, message)}
-        texts.append(own if message.name is None else own | {"name": message.name})
+        own: dict[str, Any] = {"role": _role(place, message), "content": ""}
+        if not is_empty(message.tool_calls):
+            own["tool_calls"] = read_calls(place, message.tool_calls)
+            called |= {call["id"]: call["function"]["name"] for call in own["tool_calls"]}
+        if message.content is not None or "tool_calls" not in own:
+            own["content"] = _content(place, message)
+        thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if thoughts:
+            own["reasoning_content"] = thoughts
+        name = message.name
+        if own["role"] == TOOL:
+            call_id = message.tool_call_id
+            known = call_id in called
+            limit = "the id of a call in tool_calls of an earlier message"
+            require(known, f"{place}.tool_call_id", call_id, limit, "send that message too")
+            own["tool_call_id"] = call_id
+            name = name or called[str(call_id)]
+        texts.append(own if name is None else own | {"name": name})
     return texts
 
 
 def chat_ids(
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[dict[str, Any]],
     tokenizer: Tokenizer,
     config: EngineConfig,
     template: Mapping[str, Any] | None = None,
@@ -123,13 +162,24 @@ def chat_ids(
 
     `template` has the arguments that Tokenizer.apply_chat_template has besides.
     """
-    _check_bytes("messages", (text for message in messages for text in message.values()), tokenizer, config)
+    text = chat_text(messages, tokenizer, config, template)
+    return encode("messages", text, add_special_tokens, tokenizer, config.max_input_len)
+
+
+def chat_text(
+    messages: Sequence[dict[str, Any]],
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    template: Mapping[str, Any] | None = None,
+) -> str:
+    """Write messages with the model's chat template; see chat_ids."""
+    arguments = template or {}
+    _check_bytes("messages", text_of([*messages, *arguments.get("tools", ())]), tokenizer, config)
     try:
-        text = tokenizer.apply_chat_template(messages, **(template or {}))
+        return tokenizer.apply_chat_template(messages, **arguments)
     except RequestError as error:
         message = renamed(str(error), PARAMS)
         raise FieldError(field_of(message) or "messages", message) from None
-    return encode("messages", text, add_special_tokens, tokenizer, config.max_input_len)
 
 
 def text_ids(prompt: str, add_special_tokens: bool, tokenizer: Tokenizer, config: EngineConfig) -> list[int]:
@@ -173,8 +223,13 @@ def _check_bytes(field: str, texts: Iterable[str], tokenizer: Tokenizer, config:
 
 def _role(where: str, message: Message) -> str:
     role = "system" if message.role == "developer" else message.role  # OpenAI's newer name for it
-    require(role in ROLES, f"{where}.role", role, "system, user or assistant", "kvseek has no tools or functions")
-    for name in ("refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"):
+    require(role in ROLES, f"{where}.role", role, "system, user, assistant or tool", "kvseek knows no others")
+    own = {"assistant": ("tool_calls", "reasoning_content", "reasoning"), TOOL: ("tool_call_id",)}.get(role, ())
+    for name in ("tool_calls", "tool_call_id", "reasoning_content", "reasoning"):
+        value = getattr(message, name)
+        fits = name in own or (is_empty(value) if isinstance(value, msgspec.Raw) else value is None)
+        require(fits, f"{where}.{name}", "set", f"null for the role {role}", "leave it out")
+    for name in ("refusal", "function_call", "audio", "annotations"):
         value = getattr(message, name)
         empty = is_empty(value) if isinstance(value, msgspec.Raw) else value is None
         require(empty, f"{where}.{name}", "set", "null", "kvseek does not support it, leave it out")
@@ -191,9 +246,9 @@ def _content(where: str, message: Message) -> str:
     for number, part in enumerate(content):
         place = f"{where}.content[{number}]"
         require(part.type == TEXT_PART, f"{place}.type", part.type, '"text"', "kvseek reads text alone")
-        for name in part.__struct_fields__[2:]:
+        for name in part.__struct_fields__:
             require(
-                is_absent(getattr(part, name)),
+                name in PART_FIELDS or is_absent(getattr(part, name)),
                 f"{place}.{name}",
                 "set",
                 "absent in a part of type text",
@@ -205,7 +260,6 @@ def _content(where: str, message: Message) -> str:
     return "".join(texts)
 
 
-MAX_N = 8
 MAX_CHOICES = (
     128  # of all prompts of a request together: each is a request of the engine, and takes a place in its queue
 )
@@ -279,6 +333,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     session_id: str | None = None
     retention_priority: int | None = None
     retention_seconds: float | None = None
+    return_token_ids: bool | None = None
 
     @property
     def choices(self) -> int:
@@ -292,7 +347,9 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """Raise FieldError on what only this port limits; the engine checks the rest."""
-        require(1 <= self.choices <= MAX_N, "n", self.n, f"in [1, {MAX_N}]", "send further requests for more")
+        require(
+            1 <= self.choices <= MAX_CHOICES, "n", self.n, f"in [1, {MAX_CHOICES}]", "send further requests for more"
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             value, limit = getattr(self, name) or 0.0, f"in [-{MAX_ALTERED:g}, {MAX_ALTERED:g}]"
             require(abs(value) <= MAX_ALTERED, name, value, limit, "0 is no penalty")
@@ -365,6 +422,7 @@ def check_logprobs(name: str, count: int) -> int:
     return count
 
 
+MAX_BUDGET = 1 << 20  # tokens of thinking
 MAX_TEMPLATE_BYTES = 1 << 14  # of JSON, of the template's variables: a value takes up to 60 times as much memory
 _variables = msgspec.json.Decoder(dict[str, Any])
 
@@ -380,16 +438,65 @@ class ChatBody(Parameters, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
 
-    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[Prompt]:
+    def prompts(self, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms) -> list[Prompt]:
         """Tokenise the conversation: one prompt, which the answer never repeats."""
+        tools, text_guide = read_tools(self.tools, self.tool_choice), read_guide(self.response_format)
+        messages = message_texts(read_messages(self.messages))
+        self._check_tools(tools, messages, forms)
         template = {
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": bool(self.continue_final_message),
-            "chat_template_kwargs": self._variables(),
+            "chat_template_kwargs": self._variables() | self._effort(forms),
+            "tools": tools.written,
         }
-        messages = message_texts(read_messages(self.messages))
-        return [Prompt(chat_ids(messages, tokenizer, config, template, bool(self.add_special_tokens)))]
+        text = chat_text(messages, tokenizer, config, template)
+        ids = encode("messages", text, bool(self.add_special_tokens), tokenizer, config.max_input_len)
+        thinking = forms.thinking_of(text, self._budget(forms), bool(self.continue_final_message))
+        several = self.parallel_tool_calls is not False and tools.named is None
+        form = forms.form(thinking, tools.callable, several)
+        ends, tags = self.end_ids(config), Tags() if form.tools is None else forms.tags(form.tools)
+        may_call = form.tools is not None and not tools.must
+        if may_call and text_guide is None and self.thinking_token_budget is None and not (ends and can_guide()):
+            return [Prompt(ids, None, form)]  # calls are read all the same
+        return [Prompt(ids, None, form, answer_guide(form, tags, tools.must, ends, text_guide))]
+
+    def _check_tools(self, tools: Tools, messages: Sequence[Mapping[str, Any]], forms: AnswerForms) -> None:
+        """Refuse what the model's template does not write, or whose answers could not be read."""
+        if forms.tools is not None:
+            return
+        remedy = "serve a model whose template knows them, or name its format by kvseek serve --tool_parser"
+        limit = "left out: the model's chat template knows no tools, or writes their calls in a format that kvseek does not know"
+        require(not tools.written, "tools", f"{len(tools.written)} tools", limit, remedy)
+        number = next((n for n, each in enumerate(messages) if each["role"] == TOOL or "tool_calls" in each), None)
+        require(number is None, "messages", f"calls of tools in messages[{number}]", limit, remedy)
+
+    def _effort(self, forms: AnswerForms) -> dict[str, Any]:
+        """Return the template's variable for `reasoning_effort`; raises FieldError if it has none."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        if "reasoning_effort" in forms.template:
+            return {"reasoning_effort": effort}
+        limit = '"none" or null: of this model\'s template thinking can only be switched off'
+        if "enable_thinking" not in forms.template:
+            limit = "null: this model's template knows no effort"
+        fits = effort == "none" and "enable_thinking" in forms.template
+        require(fits, "reasoning_effort", effort, limit, "leave it out, or send thinking_token_budget")
+        return {"enable_thinking": False}
+
+    def _budget(self, forms: AnswerForms) -> int | None:
+        budget, name = self.thinking_token_budget, "thinking_token_budget"
+        if budget is not None:
+            require(0 <= budget <= MAX_BUDGET, name, budget, f"in [0, {MAX_BUDGET}]", "leave it out for no limit")
+            limit = "null for a model that does not think, or with --reasoning_parser none"
+            require(forms.thinking is not None, name, budget, limit, "leave it out")
+        return budget
 
     def _variables(self) -> dict[str, Any]:
         raw, name = self.chat_template_kwargs, "chat_template_kwargs"
@@ -426,21 +533,18 @@ class ChatBody(Parameters, kw_only=True):
 
 
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),  # without tools, auto is none
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "chat_template": (),
     "echo": (False,),
     "documents": ([],),
 }
-CHAT_FORMAT = BodyFormat(ChatBody, "messages", CHAT_NEUTRAL, (*WITHOUT_EFFECT, "parallel_tool_calls"))
+CHAT_FORMAT = BodyFormat(ChatBody, ("messages",), CHAT_NEUTRAL, (*WITHOUT_EFFECT, "cache_control"))
 
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -461,9 +565,9 @@ class CompletionBody(Parameters, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
 
-    def prompts(self, tokenizer: Tokenizer, config: EngineConfig) -> list[Prompt]:
+    def prompts(self, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms) -> list[Prompt]:
         """Return every prompt; texts are tokenised, and token ids decoded for an echo."""
-        found = read_prompts(self.prompt)
+        found, guide = read_prompts(self.prompt), read_guide(self.response_format)
         count = len(found)
         require(0 < count <= MAX_PROMPTS, "prompt", f"{count} prompts", f"1 to {MAX_PROMPTS} prompts", "send as many")
         vocabulary = config.model.vocab_size
@@ -471,12 +575,12 @@ class CompletionBody(Parameters, kw_only=True):
         for prompt in found:
             if isinstance(prompt, str):
                 ids = text_ids(prompt, self.add_special_tokens is not False, tokenizer, config)
-                prompts.append(Prompt(ids, prompt if self.echo else None))
+                prompts.append(Prompt(ids, prompt if self.echo else None, guide=guide))
                 continue
             check_length("prompt", prompt, config.max_input_len)
             bad = next((token for token in prompt if not 0 <= token < vocabulary), None)
             require(bad is None, "prompt", bad, f"token ids in [0, {vocabulary})", "the model has no such token")
-            prompts.append(Prompt(prompt, tokenizer.decode_complete(prompt)[0] if self.echo else None))
+            prompts.append(Prompt(prompt, tokenizer.decode_complete(prompt)[0] if self.echo else None, guide=guide))
         return prompts
 
     @property
@@ -524,7 +628,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "prompt_embeds": (),
 }
 Body = ChatBody | CompletionBody
-COMPLETION_FORMAT = BodyFormat(CompletionBody, "prompt", COMPLETION_NEUTRAL, WITHOUT_EFFECT)
+COMPLETION_FORMAT = BodyFormat(CompletionBody, ("prompt",), COMPLETION_NEUTRAL, WITHOUT_EFFECT)
 
 
 FORMAT = "response_format"
@@ -584,3 +688,49 @@ def read_guide(raw: msgspec.Raw) -> Guide | None:
         raise FieldError(
             FORMAT, f"{place}.schema: not UTF-8 ({error.reason}); send the text encoded as UTF-8"
         ) from None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Fields of vLLM's /tokenize: a text, or a conversation with what its template takes besides."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: msgspec.Raw = ABSENT
+
+    def ids(self, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms) -> list[int]:
+        """Return the token ids; raises FieldError."""
+        talk = not is_absent(self.messages)
+        one = (self.prompt is None) is talk
+        require(one, "prompt", self.prompt, "a text, or absent with messages", "send one of them")
+        if self.prompt is not None:
+            return text_ids(self.prompt, self.add_special_tokens is not False, tokenizer, config)
+        names = ("messages", "tools", "add_special_tokens", "add_generation_prompt", "continue_final_message")
+        chat = ChatBody(chat_template_kwargs=self.chat_template_kwargs, **{name: getattr(self, name) for name in names})
+        return chat.prompts(tokenizer, config, forms)[0].ids
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Fields of vLLM's /detokenize."""
+
+    model: str | None = None
+    tokens: list[int] | None = None
+
+    def text(self, tokenizer: Tokenizer, config: EngineConfig) -> str:
+        """Return the text, special tokens included; raises FieldError."""
+        ids, vocabulary = self.tokens, config.model.vocab_size
+        if ids is None:
+            raise FieldError("tokens", "tokens is missing: must be token ids; add them")
+        require(len(ids) <= MAX_IDS, "tokens", f"{len(ids)} token ids", f"<= {MAX_IDS}", "send several requests")
+        bad = next((token for token in ids if not 0 <= token < vocabulary), None)
+        require(bad is None, "tokens", bad, f"token ids in [0, {vocabulary})", "the model has no such token")
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+TOKENIZE_FORMAT = BodyFormat(TokenizeBody, ("prompt", "messages"), {}, ())
+DETOKENIZE_FORMAT = BodyFormat(DetokenizeBody, ("tokens",), {}, ())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +23,10 @@ from kvseek.engine.tokenizer import TextStream, Tokenizer
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.translation import with_own_seeds
 
-from .bodies import MAX_CHOICES, TOO_LONG, Body, read_guide
-from .fields import FieldError, require
+from .answers import AnswerForm, AnswerForms
+from .bodies import FORMAT, MAX_CHOICES, Body
+from .fields import TOO_LONG, FieldError, is_absent, require
+from .tool_formats import ARGUMENTS, CALL, CONTENT, REASONING, Part
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
 REASONS = {
@@ -32,6 +35,7 @@ REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.TIMEOUT: "length",
 }
+TOOL_CALLS = "tool_calls"  # the reason of an answer that is complete and calls
 MAX_PROMPT_LOGPROBS = 1 << 18  # that one request may ask for: a prompt of 128K tokens with its likeliest ones
 NOT_READ = (
     "timeout: passed before the prompt was read and its log probabilities were computed; send it with a longer timeout"
@@ -39,6 +43,7 @@ NOT_READ = (
 Json = dict[str, Any]
 Piece = dict[str, Any]  # see Choice
 NO_FIELDS: Json = {}
+PLAIN = AnswerForm()
 CHAT = ("chatcmpl", "chat.completion", "chat.completion.chunk")  # beginning of ids, `object` of answers and of events
 COMPLETION = ("cmpl", "text_completion", "text_completion")
 OFFSET_BYTES = 40  # a number in a list
@@ -70,15 +75,16 @@ class Echo:
 class Choice:
     """See ServedRequest. Its chunks are pieces of the answer, as dicts:
 
-    - `text`: new text;
+    - `text`: new text, and `parts`, what it consists of (AnswerReader);
     - `tokens`: (token id, its LogProbs, length of the text before it) of new tokens, if log probabilities are asked for. The
       first token of an echoed prompt has None for LogProbs. After an echo the end token counts too: lm_eval needs an entry for
       each token that it asked for;
     - `rows`: what each new token's step read (SelectedRows or None), if selected rows are asked for;
     - `prompt`: before the first of these, what positions stand for: the prompt's text, and its length before each token;
-    - `count`: tokens generated so far;
+    - `token_ids`: new tokens, if they are asked for, and `prompt_ids` with the first piece;
+    - `count`: tokens generated so far, and `reasoning`, those of them that are thinking; None: the model does not think;
     - `reused`: tokens of the prompt that were not read, because an earlier prompt began alike;
-    - `finish_reason`: "stop" or "length" with the last piece, else None.
+    - `finish_reason`: "stop", "tool_calls" or "length" with the last piece, else None.
 
     If the client does not want a stream, there is one piece, at the end.
     """
@@ -93,10 +99,13 @@ class Choice:
         names: Mapping[str, str] | None = None,
         prompt: Echo | None = None,
         held_bytes: int = 0,
+        form: AnswerForm = PLAIN,
+        returns_ids: bool = False,
     ) -> None:
-        self.held_bytes = held_bytes
+        self.held_bytes, self.form = held_bytes, form
+        self._reader, self._returned = form.reader(), 0 if returns_ids else None  # tokens that a piece has given
         self.request, self.streaming, self.ended, self.names = request, streaming, False, names or {}
-        self._new = Accumulator(request, tokenizer, stop)
+        self._new = Accumulator(request, tokenizer, stop, form.marks)
         self._new.text = "" if echo is None else echo.text
         wanted = request.sampling.logprobs is not None
         self._offsets = tokenizer.stream(prompt_ids=request.prompt_ids) if wanted else None
@@ -119,20 +128,53 @@ class Choice:
             return
         reason = None if broken else new.finish_reason
         self.ended = reason is not None
-        text = new.text
-        if (self.streaming and (text or self._tokens or new.selected_rows)) or reason is not None:
+        if self.streaming or reason is not None:
+            yield from self._piece(reason)
+        if broken:
+            raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
+
+    def _piece(self, reason: FinishReason | None) -> Iterator[Piece]:
+        """Make a piece of what is new, if anything is."""
+        new = self._new
+        text, new.text = new.text, ""
+        parts = self._parts(text, reason)
+        if parts or self._tokens or new.selected_rows or self._returned is not None or reason is not None:
             yield {
                 "text": text,
+                "parts": parts,
                 "tokens": self._tokens,
                 "rows": new.selected_rows,
                 "prompt": self._prompt,
+                **self._new_ids(),
                 "count": new.count,
+                "reasoning": self._reasoning(reason),
                 "reused": 0 if new.statistics is None else new.statistics.reused_tokens,
-                "finish_reason": None if reason is None else REASONS[reason],
+                "finish_reason": None if reason is None else self._reason(reason),
             }
-            new.text, self._tokens, new.selected_rows, self._prompt = "", [], [], None
-        if broken:
-            raise CodedError(ErrorCode.UNAVAILABLE, BROKEN_OFF)
+            self._tokens, new.selected_rows, self._prompt = [], [], None
+
+    def _parts(self, text: str, reason: FinishReason | None) -> list[Part]:
+        if self._reader is None:
+            return [(CONTENT, text)] if text else []
+        parts = self._reader.push(text)
+        return parts if reason is None else parts + self._reader.finish()
+
+    def _reason(self, reason: FinishReason) -> str:
+        found = REASONS[reason]
+        return TOOL_CALLS if found == "stop" and self._reader is not None and self._reader.calls else found
+
+    def _reasoning(self, reason: FinishReason | None) -> int | None:
+        """Count the tokens of thinking, once the answer has ended."""
+        thinking = self.form.thinking
+        return None if thinking is None or reason is None else thinking.count(self._new.token_ids)
+
+    def _new_ids(self) -> Json:
+        """Return the tokens that no piece has given, and with the first ones those of the prompt."""
+        if self._returned is None:
+            return NO_FIELDS
+        first, self._returned = self._returned, len(self._new.token_ids)
+        new: Json = {"token_ids": self._new.token_ids[first:]}
+        return new if first else new | {"prompt_ids": self.request.prompt_ids}
 
     def _take_logprobs(self, output: StepOutput, text: TextStream) -> None:
         """Take the log probabilities of an output's token, and before the first one those of the prompt."""
@@ -149,17 +191,19 @@ class Choice:
             self._tokens.append((output.end_id, output.logprobs, self._length))
 
 
-def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: EngineConfig) -> tuple[list[Choice], int]:
+def make_choices(
+    body: Body, tenant: Tenant, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms
+) -> tuple[list[Choice], int]:
     """Make the choices that a body asks for, those of the first prompt first, and count the tokens of all prompts.
 
     Tokenises, which may take long. Raises RequestError on any body that cannot be served.
     """
     body.check()
-    stop, guide, top = body.stop_words(), read_guide(body.response_format), body.top()
-    sampling = replace(body.sampling(tokenizer, top), guide=guide)
+    stop, top = body.stop_words(), body.top()
+    sampling = body.sampling(tokenizer, top)
     session = body.session
     ends, streaming = body.end_ids(config), bool(body.stream)
-    prompts = body.prompts(tokenizer, config)
+    prompts = body.prompts(tokenizer, config, forms)
     tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * body.choices
     require(
         count <= MAX_CHOICES,
@@ -171,13 +215,13 @@ def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: Engin
     if prompts[0].echo is not None and top is not None:
         _check_prompt_logprobs((1 + top) * body.choices * tokens)
     choices = []
-    for ids, text in prompts:
+    for ids, text, form, guide in prompts:
         max_tokens = _limit(body, len(ids), config, 1 if text is None else 0)
         scored = None if text is None else _scored(top, max_tokens, config)
         request = Request(
             prompt_ids=tuple(ids),
             max_tokens=max_tokens,
-            sampling=replace(sampling, prompt_ignore_length=len(ids), prompt_logprobs=scored),
+            sampling=replace(sampling, guide=guide, prompt_ignore_length=len(ids), prompt_logprobs=scored),
             end_ids=ends,
             priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
             timeout_seconds=body.timeout,
@@ -186,6 +230,7 @@ def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: Engin
             max_tokens_by_default=body.limit_field is None,
         )
         names = {"input_ids": body.prompt_field, "max_tokens": body.limit_field or "max_tokens, by default,"}
+        names |= _guide_names(body, form)
         try:
             request.validate(config)
         except RequestError as error:
@@ -194,8 +239,19 @@ def make_choices(body: Body, tenant: Tenant, tokenizer: Tokenizer, config: Engin
         read = None if sampling.return_selected_rows is None else Echo(tokenizer.decode(ids), tokenizer.offsets(ids))
         held = sum(each.bytes for each in (echo, read) if each is not None) // body.choices  # which share them
         for own in with_own_seeds(request, body.choices):
-            choices.append(Choice(own, tokenizer, stop, streaming, echo, names, read, held))
+            returns_ids = bool(body.return_token_ids)
+            choices.append(Choice(own, tokenizer, stop, streaming, echo, names, read, held, form, returns_ids))
     return choices, tokens
+
+
+def _guide_names(body: Body, form: AnswerForm) -> dict[str, str]:
+    """Name the field that asks for the guide, for the errors of what cannot be compiled."""
+    field = FORMAT
+    if form.tools is not None:
+        field = "tools"
+    elif is_absent(body.response_format):
+        field = "thinking_token_budget"
+    return {"guided_decoding_guide": field, "guided_decoding_guide_type": field}
 
 
 def _scored(top: int | None, max_tokens: int, config: EngineConfig) -> int | None:
@@ -230,9 +286,10 @@ def _limit(body: Body, prompt_tokens: int, config: EngineConfig, least: int) -> 
     return limit
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
-    """Write the numbers of tokens; `cached_tokens` are those of the prompts that were not read."""
-    return {
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning: int | None = None) -> Json:
+    """Write the numbers of tokens; `cached_tokens` are those of the prompts that were not read, `reasoning` those of thinking."""
+    own = NO_FIELDS if reasoning is None else {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+    return own | {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -247,14 +304,24 @@ class Reply:
     ----------
     usage_in_stream : bool
         Whether a stream ends with the numbers of tokens; then all other events have `usage` null.
+    form : AnswerForm
+        Of all choices, in a chat.
     """
 
     def __init__(
-        self, chat: bool, model: str, fingerprint: str, tokenizer: Tokenizer, logprobs: bool, usage_in_stream: bool
+        self,
+        chat: bool,
+        model: str,
+        fingerprint: str,
+        tokenizer: Tokenizer,
+        logprobs: bool,
+        usage_in_stream: bool,
+        form: AnswerForm = PLAIN,
     ) -> None:
         prefix, kind, event_kind = CHAT if chat else COMPLETION
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._chat, self._tokenizer, self._logprobs = chat, tokenizer, logprobs
+        self._form, self._calls = form, Counter[int]()  # that have begun, of each choice
         self._whole: Json = {
             "id": self.id,
             "object": kind,
@@ -273,10 +340,30 @@ class Reply:
         """Write a complete answer, of one piece for each choice."""
         choices = []
         for index, piece in enumerate(pieces):
-            message = {"role": "assistant", "content": piece["text"], "refusal": None}
-            own = {"message": message} if self._chat else {"text": piece["text"]}
+            own = {"message": self._message(piece["parts"])} if self._chat else {"text": piece["text"]}
             choices.append(self._choice(index, own, piece, piece["finish_reason"]))
-        return msgspec.json.encode(self._whole | {"choices": choices, "usage": counts})
+        prompt = self._prompt_ids(pieces[0]) if self._chat else NO_FIELDS
+        return msgspec.json.encode(self._whole | prompt | {"choices": choices, "usage": counts})
+
+    def _message(self, parts: Sequence[Part]) -> Json:
+        texts, calls = {CONTENT: "", REASONING: ""}, list[Json]()
+        for kind, text in parts:
+            if kind == CALL:
+                function = {"name": text, "arguments": ""}
+                calls.append({"id": self._form.call_id(), "type": "function", "function": function})
+            elif kind == ARGUMENTS:
+                calls[-1]["function"]["arguments"] += text
+            else:
+                texts[kind] += text
+        content, thoughts = texts[CONTENT], texts[REASONING]
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if thoughts:
+            message |= {"content": content or None, "reasoning_content": thoughts, "reasoning": thoughts}
+        return message | {"content": content or None, "tool_calls": calls} if calls else message
+
+    @staticmethod
+    def _prompt_ids(piece: Piece) -> Json:
+        return {"prompt_token_ids": piece["prompt_ids"]} if "prompt_ids" in piece else NO_FIELDS
 
     def begin(self, choices: int) -> list[bytes]:
         """Write the events with which a stream begins; that of a completion begins with its first piece."""
@@ -288,16 +375,38 @@ class Reply:
         text, reason = piece["text"], piece["finish_reason"]
         if not self._chat:
             return [self._event(index, {"text": text}, piece, reason)]
-        told = text or piece["tokens"] or row_fields(piece)
-        events = [self._event(index, {"delta": {"content": text}}, piece)] if told else []
+        deltas = [self._delta(index, *part) for part in piece["parts"]]
+        if not deltas and (piece["tokens"] or row_fields(piece) or "token_ids" in piece):
+            deltas = [{"content": ""}]
+        # What a piece has besides its text goes with its first event.
+        events = [
+            self._event(index, {"delta": delta}, piece if place == 0 else None) for place, delta in enumerate(deltas)
+        ]
         return events if reason is None else [*events, self._event(index, {"delta": {}}, None, reason)]
+
+    def _delta(self, index: int, kind: str, text: str) -> Json:
+        """Write a part of a stream: a call begins with its id and name, and empty arguments."""
+        if kind == CONTENT:
+            return {"content": text}
+        if kind == REASONING:
+            return {"reasoning_content": text, "reasoning": text}
+        if kind == CALL:
+            self._calls[index] += 1
+            function = {"name": text, "arguments": ""}
+            own: Json = {"id": self._form.call_id(), "type": "function", "function": function}
+        else:
+            own = {"function": {"arguments": text}}
+        return {"tool_calls": [{"index": self._calls[index] - 1, **own}]}
 
     def end(self, counts: Json) -> bytes:
         """Write the event with the numbers of tokens."""
         return b'%b[],"usage":%b}' % (self._start, msgspec.json.encode(counts))
 
     def _event(self, index: int, own: Json, piece: Piece | None = None, reason: str | None = None) -> bytes:
-        return b"%b[%b]}" % (self._start_of_others, msgspec.json.encode(self._choice(index, own, piece, reason)))
+        choice = msgspec.json.encode(self._choice(index, own, piece, reason))
+        if self._chat and piece is not None and "prompt_ids" in piece:
+            return b"%b[%b],%b" % (self._start_of_others, choice, msgspec.json.encode(self._prompt_ids(piece))[1:])
+        return b"%b[%b]}" % (self._start_of_others, choice)
 
     def _choice(self, index: int, own: Json, piece: Piece | None, reason: str | None) -> Json:
         """Write a choice with its `own` field, and what there is of a piece besides its text."""
@@ -305,7 +414,10 @@ class Reply:
         if self._logprobs and piece is not None:
             logprobs = write(piece["tokens"], self._tokenizer)
         rows = NO_FIELDS if piece is None else row_fields(piece)
-        return {"index": index, **own, "logprobs": logprobs, "finish_reason": reason, **rows}
+        ids: Json = {}
+        if piece is not None and "token_ids" in piece:
+            ids = {"token_ids": piece["token_ids"]} | (NO_FIELDS if self._chat else self._prompt_ids(piece))
+        return {"index": index, **own, "logprobs": logprobs, "finish_reason": reason, **rows, **ids}
 
 
 def row_fields(piece: Piece) -> Json:

@@ -8,7 +8,7 @@ by a decoder of its type: nothing nests deeper than the types say, and a field t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -32,6 +32,8 @@ PARAMS = {
     "guided_decoding_guide_type": "response_format",
     "apply_chat_template": "messages",
 }
+TOO_LONG = "context_length_exceeded"
+TOO_LONG_WORDS = "; this model's maximum context length is exceeded"  # in which clients look for OpenAI's words
 FIELDS = set[str]()  # of all endpoints; each BodyFormat adds its own
 
 
@@ -73,6 +75,8 @@ def openai_error(error: Exception) -> tuple[int, bytes]:
         if kind is ErrorCode.INVALID:
             message = renamed(message, PARAMS)
             param = field_of(message)
+    if code == TOO_LONG:
+        message += TOO_LONG_WORDS
     content = {"message": message, "type": error_type(status), "param": param, "code": code}
     return status, msgspec.json.encode({"error": content})
 
@@ -109,8 +113,8 @@ class BodyFormat(Generic[T]):
     ----------
     kind : type
         A msgspec.Struct; its fields, with their types, are those that have an effect.
-    prompt : str
-        The field whose size only the limit of the body limits.
+    prompts : sequence of str
+        The fields whose size only the limit of the body limits.
     neutral : mapping
         Names of fields that kvseek does not support, each with the values at which they have no effect; null always has none.
     without_effect : iterable of str
@@ -118,9 +122,13 @@ class BodyFormat(Generic[T]):
     """
 
     def __init__(
-        self, kind: type[T], prompt: str, neutral: Mapping[str, tuple[Any, ...]], without_effect: Iterable[str]
+        self,
+        kind: type[T],
+        prompts: Sequence[str],
+        neutral: Mapping[str, tuple[Any, ...]],
+        without_effect: Iterable[str],
     ) -> None:
-        self._kind, self._prompt, self._neutral, self._ignored = kind, prompt, neutral, frozenset(without_effect)
+        self._kind, self._prompts, self._neutral, self._ignored = kind, prompts, neutral, frozenset(without_effect)
         fields = msgspec.structs.fields(kind)
         self._decoders = {field.name: msgspec.json.Decoder(field.type) for field in fields}
         self._fields = FieldSplitter((*self._decoders, *neutral, *self._ignored))
@@ -144,7 +152,7 @@ class BodyFormat(Generic[T]):
 
     def _value(self, name: str, raw: msgspec.Raw) -> Any:
         size = memoryview(raw).nbytes
-        if name != self._prompt and size > MAX_FIELD_BYTES:
+        if name not in self._prompts and size > MAX_FIELD_BYTES:
             raise FieldError(name, f"{name} has {size} bytes of JSON: must be <= {MAX_FIELD_BYTES}; send less")
         return decode(name, self._decoders[name], raw)
 

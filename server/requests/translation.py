@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import SHOWN_CHARACTERS, RequestError
-from kvseek.core.guide import Guide, GuideType
+from kvseek.core.guide import KINDS, Guide, GuideType
 from kvseek.core.request import (
     DEFAULT_PRIORITY,
     MAX_SEED,
@@ -191,8 +191,9 @@ def _guide(inputs: Inputs) -> Guide | None:
         text(scalar(inputs, name, ""), name) for name in ("guided_decoding_guide_type", "guided_decoding_guide")
     )
     if guide and not kind:
-        wanted = ", ".join(GuideType)
-        raise RequestError(f"guided_decoding_guide_type is missing: must be one of {wanted}; say what the guide is")
+        raise RequestError(f"guided_decoding_guide_type is missing: must be one of {KINDS}; say what the guide is")
+    if kind == GuideType.LARK:
+        raise RequestError(f"guided_decoding_guide_type = {kind}: must be one of {KINDS}; correct it")
     return Guide(cast("GuideType", kind), guide) if kind else None  # Guide makes it one, or refuses it
 
 

@@ -330,11 +330,24 @@ def test_a_guide_that_ends_its_trial_is_refused_alone(guides: Guides) -> None:
     )
     with pytest.raises(RequestError, match=message):
         guides.matcher(schema({"type": "integer", "multipleOf": 2**31}))
-    guides.matcher(digits)
+    guides.matcher(Guide(GuideType.REGEX, "[0-9]{4}"))
     process = guides._trial._process
     process.kill()
     process.wait()
-    guides.matcher(digits)
+    guides.matcher(Guide(GuideType.REGEX, "[0-9]{5}"))
+
+
+def test_a_guide_that_is_kept_begins_anew(guides: Guides) -> None:
+    """An agent sends the same tools with each turn: compiled once, and no request has the state of another."""
+    digits = Guide(GuideType.REGEX, "[0-9]{6}")
+    first = guides.matcher(digits)
+    process = guides._trial._process
+    process.kill()
+    process.wait()
+    begin = first.allowed()
+    first.accept(next(token for token in range(32 * len(begin)) if begin[token // 32] >> token % 32 & 1))
+    assert (guides.matcher(digits).allowed() == begin).all()
+    assert guides._trial._process.poll() is not None, "nothing was tried again"
 
 
 def test_without_a_process_for_the_trial_guides_are_unavailable(tokenizer, guide_config, monkeypatch):

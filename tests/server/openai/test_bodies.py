@@ -17,6 +17,7 @@ from tokenizers import processors
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.openai.answers import AnswerForms
 from kvseek.server.openai.bodies import (
     CHAT_FORMAT,
     CHAT_NEUTRAL,
@@ -54,11 +55,11 @@ class Reader:
 
     def chat(self, messages: Any = HELLO, **fields: Any) -> list[Choice]:
         body = CHAT_FORMAT.read(json.dumps({"messages": messages, **fields}).encode())
-        return make_choices(body, Tenant(), self.tokenizer, self.config)[0]
+        return make_choices(body, Tenant(), self.tokenizer, self.config, AnswerForms(self.tokenizer))[0]
 
     def complete(self, prompt: Any = "the harbour", **fields: Any) -> list[Choice]:
         body = COMPLETION_FORMAT.read(json.dumps({"prompt": prompt, **fields}).encode())
-        return make_choices(body, Tenant(), self.tokenizer, self.config)[0]
+        return make_choices(body, Tenant(), self.tokenizer, self.config, AnswerForms(self.tokenizer))[0]
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +253,7 @@ def test_a_refusal_names_a_field_that_the_client_has_sent(reader: Reader, fields
 )
 def test_the_cause_of_what_is_no_json_is_told(reader: Reader, body: bytes, param: str, message: str) -> None:
     with pytest.raises(FieldError, match=message) as caught:
-        COMPLETION_FORMAT.read(body).prompts(reader.tokenizer, reader.config)
+        COMPLETION_FORMAT.read(body).prompts(reader.tokenizer, reader.config, AnswerForms(reader.tokenizer))
     assert caught.value.param in (param, "prompt")
 
 
@@ -282,8 +283,8 @@ SHARED_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_p": 1.1}, "min_p", r"must be in \[0, 1\]"),
     ({"top_k": -2}, "top_k", "must be in"),
     ({"top_k": 10**30}, "top_k", "must be in"),
-    ({"n": 9}, "n", r"must be in \[1, 8\]"),
-    ({"n": 0}, "n", r"must be in \[1, 8\]"),
+    ({"n": 129}, "n", r"must be in \[1, 128\]"),
+    ({"n": 0}, "n", r"must be in \[1, 128\]"),
     ({"n": True}, "n", "got `bool`"),
     ({"max_tokens": 0}, "max_tokens", "must be >= 1"),
     ({"max_tokens": 10_000}, "max_tokens", "max_seq_len = 200; ask for fewer"),
@@ -344,11 +345,11 @@ def test_faults_of_both_endpoints_are_named(
         ({"messages": "hello"}, "messages", "got `str`"),
         ({"messages": [{"content": "x"}]}, "messages", "missing required field `role`"),
         ({"messages": [{"role": "user"}]}, "messages", r"messages\[0\].content is missing"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "system, user or assistant"),
+        ({"messages": [{"role": "ipython", "content": "x"}]}, "messages[0].role", "system, user, assistant or tool"),
         (
             {"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "call_1"}]},
-            "messages[1].role",
-            "kvseek has no tools",
+            "messages[1].tool_call_id",
+            "'call_1': must be the id of a call in tool_calls of an earlier message",
         ),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages[0].tool_call_id", "leave it"),
         ({"messages": [*HELLO, {"role": "user", "content": "x", "name": 5}]}, "messages", r"messages\[1\].name: Exp"),
@@ -359,8 +360,8 @@ def test_faults_of_both_endpoints_are_named(
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
-            "leave it",
+            "messages",
+            r"messages\[0\]: Object missing required field `id`",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
@@ -373,7 +374,7 @@ def test_faults_of_both_endpoints_are_named(
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", r"must be in \[0, 20\]"),
         ({"logprobs": 3}, "logprobs", "got `int`"),
-        ({"tools": [{"type": "function"}]}, "tools", "kvseek does not support it"),
+        ({"tools": [{"type": "function"}]}, "tools", "missing required field `function`"),
         ({"response_format": {"type": "xml"}}, "response_format", "Invalid enum value 'xml'"),
         ({"response_format": "text"}, "response_format", "Expected `object`, got `str`"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "there if type is json_schema"),
@@ -546,7 +547,7 @@ def test_texts_may_contain_any_number_of_quotes() -> None:
     text = '\\"{' * 40_000
     (message,) = read_messages(msgspec.Raw(json.dumps([{"role": "user", "content": text, "tool_calls": []}]).encode()))
     assert message.content == text
-    with pytest.raises(FieldError, match="tool_calls = 'set': must be null"):
+    with pytest.raises(FieldError, match="tool_calls = 'set': must be null for the role user"):
         message_texts(read_messages(msgspec.Raw(b'[{"role": "user", "content": "a", "tool_calls": [1, 1]}]')))
 
 

@@ -197,7 +197,14 @@ def test_events_of_a_chat_are_openais(tokenizer: Tokenizer) -> None:
     reply = Reply(True, "m", "fp", tokenizer, False, True)
     begin = list(map(json.loads, reply.begin(2)))
     assert [event["choices"][0]["delta"] for event in begin] == [{"role": "assistant", "content": ""}] * 2
-    piece = {"text": "x", "tokens": [], "rows": [], "prompt": None, "count": 1, "finish_reason": "stop"}
+    piece = {
+        "text": "x",
+        "parts": [("content", "x")],
+        "tokens": [],
+        "rows": [],
+        "prompt": None,
+        "finish_reason": "stop",
+    }
     text, finish = map(json.loads, reply.pieces(1, piece))
     assert text["choices"] == [{"index": 1, "delta": {"content": "x"}, "logprobs": None, "finish_reason": None}]
     assert finish["choices"] == [{"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
