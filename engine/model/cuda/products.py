@@ -134,7 +134,7 @@ class KernelProducts(Products):
     def __init__(self, kernels: ProductKernels, chunk: int, head_rows: int) -> None:
         super().__init__(kernels.dtype)
         self._kernels, self._chunk, self._head_rows = kernels, chunk, head_rows
-        self._counts: dict[tuple[torch.Size, bool], RowCounts] = {}
+        self._counts: dict[tuple[torch.Size, torch.dtype, bool], RowCounts] = {}
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         return self._make(weight, bias, scale, self._chunk)
@@ -145,7 +145,7 @@ class KernelProducts(Products):
         return self._make(weight, None, None, self._head_rows)
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, most: int) -> Linear:
-        key = weight.shape, bias is not None
+        key = weight.shape, weight.dtype, bias is not None  # two weights of 4 bits lie in one element
         if key not in self._counts:
             wide = weight if scale is None else self._kernels.dequantise(weight, scale)
             self._counts[key] = RowCounts.of(wide, bias, most)

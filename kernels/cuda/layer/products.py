@@ -68,7 +68,7 @@ class Format:
     Attributes
     ----------
     precision : str
-        NONE, of PRECISIONS, or in groups or of those in groups.
+        NONE, of PRECISIONS, INT4, INT8_GROUPS or FP8_GROUPS.
     group : int
         Inputs of a group; 1: a scale a row, or none.
     weight, scale : torch.dtype

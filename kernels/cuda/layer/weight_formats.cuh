@@ -1,6 +1,7 @@
-// Weights as products read them: in the engine's type, or of 8 or 4 bits with their exact conversion to it. KVSEEK_WEIGHT
-// 1 is int8, 2 is float8_e4m3fn, 3 is 4 bits in groups of KVSEEK_WEIGHT_GROUP inputs, with int8 in groups for an output
-// head, 4 is float8_e4m3fn in groups (builder/compile/cuda.py). All these numbers fit in bfloat16 and in float16.
+// Weights as products read them: in the engine's type, or of 8 or 4 bits with their exact conversion to it.
+// KVSEEK_WEIGHT 1 is int8, 2 is float8_e4m3fn, 3 is 4 bits in groups of KVSEEK_WEIGHT_GROUP inputs, with int8 in groups
+// for an output head, 4 is float8_e4m3fn in groups (builder/compile/cuda.py). All these numbers fit in bfloat16 and in
+// float16.
 #pragma once
 
 #include "kernels/cuda/numbers.cuh"
@@ -73,13 +74,17 @@ __device__ __forceinline__ void four_numbers(const uint4& piece, int step, unsig
 }
 #endif
 
-// Formats in groups. A cell is 32 inputs of a row; a lane t of four multiplies inputs 8t .. 8t + 7 of it. `chunk` is the
-// 16 bytes of a cell that hold them, in whose lower or upper half they lie. `eight` makes them numbers plus OFFSET, in
-// four registers of two.
+// Formats in groups. A cell is 32 inputs of a row; a lane t of four multiplies inputs 8t .. 8t + 7 of it. `chunk` is
+// the 16 bytes of a cell that hold them, in whose lower or upper half they lie. `eight` makes them numbers plus OFFSET,
+// in four registers of two.
 constexpr int CELL = 32;
 
-__device__ __forceinline__ float magic_offset(__nv_bfloat16) { return 16.0f; }
-__device__ __forceinline__ float magic_offset(__half) { return 64.0f; }
+__device__ __forceinline__ float magic_offset(__nv_bfloat16) {
+    return 16.0f;
+}
+__device__ __forceinline__ float magic_offset(__half) {
+    return 64.0f;
+}
 
 #if KVSEEK_WEIGHT == 3
 // A factor, and the value of 0.
