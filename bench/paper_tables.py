@@ -60,7 +60,6 @@ def _step(results: Results, name: str, offload: str) -> str:
 FORMS = {
     "pariskv, paper": "the paper's, 8,192 tokens",
     "4096": "4,096 tokens",
-    "2048": "2,048 tokens",
     "pariskv, one tier": "one tier",
     "pariskv, no rotation": "not rotated",
     "pariskv, no alpha": "codes without α",
@@ -117,8 +116,20 @@ def _pieces(results: Results) -> dict[str, Any]:
     return {entry["name"]: entry for entry in results(PIECES)["results"]}
 
 
+def peers(results: Results) -> Rows:
+    """Microseconds of a layer of kvseek and of others, for batches that grow."""
+    found = results("peers-h200")["results"]
+    contexts = sorted({entry["context"] for entry in found})
+    yield ("", *(f"{context:,} tokens" for context in contexts))
+    for part, name in dict.fromkeys((entry["part"], entry["name"]) for entry in found):
+        own = [entry for entry in found if (entry["part"], entry["name"]) == (part, name)]
+        times = {c: [f"{e['seconds']['median'] * 1e6:,.1f}" for e in own if e["context"] == c] for c in contexts}
+        yield (f"{part}: {name}", *map("; ".join, times.values()))
+
+
 PAPER_TABLES: Mapping[str, Callable[[Results], Rows]] = {
     "settings of papers": presets,
     "votes of pariskv": collisions,
     "pieces of papers": swaps,
+    "beside other kernels": peers,
 }

@@ -45,7 +45,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory or GGUF file")
     add("--folder", type=Path, required=True, help="of the results and the page; one that is there is gone on with")
-    add("--quick", action="store_true", help="fewer budgets, tasks and tokens: at most 25 minutes on two cores")
+    add(
+        "--quick", action="store_true", help="fewer budgets, tasks and tokens: 15 minutes for SmolLM2-135M on two cores"
+    )
     add("--methods", default="full,nested,pariskv", help=f"the first is what the others are compared with: {FORM}")
     add_budget_flags(parser)
     add("--length", type=int, default=4000, help="tokens of prompts (default: %(default)s)")

@@ -253,7 +253,8 @@ def _counted(cell: dict[str, Any]) -> str:
 
 def wide_tasks(results: Results) -> Rows:
     """Parts of wide answers that are right, of `full`; and by how many points those of each method differ, fewest rows first."""
-    cells = {(c["task"], c["length"], c["engine"]): c["parts"] for c in results("wide-tasks-cpu-needle")["cells"]}
+    chains = [cell for cell in results("wide-tasks-cpu-needle")["cells"] if cell["task"] == "long_chain"]
+    cells = {(c["task"], c["length"], c["engine"]): c["parts"] for c in [*chains, *results("wide-tasks-h200")["cells"]]}
     asked = dict.fromkeys(key[:2] for key in cells)
     settings = {name: parse_variants(name)[0] for name in dict.fromkeys(engine for *_, engine in cells)}
     yield ("", *(f"`{task}` at {length:,}" for task, length in asked))
@@ -263,16 +264,15 @@ def wide_tasks(results: Results) -> Rows:
         own = sorted((one.settings.top_k, name) for name, one in settings.items() if one.method == method)
         shown = []
         for key, reference in zip(asked, full, strict=True):
-            found = [(rows, cells.get((*key, name))) for rows, name in own]
-            shown.append("; ".join(_points(rows, parts, reference) for rows, parts in found if parts is not None))
+            found = (cells.get((*key, name)) for _, name in own)
+            shown.append("; ".join(_points(parts, reference) for parts in found if parts is not None))
         yield (f"`{method}`", *shown)
 
 
-def _points(rows: int, parts: Sequence[float], reference: Sequence[float]) -> str:
-    """The difference on the contexts that both have read, and behind it the rows; bold beyond WITHIN points."""
+def _points(parts: Sequence[float], reference: Sequence[float]) -> str:
+    """The difference on the contexts that both have read; bold beyond WITHIN points."""
     points = 100 * fmean(own - other for own, other in zip(parts, reference, strict=False))
-    text = f"{points:+.1f} ({rows:,})"
-    return f"**{text}**" if points < -WITHIN else text
+    return f"**{points:+.1f}**" if points < -WITHIN else f"{points:+.1f}"
 
 
 def perplexities(results: Results) -> Rows:

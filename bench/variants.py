@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvseek.core.command_line import optional_size
 from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig
@@ -18,12 +18,34 @@ from kvseek.plugins.registry import CACHE_PREFIX, METHODS, PAPER, PEERS, Method,
 
 DENSE = EngineConfig.prefill_attention
 BLOCK_SPARSE_PREFIX = "block_sparse."
-ENGINE_FIELDS = ("weight_only_precision", "quantize_lm_head", "prefill_attention", "prefill_chunk_tokens")
+ENGINE_FIELDS = (
+    "weight_only_precision",
+    "weight_group",
+    "quantize_lm_head",
+    "prefill_attention",
+    "prefill_chunk_tokens",
+)
 ALL = ("full", *(name for name in (*METHODS, *PEERS) if name != "full"))  # what `--methods all` names
 FORM = (
     f"all, NAME, NAME:field=value,field=value or NAME:{PAPER},field=value, which begins with the settings of its paper; fields "
     f"of the cache are cache.NAME, of the engine block_sparse.NAME, {', '.join(ENGINE_FIELDS)}"
 )
+
+
+class WeightForm(NamedTuple):
+    """Fields of EngineConfig that say how weights are stored."""
+
+    weight_only_precision: str = EngineConfig.weight_only_precision
+    weight_group: int = EngineConfig.weight_group
+    quantize_lm_head: bool = EngineConfig.quantize_lm_head
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> WeightForm:
+        """Those of an engine."""
+        return cls(*(getattr(config, name) for name in cls._fields))
+
+
+PLAIN = WeightForm()
 
 
 @dataclass(frozen=True)
@@ -72,9 +94,9 @@ class Variant:
         )
 
     @property
-    def weights(self) -> tuple[str, bool]:
-        """weight_only_precision and quantize_lm_head."""
-        return self.engine["weight_only_precision"], self.engine["quantize_lm_head"]
+    def weights(self) -> WeightForm:
+        """How an engine of the variant stores weights."""
+        return WeightForm(**{name: self.engine[name] for name in WeightForm._fields})
 
     @property
     def prompt_attention(self) -> tuple[str, BlockSparseConfig]:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,32 +16,33 @@ from types import FrameType
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from kvseek.builder.atomic_directory import atomic_directory, refuse_foreign, remove_leftovers
-from kvseek.builder.calibration import Calibration, Calibrator, Text
+from kvseek.builder.calibration import ALTERNATIVES, Calibration, Calibrator, Text
 from kvseek.builder.capacity import print_fit
-from kvseek.builder.checking import check_engine, check_existing
+from kvseek.builder.checking import check_engine, check_existing, keeps
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
 from kvseek.builder.checkpoints.tokenizer import ModelTokenizer
-from kvseek.builder.checkpoints.weights import own_numbers
+from kvseek.builder.checkpoints.weights import NONE_MEASURED, OwnNumbers, WeightFormat, own_numbers
 from kvseek.builder.compile.cpu import cached_cpu_library
 from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
 from kvseek.builder.inspection import print_engine, print_faults
-from kvseek.builder.options import BuildOptions, FitOptions, Options, parse
+from kvseek.builder.options import ENGINE_FIELDS, BuildOptions, FitOptions, Options, largest_group, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config import GROUPED, EngineConfig, write_config
+from kvseek.core.config import EngineConfig, write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require
 from kvseek.core.manifest import CODEBOOKS_FILE, write_manifest
 from kvseek.core.ranks import rank_config
-from kvseek.core.weight_only import NONE
+from kvseek.core.weight_only import INT4, NONE
 from kvseek.engine.cache.memory_layout import host_rows, lay_out_rows
 from kvseek.engine.loading.supported import check_supported, needs_cpu_library
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -88,6 +89,8 @@ class _Build:
     ----------
     text : Text or None
         Text to calibrate with.
+    own : OwnNumbers or None
+        What `own_numbers` finds.
     fingerprint : str
         Digest of everything that the build depends on.
     """
@@ -97,18 +100,20 @@ class _Build:
     config: EngineConfig
     storage: WeightStorage
     text: Text | None
+    own: OwnNumbers | None
     fingerprint: str
 
     @classmethod
     def of(cls, options: BuildOptions, checkpoint: Checkpoint) -> _Build:
         """Complete the options; raises as `build_engine`."""
         text = None if options.calibrate is None else Text.read(options.calibrate)
-        config = options.engine_config(checkpoint.config, own_numbers(checkpoint, options.choices["device"]))
+        own = own_numbers(checkpoint, options.choices["device"])
+        config = options.engine_config(checkpoint.config, own)
         storage = weight_storage(config)
         sources = [*checkpoint.sources, *filter(None, [options.calibrate])]
-        return cls(
-            options, checkpoint, config, storage, text, fingerprint(options.settings | storage.versions(), sources)
-        )
+        chosen = {"choices": {name: getattr(config, name) for name in ENGINE_FIELDS}}  # whether asked for, or a default
+        settings = options.settings | chosen | storage.versions()
+        return cls(options, checkpoint, config, storage, text, own, fingerprint(settings, sources))
 
     @property
     def compares(self) -> bool:
@@ -119,11 +124,27 @@ class _Build:
     @property
     def notes(self) -> Sequence[str]:
         """What becomes of a quantised checkpoint's numbers."""
-        own = self.config.weight_only_precision
-        if self.checkpoint.quantised_by is None:
-            return (f"weights of the GGUF file's blocks: kept as they are, {own}",) if own in GROUPED else ()
-        kept = f"rounded to {self.config.dtype}" if own == NONE else f"kept as they are, {own}"
-        return (f"weights quantised by {self.checkpoint.quantised_by}: {kept}", *self.checkpoint.notes)
+        own, precision = self.own, self.config.weight_only_precision
+        if own is None:
+            return ()
+        by = f"quantised by {self.checkpoint.quantised_by}" if own.stated else "of the GGUF file's blocks"
+        kept = f"rounded to {self.config.dtype}{f': {own.why}' if own.why else ''}"
+        if precision == own.precision != NONE:
+            kept = f"kept as they are, {precision}"
+            kept += f" in groups of {self.config.weight_group}" * (precision == INT4)
+        elif precision != NONE:
+            kept = f"quantised again, to {precision}"
+        return (f"weights {by}: {kept}", *self.checkpoint.notes)
+
+    @property
+    def alternatives(self) -> dict[str, WeightFormat]:
+        """What `--calibrate` compares with: the weights of a checkpoint that is not quantised, rounded."""
+        if self.own is not None and (self.own.stated or self.own.precision != NONE):
+            return {}
+        group, dtype = largest_group(self.config.model.matrix_inputs().values()), getattr(torch, self.config.dtype)
+        others = [name for name in ALTERNATIVES if name != self.config.weight_only_precision]
+        formats = {name: WeightFormat(dtype, name, weight_group=group) for name in others}
+        return {name: one for name, one in formats.items() if group or name != INT4}
 
     def check(self, output_dir: Path) -> None:
         """Raise ConfigError unless the kernels support the model, its tensors are there, and disk and memory suffice.
@@ -196,7 +217,7 @@ def engine_fingerprint(options: BuildOptions) -> str:
 def _check_logits(build: _Build, directory: Path, console: Console) -> None:
     """Compare with transformers, which is imported only for that; raises CheckError if the logits are others."""
     with console.status("compare with transformers"):
-        found = check_engine(directory, build.checkpoint)
+        found = check_engine(directory, build.checkpoint, keeps(build.config, build.own))
     console.print(found.text, soft_wrap=True)
 
 
@@ -212,14 +233,20 @@ def _write_engine(build: _Build, directory: Path, console: Console) -> Calibrati
         calibrator = None
         if build.text is not None:
             with _step(progress, "read the text"):
-                calibrator = _calibrator(build.text, config, directory, options, progress)
+                calibrator = _calibrator(build, build.text, config, directory, progress)
         with _step(progress, "compute codebooks"):
             write_codebooks(directory, config)
         if config.kernels == "native":
             with _step(progress, "compile kernels", len(options.cuda_archs) or 1) as advance:
                 write_kernels(directory, config, options.cuda_archs, advance)
+        importance: Mapping[str, Tensor] = NONE_MEASURED
+        if calibrator is not None and calibrator.measures:
+            task = f"measure on {calibrator.device.type}"
+            with _step(progress, task, calibrator.measuring_units) as advance:
+                calibrator.measure(checkpoint, advance)
+            importance = calibrator.importance
         with _step(progress, build.storage.task, build.storage.steps) as advance:
-            build.storage.write(checkpoint, directory, advance)
+            build.storage.write(checkpoint, directory, advance, importance)
         calibration = None
         if calibrator is not None:
             with _step(progress, f"calibrate on {calibrator.device.type}", calibrator.units) as advance:
@@ -230,11 +257,11 @@ def _write_engine(build: _Build, directory: Path, console: Console) -> Calibrati
     return calibration
 
 
-def _calibrator(
-    text: Text, config: EngineConfig, directory: Path, options: BuildOptions, progress: Progress
-) -> Calibrator:
+def _calibrator(build: _Build, text: Text, config: EngineConfig, directory: Path, progress: Progress) -> Calibrator:
     """Check the text before weights are written; prints a note if it has fewer tokens than were asked for."""
-    calibrator = Calibrator(text, config, Tokenizer(directory), options.calibrate_tokens, options.calibrate_window)
+    options, tokenizer = build.options, Tokenizer(directory)
+    tokens, window = options.calibrate_tokens, options.calibrate_window
+    calibrator = Calibrator(text, config, tokenizer, tokens, window, build.alternatives)
     if calibrator.tokens < options.calibrate_tokens:
         short = f"fewer than calibrate_tokens = {options.calibrate_tokens:,}: all are used"
         progress.console.print(f"{text.name} has {calibrator.tokens:,} tokens, {short}")

@@ -1,17 +1,21 @@
-"""`kvseek build --calibrate`: a text's perplexity with the weights in the engine's dtype, and with the stored weights.
+"""`kvseek build --calibrate`: a text's perplexity with weights in the engine's dtype, as they are stored, and rounded otherwise.
 
 The engine's own arithmetic for prompts computes it. The text is cut into windows that do not see each other. All windows pass a
 layer before the next layer is read, so memory holds all hidden states but the weights of only one layer, never those of the
 whole model. calibration.json of the engine directory keeps the result.
+
+Weights are rounded to INT4 by what the text shows, too: the errors of an input count by its mean square. Then the perplexity of
+the same text is a little better than that of another one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,22 +26,25 @@ from rich.console import Console
 from torch import Tensor
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
-from kvseek.builder.checkpoints.weights import weight_reader
+from kvseek.builder.checkpoints.weights import WeightFormat, fuse, weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
 from kvseek.builder.printing import Advance, Column, table
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, from_dict, require
 from kvseek.core.rope import RotaryEmbedding
-from kvseek.core.weight_only import HEAD, NONE
+from kvseek.core.weight_only import HEAD, INT4, NONE, QUANTISED
 from kvseek.engine.draws.sampling import overflow_remedy
 from kvseek.engine.model.cpu import HostProducts, bfloat16_works
-from kvseek.engine.model.layer import Head, Layer, Products
+from kvseek.engine.model.layer import Head, Layer, Linear, Products
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference import TorchOperations, causal_attention
 from kvseek.engine.model.weights import list_weights, load_weights
 from kvseek.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
+ALTERNATIVES = ("int8", INT4)  # weight_only_precisions that are compared, too, where the engine has another
+LITTLE, LEAST = 0.01, 1e-30  # of the mean importance of a matrix's inputs; a mean that is not divided by
+NO_OTHERS: Mapping[str, WeightFormat] = {}
 CALIBRATION_FILE = "calibration.json"
 LOGIT_BYTES = 64 << 20  # bytes of one slice's logits; a handful of tensors of this size exist at a time
 LayerSource = Callable[[int], dict[str, Tensor]]
@@ -46,17 +53,16 @@ LayerSource = Callable[[int], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class QuantisationCost:
-    """Comparison of stored weights of 8 bits with the weights in the engine's dtype, on the same text.
+    """Comparison of weights of 8 or 4 bits with the weights in the engine's dtype, on the same text.
 
     Attributes
     ----------
     perplexity : float
-        Perplexity with the stored weights.
+        Perplexity with the former.
     perplexity_ratio : float
-        Perplexity with the stored weights over that with the weights in the engine's dtype.
+        That over the perplexity with the weights in the engine's dtype.
     mean_kl_divergence : float
-        Divergence of the next token's distribution with the stored weights from that with the weights in the engine's dtype, in
-        nats.
+        Divergence of the next token's distribution with the former from that with the weights in the engine's dtype, in nats.
     same_token_share : float
         Share of predictions whose most probable token stays the same, 0 to 1.
     """
@@ -88,7 +94,9 @@ class Calibration:
     perplexity : float
         Perplexity with the weights in `dtype`.
     quantised : QuantisationCost or None
-        Results with the stored weights of 8 bits; None if there are none.
+        Results with the stored weights of 8 or 4 bits; None if there are none.
+    int8, int4 : QuantisationCost or None
+        Results with weights that an engine of this precision would store; None if the engine stores them, or cannot.
     """
 
     text: str
@@ -102,6 +110,8 @@ class Calibration:
     weight_only_precision: str
     perplexity: float
     quantised: QuantisationCost | None = None
+    int8: QuantisationCost | None = None
+    int4: QuantisationCost | None = None
 
     def save(self, directory: Path) -> None:
         """Write calibration.json into `directory`."""
@@ -121,14 +131,17 @@ class Calibration:
 
     def print(self, console: Console) -> None:
         """Print a table with one column for each set of weights, and the text and sizes that it was computed with."""
-        headings: list[Column] = [("weights", "left"), (self.dtype, "right")]
-        rows = [["perplexity", f"{self.perplexity:,.4f}"]]
-        if (cost := self.quantised) is not None:
-            headings.append((self.weight_only_precision, "right"))
-            rows[0].append(f"{cost.perplexity:,.4f}")
-            rows.append(["ratio", "", f"{cost.perplexity_ratio:.5f}"])
-            rows.append(["mean KL divergence, nats", "", f"{cost.mean_kl_divergence:.6f}"])
-            rows.append(["most probable token the same", "", f"{cost.same_token_share:.2%}"])
+        columns = {self.weight_only_precision: self.quantised}
+        columns |= {f"{name}, not stored": getattr(self, name) for name in ALTERNATIVES}
+        costs = {name: cost for name, cost in columns.items() if cost is not None}
+        headings: list[Column] = [("weights", "left"), (self.dtype, "right"), *((name, "right") for name in costs)]
+        rows = [["perplexity", f"{self.perplexity:,.4f}", *(f"{cost.perplexity:,.4f}" for cost in costs.values())]]
+        if costs:
+            rows.append(["ratio", "", *(f"{cost.perplexity_ratio:.5f}" for cost in costs.values())])
+            divergences = [f"{cost.mean_kl_divergence:.6f}" for cost in costs.values()]
+            rows.append(["mean KL divergence, nats", "", *divergences])
+            shares = [f"{cost.same_token_share:.2%}" for cost in costs.values()]
+            rows.append(["most probable token the same", "", *shares])
         console.print(table("Calibration", *headings, rows=rows))
         console.print(
             f"{self.predictions:,} predictions in windows of {self.window:,} tokens of {self.text}, on {self.device}",
@@ -162,11 +175,11 @@ class Text:
 
 
 class Losses(NamedTuple):
-    """Results over all predictions, for one or two sets of weights."""
+    """Results over all predictions, for each set of weights; the first is what the others are compared with."""
 
-    perplexities: tuple[float, ...]  # of each set: exp of the mean negative log-likelihood of the next token
-    kl_divergence: float  # see QuantisationCost; 0 for one set
-    same_token: float  # see QuantisationCost; 1 for one set
+    perplexities: tuple[float, ...]  # exp of the mean negative log-likelihood of the next token
+    kl_divergences: tuple[float, ...]  # see QuantisationCost
+    same_tokens: tuple[float, ...]  # see QuantisationCost
 
 
 class WindowedText:
@@ -209,7 +222,9 @@ class WindowedText:
         return sets * self.model.num_layers * len(self.spans) + len(list(self._slices()))
 
     @torch.inference_mode()
-    def hidden_states(self, embedding: Tensor, layers: LayerSource, advance: Advance) -> Tensor:
+    def hidden_states(
+        self, embedding: Tensor, layers: LayerSource, advance: Advance, record: dict[str, Tensor] | None = None
+    ) -> Tensor:
         """Compute the hidden states [tokens, hidden] after the last layer.
 
         Parameters
@@ -218,6 +233,8 @@ class WindowedText:
             On the CPU; only the rows of the text's tokens are copied.
         layers : callable
             Called once for each layer, in order; the returned weights are dropped before the next call.
+        record : dict of str to Tensor, optional
+            Receives the sum of the squares of each input of the layers' matrices, by the names of these.
         """
         hidden = F.embedding(self.ids, embedding).to(self.device)
         rope, kv_heads, dim = RotaryEmbedding(self.model, self.device), self.model.num_kv_heads, self.model.head_dim
@@ -226,6 +243,9 @@ class WindowedText:
             weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
             layer = Layer(weights, number, self.products)
             del weights
+            if record is not None:
+                for name in QUANTISED:
+                    setattr(layer, name, _Recorded(getattr(layer, name), record, f"layers.{number}.{name}.weight"))
             for start, stop in self.spans:
                 x, tokens = hidden[start:stop], stop - start
                 keys, values = x.new_empty(2, kv_heads, tokens, dim)
@@ -239,32 +259,43 @@ class WindowedText:
 
     @torch.inference_mode()
     def losses(self, heads: Sequence[Head], hidden: Sequence[Tensor], advance: Advance) -> Losses:
-        """Compare one or two sets of hidden states [tokens, hidden] with the text, and the second set with the first.
+        """Compare sets of hidden states [tokens, hidden] with the text, and each with the first.
 
         `heads` has the head of each set.
         """
-        likelihood = torch.zeros(len(hidden), dtype=torch.float64)
-        divergence, same = 0.0, 0
+        likelihood, divergence, same = torch.zeros(3, len(hidden), dtype=torch.float64)
         for start, stop in self._slices():
             targets = self.ids[start + 1 : stop + 1].to(self.device)[:, None]
-            rows = [states[start:stop] for states in hidden]
-            predicted = [head(own, prompt=True).log_softmax(dim=-1) for head, own in zip(heads, rows, strict=True)]
-            for number, one in enumerate(predicted):
+            first: Tensor | None = None
+            for number, (head, states) in enumerate(zip(heads, hidden, strict=True)):
+                one = head(states[start:stop], prompt=True).log_softmax(dim=-1)
+                first = one if first is None else first
                 likelihood[number] += one.gather(1, targets).double().sum().cpu()
-            first, last = predicted[0], predicted[-1]
-            same += int((first.argmax(dim=-1) == last.argmax(dim=-1)).sum())
-            if len(hidden) > 1:
-                each = F.kl_div(last, first, reduction="none", log_target=True).sum(dim=-1)
-                divergence += float(each.double().sum())
+                same[number] += (first.argmax(dim=-1) == one.argmax(dim=-1)).sum().cpu()
+                if number > 0:
+                    each = F.kl_div(one, first, reduction="none", log_target=True).sum(dim=-1)
+                    divergence[number] += each.double().sum().cpu()
             advance(1)
         perplexities = (-likelihood / self.predictions).exp().tolist()  # inf where a number is too large
-        return Losses(tuple(perplexities), divergence / self.predictions, same / self.predictions)
+        means = (tuple((sums / self.predictions).tolist()) for sums in (divergence, same))
+        return Losses(tuple(perplexities), *means)
 
     def _slices(self) -> Iterator[tuple[int, int]]:
         """Cut the positions that predict a token into slices; the last position of a window predicts nothing."""
         for start, stop in self.spans:
             for first in range(start, stop - 1, self._slice):
                 yield first, min(first + self._slice, stop - 1)
+
+
+class _Recorded(Linear):
+    """A product that adds the squares of what it multiplies to `record`."""
+
+    def __init__(self, product: Linear, record: dict[str, Tensor], name: str) -> None:
+        self._product, self._record, self._name = product, record, name
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
+        self._record[self._name] = x.float().square().sum(dim=0) + self._record.get(self._name, 0)
+        return self._product(x, prompt=prompt)
 
 
 class Calibrator:
@@ -276,6 +307,13 @@ class Calibrator:
         Number of tokens to read from the start of the text; a text with fewer tokens is read whole.
     window : int, optional
         Number of tokens that see each other; None: CALIBRATE_TOKENS, or max_seq_len if that is less.
+    others : mapping of str to WeightFormat
+        Of ALTERNATIVES, what the weights are rounded to, too, to compare with; there are some if the engine's are rounded.
+
+    Attributes
+    ----------
+    importance : dict of str to Tensor
+        Of `write_weights`, by `measure`: mean squares of the text's activations.
 
     Raises
     ------
@@ -285,13 +323,21 @@ class Calibrator:
     """
 
     def __init__(
-        self, text: Text, config: EngineConfig, tokenizer: Tokenizer, tokens: int, window: int | None = None
+        self,
+        text: Text,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        tokens: int,
+        window: int | None = None,
+        others: Mapping[str, WeightFormat] = NO_OTHERS,
     ) -> None:
         window = min(config.max_seq_len, CALIBRATE_TOKENS) if window is None else window
         require(tokens >= 2, "calibrate_tokens", tokens, ">= 2", "the first token of a text is predicted by nothing")
         limit, remedy = f"between 2 and max_seq_len = {config.max_seq_len}", "set --calibrate_window, or leave it out"
         require(2 <= window <= config.max_seq_len, "calibrate_window", window, limit, remedy)
-        self.text, self.config = text, config
+        self.text, self.config, self._others = text, config, others
+        self.importance: dict[str, Tensor] = {}
+        self._first: Tensor | None = None  # hidden states with the weights in the engine's dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device == CPU and config.dtype == "bfloat16" and not bfloat16_works():
             remedy = "build where PyTorch sees a GPU, with --dtype float32, or without --calibrate"
@@ -308,12 +354,34 @@ class Calibrator:
         return len(self._windows.ids)
 
     @property
+    def measures(self) -> bool:
+        """Whether weights are rounded to INT4, whose errors then count by `importance`."""
+        return bool(self._others) and INT4 in (self.config.weight_only_precision, *self._others)
+
+    @property
+    def measuring_units(self) -> int:
+        """Steps of progress that `measure` makes."""
+        return self._windows.units(1) - self._windows.units(0)
+
+    @property
     def units(self) -> int:
         """Steps of progress that `run` makes."""
-        return self._windows.units(1 if self.config.weight_only_precision == NONE else 2)
+        sets = (1 if self.config.weight_only_precision == NONE else 2) + len(self._others)
+        return self._windows.units(sets if self._first is None else sets - 1)
+
+    def measure(self, checkpoint: Checkpoint, advance: Advance) -> None:
+        """Compute with the weights of the checkpoint, before any are written, and find `importance`; raises as `run`."""
+        dtype = getattr(torch, self.config.dtype)
+        embedding, record = weight_reader(checkpoint, dtype)("embed.weight"), dict[str, Tensor]()
+        with self._enough_memory():
+            layers = checkpoint_layers(checkpoint, dtype)
+            self._first = self._windows.hidden_states(embedding, layers, advance, record)
+        for name, squares in record.items():
+            # An input that the text does not use counts a little, too.
+            self.importance[name] = (squares / squares.mean().clamp(min=LEAST) + LITTLE).cpu()
 
     def run(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> Calibration:
-        """Compute with the weights in `directory` and, if these are quantised, with the weights of the checkpoint.
+        """Compute with the weights in `directory`, if these are quantised with the weights of the checkpoint, and with `others`.
 
         Raises
         ------
@@ -325,8 +393,14 @@ class Calibrator:
         sources = [stored_layers(directory)]
         if self.config.weight_only_precision != NONE:
             sources.insert(0, checkpoint_layers(checkpoint, getattr(torch, self.config.dtype)))
-        try:
+        sources += [rounded_layers(checkpoint, other, self.importance) for other in self._others.values()]
+        with self._enough_memory():
             return self._report(self._losses(checkpoint, directory, sources, advance))
+
+    @contextlib.contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"calibrate: the GPU's memory does not hold one layer and {self.tokens:,} tokens "
@@ -336,14 +410,16 @@ class Calibrator:
 
     def _losses(self, checkpoint: Checkpoint, directory: Path, sources: list[LayerSource], advance: Advance) -> Losses:
         embedding = load_weights(directory, CPU, lambda name: name == "embed.weight")["embed.weight"]
-        hidden = [self._windows.hidden_states(embedding, layers, advance) for layers in sources]
+        known = [] if self._first is None else [self._first]
+        hidden = known + [self._windows.hidden_states(embedding, one, advance) for one in sources[len(known) :]]
         stored = load_weights(directory, CPU, lambda name: name != "embed.weight" and not name.startswith("layers."))
         stored["embed.weight"] = embedding
         heads = [self._head(stored)] * len(sources)
-        if self.config.quantize_lm_head:  # the first is that of an engine without quantisation
+        if self.config.quantize_lm_head:  # all but the engine's are those of an engine without quantisation
             tied = self.config.model.tie_word_embeddings
             plain = {} if tied else {HEAD: weight_reader(checkpoint, embedding.dtype)(HEAD)}
-            heads[0] = self._head({"norm.weight": stored["norm.weight"], "embed.weight": embedding} | plain)
+            other = self._head({"norm.weight": stored["norm.weight"], "embed.weight": embedding} | plain)
+            heads = [one if number == 1 else other for number, one in enumerate(heads)]
         return self._windows.losses(heads, hidden, advance)
 
     def _head(self, weights: dict[str, Tensor]) -> Head:
@@ -353,13 +429,14 @@ class Calibrator:
 
     def _report(self, losses: Losses) -> Calibration:
         config, perplexities = self.config, losses.perplexities
-        for name, value in zip((config.dtype, config.weight_only_precision), perplexities, strict=False):
+        stored = [] if config.weight_only_precision == NONE else [config.weight_only_precision]
+        names = [config.dtype, *stored, *self._others]
+        for name, value in zip(names, perplexities, strict=True):
             limit = f"a finite number with the weights in {name}"
             require(math.isfinite(value), "perplexity", value, limit, overflow_remedy(config.dtype))
-        quantised = None
-        if config.weight_only_precision != NONE:
-            ratio = perplexities[1] / perplexities[0]
-            quantised = QuantisationCost(perplexities[1], ratio, losses.kl_divergence, losses.same_token)
+        ratios = [one / perplexities[0] for one in perplexities]
+        each = zip(perplexities, ratios, losses.kl_divergences, losses.same_tokens, strict=True)
+        costs = {name: QuantisationCost(*values) for name, values in zip(names, each, strict=True)}
         return Calibration(
             text=self.text.name,
             text_sha256=self.text.sha256,
@@ -371,13 +448,29 @@ class Calibrator:
             dtype=config.dtype,
             weight_only_precision=config.weight_only_precision,
             perplexity=perplexities[0],
-            quantised=quantised,
+            quantised=costs[stored[0]] if stored else None,
+            **{name: costs[name] for name in self._others},
         )
 
 
 def stored_layers(directory: Path) -> LayerSource:
     """Read layers of an engine directory as they are stored: views of the mapped files."""
     return lambda number: load_weights(directory, CPU, lambda name: name.startswith(f"layers.{number}."))
+
+
+def rounded_layers(checkpoint: Checkpoint, other: WeightFormat, importance: Mapping[str, Tensor]) -> LayerSource:
+    """Read layers of a checkpoint, rounded as an engine of another format would store them; `importance` as `write_weights`."""
+    listed = list_weights(checkpoint.config)
+
+    def read(number: int) -> dict[str, Tensor]:
+        weights = [weight for weight in listed if weight.name.startswith(f"layers.{number}.")]
+        found: dict[str, Tensor] = {}
+        for weight in weights:
+            parts = other.convert(fuse(checkpoint, weight), weight.name, importance.get(weight.name))
+            found |= {stored.name: part for stored, part in zip(other.stored(weight), parts, strict=True)}
+        return found
+
+    return read
 
 
 def checkpoint_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> LayerSource:

@@ -28,6 +28,7 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError, KernelError, require
 from kvseek.core.extents import extents_for
 from kvseek.core.ranks import divided
+from kvseek.core.weight_only import INT4
 from kvseek.engine.cache.cache import retrieval_tokens
 from kvseek.engine.cache.memory_layout import (
     MemoryLayout,
@@ -333,11 +334,12 @@ def print_fit(options: FitOptions, console: Console) -> None:
     model, engine = document["model"], document["engine"]
     where = f"cache.offload {document['cache']['offload']}" if document["device"] == "cuda" else "device cpu"
     ranks = f"; sizes are those of each of {options.tp_size} ranks" * (options.tp_size > 1)
+    groups = f" in groups of {document['weight_group']}" * (document["weight_only_precision"] == INT4)
     head = " with quantize_lm_head" * document["quantize_lm_head"]
     console.print(
         f"{options.model.name}: {model['architecture']}, {model['num_layers']} layers, {model['num_heads']} query and "
         f"{model['num_kv_heads']} KV heads of {model['head_dim']} channels; {document['method']}, {document['dtype']}, "
-        f"weight_only_precision {document['weight_only_precision']}{head}, runtime {document['runtime']}, {where}{ranks}"
+        f"weight_only_precision {document['weight_only_precision']}{groups}{head}, runtime {document['runtime']}, {where}{ranks}"
     )
     console.print(_parts_table(document["bytes"], document["device"]))
     console.print(_engine_table(engine, model["num_layers"], document))
@@ -367,6 +369,7 @@ def fit_document(options: FitOptions) -> Document:
         "cache": dataclasses.asdict(asked.cache),
         "dtype": asked.dtype,
         "weight_only_precision": asked.weight_only_precision,
+        "weight_group": asked.weight_group,
         "quantize_lm_head": asked.quantize_lm_head,
         "gpu": dataclasses.asdict(HOPPER) if search.on_gpu else None,
         "gpu_memory_bytes": options.gpu_memory,

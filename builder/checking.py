@@ -25,11 +25,11 @@ from kvseek.builder.checkpoints.gguf import GgufCheckpoint
 from kvseek.builder.checkpoints.hugging_face import HuggingFaceCheckpoint
 from kvseek.builder.checkpoints.model_config import ARCHITECTURES
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, own_numbers, total_size
-from kvseek.core.config import EXTENT_TOKENS, GROUPED, EngineConfig, ModelConfig, read_config
+from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_numbers, total_size
+from kvseek.core.config import EXTENT_TOKENS, FP8_GROUPS, EngineConfig, ModelConfig, read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.core.weight_only import NOT_FINITE
+from kvseek.core.weight_only import INT4, INT8_GROUPS, NOT_FINITE
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.cpu import bfloat16_works
 from kvseek.engine.model.decoder import Decoder
@@ -45,11 +45,19 @@ WHOLE_BYTES = 1_000_000_000  # of a GGUF file's weights as float32: transformers
 # That makes 3e-6, 0.025 and 0.2. A weight of 8 bits is off by about 0.6 % (int8) or 2.6 % (fp8): 0.3 and 1.
 # Measured on random models of 3 to 24 layers, the needle model (Qwen3) and SmolLM2 (30 layers, whose few very large activations
 # round worst): float32 2e-6 to 1.1e-5, bfloat16 0.025 to 0.24, int8 0.04 to 0.56, fp8 0.14 to 0.70. float16, which needs a GPU,
-# is not measured; its numbers have three bits more than bfloat16's.
-# The limits are three times the largest, because models differ (float32: ninety times, which is still little). Logits that
+# is not measured; its numbers have three bits more than bfloat16's. Weights that are rounded to int4: 0.75 to 2.0, SmolLM2 3.6;
+# their limit finds only logits that have nothing to do with each other.
+# The other limits are three times the largest, because models differ (float32: ninety times, which is still little). Logits that
 # have nothing to do with each other are 5 to 8 apart. A small mistake may hide behind 8 bits, but not in float32.
 LIMITS = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.75}
-PRECISION_LIMITS = {"none": 0.0, "int8": 1.5, "fp8": 2.0} | dict.fromkeys(GROUPED, 0.0)  # beside that of the dtype
+PRECISION_LIMITS = {
+    "none": 0.0,
+    "int8": 1.5,
+    "fp8": 2.0,
+    FP8_GROUPS: 2.0,
+    INT4: 5.0,
+    INT8_GROUPS: 0.0,
+}  # beside the dtype's
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,14 @@ def prompt_ids(config: EngineConfig) -> list[int]:
     return torch.randint(config.model.vocab_size, (max(1, most),), generator=generator).tolist()
 
 
-def compare(directory: Path, checkpoint: Checkpoint) -> Comparison:
+def compare(directory: Path, checkpoint: Checkpoint, kept: bool | None = None) -> Comparison:
     """Run an engine, then transformers on the same tokens; raises CheckError if transformers cannot run the checkpoint.
 
     transformers reads the prompt and the engine's tokens in one pass, so its weights are read once. If its likeliest token is
     the engine's after each of them, it would have drawn the same tokens by itself.
     """
     config = read_config(directory)
+    kept = keeps(config, own_numbers(checkpoint, config.device)) if kept is None else kept
     prompt = prompt_ids(config)
     with closing(load_decoder(directory, _small(config))) as decoder:
         tokens, found = greedy(decoder, prompt, GREEDY_TOKENS)
@@ -110,16 +119,15 @@ def compare(directory: Path, checkpoint: Checkpoint) -> Comparison:
     return Comparison(
         difference=float((found - expected).abs().max()),
         spread=float(expected.std(dim=-1).mean()),
-        limit=LIMITS[config.dtype] if keeps(config, checkpoint) else _rounded_limit(config),
+        limit=LIMITS[config.dtype] if kept else _rounded_limit(config),
         tokens=tuple(tokens),
         expected=tuple(expected.argmax(dim=-1).tolist()),
         unchecked=reference.unchecked,
     )
 
 
-def keeps(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+def keeps(config: EngineConfig, own: OwnNumbers | None) -> bool:
     """Whether an engine's narrow weights are the checkpoint's own, so that nothing but its dtype rounds."""
-    own = own_numbers(checkpoint, config.device)
     return (
         own is not None and own.precision == config.weight_only_precision and (own.head or not config.quantize_lm_head)
     )
@@ -161,8 +169,13 @@ class CheckResult(NamedTuple):
     checked: bool
 
 
-def check_engine(directory: Path, checkpoint: Checkpoint) -> CheckResult:
+def check_engine(directory: Path, checkpoint: Checkpoint, kept: bool | None = None) -> CheckResult:
     """Compare an engine directory with transformers' model of its checkpoint.
+
+    Parameters
+    ----------
+    kept : bool, optional
+        What `keeps` finds of the checkpoint's `own_numbers`; None: they are looked for.
 
     Raises
     ------
@@ -176,7 +189,7 @@ def check_engine(directory: Path, checkpoint: Checkpoint) -> CheckResult:
         return CheckResult(f"not compared with transformers: {reason}", checked=False)
     _refuse_other_model(config, checkpoint)
     try:
-        comparison = compare(directory, checkpoint)
+        comparison = compare(directory, checkpoint, kept)
     except (KernelError, CapacityError) as error:  # such as a GPU of another architecture, or one that is in use
         if config.device == "cpu":
             raise

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvseek.builder.compile.cuda import ARCHITECTURES
 from kvseek.core.command_line import Parser, memory_size, optional_size
-from kvseek.core.config import CHOICES, BlockSparseConfig, CacheConfig, EngineConfig, TensorRtConfig
+from kvseek.core.config import CHOICES, WEIGHT_GROUPS, BlockSparseConfig, CacheConfig, EngineConfig, TensorRtConfig
 from kvseek.plugins.registry import METHODS, PAPER, PEERS, get_method
 
 LIMITS = {
@@ -98,7 +98,9 @@ class FlagParser(Parser):
         add("--preset", choices=[PAPER], help=about)
         for name, summary in CHOICE_SUMMARIES.items():
             add(f"--{name}", choices=CHOICES[name], help=summary)
-        head = "with --weight_only_precision int8: the output head has int8 weights, too, in a tied model a copy of the embedding"
+        group = "inputs that share the scales of int4 (default: the checkpoint's own, else the largest that divides the inputs)"
+        add("--weight_group", type=int, choices=WEIGHT_GROUPS, help=group)
+        head = "with int8 or int4 of --weight_only_precision: a head of int8 weights; in a tied model a copy of the embedding"
         add("--quantize_lm_head", action="store_true", help=head)
         archs = f"compute capabilities that GPU kernels are compiled for (default: {','.join(map(str, ARCHITECTURES))})"
         add("--cuda_archs", type=architectures, metavar="80,90,...", help=archs)
@@ -114,7 +116,8 @@ class FlagParser(Parser):
 
     def _add_calibrate(self) -> None:
         about = (
-            "perplexity of a text with the weights in --dtype and, with --weight_only_precision, as they are stored; computed "
+            "perplexity of a text with the weights in --dtype, as they are stored, and rounded to int8 and int4, whose errors "
+            "count by the text's activations; computed "
             "on a GPU if PyTorch sees one, else on the CPU, printed, and kept for --inspect"
         )
         add = self.add_argument_group("calibrate", about).add_argument

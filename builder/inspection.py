@@ -39,6 +39,7 @@ def print_engine(directory: Path, console: Console, as_json: bool = False) -> No
     names = (
         "dtype",
         "weight_only_precision",
+        "weight_group",
         "quantize_lm_head",
         "device",
         "kernels",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,12 +16,15 @@ from kvseek.core.config import (
     CHOICES,
     GROUPED,
     MOST_POSITIONS,
+    PRECISION,
     WEIGHT_GROUP,
+    WEIGHT_GROUPS,
     BlockSparseConfig,
     CacheConfig,
     EngineConfig,
     ModelConfig,
     TensorRtConfig,
+    group_inputs,
 )
 from kvseek.core.errors import ConfigError, from_dict, read_fields, refuse_unknown, require
 from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE
@@ -30,9 +33,8 @@ from kvseek.plugins.registry import METHODS, PEERS, get_method
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
 BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
 CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
-ENGINE_FIELDS = (*CHOICES, "quantize_lm_head")  # of EngineConfig, each with a flag of its name
-PRECISION = "weight_only_precision"  # of these, the one whose default is the checkpoint's
-BLOCKS = {INT4: "Q4_0 or Q4_1", INT8_GROUPS: "Q8_0"}  # of GGUF files, by the precision that keeps them
+ENGINE_FIELDS = (*CHOICES, "weight_group", "quantize_lm_head")  # of EngineConfig, each with a flag of its name
+OF_CHECKPOINT = (PRECISION, "weight_group")  # of these, those whose default is the checkpoint's
 MODES = ("plan", "inspect", "verify")
 NEEDED = {"tensorrt": ("runtime", "tensorrt"), "block_sparse": ("prefill_attention", "block_sparse")}  # for their flags
 GROUPS = ("cache", *NEEDED)  # of flags, by what comes before the dot; the chosen method is another one
@@ -40,7 +42,7 @@ GROUPS = ("cache", *NEEDED)  # of flags, by what comes before the dot; the chose
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The engine that was asked for. `choices` are the values of ENGINE_FIELDS, but for PRECISION only if it was given.
+    """The engine that was asked for. `choices` are the values of ENGINE_FIELDS, of OF_CHECKPOINT only those that were given.
 
     The other dictionaries hold only what was given.
     """
@@ -71,23 +73,7 @@ class EngineOptions:
         own : OwnNumbers, optional
             How an engine computes with the checkpoint's own numbers, as this one does, unless something else was asked for.
         """
-        asked, precision = self.choices.get(PRECISION), None if own is None else own.precision
-        if asked in GROUPED or precision in GROUPED:
-            limit = f"left out, as the matrices of this checkpoint's layers are not all of GGUF's blocks {BLOCKS.get(str(asked))}"
-            require(asked not in GROUPED or asked == precision, PRECISION, asked, limit, "choose int8, or such a file")
-        elif precision is not None and asked not in (None, NONE, precision):
-            limit = NONE if precision == NONE else f"{precision}, which the checkpoint has, or {NONE}"
-            require(False, PRECISION, asked, limit, "the checkpoint is quantised, and would be rounded a second time")
-        choices = dict(self.choices)
-        if precision is not None and asked is None:
-            where = (choices["device"], choices["dtype"])
-            narrow = where != ("cuda", "float32")
-            if precision in GROUPED:
-                whole = all(inputs % WEIGHT_GROUP == 0 for inputs in model.matrix_inputs(self.ranks).values())
-                narrow = where == ("cpu", "bfloat16") and whole
-            choices[PRECISION] = precision if narrow and choices["runtime"] == "torch" else NONE
-        if own is not None and choices.get(PRECISION) in GROUPED:
-            choices["quantize_lm_head"] |= own.head
+        choices = self._with_precision(model, own)
         method = get_method(self.method)
         fields, cache = method.preset(self.preset)
         settings = method.configure(fields | self.method_config)
@@ -112,6 +98,37 @@ class EngineOptions:
         if config.prefill_attention == "block_sparse":
             _refuse_dense_sizes(config)
         return config
+
+    def _with_precision(self, model: ModelConfig, own: OwnNumbers | None) -> dict[str, Any]:
+        """Complete `choices` by how weights are stored."""
+        asked, choices = self.choices.get(PRECISION), dict(self.choices)
+        precision = None if own is None else own.precision
+        inputs = model.matrix_inputs(max(1, self.ranks)).values()  # no ranks are refused by EngineConfig
+        if own is not None and own.stated and asked not in (None, NONE, precision):
+            limit = f"{NONE}: {own.why}" if precision == NONE else f"{precision}, which the checkpoint has, or {NONE}"
+            require(False, PRECISION, asked, limit, "the checkpoint is quantised, and would be rounded a second time")
+        limit = "left out: not all matrices of this checkpoint's layers are GGUF's blocks Q8_0"
+        require(asked != INT8_GROUPS or precision == asked, PRECISION, asked, limit, "choose int8, or such a file")
+        if own is not None and asked is None:
+            if choices["device"] == "cuda":
+                narrow = choices["dtype"] != "float32"
+            else:
+                narrow = choices["dtype"] == "bfloat16" or own.precision not in GROUPED
+            whole = all(size % group_inputs(own.precision, WEIGHT_GROUP) == 0 for size in inputs)
+            choices[PRECISION] = own.precision if narrow and whole and choices["runtime"] == "torch" else NONE
+        if own is not None and choices.get(PRECISION) == own.precision:
+            choices["quantize_lm_head"] |= own.head
+        if choices.get(PRECISION) == INT4:
+            most = own.group if own is not None and precision == INT4 else WEIGHT_GROUPS[-1]
+            group = choices.setdefault("weight_group", largest_group(inputs, most) or WEIGHT_GROUP)
+            limit = f"<= {most}, the checkpoint's" if most < WEIGHT_GROUPS[-1] else f"one of {WEIGHT_GROUPS}"
+            require(group <= most, "weight_group", group, limit, "leave it out")
+        return choices
+
+
+def largest_group(inputs: Collection[int], most: int = WEIGHT_GROUPS[-1]) -> int:
+    """Choose the largest of WEIGHT_GROUPS, up to `most`, that divides the inputs of all matrices; 0 if none does."""
+    return max((one for one in WEIGHT_GROUPS if one <= most and all(size % one == 0 for size in inputs)), default=0)
 
 
 def _refuse_dense_sizes(config: EngineConfig) -> None:
@@ -333,7 +350,9 @@ def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
         "method": values["method"],
         "tokenizer": values.get("tokenizer"),
         "choices": {
-            name: values.get(name, defaults[name]) for name in ENGINE_FIELDS if name in values or name != PRECISION
+            name: values.get(name, defaults[name])
+            for name in ENGINE_FIELDS
+            if name in values or name not in OF_CHECKPOINT
         },
         "limits": {name: values[name] for name in LIMITS if name in values},
         "preset": values.get("preset"),

@@ -59,24 +59,7 @@ class HttpPort:
 
 
 class HttpClient(HttpPort):
-    """Asks a kvseek server over HTTP.
-
-    Parameters
-    ----------
-    url : str
-        host:port of the HTTP service.
-    timeout : float
-        Seconds, > 0, that may pass until the first byte of a reply and between two of them.
-    model : TextModel
-        The model that the server has, by its layout.
-    api_key : str
-        Key that the server asks for; empty for none.
-
-    Raises
-    ------
-    ClientError
-        If `url` is no host:port.
-    """
+    """Asks a kvseek server over HTTP; parameters and errors as GrpcClient, with the host:port of the HTTP service."""
 
     def __init__(self, url: str, timeout: float = REPLY_SECONDS, model: TextModel = BLS, api_key: str = "") -> None:
         check_address(url)

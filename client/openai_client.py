@@ -22,19 +22,7 @@ Message = dict[str, str]  # "role" and "content"
 class OpenAIClient(HttpPort):
     """Asks a server by OpenAI's API.
 
-    Parameters
-    ----------
-    url : str
-        Base URL, such as http://127.0.0.1:9000/v1.
-    timeout : float
-        Seconds, > 0, that may pass until the first byte of a reply and between two of them.
-    api_key : str
-        Key that the server asks for; empty for none.
-
-    Raises
-    ------
-    ClientError
-        If `url` is none.
+    Parameters and errors as GrpcClient, but that `url` is a base URL, such as http://127.0.0.1:9000/v1.
     """
 
     def __init__(self, url: str, timeout: float = REPLY_SECONDS, api_key: str = "") -> None:

@@ -22,15 +22,18 @@ CHECK_CONFIG = "check what the checkpoint states of the model, in config.json or
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
-GROUPED = ("int4", "int8_groups")  # values of weight_only_precision: weights that share their numbers in groups
-WEIGHT_GROUP = 32  # inputs of such a group (core/weight_only.py)
+GROUPED = ("int4", "int8_groups")  # values of weight_only_precision: integers that share their scales in groups
+FP8_GROUPS = "fp8_groups"  # another one, of float8_e4m3fn
+WEIGHT_GROUP = 32  # inputs of a group of GGUF's blocks (core/weight_only.py), and of INT4's by default
+WEIGHT_GROUPS = (32, 64, 128)  # values of EngineConfig.weight_group
+FP8_GROUP = 128  # inputs of a group of FP8_GROUPS: those of the blocks of published checkpoints
 KEY_BLOCK = 64  # tokens that sparse attention of prompts chooses together
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")  # of RopeScaling
 CHOICES = {  # the values that EngineConfig's fields of type str allow
     "dtype": ("float32", "bfloat16", "float16"),
     "device": ("cpu", "cuda"),
     "kernels": ("native", "reference"),
-    "weight_only_precision": ("none", "int8", "fp8", *GROUPED),
+    "weight_only_precision": ("none", "int8", "fp8", *GROUPED, FP8_GROUPS),
     "runtime": ("torch", "tensorrt"),
     "prefill_attention": ("dense", "block_sparse"),
 }
@@ -38,6 +41,12 @@ CHOICES = {  # the values that EngineConfig's fields of type str allow
 NO_REUSE = {"reuse": False, "reuse_host_bytes": None, "cached_prefill": "dense"}
 # Fields of EngineConfig that lie beside those of its `model` in pretrained_config. All others lie in build_config.
 PRETRAINED = ("dtype",)
+PRECISION = "weight_only_precision"  # the field of EngineConfig whose default is the checkpoint's own
+
+
+def group_inputs(precision: str, weight_group: int) -> int:
+    """Inputs that share a scale, by EngineConfig's weight_only_precision and weight_group; 1: none do, or all of a row."""
+    return {"int4": weight_group, "int8_groups": WEIGHT_GROUP, FP8_GROUPS: FP8_GROUP}.get(precision, 1)
 
 
 def _require_positive(name: str, value: float | None) -> None:
@@ -350,7 +359,8 @@ class EngineConfig:
     `method` names a folder of plugins/; `method_config` holds that method's own fields, checked by its config class.
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
-    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight, or one of GROUPED (core/weight_only.py);
+    "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight, or one of GROUPED or FP8_GROUPS
+    (core/weight_only.py); `weight_group` is the inputs that share the scales of int4;
     `quantize_lm_head` says whether the output head has int8 weights too. `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.
@@ -365,6 +375,7 @@ class EngineConfig:
     device: str = "cpu"
     kernels: str = "native"
     weight_only_precision: str = "none"
+    weight_group: int = WEIGHT_GROUP
     quantize_lm_head: bool = False
     runtime: str = "torch"
     tensorrt: TensorRtConfig = field(default_factory=TensorRtConfig)
@@ -414,11 +425,16 @@ class EngineConfig:
 
     def _check_groups(self) -> None:
         """Refuse weights in groups where a matrix, or a rank's part of it, ends within a group."""
-        if self.weight_only_precision not in GROUPED:
-            return
-        limit = f"a multiple of {WEIGHT_GROUP} with weight_only_precision = {self.weight_only_precision!r}"
-        for name, value in self.model.matrix_inputs(self.tp_size).items():
-            require(value % WEIGHT_GROUP == 0, name, value, limit, "build with --weight_only_precision none")
+        group, precision = self.weight_group, self.weight_only_precision
+        require(group in WEIGHT_GROUPS, "weight_group", group, f"one of {WEIGHT_GROUPS}", "set --weight_group")
+        fits, limit = precision == "int4" or group == WEIGHT_GROUP, f"left out with {PRECISION} = {precision!r}"
+        require(fits, "weight_group", group, limit, "it belongs to int4")
+        groups = group_inputs(precision, group)
+        ranks = f" in each of {self.tp_size} ranks" * (self.tp_size > 1)
+        limit = f"a multiple of {groups} with {PRECISION} = {precision!r}{ranks}"
+        inputs = self.model.matrix_inputs(self.tp_size) if groups > 1 else {}
+        for name, value in inputs.items():
+            require(value % groups == 0, name, value, limit, f"build with --{PRECISION} none")
 
     def _check_prefill_attention(self) -> None:
         """Refuse sparse attention where attention is inside a plan, and fields that dense attention would ignore."""
@@ -467,8 +483,8 @@ class EngineConfig:
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision
-            limit = "'none', 'int8' or 'fp8' with device = 'cuda'"
-            require(value not in GROUPED, name, value, limit, "leave it out, or build with --device cpu")
+            limit = "another one with device = 'cuda', which has kernels for all but it"
+            require(value != "int8_groups", name, value, limit, "leave it out, or build with --device cpu")
             fits = value == "none" or self.dtype != "float32"
             require(
                 fits, name, value, "'none' with dtype = 'float32' on cuda", "build with --dtype bfloat16 or float16"

@@ -1,7 +1,12 @@
 """Weight-only quantisation: narrow weights, activations as they are.
 
-Weights of 8 bits have a scale for each row of a matrix. Others are GGUF's blocks, WEIGHT_GROUP neighbours of a row: INT4 is Q4_1,
-4 bits, a factor and the value of 0, and an output head beside such layers INT8_GROUPS, which is Q8_0, 8 bits and a factor.
+Weights of 8 bits have a scale for each row of a matrix. Others have scales in groups of neighbours of a row:
+
+| precision | weight [outputs, inputs] | scale [outputs, inputs / group] | group | also called |
+|---|---|---|---|---|
+| INT4 | uint8, two a byte | float16 [..., 2]: the factor, and the value of 0 | 32, 64, 128 | Q4_1 of GGUF, AWQ, GPTQ |
+| INT8_GROUPS | int8 | float16 | 32 | Q8_0 of GGUF; the output head beside INT4 |
+| FP8_GROUPS | float8_e4m3fn | float32 | 128 | FP8 in blocks of 128 x 128 of DeepSeek and Qwen |
 
 `dequantise` defines the value of the weights; kernels may multiply first and scale the sum, which rounds less.
 """
@@ -11,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvseek.core.config import GROUPED, WEIGHT_GROUP
+from kvseek.core.config import FP8_GROUPS, GROUPED, WEIGHT_GROUP, group_inputs
 from kvseek.core.errors import ConfigError
 
 NONE = "none"
@@ -25,11 +30,13 @@ QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer
 HEAD = "lm_head.weight"
 NOT_FINITE = "use another checkpoint, or download it again if that of its publisher is whole"  # remedy of a weight
 NUMBERS = 1 << 22  # weights quantised at a time, in whole rows: a few float32 copies of them take memory meanwhile
+PACKED = 32  # inputs whose INT4 bytes lie together, whatever their group
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's range, which are tried
 INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because kernels load so many at once
 
 
 def number_format(name: str, precision: str, *, quantize_lm_head: bool = False) -> str:
-    """The format of a weight of an engine of these fields: one of PRECISIONS or GROUPED, or NONE."""
+    """The format of a weight of an engine of these fields: one of PRECISIONS or GROUPED, FP8_GROUPS, or NONE."""
     if precision == NONE or not is_quantised(name, quantize_lm_head=quantize_lm_head):
         return NONE
     return INT8_GROUPS if precision == INT4 and name == HEAD else precision
@@ -39,31 +46,44 @@ Layout = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 
 
-def layout(shape: tuple[int, ...], precision: str) -> tuple[Layout, Layout]:
-    """The tensors that a weight [outputs, inputs] is quantised to: the numbers, and their scales."""
+def layout(shape: tuple[int, ...], precision: str, weight_group: int = WEIGHT_GROUP) -> tuple[Layout, Layout]:
+    """The tensors that a weight [outputs, inputs] is quantised to: the numbers, and their scales.
+
+    `weight_group` is the inputs of a group of INT4.
+    """
     outputs, inputs = shape
+    groups = (outputs, inputs // group_inputs(precision, weight_group))
     if precision == INT4:
-        return ((outputs, inputs // 2), torch.uint8), ((outputs, inputs // WEIGHT_GROUP, 2), torch.float16)
+        return ((outputs, inputs // 2), torch.uint8), ((*groups, 2), torch.float16)
     if precision == INT8_GROUPS:
-        return (shape, torch.int8), ((outputs, inputs // WEIGHT_GROUP), torch.float16)
+        return (shape, torch.int8), (groups, torch.float16)
+    if precision == FP8_GROUPS:
+        return (shape, torch.float8_e4m3fn), (groups, torch.float32)
     return (shape, PRECISIONS[precision][0]), ((outputs,), torch.float32)
 
 
-def quantise(weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    """Round a weight [outputs, inputs].
+def quantise(
+    weight: Tensor, precision: str, weight_group: int = WEIGHT_GROUP, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Round a weight [outputs, inputs]; with INT4 in groups of `weight_group` inputs.
 
     With a scale a row, a row's largest magnitude becomes the largest number of the format, 127 of int8 and 448 of
     float8_e4m3fn; there is no zero point. The row's other weights are rounded to the nearest number, ties to even. The scale is
     rounded to bfloat16 first, so that kernels which take it in 16 bits multiply with the same number.
 
+    INT4 divides the range of a group into 15 equal steps. With `importance`, float32 [inputs] or [1] and positive, scales are
+    sought that make the sum of squared errors, an input's times its importance, smaller; that takes six times as long, and the
+    ends of the range may be clipped.
+
     Returns
     -------
     quantised : Tensor, int8 or float8_e4m3fn [outputs, inputs]
-        With INT4 uint8 [outputs, inputs / 2]: byte j of a group has weight j in its low bits, and j + 16 in its high ones.
+        With INT4 uint8 [outputs, inputs / 2]: of each 32 inputs byte j has weight j in its low bits, and j + 16 in its high
+        ones.
     scale : Tensor, float32 [outputs]
         Factor that turns a quantised row into its weights, a number of bfloat16; 1 for a row of zeros, and for a row whose
         weights are all so small (below 2e-36 with int8) that float32 has no exact scale for them. Such weights become zeros.
-        In groups float16 [outputs, groups], and with INT4 [outputs, groups, 2]: the factor, and the value of 0.
+        In groups as `layout` says.
 
     Raises
     ------
@@ -71,22 +91,30 @@ def quantise(weight: Tensor, precision: str) -> tuple[Tensor, Tensor]:
         If a weight is not finite, or in groups too large for float16.
     """
     quantised, scale = (
-        torch.empty(shape, dtype=dtype, device=weight.device) for shape, dtype in layout(tuple(weight.shape), precision)
+        torch.empty(shape, dtype=dtype, device=weight.device)
+        for shape, dtype in layout(tuple(weight.shape), precision, weight_group)
     )
-    make = _quantise_rows if precision in PRECISIONS else _quantise_groups
+    groups = scale.shape[1] if scale.ndim > 1 else 1
     step = max(1, NUMBERS // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
-        quantised[rows], scale[rows] = make(weight[rows], start, precision)
+        if precision in GROUPED:
+            parts = _groups(weight[rows], groups)
+            quantised[rows], scale[rows] = _quantise_groups(parts, start, precision, importance)
+        else:
+            parts = _groups(weight[rows], groups).flatten(0, 1)
+            numbers, factors = _quantise_rows(parts, start, groups, precision)
+            quantised[rows], scale[rows] = numbers.view(-1, weight.shape[1]), factors.view(scale[rows].shape)
     return quantised, scale
 
 
-def _quantise_rows(weight: Tensor, first: int, precision: str) -> tuple[Tensor, Tensor]:
-    dtype, largest = PRECISIONS[precision]
+def _quantise_rows(weight: Tensor, first: int, groups: int, precision: str) -> tuple[Tensor, Tensor]:
+    """Round rows, or groups of them, with a scale each."""
+    dtype, largest = PRECISIONS["fp8" if precision == FP8_GROUPS else precision]
     wide = weight.float()
     magnitude = wide.abs().amax(dim=1)
     if not magnitude.isfinite().all():
-        row = first + int((~magnitude.isfinite()).nonzero()[0])
+        row = first + int((~magnitude.isfinite()).nonzero()[0]) // groups
         raise ConfigError(f"row {row} holds infinity or NaN: must be finite; {NOT_FINITE}")
     scale = (magnitude / largest).bfloat16().float()
     scale = torch.where(scale >= torch.finfo(torch.float32).tiny, scale, 1.0)
@@ -95,12 +123,12 @@ def _quantise_rows(weight: Tensor, first: int, precision: str) -> tuple[Tensor, 
     return rounded.clamp(-largest, largest).to(dtype), scale
 
 
-def _groups(weight: Tensor, size: int = WEIGHT_GROUP) -> Tensor:
-    return weight.view(weight.shape[0], -1, size)
+def _groups(weight: Tensor, groups: int) -> Tensor:
+    return weight.view(weight.shape[0], groups, -1)
 
 
-def _quantise_groups(weight: Tensor, first: int, precision: str) -> tuple[Tensor, Tensor]:
-    groups = _groups(weight).float()
+def _quantise_groups(groups: Tensor, first: int, precision: str, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    groups = groups.float()
     if precision == INT8_GROUPS:
         scale = (groups.abs().amax(dim=-1) / 127).half()
     else:
@@ -112,20 +140,65 @@ def _quantise_groups(weight: Tensor, first: int, precision: str) -> tuple[Tensor
     if precision == INT8_GROUPS:
         factor = torch.where(scale > 0, scale, 1.0).float()[..., None]
         return (groups / factor).round().clamp(-127, 127).to(torch.int8).flatten(1), scale
-    factor, zero = torch.where(scale[..., 0] > 0, scale[..., 0], 1.0).float()[..., None], scale[..., 1:].float()
-    numbers = ((groups - zero) / factor).round().clamp(0, 15).to(torch.uint8)
-    low, high = numbers.chunk(2, dim=-1)
-    return (low | high << 4).flatten(1), scale
+    if importance is not None:
+        scale = _search(groups, least, most, scale, importance.expand(groups[0].numel()).reshape(groups.shape[1:]))
+    return pack(_nearest(groups, scale).to(torch.uint8).flatten(1)), scale
+
+
+def _nearest(groups: Tensor, scale: Tensor) -> Tensor:
+    """The numbers from 0 to 15, as floats, whose values are nearest to the weights."""
+    factor = torch.where(scale[..., 0] > 0, scale[..., 0], 1.0).float()[..., None]
+    return ((groups - scale[..., 1:].float()) / factor).round_().clamp_(0, 15)
+
+
+def _search(groups: Tensor, least: Tensor, most: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
+    """Find scales of INT4 with a smaller sum of squared errors than `scale`, which are those of the whole range.
+
+    A group's range is narrowed to its SHRINKS, and its numbers' scales become those of the least squares, as float16; of these
+    and of `scale` the best stay. So ends that few weights have are clipped where the others gain by it. An input's errors count
+    by its `importance`, float32 [groups of a row, inputs of a group].
+    """
+    best, chosen = _squared_errors(groups, scale, importance), scale.clone()
+    shares = importance / importance.sum(dim=-1, keepdim=True)
+    mean = (groups * shares).sum(dim=-1)
+    for shrink in SHRINKS:
+        narrow = torch.stack(((most - least) * (shrink / 15), mean + (least - mean) * shrink), dim=-1)
+        numbers = _nearest(groups, narrow)
+        weighted = numbers * shares
+        centre = weighted.sum(dim=-1)
+        spread = (weighted * numbers).sum(dim=-1) - centre * centre
+        factor = ((weighted * groups).sum(dim=-1) - centre * mean) / torch.where(spread > 0, spread, 1.0)
+        fitted = torch.stack((factor, mean - factor * centre), dim=-1).half()
+        errors = _squared_errors(groups, fitted, importance)
+        better = (errors < best) & (factor > 0)  # False for NaN
+        best, chosen = torch.where(better, errors, best), torch.where(better[..., None], fitted, chosen)
+    return chosen
+
+
+def _squared_errors(groups: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
+    values = _nearest(groups, scale).mul_(scale[..., :1].float()).add_(scale[..., 1:].float())
+    return values.sub_(groups).square_().mul_(importance).sum(dim=-1)
+
+
+def pack(numbers: Tensor) -> Tensor:
+    """Pack numbers from 0 to 15, uint8 [outputs, inputs], as INT4 has them, uint8 [outputs, inputs / 2]."""
+    low, high = numbers.view(numbers.shape[0], -1, 2, PACKED // 2).unbind(dim=2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Undo `pack`."""
+    parts = packed.view(packed.shape[0], -1, PACKED // 2)
+    return torch.cat((parts & 15, parts >> 4), dim=-1).flatten(1)
 
 
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the weights [outputs, inputs] in `dtype` from the results of `quantise`: in float32, rounded once."""
     if weight.dtype is torch.uint8:
-        packed = _groups(weight, WEIGHT_GROUP // 2)
-        numbers = torch.cat((packed & 15, packed >> 4), dim=-1).float()
+        numbers = _groups(unpack(weight), scale.shape[1]).float()
         return (numbers * scale[..., :1].float() + scale[..., 1:].float()).flatten(1).to(dtype)
     if scale.ndim == 2:
-        numbers = _groups(weight).float()
+        numbers = _groups(weight, scale.shape[1]).float()
         return (numbers * scale[..., None].float()).flatten(1).to(dtype)
     return (weight.float() * scale[:, None]).to(dtype)
 
@@ -135,10 +208,12 @@ def is_quantised(name: str, *, quantize_lm_head: bool = False) -> bool:
     return name.endswith(tuple(f".{part}.weight" for part in QUANTISED)) or (quantize_lm_head and name == HEAD)
 
 
-def stored_weight(name: str, weight: Tensor, precision: str, *, quantize_lm_head: bool = False) -> dict[str, Tensor]:
+def stored_weight(
+    name: str, weight: Tensor, precision: str, *, weight_group: int = WEIGHT_GROUP, quantize_lm_head: bool = False
+) -> dict[str, Tensor]:
     """A weight as an engine of these fields of EngineConfig keeps it: quantised with its scale, or itself."""
     own = number_format(name, precision, quantize_lm_head=quantize_lm_head)
     if own == NONE:
         return {name: weight}
-    quantised, scale = quantise(weight, own)
+    quantised, scale = quantise(weight, own, weight_group)
     return {name: quantised, f"{name}_scale": scale}

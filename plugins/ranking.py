@@ -11,6 +11,7 @@ instead would lose the heads whose scores cancel (PRKV paper).
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation
 from kvseek.kernels.reference.codes.store import CodeStore
 
 from .contract import Budget, Index
+
+Create = Callable[[IndexContext], Index]
+
+
+def index_by_device(on_gpu: Create, native: Create, reference: Create) -> Create:
+    """Return the `create` of a method: for the GPU, on compiled code of the CPU, or the reference."""
+
+    def create(context: IndexContext) -> Index:
+        if context.cuda is not None:
+            return on_gpu(context)
+        return reference(context) if context.library is None else native(context)
+
+    return create
 
 
 class RankedIndex(Index):

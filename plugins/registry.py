@@ -2,16 +2,17 @@
 outside a method's folder names it.
 
 A method has three members: `Config` in config.py, a frozen dataclass of its fields, and in method.py
-`traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). A method of a paper has `PAPER` in config.py,
+`traits(config) -> Traits` and `create(context) -> Index` (plugins/contract.py). A method of a paper has `PAPER` beside Config,
 too: what the paper sets, by field; fields of the cache are `cache.NAME`. Where a row that is not selected once is gone for good,
-there is `EVICTS = True`. measurements.py of its folder is for measurements alone (bench/methods.py); the engine does not look at
-them.
+there is `EVICTS = True`. A short method has all of them in method.py. measurements.py of its folder is for measurements alone
+(bench/methods.py): the engine does not look at it.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,19 +46,25 @@ class Method:
     package: str
 
     @property
+    def _settings(self) -> Any:
+        """The module of Config: config.py, or the only one."""
+        own = f"{self.package}.config"
+        return importlib.import_module(own if find_spec(own) else f"{self.package}.method")
+
+    @property
     def config_class(self) -> type[Any]:
         """The frozen dataclass of the method's own fields."""
-        return cast("type[Any]", importlib.import_module(f"{self.package}.config").Config)
+        return cast("type[Any]", self._settings.Config)
 
     @property
     def paper(self) -> dict[str, Any]:
         """What the method's paper sets, as its flags are called without the method's name; empty for a method of no paper."""
-        return dict(getattr(importlib.import_module(f"{self.package}.config"), "PAPER", {}))
+        return dict(getattr(self._settings, "PAPER", {}))
 
     @property
     def evicts(self) -> bool:
         """Whether a row that is not selected once is gone for good."""
-        return bool(getattr(importlib.import_module(f"{self.package}.config"), "EVICTS", False))
+        return bool(getattr(self._settings, "EVICTS", False))
 
     def preset(self, name: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the fields of the method and those of the cache that a preset sets; none of them for None, the defaults.

@@ -6,8 +6,8 @@ The engines run as they serve, and draw the text's own tokens (LLM.score). What 
 its loss over the first one's, token by token: of equal tokens, so that it is known far better than either loss. A run that
 was cut off goes on with its result file: engines that it has are not measured again.
 
-With --own_answers each engine also answers, greedily, and the tokens that count are those of the first one's answer: how far a
-method drifts from it over a long answer, and whether its own answer begins to repeat itself.
+With --own_answers each engine also answers, and the tokens that count are those of the first one's answer: how far a
+method drifts from it over a long answer, and whether its own begins to repeat itself, as small models' greedy ones soon do.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--own_answers",
         action="store_true",
-        help="in place of the next ones: the first method's greedy answer, which no end token ends",
+        help="in place of the next ones: the first method's own answer, which no end token ends",
     )
+    add("--temperature", type=float, help="of --own_answers (greedy if left out), with one seed for all methods")
     add("--block", type=int, default=50, help="neighbouring tokens that are one sample of standard errors")
     add("--device", choices=CHOICES["device"], default="cpu")
     add("--dtype", default="float32")
@@ -81,6 +82,8 @@ def read(arguments: argparse.Namespace) -> None:
     require(fits, "--tokens", arguments.tokens, limit, "change one of them")
     least = NGRAM + PARTS if arguments.own_answers else 1
     require(arguments.tokens >= least, "--tokens", arguments.tokens, f">= {least} with --own_answers", "take more")
+    drawn = arguments.temperature is None or arguments.own_answers
+    require(drawn, "--temperature", arguments.temperature, "left out without --own_answers", "drop it, or add that")
     names = [text if ":" in text else Path(text).name for text in arguments.text]  # without folders of the machine
     require(len(set(names)) == len(names), "--text", names, "of different names", "rename one, or leave it out")
     arguments.text = dict(zip(names, map(read_text, arguments.text), strict=True))
@@ -114,7 +117,9 @@ def score(
     with LLM(directory, threads=arguments.threads) as llm:
         prompts, forced = zip(*texts(arguments, llm.tokenizer), strict=True)
         if arguments.own_answers:
-            params = SamplingParams(max_tokens=1 + arguments.tokens, ignore_eos=True)
+            params = SamplingParams(
+                max_tokens=1 + arguments.tokens, ignore_eos=True, temperature=arguments.temperature or 0
+            )
             given = [list(output.token_ids) for output in llm.generate(prompts, params)]
             own = {"repeated": repeated(given), "answers": given}
             forced = tuple(given if answers is None else answers)
@@ -197,7 +202,8 @@ def begun(arguments: argparse.Namespace) -> dict[str, Any]:
     head = {"model": arguments.model.name, "weights": digest_of_model(arguments.model)}
     head |= {"texts": list(arguments.text), "digests": digests}
     head |= {name: getattr(arguments, name) for name in names}
-    head |= {"own_answers": arguments.own_answers or None}  # which older files do not have
+    # which older files do not have
+    head |= {"own_answers": arguments.own_answers or None, "temperature": arguments.temperature}
     if arguments.output is None or not arguments.output.exists():
         return {"evaluation": "perplexity", "machines": [], **head, "results": []}
     document = read_result(arguments.output, evaluation="perplexity")

@@ -5,15 +5,8 @@
 All but the last --queries tokens are the prompt, whose index is built as the engine builds it; the last ones are decode
 steps, one after another. Of the budget, the sink and the local window of the method's cache are taken off; the rest are
 rows that it may keep per KV head (its field top_k), unless the method is named with a top_k of its own. `flat`, exact top
-rows, keeps as many under the same window. Per layer, and on average over all layers, dense ones included:
-
-mass        attention recall (PRKV paper, eq. 3): share of the true softmax mass, all tokens counted, on window and
-            selected rows; mean over query heads and decode steps
-flat mass   the same for exact top rows; `ratio` is mass / flat mass
-window      the same for the window alone
-recall      share of the exact top rows that were selected
-
-A layer that a method attends to densely counts with all of its mass; `selecting` is the ratio over the other layers.
+rows, keeps as many under the same window.
+README.md says what the figures mean; a layer that a method attends to densely counts with all of its mass.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ from kvseek.bench.accuracy.text_tasks import TASKS, TextSuite
 from kvseek.bench.output import numbers
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.core.errors import KvseekError, require
+from kvseek.core.command_line import tells_errors
+from kvseek.core.errors import require
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 
 Ids = NDArray[np.uint16]
@@ -453,14 +454,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry."""
     arguments = parse(argv)
-    try:
-        {"pack": pack, "train": train}[arguments.part](arguments)
-    except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    {"pack": pack, "train": train}[arguments.part](arguments)
     return 0
 
 

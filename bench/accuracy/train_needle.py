@@ -35,7 +35,8 @@ from kvseek.bench.accuracy.needle_tasks.facts import IS, THE, Fact, FactSource, 
 from kvseek.bench.accuracy.needle_tasks.tasks import TASKS, make_dialogues
 from kvseek.bench.accuracy.needle_tasks.vocabulary import BOS
 from kvseek.builder.checking import quiet
-from kvseek.core.errors import ConfigError, KvseekError, require
+from kvseek.core.command_line import tells_errors
+from kvseek.core.errors import ConfigError, require
 
 ROPE_THETA = 1e8
 CHECKED_CONTEXTS, EVALUATED_CONTEXTS = 4, 24  # a task; at the end
@@ -580,14 +581,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry: 0 if the training has ended, 3 if its time has before."""
     arguments = parse(argv)
-    try:
-        ended = Training(arguments).run(arguments)
-    except (KvseekError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    ended = Training(arguments).run(arguments)
     print("the end" if ended else "run again to go on", file=sys.stderr)
     return 0 if ended else 3
 

@@ -61,14 +61,14 @@ class Panel:
     def draw(self, root: ElementTree.Element, left: int, top: int, width: int, height: int) -> None:
         """Draw the panel, whose plotted area these are; its headings and numbers stand around it."""
         ticks, bottom = self.ticks(), top + height
-        y = _scale(ticks[0], ticks[-1], bottom, -height, self.log_y)
+        y = scale(ticks[0], ticks[-1], bottom, -height, self.log_y)
         put_text(root, self.above, left, top - 12, "heading")
         for tick in ticks:
             kind = "axis" if tick == 0 or (tick == ticks[0] and ticks[0] > 0) else "grid"
             rule(root, (left, y(tick)), (left + width, y(tick)), kind)
             put_text(root, f"{round(tick, 6):g}", left - 8, y(tick) + 4, "", "end")
         xs = sorted({mark.x for line in self.lines for mark in line.marks})
-        x, shown = _scale(xs[0], xs[-1], left + 12, width - 24, self.log_x), -math.inf
+        x, shown = scale(xs[0], xs[-1], left + 12, width - 24, self.log_x), -math.inf
         for number in xs:
             rule(root, (x(number), bottom), (x(number), bottom + 5), "axis")
             if x(number) - shown >= NARROWEST:
@@ -93,7 +93,7 @@ def polyline(root: ElementTree.Element, places: Sequence[tuple[float, float]], l
     element(root, "polyline", attributes | ({"stroke-dasharray": "5 4"} if line.dashed else {}))
 
 
-def _scale(low: float, high: float, start: float, length: float, logarithmic: bool) -> Callable[[float], float]:
+def scale(low: float, high: float, start: float, length: float, logarithmic: bool = False) -> Callable[[float], float]:
     """From values to lengths; a single value lies in the middle."""
     turned: Callable[[float], float] = math.log2 if logarithmic else float
     first, last = turned(low), turned(high)

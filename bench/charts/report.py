@@ -15,6 +15,7 @@ import csv
 import html
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +27,13 @@ import numpy as np
 from kvseek.bench.accuracy.perplexity import PARTS, by_part, losses_of, paired
 from kvseek.bench.accuracy.tasks import SAMPLES, Z_95, by_depth, wilson
 from kvseek.bench.output import ResultError, as_text, progress, read_result
+from kvseek.bench.variants import parse_variants
 from kvseek.core.errors import ConfigError
 
-from .lines import Line, Mark, Panel
-from .svg import LIGHT, element, picture, put_text, written
+from .lines import Line, Mark, Panel, scale
+from .svg import LIGHT, element, picture, put_text, round_step, rule, written
 
+ALIKE = 0.1  # budgets that differ by no more count as one
 WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT, LINE_HEIGHT = 820, 70, 56, 500, 260, 18
 RISE = "rise of perplexity over the first engine's, %"
 PERPLEXITY, DRIFT, ANSWERS, DEPTH, SPEED = "perplexity", "drift", "answers", "depth", "speed"
@@ -235,6 +238,69 @@ def draw(
     return root
 
 
+def draw_side_by_side(
+    title: str, below: str, methods: dict[str, dict[int, Mark]], files: Iterable[str], best: int
+) -> ElementTree.Element:
+    """Many methods one below the other, the best first, with a mark and a figure for each budget of tokens.
+
+    `best` is -1 where large values are good, else 1.
+    """
+    budgets = sorted({budget for own in methods.values() for budget in own})
+    names = sorted(methods, key=lambda name: [best * methods[name][b].y for b in budgets if b in methods[name]])
+    colour = {budget: 1 + place % (len(LIGHT) - 1) for place, budget in enumerate(budgets)}
+    step, left, wide = 12 * len(budgets) + 10, 150, 150
+    width, height = left + PLOT_WIDTH + wide * len(budgets), TOP + step * len(names)
+    words = " ".join(f"{mark.words}." for name in names for mark in methods[name].values())
+    root = picture(width, height + 56, f"{title}: {below}", words, list(files))
+    put_text(root, title, LEFT - 44, 24, "title")
+    values = [end for own in methods.values() for m in own.values() for end in (m.y, m.low, m.high) if end is not None]
+    unit = round_step((max(values) - min(values)) / 6 or 1)
+    ticks = [unit * n for n in range(math.floor(min(values) / unit), math.ceil(max(values) / unit) + 1)]
+    x = scale(ticks[0], ticks[-1], left, PLOT_WIDTH - 20)
+    for tick in ticks:
+        rule(root, (x(tick), TOP), (x(tick), height), "axis" if tick == 0 else "grid")
+        put_text(root, f"{tick:g}", x(tick), height + 18, "", "middle")
+    put_text(root, below, left + PLOT_WIDTH / 2, height + 40, "", "middle")
+    for place, budget in enumerate(budgets):
+        at = left + PLOT_WIDTH + wide * place
+        put_text(root, f"{budget:,} tokens", at, TOP - 12, f"heading t{colour[budget]}")
+    for row, name in enumerate(names):
+        top = TOP + step * row
+        put_text(root, name, left - 12, top + step / 2 + 4, "label", "end")
+        for place, budget in enumerate(budgets):
+            if budget not in methods[name]:
+                continue
+            mark, y, at = methods[name][budget], top + 11 + 12 * place, left + PLOT_WIDTH + wide * place
+            if mark.low is not None and mark.high is not None:
+                rule(root, (x(mark.low), y), (x(mark.high), y), f"line s{colour[budget]}")
+            link = element(root, "a", {"href": mark.link})
+            circle = {"class": f"f{colour[budget]}", "cx": f"{x(mark.y):g}", "cy": f"{y:g}", "r": "4"}
+            element(element(link, "circle", circle), "title", text=mark.words)
+            ends = "" if mark.low is None or mark.high is None else f" [{_tenths(mark.low)}, {_tenths(mark.high)}]"
+            put_text(root, f"{_tenths(mark.y)}{ends}", at, top + step / 2 + 4, "label")
+    return root
+
+
+def _tenths(value: float) -> str:
+    return f"{round(value, 1) + 0.0:.1f}"  # not -0.0
+
+
+def by_budget(found: Sequence[Figure], marks: Sequence[Mark], members: Sequence[int]) -> dict[str, dict[int, Mark]]:
+    """Marks of the methods that have a number of rows, by the tokens that they choose, window included.
+
+    Methods that choose pages have some tokens fewer: budgets within a tenth of a larger one count as that.
+    """
+    listed: dict[str, dict[int, Mark]] = {}
+    for number in members:
+        (variant,) = parse_variants(found[number].method)
+        if hasattr(variant.settings, "top_k"):
+            budget = variant.settings.top_k + variant.cache.sink + variant.cache.local
+            listed.setdefault(variant.method, {})[budget] = marks[number]
+    budgets = sorted({budget for own in listed.values() for budget in own})
+    larger = {one: max(other for other in budgets if other <= one / (1 - ALIKE)) for one in budgets}
+    return {name: {larger[budget]: mark for budget, mark in own.items()} for name, own in listed.items()}
+
+
 def draw_map(title: str, cells: dict[tuple[int, float], Mark], files: Sequence[str]) -> ElementTree.Element:
     """A map of an engine: contexts by the depth of the needle; the fuller a square, the more was right."""
     contexts, depths = sorted({key[0] for key in cells}), sorted({key[1] for key in cells})
@@ -282,6 +348,10 @@ def plots(found: Sequence[Figure]) -> Iterator[tuple[str, ElementTree.Element]]:
                 name = found[number].method
                 lines.setdefault(name if kind == DRIFT else name.partition(":")[0], []).append(marks[number])
             files = dict.fromkeys(found[number].file for number in members)
+            if kind != DRIFT and len(lines) > len(LIGHT):
+                best = -1 if kind == ANSWERS else 1
+                yield title, draw_side_by_side(group, beside, by_budget(found, marks, members), files, best)
+                continue
             yield title, draw(group, below, beside, lines, files, kind != DRIFT)
     engines: dict[str, dict[tuple[int, float], Mark]] = {}
     for one, mark in zip(found, marks, strict=True):
@@ -323,7 +393,7 @@ body { margin: 0 auto; max-width: 60rem; padding: 1rem; font: 1rem/1.5 system-ui
 body { color: var(--ink); background: var(--ground); }
 a { color: var(--link); }
 figure, .table { margin: 1rem 0; overflow-x: auto; }
-figure svg { max-width: 100%; min-width: 34rem; height: auto; }
+figure svg { max-width: 100%; min-width: 40rem; height: auto; }
 table { border-collapse: collapse; font-size: .8rem; white-space: nowrap; }
 th, td { padding: .2rem .6rem; text-align: left; border-bottom: 1px solid var(--grid); }
 tr:target { outline: 2px solid var(--link); }

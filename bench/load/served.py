@@ -5,7 +5,7 @@
 For each method an engine of random weights of the shape, with a vocabulary trained on --text, behind `kvseek openai`, which a
 client of the same machine asks for streams (client.py). --loads are some of
 
-- mixture: lengths as in a published trace (lengths.py), for each --concurrency;
+- mixture: lengths as in a published trace (`mixture`), for each --concurrency;
 - arrivals: the same, sent at random times, for each of --rates;
 - reasoning: prompts of 300 tokens and answers of 8,000, for each --concurrency;
 - beside: running streams alone, with short prompts arriving, with prompts of 128K tokens arriving, and with both.
@@ -20,12 +20,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import uvloop
 
@@ -51,7 +53,6 @@ from kvseek.server.settings import ServeSettings
 from .beside import PIECE, Streams, measure_beside
 from .cells import Answer, Cell, LoadTestError, figures, prompts
 from .client import Client, send
-from .lengths import ANSWERS, mixture
 from .report import BARE, BESIDE, DOOR, SERVED, SERVER, captions, comparisons
 from .targets import MODEL, bare_answers, openai_server, processor_seconds
 
@@ -59,6 +60,13 @@ LOADS = ("mixture", "arrivals", "reasoning", "beside")
 REASONING = (300, 8000)  # tokens of prompt and answer
 STREAM_PROMPT, STREAM_ANSWER = 4096, 30_000  # of the load beside: more than full_threshold; more than its parts take
 LONG_PROMPT, SHORT_PROMPT = 131_072, 300
+# Percentiles of Mooncake's conversation trace, 12,031 requests of an hour of Kimi's service: the prompt's and the answer's
+# tokens, which hardly depend on each other (rank correlation 0.07). Source: conversation_trace.jsonl in FAST25-release/traces of
+# github.com/kvcache-ai/Mooncake at 3b5a594, of "Mooncake: Trading More Storage for Less Computation" (FAST 2025).
+PERCENTS = (0, 10, 25, 50, 75, 90, 95, 99, 100)
+PROMPTS = (891, 964, 2_306, 6_909, 15_367, 27_367, 39_550, 85_400, 126_195)  # mean 12,035
+ANSWERS = (1, 24, 156, 350, 472, 597, 698, 1_118, 2_000)  # mean 343
+LEAST_ANSWER = 50  # tokens: shorter answers, 15 % of the trace's, would have hardly a time per token
 ROOM = 64  # tokens beside the longest request: a prompt that is tokenised again may have some more
 
 
@@ -119,6 +127,21 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 def scaled(tokens: int, scale: float) -> int:
     """A length by --scale; two tokens have a time between them."""
     return max(2, round(tokens * scale))
+
+
+def mixture(requests: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """Prompt and answer lengths of so many requests, which together are distributed as the trace is, however few they are.
+
+    Each takes its own share of the distribution, so that requests of two seeds differ in their order and in which prompt goes
+    with which answer alone.
+    """
+    shares = (np.arange(requests) + 0.5) / requests * 100
+    columns = []
+    for number, quantiles in enumerate((PROMPTS, ANSWERS)):
+        lengths = np.exp(np.interp(shares, PERCENTS, np.log(quantiles))).round().astype(int).tolist()
+        random.Random(seed + number).shuffle(lengths)
+        columns.append(lengths)
+    return tuple((prompt, max(LEAST_ANSWER, answer)) for prompt, answer in zip(*columns, strict=True))
 
 
 def loads(arguments: argparse.Namespace) -> list[tuple[str, Cell]]:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from kvseek.core.config import GROUPED, EngineConfig, ModelConfig, RopeScaling
+from kvseek.core.config import FP8_GROUP, FP8_GROUPS, GROUPED, EngineConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_GROUPS, NONE
 from kvseek.engine.model.block_sparse import attended_pairs
@@ -101,7 +101,12 @@ def matrix_bytes(config: EngineConfig) -> int:
     plain = 8 * getattr(torch, config.dtype).itemsize  # bits
     head = model.vocab_size * model.hidden_size
     quantised = config.weight_only_precision != NONE if config.device == "cuda" else _kept_on_host(config)
-    narrow = {INT4: (5.0, 8.5), INT8_GROUPS: (8.5, 8.5)}.get(config.weight_only_precision, (8.0, 8.0))
+    by_format = {
+        INT4: (4 + 2 * 16 / config.weight_group, 8.5),
+        INT8_GROUPS: (8.5, 8.5),
+        FP8_GROUPS: (8 + 32 / FP8_GROUP, plain),
+    }
+    narrow = by_format.get(config.weight_only_precision, (8.0, 8.0))
     layers_bits, head_bits = narrow if quantised else (plain, plain)
     head_bits = head_bits if config.quantize_lm_head else plain
     return int(matrix_numbers(model) * layers_bits + head * head_bits) // 8

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvseek.core.config import WEIGHT_GROUP, ModelConfig
 from kvseek.core.errors import ConfigError, require
 from kvseek.core.rope import frequencies
-from kvseek.core.weight_only import INT4, INT8_GROUPS, NOT_FINITE
+from kvseek.core.weight_only import INT4, INT8_GROUPS, NOT_FINITE, pack
 
 from .checkpoint import Checkpoint
 from .effective_config import check_gguf_metadata
@@ -32,7 +32,13 @@ from .tokenizer import ModelTokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry
-BLOCKS = {"Q4_0": INT4, "Q4_1": INT4, "Q8_0": INT8_GROUPS}  # that an engine may keep, and the format that does
+BLOCKS = {
+    "Q4_0": INT4,
+    "Q4_1": INT4,
+    "Q4_K": INT4,
+    "Q8_0": INT8_GROUPS,
+}  # that an engine may keep, and the format that does
+K_BLOCK, K_HEAD = 144, 16  # bytes of a block of 256 weights of Q4_K, and of its scales before the numbers
 REMEDY = "use the model's Hugging Face directory"
 BLOCK_WEIGHTS = 4 << 20  # weights that are dequantised at a time
 LONG_ARRAY = 1024  # items of an array that are not read: only a vocabulary has more
@@ -93,24 +99,34 @@ class GgufBlocks:
     path: Path
     found: Any
     head_dim: int | None
-    has_narrow_scales = True
+    group = WEIGHT_GROUP
 
     @property
     def precision(self) -> str:
         """See NarrowWeight."""
         return BLOCKS[self.found.tensor_type.name]
 
-    def as_stored(self) -> tuple[Tensor, Tensor]:
-        """See NarrowWeight. A block is its factor, of Q4_1 also the value of 0, and the numbers; those of Q4_0 are 8 too many."""
+    def expanded(self, device: str) -> str:
+        """See NarrowWeight."""
+        return "has blocks of 8 bits, which a CPU multiplies" if device == "cuda" and self.precision != INT4 else ""
+
+    def as_stored(self, group: int) -> tuple[Tensor, Tensor]:
+        """See NarrowWeight. A block is its factor, of Q4_1 also the value of 0, and the numbers; those of Q4_0 are 8 too many.
+
+        Of Q4_K factors and values of 0 are products of a half and 6 bits, which are rounded to float16, by 2^-11 of themselves.
+        """
         rows, kind = _shape(self.found)[0], self.found.tensor_type.name
         with self.path.open("rb") as file:
             file.seek(self.found.data_offset)
             read = torch.from_numpy(np.fromfile(file, np.uint8, self.found.n_bytes)).view(rows, -1)
         if self.head_dim is not None:
             read = split_halves(read, self.head_dim)
-        blocks = read.view(rows, -1, int(self.found.n_bytes * WEIGHT_GROUP / self.found.n_elements))
-        start = 4 if kind == "Q4_1" else 2
-        numbers, scale = blocks[..., start:].flatten(1), blocks[..., :start].contiguous().view(torch.float16)
+        if kind == "Q4_K":
+            numbers, scale = _k_blocks(read)
+        else:
+            blocks = read.view(rows, -1, int(self.found.n_bytes * WEIGHT_GROUP / self.found.n_elements))
+            start = 4 if kind == "Q4_1" else 2
+            numbers, scale = blocks[..., start:].flatten(1), blocks[..., :start].contiguous().view(torch.float16)
         if kind == "Q4_0":
             scale = torch.cat((scale, -8 * scale), dim=-1)
         where = f"{self.path}: {self.found.name}: factors of blocks"
@@ -334,6 +350,19 @@ def split_halves(tensor: Tensor, head_dim: int) -> Tensor:
     """
     pairs = tensor.view(-1, head_dim // 2, 2, math.prod(tensor.shape[1:]))
     return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _k_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn rows of Q4_K, uint8, into INT4's numbers and scales, in groups of 32: two lie in the low and high bits of 32 bytes."""
+    from gguf.quants import Q4_K
+
+    blocks = rows.reshape(-1, K_BLOCK)
+    halves = blocks[:, :4].contiguous().view(torch.float16).float()
+    sixths = [torch.from_numpy(part) for part in Q4_K.get_scale_min(blocks[:, 4:K_HEAD].numpy())]
+    factors, zeros = halves[:, :1] * sixths[0], -halves[:, 1:] * sixths[1]
+    pairs = blocks[:, K_HEAD:].reshape(rows.shape[0], -1, WEIGHT_GROUP)
+    numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
+    return pack(numbers), torch.stack((factors, zeros), dim=-1).half().view(rows.shape[0], -1, 2)
 
 
 def _shape(found: Any) -> tuple[int, ...]:

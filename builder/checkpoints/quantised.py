@@ -22,14 +22,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvseek.core.config import CHECK_CONFIG
+from kvseek.core.config import CHECK_CONFIG, FP8_GROUP, FP8_GROUPS, WEIGHT_GROUP, WEIGHT_GROUPS
 from kvseek.core.errors import require
-from kvseek.core.weight_only import NOT_FINITE, NUMBERS
+from kvseek.core.weight_only import INT4, NOT_FINITE, NUMBERS, pack
 
 from .files import DOWNLOAD_AGAIN, FLOAT_TYPES, StoredTensor
 from .known_keys import KnownKeys
@@ -39,6 +39,7 @@ WORD = 32  # bits of the numbers that narrower ones are packed into
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where of a word's eight numbers the first column stands, the second, and so on
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1 (OCP Microscaling Formats 1.0, table 5)
 FP4_GROUP = 16  # weights of NVFP4 that share a scale
+HALF_ROUNDING = 2.0**-11  # of a number, at most, when it is rounded to float16
 # Parts of a module that are its weight; the first is what the others belong to.
 PARTS = {
     "weight": ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point", "weight_g_idx"),
@@ -53,6 +54,7 @@ TYPES = {  # of parts that are no scales
     **dict.fromkeys(("weight_g_idx", "g_idx", "weight_shape"), ("I32", "I64")),
 }
 OF_ALL = ("weight_scale_2", "weight_global_scale")  # one number
+SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scales")
 NEEDED = {"weight": (), "weight_packed": ("weight_scale",), "qweight": ("qzeros", "scales")}
 # Of activations and of the KV cache, which an engine keeps in its own type.
 ACTIVATION_SCALES = (
@@ -183,6 +185,7 @@ class Quantisation:
             bits = values.get("bits", values.get("w_bit"))
             allowed = (4,) if method == "awq" else (2, 3, 4, 8)
             _one_of("bits", bits, allowed)
+            _same_bits(values.get("dynamic"), bits)
             names = ("version", "format", "checkpoint_format")  # of which a file has one, or several
             stated = {name: values[name] for name in names if values.get(name) is not None}
             versions = {"gemm": 0} if method == "awq" else VERSIONS
@@ -209,6 +212,14 @@ class Quantisation:
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     fits = any(type(value) is type(one) and value == one for one in allowed)
     require(fits, f"quantization_config.{name}", value, f"one of {', '.join(map(str, allowed))}", UNQUANTISED)
+
+
+def _same_bits(dynamic: Any, bits: int) -> None:
+    """Refuse GPTQModel's bits of some modules: the tensors of these would not tell them from another shape."""
+    for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
+        found = own.get("bits", bits) if isinstance(own, dict) else bits
+        name, limit = f"quantization_config.dynamic: bits of {pattern!r}", f"{bits}, those of all modules"
+        require(found == bits, name, found, limit, UNQUANTISED)
 
 
 def _block_structure(groups: Any) -> Any:
@@ -239,11 +250,22 @@ class NarrowWeight(Protocol):
         """The format of core/weight_only.py that keeps the numbers as they are; None if none does."""
 
     @property
-    def has_narrow_scales(self) -> bool:
-        """Whether a CPU multiplies with its scales: where they are of rows, numbers of bfloat16."""
+    def group(self) -> int:
+        """With INT4, one of WEIGHT_GROUPS that divides the inputs that share a scale."""
 
-    def as_stored(self) -> tuple[Tensor, Tensor]:
-        """Read what `quantise` makes; only if `precision` is not None."""
+    def expanded(self, device: str) -> str:
+        """Why an engine on a device keeps the values instead of the numbers, as "it has ..."; empty if it keeps the numbers."""
+
+    def as_stored(self, group: int) -> tuple[Tensor, Tensor]:
+        """Read what `quantise` makes, with INT4 in groups of `group`, a divisor of its own; only if `precision` is not None."""
+
+
+class Kept(NamedTuple):
+    """What keeps a weight's numbers: see `precision` and `group` of NarrowWeight, and why nothing does."""
+
+    precision: str | None
+    group: int = WEIGHT_GROUP
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -289,38 +311,122 @@ class QuantisedWeight:
 
     @property
     def precision(self) -> str | None:
-        """The weight_only_precision of an engine that keeps the numbers as they are; None if none does."""
-        kinds = {"I8": "int8", "F8_E4M3": "fp8"}
-        scale = self.parts.get("weight_scale")
-        simple = (
-            scale is not None and "weight_zero_point" not in self.parts and math.prod(scale.shape) in (1, self.shape[0])
-        )
-        return kinds.get(self.first.kind) if simple and self.rules.block is None else None
+        """See NarrowWeight."""
+        return self._kept.precision
 
     @property
-    def has_narrow_scales(self) -> bool:
-        """Whether the scales of weights of 8 bits are numbers of bfloat16."""
-        scale = self.parts["weight_scale"].read().float()
-        return torch.equal(scale.bfloat16().float(), scale)
+    def group(self) -> int:
+        """See NarrowWeight."""
+        return self._kept.group
 
-    def as_stored(self) -> tuple[Tensor, Tensor]:
-        """Read weights of 8 bits, and their scales, float32 [outputs]; only if `precision` is not None."""
-        scale = self.parts["weight_scale"].read().float().reshape(-1)
-        numbers = self.first.read()
+    @cached_property
+    def _kept(self) -> Kept:
+        """By the shapes of the parts, and the order of the columns; says nothing of parts that contradict each other."""
+        scale = self._scale
+        if self.first.kind == "U8":
+            return Kept(None, why="has numbers of FP4")
+        if "weight" not in self.parts:
+            return self._kept_of_4_bits()
+        if scale is None or len(self.parts) > 2:  # beside the numbers
+            return Kept(None, why="has zero points, or several scales")
+        if self.rules.block is not None and scale.shape != (self.shape[0], 1):
+            wide, inputs = self.rules.block[1], self.shape[1]
+            fits = self.first.kind == "F8_E4M3" and wide % FP8_GROUP == 0 and inputs % FP8_GROUP == 0
+            return Kept(FP8_GROUPS if fits else None, why="" if fits else f"has {inputs} columns in blocks of {wide}")
+        simple = math.prod(scale.shape) in (1, self.shape[0])
+        return Kept({"I8": "int8", "F8_E4M3": "fp8"}[self.first.kind]) if simple else Kept(None, why="has groups")
+
+    @property
+    def _scale(self) -> StoredTensor | None:
+        return next((self.parts[name] for name in SCALE_NAMES if name in self.parts), None)
+
+    def _kept_of_4_bits(self) -> Kept:
+        columns = self.shape[1]
+        awq_or_gptq = "qweight" in self.parts
+        bits = self._bits if awq_or_gptq else self.first.shape[1] * WORD / max(1, columns)
+        if bits != 4:
+            return Kept(None, why=f"has numbers of {bits:g} bits")
+        assert self._scale is not None, "QuantisedTensors.find has looked"
+        scales = self._scale.shape
+        count = max(1, scales[0 if awq_or_gptq else 1]) if len(scales) == 2 else 1
+        group = next((one for one in reversed(WEIGHT_GROUPS) if columns % (count * one) == 0), 0)
+        if not group:
+            return Kept(None, why=f"has groups of {columns / count:g} columns")
+        order = self.parts.get("g_idx", self.parts.get("weight_g_idx"))
+        if order is not None:
+            groups = order.read().long().flatten()
+            in_order = torch.equal(groups, torch.arange(columns) // (columns // count)) or bool((groups == -1).any())
+            if not in_order:
+                return Kept(None, why="has its columns in the order of activations")
+        return Kept(INT4, group)
+
+    def expanded(self, device: str) -> str:
+        """See NarrowWeight. Kernels of the CPU take scales of rows in bfloat16, and INT4 has its scales in float16."""
+        precision = self.precision
+        if precision is None:
+            return self._kept.why
+        if precision == FP8_GROUPS:
+            return "" if device == "cuda" else "has FP8 in blocks, which a GPU multiplies"
+        if precision != INT4 and device == "cuda":
+            return ""
+        assert self._scale is not None, "by its precision"
+        if precision == INT4 and self._scale.kind == "F16":
+            return ""
+        scale = self._scale.read().float()
+        if precision != INT4:
+            return "" if torch.equal(scale.bfloat16().float(), scale) else "has scales with more digits than bfloat16"
+        # A value of 0 is up to 16 scales.
+        close = (scale.half().float() - scale).abs() <= HALF_ROUNDING * scale.abs()
+        fits = bool((close & (scale.abs() < torch.finfo(torch.float16).max / 16)).all())
+        return "" if fits else "has scales beyond the range of float16"
+
+    def as_stored(self, group: int) -> tuple[Tensor, Tensor]:
+        """See NarrowWeight.
+
+        Integers and scales are the checkpoint's. The value of 0 of INT4, -z s, is rounded to float16, by at most 2^-11 of itself
+        (HALF_ROUNDING), or 2^-25 if that is more; so is s, by at most 2^-11 of itself, where it has more digits than float16.
+        Rounding the weights to bfloat16 would move them by 2^-9.
+        """
+        if self.precision == INT4:
+            return self._as_int4(group)
+        numbers, scale = self.first.read(), self._scales()
+        scale = self._of_blocks(scale)[0] if self.precision == FP8_GROUPS else scale.reshape(-1)
+        if self.precision == FP8_GROUPS:
+            assert self.rules.block is not None, "by its precision"
+            scale = scale.repeat_interleave(self.rules.block[1] // FP8_GROUP, 1)[:, : self.shape[1] // FP8_GROUP]
         sound = bool(scale.isfinite().all()) and not (numbers.is_floating_point() and bool(numbers.isnan().any()))
         require(sound, f"{self.place}: a weight", "infinity or NaN", "finite", NOT_FINITE)
-        return numbers, scale.expand(self.shape[0]).contiguous()
+        return numbers, scale.contiguous() if scale.ndim > 1 else scale.expand(self.shape[0]).contiguous()
+
+    def _as_int4(self, group: int) -> tuple[Tensor, Tensor]:
+        numbers, zeros, scales, _ = self._numbers()
+        middle = 0 if "qweight" in self.parts else 8  # compressed-tensors' numbers, and their zero points, begin at -8
+        zeros = scales.new_zeros(()) if zeros is None else self._points(zeros, scales)
+        scales = self._by_row(scales)
+        scale = torch.stack((scales, -(zeros + middle) * scales), dim=-1).half()
+        require(bool(scale.isfinite().all()), f"{self.place}: a scale", "infinity or NaN", "finite", NOT_FINITE)
+        repeats = self.shape[1] // group // scales.shape[1]
+        return pack((numbers + middle).to(torch.uint8)), scale.repeat_interleave(repeats, 1)
+
+    def _points(self, zeros: Tensor, scales: Tensor) -> Tensor:
+        zeros = self._by_row(zeros)
+        self._check("zero points of a row", zeros.shape[1], self._by_row(scales).shape[1])
+        return zeros
+
+    def _of_blocks(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales of blocks as those of rows, and each column's group."""
+        assert self.rules.block is not None, "whoever calls it has looked"
+        (rows, columns), (high, wide) = self.shape, self.rules.block
+        self._check("scales", tuple(scales.shape), (-(-rows // high), -(-columns // wide)))
+        return scales.repeat_interleave(high, 0)[:rows], torch.arange(columns) // wide
 
     def read(self) -> Tensor:
         """Compute the weights, float32 [outputs, inputs]: products in float32, which are exact of integers and 16-bit scales."""
         numbers, zeros, scales, groups = self._numbers()
         rows, columns = self.shape
         if self.rules.block is not None and scales.ndim == 2 and scales.shape != (rows, 1):
-            high, wide = self.rules.block
-            expected = (-(-rows // high), -(-columns // wide))
-            self._check("scales", tuple(scales.shape), expected)
-            scales = scales.repeat_interleave(high, 0)[:rows]
-            groups = torch.arange(columns) // wide
+            scales, groups = self._of_blocks(scales)
+        zeros = None if zeros is None else self._points(zeros, scales)
         scales = self._by_row(scales)
         count = scales.shape[1]
         if groups is None:
@@ -328,9 +434,6 @@ class QuantisedWeight:
             groups = torch.arange(columns) // (columns // count)
         self._check("columns with a group", tuple(groups.shape), (columns,))
         self._check("smallest and largest group", (int(groups.min()), int(groups.max())), (0, count - 1))
-        if zeros is not None:
-            zeros = self._by_row(zeros)
-            self._check("zero points of a row", zeros.shape[1], count)
         for step in self._steps():
             if zeros is not None:
                 numbers[step] -= zeros[step][:, groups]

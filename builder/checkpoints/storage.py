@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from kvseek.builder.printing import Advance
 from kvseek.core.config import EngineConfig
 
 from .checkpoint import Checkpoint
-from .weights import WeightFormat, total_size, write_weights
+from .weights import NONE_MEASURED, WeightFormat, total_size, write_weights
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,19 @@ class WeightStorage:
         """Return versions of other packages that the files depend on; raises KernelError if such a package is missing."""
         return {}
 
-    def write(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> None:
-        """Write the weights into `directory`; raises ConfigError on a faulty checkpoint, KernelError as TensorRT fails."""
-        own = WeightFormat.of(self.config)
-        write_weights(checkpoint, directory, own, progress=advance, tp_size=self.config.tp_size)
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        advance: Advance,
+        importance: Mapping[str, Tensor] = NONE_MEASURED,
+    ) -> None:
+        """Write the weights into `directory`; raises ConfigError on a faulty checkpoint, KernelError as TensorRT fails.
+
+        `importance` is that of `write_weights`.
+        """
+        own, ranks = WeightFormat.of(self.config), self.config.tp_size
+        write_weights(checkpoint, directory, own, progress=advance, tp_size=ranks, importance=importance)
 
     def describe(self, directory: Path) -> dict[str, Any] | None:
         """Describe TensorRT plans for `--inspect`, as JSON values; None without plans."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvseek.core.config import GROUPED, EngineConfig, ModelConfig
+from kvseek.core.config import GROUPED, WEIGHT_GROUP, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.ranks import first_kv_head, rank_model, vocabulary_rows
 from kvseek.core.weight_only import INT8_GROUPS, NONE, NOT_FINITE, is_quantised, layout, number_format, quantise
@@ -24,8 +24,10 @@ from kvseek.engine.model.weights import Weight, index_file, list_weights, source
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES
 
+NONE_MEASURED: Mapping[str, Tensor] = {}
 SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
 HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
+OTHER_TYPE = {True: "is not quantised", False: "is of another type"}  # of a checkpoint that states it, or a GGUF file
 STORED_NAMES = {  # safetensors' own names
     **{dtype: name for name, dtype in FLOAT_TYPES.items()},
     torch.int8: "I8",
@@ -55,27 +57,32 @@ class WeightFormat:
     dtype: torch.dtype
     precision: str = NONE
     quantize_lm_head: bool = False
+    weight_group: int = WEIGHT_GROUP
 
     @classmethod
     def of(cls, config: EngineConfig) -> WeightFormat:
         """Return the format of an engine's weights."""
-        return cls(getattr(torch, config.dtype), config.weight_only_precision, config.quantize_lm_head)
+        dtype = getattr(torch, config.dtype)
+        return cls(dtype, config.weight_only_precision, config.quantize_lm_head, config.weight_group)
 
     def stored(self, weight: Weight) -> tuple[Stored, ...]:
         """List the tensors that a weight is stored as."""
         own = self.number_format(weight.name)
         if own == NONE:
             return (Stored(weight.name, weight.shape, self.dtype),)
-        numbers, scale = layout(weight.shape, own)
+        numbers, scale = layout(weight.shape, own, self.weight_group)
         return Stored(weight.name, *numbers), Stored(f"{weight.name}_scale", *scale)
 
-    def convert(self, tensor: Tensor, name: str) -> tuple[Tensor, ...]:
-        """Convert a weight to the tensors of `stored`; raises ConfigError on a value that they cannot hold."""
+    def convert(self, tensor: Tensor, name: str, importance: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Convert a weight to the tensors of `stored`; raises ConfigError on a value that they cannot hold.
+
+        `importance` is that of `quantise`; None: all inputs have the same.
+        """
         own = self.number_format(name)
         if own == NONE:
             return (_convert(tensor, name, self.dtype),)
         try:
-            return quantise(tensor, own)
+            return quantise(tensor, own, self.weight_group, torch.ones(1) if importance is None else importance)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 
@@ -91,6 +98,7 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
     tp_size: int = 1,
+    importance: Mapping[str, Tensor] = NONE_MEASURED,
 ) -> None:
     """Write rank{r}-*.safetensors and their index into `directory` for each rank r, holding one fused tensor at a time.
 
@@ -102,6 +110,8 @@ def write_weights(
         Ranks among which the weights are divided (core/ranks.py). Weights of 8 bits are those of one rank.
     progress : callable, optional
         Called with the bytes just written after every tensor.
+    importance : mapping of str to Tensor
+        That of `quantise`, by the names of weights.
 
     Raises
     ------
@@ -124,7 +134,7 @@ def write_weights(
                 _write_header(outputs[rank], tensors)
                 weight_maps[rank] |= dict.fromkeys((stored.name for stored in tensors), files[rank])
             for weight in shard:
-                converted = _converted(checkpoint, weight, weight_format)
+                converted = _converted(checkpoint, weight, weight_format, importance.get(weight.name))
                 for stored, tensor in zip(weight_format.stored(weight), converted, strict=True):
                     for rank in ranks:
                         _write_tensor(outputs[rank], rank_part(stored.name, tensor, model, tp_size, rank))
@@ -138,22 +148,39 @@ def write_weights(
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """The weight_only_precision of an engine that computes with a checkpoint's own numbers, and its quantize_lm_head."""
+    """How an engine computes with a checkpoint's own numbers.
+
+    Attributes
+    ----------
+    precision : str
+        Its weight_only_precision; "none": it rounds what the numbers mean to its dtype.
+    head : bool
+        Its quantize_lm_head.
+    group : int
+        Its weight_group, at most.
+    why : str
+        Why precision is "none": a weight, and what it has.
+    stated : bool
+        Whether quantization_config states the quantisation. An engine has these numbers then, or their values.
+    """
 
     precision: str
     head: bool = False
+    group: int = WEIGHT_GROUP
+    why: str = ""
+    stated: bool = True
 
 
 def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """Find how an engine computes with a quantised checkpoint's own numbers.
 
+    Every matrix of the layers must be of one format that the device multiplies. With 4 bits embedding and head may be of any; the
+    latter stays as it is if it is of GGUF's Q8_0. Groups of several sizes are divided into the smallest of them.
+
     Returns
     -------
     OwnNumbers or None
-        INT4 of a GGUF file whose layers' matrices are all of blocks Q4_0 or Q4_1, INT8_GROUPS if they are of Q8_0, and `head` if
-        that is of Q8_0; one of PRECISIONS if every matrix of the layers is stored so, with scales for rows, which on a CPU must
-        be numbers of bfloat16; "none" of a checkpoint that states other formats, whose values an engine rounds to its dtype;
-        None of all others.
+        None: the checkpoint states no quantisation, and has no blocks of GGUF that an engine may keep.
 
     Raises
     ------
@@ -162,18 +189,33 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """
     weights = [weight for weight in list_weights(checkpoint.config) if weight.name.endswith(".weight")]
     found = {name: checkpoint.quantised(name) for weight in weights for name in weight.sources}
-    layers = [found[name] for weight in weights if is_quantised(weight.name) for name in weight.sources]
-    precisions = {None if one is None else one.precision for one in layers}
-    if len(precisions) == 1 and precisions < {*GROUPED}:
-        head = found[weights[0 if checkpoint.config.tie_word_embeddings else -1].sources[0]]
-        return OwnNumbers(str(precisions.pop()), head is not None and head.precision == INT8_GROUPS)
-    if checkpoint.quantised_by is None:
+    stated = checkpoint.quantised_by is not None
+    if not stated and not any(found.values()):
         return None
+    layers = [name for weight in weights if is_quantised(weight.name) for name in weight.sources]
+    first, why = found[layers[0]], ""
+    precision = None if first is None else first.precision
+    for name in layers:
+        own = found[name]
+        same = own is None or own.precision in (precision, None)
+        why = (
+            OTHER_TYPE[stated]
+            if own is None
+            else own.expanded(device)
+            if same
+            else f"has other numbers than {layers[0]}"
+        )
+        if why:
+            why = f"{name} {why}"
+            break
     others = [name for weight in weights if not is_quantised(weight.name) for name in weight.sources if found[name]]
-    precision = precisions.pop() if len(precisions) == 1 and not others else None
-    if precision is None or (device == "cpu" and not all(one is None or one.has_narrow_scales for one in layers)):
-        return OwnNumbers(NONE)
-    return OwnNumbers(precision)
+    if others and not why and precision not in GROUPED:
+        why = f"{others[0]} is quantised, too"
+    if why or precision is None:
+        return OwnNumbers(NONE, why=why, stated=stated)
+    head = found[weights[0 if checkpoint.config.tie_word_embeddings else -1].sources[0]]
+    group = min(own.group for name in layers if (own := found[name]) is not None)
+    return OwnNumbers(precision, head is not None and head.precision == INT8_GROUPS, group, stated=stated)
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -203,15 +245,17 @@ def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _converted(checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat) -> tuple[Tensor, ...]:
+def _converted(
+    checkpoint: Checkpoint, weight: Weight, weight_format: WeightFormat, importance: Tensor | None
+) -> tuple[Tensor, ...]:
     """Read a weight as the tensors that it is stored as: a quantised one with its own numbers, if they are of the format."""
     wanted = weight_format.number_format(weight.name)
     if wanted != NONE:
         parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) and own.precision == wanted]
         if len(parts) == len(weight.sources):
-            numbers, scales = zip(*(part.as_stored() for part in parts), strict=True)
+            numbers, scales = zip(*(part.as_stored(weight_format.weight_group) for part in parts), strict=True)
             return torch.cat(numbers), torch.cat(scales)
-    return weight_format.convert(fuse(checkpoint, weight), weight.name)
+    return weight_format.convert(fuse(checkpoint, weight), weight.name, importance)
 
 
 def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUP, EngineConfig, group_inputs
 from kvseek.core.errors import ConfigError, KernelError, require
-from kvseek.core.weight_only import INPUTS_MULTIPLE, NONE
+from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, NONE
 from kvseek.kernels.cuda.attention.attend import LIMITS
 from kvseek.plugins.registry import method_traits
 from kvseek.plugins.sources import files_digest, package_roots
@@ -26,7 +26,7 @@ from .shared import cache_folder, compiling_threads
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/cuda/numbers.cuh
-WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2}  # kernels/cuda/layer/weight_formats.cuh
+WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2, INT4: 3, FP8_GROUPS: 4}  # kernels/cuda/layer/weight_formats.cuh
 # No fast math: softmax relies on infinities, and poisoned rows must show. Contraction into fused multiply-add stays on:
 # kernels whose order of roundings matters say so with intrinsics.
 STANDARD = "c++17"
@@ -52,7 +52,9 @@ class Specialisation:
     defines : tuple of (str, int)
         The method's own macros.
     weight_only_precision : str
-        Format of the weights of products: none, int8 or fp8.
+        Format of the weights of products: none, int8, fp8, int4 or fp8_groups.
+    weight_group : int
+        Inputs that share the scales of int4.
     """
 
     dtype: str
@@ -61,6 +63,7 @@ class Specialisation:
     method: str
     defines: tuple[tuple[str, int], ...] = ()
     weight_only_precision: str = NONE
+    weight_group: int = WEIGHT_GROUP
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
@@ -70,6 +73,7 @@ class Specialisation:
             ("KVSEEK_HEAD_DIM", self.head_dim),
             ("KVSEEK_GROUP", self.group_size),
             ("KVSEEK_WEIGHT", WEIGHT_NUMBERS[self.weight_only_precision]),
+            ("KVSEEK_WEIGHT_GROUP", group_inputs(self.weight_only_precision, self.weight_group)),
             *self.defines,
         )
 
@@ -90,6 +94,11 @@ def specialise(config: EngineConfig) -> Specialisation:
         for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
             value = getattr(model, name)
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
+    if config.weight_only_precision == INT4 and config.quantize_lm_head:  # kernels read two scales of a row at a time
+        limit, multiple = "a multiple of {} with --quantize_lm_head and int4", 2 * WEIGHT_GROUP
+        remedy = "leave it out, or build with --weight_only_precision none"
+        value = model.hidden_size
+        require(value % multiple == 0, "hidden_size", value, limit.format(multiple), remedy)
     macros = method_traits(config).cuda_macros(model.head_dim, model.group_size)
     return Specialisation(
         config.dtype,
@@ -98,6 +107,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         config.method,
         tuple(sorted(macros.items())),
         config.weight_only_precision,
+        config.weight_group,
     )
 
 

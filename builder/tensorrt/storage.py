@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.storage import WeightStorage
-from kvseek.builder.checkpoints.weights import WeightFormat, weight_reader
+from kvseek.builder.checkpoints.weights import NONE_MEASURED, WeightFormat, weight_reader
 from kvseek.builder.printing import Advance, Column, table
 from kvseek.core.tensorrt_api import import_tensorrt
 from kvseek.engine.tensorrt.plan_files import parse_plan_index
@@ -67,8 +68,14 @@ class PlanStorage(WeightStorage):
         """TensorRT's version, for plans run with the version alone that built them."""
         return {"tensorrt_version": import_tensorrt(self.config.tensorrt.module).__version__}
 
-    def write(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> None:
-        """Build and write the plans; raises as `write_plans`, and ConfigError as `weight_reader`."""
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        advance: Advance,
+        importance: Mapping[str, Tensor] = NONE_MEASURED,
+    ) -> None:
+        """Build and write the plans, which round no weights; raises as `write_plans`, and ConfigError as `weight_reader`."""
         reader = weight_reader(checkpoint, WeightFormat.of(self.config).dtype)
         write_plans(import_tensorrt(self.config.tensorrt.module), self.config, reader, directory, advance)
 

@@ -23,7 +23,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from kvseek.core.errors import KvseekError
+from kvseek.core.command_line import tells_errors
 from kvseek.core.liveness import answer_from_thread
 from kvseek.core.manifest import read_manifest
 from kvseek.core.ranks import rank_config
@@ -168,6 +168,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@tells_errors
 def main(argv: Sequence[str]) -> int:
     """Run the rank until the process ends; returns the exit status of one that does not join rank 0."""
     if len(argv) == 1:
@@ -178,13 +179,8 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     arguments = parse_arguments(argv)
     answer_from_thread(arguments.alive)
-    try:
-        nodes = Nodes.of(arguments.nnodes, arguments.rdzv_endpoint, arguments.ranks_key_file)
-        channel = join_ranks(nodes, arguments.rank, read_manifest(arguments.engine_dir).fingerprint)
-    except KvseekError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    follow(channel, arguments)
+    nodes = Nodes.of(arguments.nnodes, arguments.rdzv_endpoint, arguments.ranks_key_file)
+    follow(join_ranks(nodes, arguments.rank, read_manifest(arguments.engine_dir).fingerprint), arguments)
 
 
 if __name__ == "__main__":

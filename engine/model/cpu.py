@@ -255,7 +255,8 @@ class HostProducts(Products):
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, head: bool) -> Linear:
         how = {"native": self._native, "integers": self._integers, "head": head}
-        if scale is not None and scale.ndim > 1 and self.dtype is torch.bfloat16 and self._library is not None:
+        groups = scale is not None and scale.ndim > 1 and stays_quantised(self.dtype, weight.dtype, INPUTS_MULTIPLE)
+        if scale is not None and groups and self._library is not None:
             return GroupLinear(weight, scale, bias, self._library, **how)
         if scale is not None and scale.ndim == 1 and stays_quantised(self.dtype, weight.dtype, weight.shape[1]):
             narrow = scale.bfloat16()

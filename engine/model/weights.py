@@ -230,7 +230,12 @@ def make_weights(
         Called with the name of each tensor before it is made.
     """
     generator = torch.Generator(device).manual_seed(seed + rank)
-    stored = partial(stored_weight, precision=config.weight_only_precision, quantize_lm_head=config.quantize_lm_head)
+    stored = partial(
+        stored_weight,
+        precision=config.weight_only_precision,
+        weight_group=config.weight_group,
+        quantize_lm_head=config.quantize_lm_head,
+    )
     weights: dict[str, Tensor] = {}
     for name, shape in weight_shapes(config.model, size).items():
         if begin is not None:

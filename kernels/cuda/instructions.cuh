@@ -62,6 +62,14 @@ __device__ __forceinline__ void copy_once_16_or_zeros(void* to, const void* from
                  : "memory");
 }
 
+// Copy 4 bytes from global to shared memory if they exist; else zeros arrive, and nothing is read.
+__device__ __forceinline__ void copy_async_4_or_zeros(void* to, const void* from, bool exists) {
+    asm volatile(
+        "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
+        "l"(from), "r"(exists ? 4 : 0)
+        : "memory");
+}
+
 __device__ __forceinline__ void close_copy_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -15,14 +15,14 @@ from kvseek.core.index_context import IndexContext
 from kvseek.kernels.arguments import pointers, require_numbered_rows
 from kvseek.kernels.cuda.attention.attend import LayerAttention, address
 from kvseek.kernels.cuda.codes.store import CudaCodeStore
-from kvseek.kernels.cuda.selection import require_head_dim
+from kvseek.kernels.cuda.selection import SelectionWorkspace, require_head_dim
+from kvseek.kernels.structs import c_struct
 from kvseek.plugins.contract import Attention, Budget, Index
 
 from .config import Config
 from .device_build import DeviceBuilder
 from .host_cores import HostBuffers, HostCoreAttention
 from .reference import ReferenceIndex
-from .workspace import TILE, CodedStepArguments, StepArguments, Workspace
 
 PROBE_THREADS, RECALL_THREADS, RERANK_THREADS = 512, 512, 1024
 PROBE_CENTROIDS = 64  # centroids of a block (probe.cu)
@@ -30,6 +30,36 @@ PROBE_CENTROIDS = 64  # centroids of a block (probe.cu)
 EXTENT_BYTES = 4 + EXTENT_TOKENS // 8
 STATIC_BYTES = 9 << 10  # static shared memory of the recall kernel, rounded up
 QUERY_BYTES = 12  # of a rounded query beside its integers (kernels/cuda/codes/queries.cuh)
+TILE = 16  # keys that a warp scores at once (products.cuh)
+# Bytes of keys that the rerank keeps in shared memory: the smallest GPUs have 99 KiB for a block.
+LARGEST_KEYS = 80 << 10
+
+StepArguments = c_struct("plugins/ctkvr/cuda/step.cuh", "StepArguments")
+CodedStepArguments = c_struct("plugins/ctkvr/cuda/coded.cu", "CodedStepArguments", StepArguments)
+
+
+class Workspace(SelectionWorkspace):
+    """Intermediate results of a selection.
+
+    Attributes
+    ----------
+    cosines : Tensor, float32 [most, G, ring]
+    recalled : Tensor, int32 [most, G, capacity]
+    counts : Tensor, int32 [most, G]
+    scores : Tensor, float32 [most, G, capacity, g]
+    statistics : Tensor, float32 [most, G, capacity / 16 rounded up, g, 2]
+    keys : Tensor, int32 [most, G, 2, capacity], or None if the keys of a request and KV head fit into shared memory
+    """
+
+    def __init__(self, context: IndexContext, ring: int, capacity: int) -> None:
+        super().__init__(context)
+        tasks, group = (self.most, context.num_kv_heads), context.group_size
+        self.cosines = self.new(torch.float32, *tasks, ring)
+        self.recalled, self.counts = self.new(torch.int32, *tasks, capacity), self.new(torch.int32, *tasks)
+        self.scores = self.new(torch.float32, *tasks, capacity, group)
+        self.statistics = self.new(torch.float32, *tasks, -(-capacity // TILE), group, 2)
+        self.shared_key_bytes = 4 * capacity if 4 * capacity <= LARGEST_KEYS else 0
+        self.keys = None if self.shared_key_bytes else self.new(torch.int32, *tasks, 2, capacity)
 
 
 class CudaIndex(Index):

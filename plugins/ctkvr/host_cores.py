@@ -23,14 +23,15 @@ from kvseek.core.index_context import LayerRows
 from kvseek.kernels.arguments import pointers
 from kvseek.kernels.cpu.attention.attend import AttendArguments
 from kvseek.kernels.cuda.attention.attend import LayerAttention, address
+from kvseek.kernels.structs import c_struct
 from kvseek.plugins.ctkvr.native import HostStep, SelectArguments, selection_sizes
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
-from kvseek.plugins.ctkvr.workspace import MergeArguments
 
 GROUPS = Path("/sys/fs/cgroup")  # control groups of version 2; version 1 has a folder for each resource there
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 MERGE_THREADS = 256
+MergeArguments = c_struct("plugins/ctkvr/cuda/merge.cu", "MergeArguments")
 
 
 def usable_cores() -> int:

@@ -9,7 +9,7 @@ from kvseek.kernels.reference.codes.store import code_bytes
 from kvseek.plugins.ctkvr.config import MOST_CENTROIDS, Config
 from kvseek.plugins.measurements import SelectionCosts
 
-OFFSET_BYTES = 4  # a centroid's product with the mean, per query head (centroids.py)
+OFFSET_BYTES = 4  # a centroid's product with the mean, per query head (build.py)
 DEDUPLICATION = 0.5  # share of the probed places that are distinct: section 3.1.2, footnote: "0.5 or less"
 
 

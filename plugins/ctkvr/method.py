@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.ranking import rotation_codebook
+from kvseek.plugins.contract import Traits
+from kvseek.plugins.ranking import index_by_device, rotation_codebook
 
 from .config import ROTATION_SEED, Config
 from .device import CudaIndex, cuda_macros
 from .native import NativeIndex
 from .reference import ReferenceIndex
-
-__all__ = ["create", "traits"]
 
 
 def traits(config: Config) -> Traits:
@@ -30,8 +27,4 @@ def traits(config: Config) -> Traits:
     )
 
 
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer: the index for the engine's kernels, or the reference without kernels."""
-    if context.cuda is not None:
-        return CudaIndex(context)
-    return ReferenceIndex(context) if context.library is None else NativeIndex(context)
+create = index_by_device(CudaIndex, NativeIndex, ReferenceIndex)

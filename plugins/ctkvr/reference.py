@@ -20,8 +20,7 @@ from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.ranking import RankedIndex, code_store
 
-from .build import attention_values, build_lists, largest, log_weights
-from .centroids import cosines, make_centroids, prompt_means
+from .build import attention_values, build_lists, cosines, largest, log_weights, make_centroids, prompt_means
 from .config import Config
 
 
@@ -33,7 +32,7 @@ class ReferenceIndex(RankedIndex):
     ring, width, capacity : int
         Most centroids of a slot, most places of a list, most places that a query recalls (Config).
     centroids : Tensor [slots, H, ring, D], in the engine's dtype
-        Queries less their prompt's mean, divided by their norms (centroids.py).
+        Queries less their prompt's mean, divided by their norms (build.py).
     means : Tensor, float32 [slots, H, D]
         Mean of the prompt's centroid queries, kept until the next prompt; zeros without `Config.centred`.
     offsets : Tensor, float32 [slots, H, ring]

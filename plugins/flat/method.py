@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region
+from kvseek.plugins.peers.base import KeyedIndex, Region, TopK, peer_traits
 from kvseek.plugins.ranking import best_positions, softmax_mean
 
-from .config import Config
 
-__all__ = ["create", "traits"]
+@dataclass(frozen=True)
+class Config(TopK):
+    """Number of rows that are kept."""
+
+    top_k: int = 100
 
 
 class FlatIndex(KeyedIndex):
@@ -33,11 +36,5 @@ def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, scaling: float) -> Te
     return best_positions(softmax_mean(scores, scaling), top_k)
 
 
-def traits(config: Config) -> Traits:
-    """Return the method's traits."""
-    return Traits(prefix_reuse="entries")
-
-
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return FlatIndex(context)
+traits = peer_traits
+create = FlatIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvseek.core.config import ModelConfig
 from kvseek.plugins.measurements import SelectionCosts
 
-from .config import Config
+from .method import Config
 
 
 def costs(config: Config, model: ModelConfig, length: int, itemsize: int) -> SelectionCosts:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from kvseek.core.batch import Batch
-from kvseek.core.index_context import IndexContext
 from kvseek.plugins.contract import Budget, Index, Traits
 
-from .config import Config
 
-__all__ = ["create", "traits"]
+@dataclass(frozen=True)
+class Config:
+    """Dense attention has nothing to set."""
 
 
 class FullIndex(Index):
@@ -37,6 +39,4 @@ def traits(config: Config) -> Traits:
     return Traits(kept_steps=0, prefix_reuse="entries")
 
 
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return FullIndex(context)
+create = FullIndex

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, Selection
 from kvseek.core.config import EXTENT_TOKENS
-from kvseek.core.errors import require
+from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import KernelError, require
 from kvseek.core.index_context import IndexContext
 from kvseek.kernels.arguments import POWER_SUM_BYTES, pointers, require_numbered_rows
 from kvseek.kernels.cuda.codes.store import MIN_DIM, CudaCodeStore
@@ -21,19 +22,21 @@ from kvseek.kernels.cuda.selection import SelectionWorkspace
 from kvseek.kernels.structs import c_struct
 
 from .config import Config
-from .observe import observe, require_rows
 from .reference import ReferenceIndex
 from .summaries import Boxes, Codes
 from .update import Updater
 
 logger = logging.getLogger(__name__)
 
-BOX_THREADS = 256
+BOX_THREADS, OBSERVE_THREADS = 256, 256
+BLOCKS_OF_MULTIPROCESSOR = 2  # blocks of the observation that a multiprocessor holds at once
+ALIGNMENT = 16  # bytes that kernels load at once, to which rows must be aligned
 MOST_CTAS = 1024  # of a selection's task
 STATIC_BIT = torch.iinfo(torch.int16).min  # of a scale, which is never negative: the sign marks a static row
 
 BoxArguments = c_struct("plugins/prkv/cuda/boxes.cu", "BoxArguments")
 SelectArguments = c_struct("plugins/prkv/cuda/select.cuh", "SelectArguments")
+ObserveArguments = c_struct("plugins/prkv/cuda/observe.cu", "ObserveArguments")
 
 
 class CudaBoxes(Boxes):
@@ -172,6 +175,59 @@ class CudaIndex(ReferenceIndex):
         )
         work.launch("prkv_select", work.blocks(batch.size, MOST_CTAS), self._threads, arguments)
         return Selection(rows)
+
+
+def observe(kernels: CudaKernels, queries: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
+    """Compute the softmax attention of the observation window to each key, averaged over the window and a group's heads.
+
+    Makes two launches on the current stream, and writes nothing as large as the products of queries and keys. Results differ
+    from those of static.observation_scores by rounding.
+
+    Parameters
+    ----------
+    queries : Tensor [H, w, D]
+    keys : Tensor [G, n, D], n >= 1
+        Queries and keys have the kernels' dtype and are on the GPU; each row is contiguous and aligned to 16 bytes.
+    valid : Tensor, int32 [G], or None
+        Number of first keys of each KV head that count; the keys after them score -1.
+
+    Returns
+    -------
+    Tensor, float32 [G, n]
+    """
+    require_rows("keys", keys, keys.dtype)
+    require_rows("queries", queries, keys.dtype)
+    (heads, count), (all_heads, window) = keys.shape[:2], queries.shape[:2]
+    chunks = max(1, BLOCKS_OF_MULTIPROCESSOR * kernels.multiprocessors // heads)
+    scores = torch.empty((heads, count), dtype=torch.float32, device=keys.device)
+    shape = (heads, chunks, all_heads // heads * window, 2)
+    parts = torch.empty(shape, dtype=torch.float32, device=keys.device)
+    arguments = ObserveArguments(
+        keys=keys.data_ptr(),
+        queries=queries.data_ptr(),
+        valid=None if valid is None else valid.data_ptr(),
+        parts=parts.data_ptr(),
+        scores=scores.data_ptr(),
+        key_head_stride=keys.stride(0),
+        key_stride=keys.stride(1),
+        query_head_stride=queries.stride(0),
+        query_stride=queries.stride(1),
+        count=count,
+        window=window,
+        scaling=scaling,
+    )
+    for name in ("kvseek_prkv_normalise", "kvseek_prkv_observe"):
+        kernels.launch(name, (chunks, heads, 1), OBSERVE_THREADS, arguments)
+    return scores
+
+
+def require_rows(name: str, rows: Tensor, dtype: torch.dtype) -> None:
+    """Raise KernelError unless the kernels can read rows [heads, n, D] of `dtype` without a copy."""
+    strides = [stride * dtype.itemsize for stride in rows.stride()[:2]]
+    aligned = all(number % ALIGNMENT == 0 for number in (rows.data_ptr(), *strides))
+    if rows.dtype is not dtype or not rows.is_cuda or rows.stride(-1) != 1 or not aligned:
+        limit = f"{dtype} on the GPU, rows of neighbouring numbers from multiples of {ALIGNMENT} bytes on"
+        raise KernelError(f"{name}: {rows.dtype} on {rows.device}, strides {rows.stride()}: must be {limit}")
 
 
 def select_threads(head_dim: int) -> int:

@@ -14,13 +14,11 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from kvseek.core.command_line import Parser
-from kvseek.core.errors import KvseekError
+from kvseek.core.command_line import Parser, tells_errors
 from kvseek.server.errors import ServerError
 from kvseek.server.processes import UMASK, die_without_core
 from kvseek.server.scratch import scratch_folder
@@ -153,15 +151,12 @@ def make_parser() -> Parser:
     return Parser(prog="kvseek tritonserver", usage="%(prog)s [ARGUMENT ...]", description=DESCRIPTION)
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a tritonserver until it ends; returns its exit status."""
     _, arguments = make_parser().parse_known_args(argv)
-    with ExitStack() as stack:
-        try:
-            server = find_server(stack.enter_context(scratch_folder()))
-        except KvseekError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    with scratch_folder() as scratch:
+        server = find_server(scratch)
         command = [str(server.binary), f"--backend-directory={server.backends}", *arguments]
         process = subprocess.Popen(command, env=server.environment, preexec_fn=die_without_core, umask=UMASK)
         signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))

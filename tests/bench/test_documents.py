@@ -191,15 +191,3 @@ def test_a_bar_that_two_files_hold(tmp_path: Path) -> None:
         ResultError, match=r"two\.json: 16,384 tokens, full, rows in GPU memory: 10\.00 ms is in another file too"
     ):
         steps.chart(paths)
-
-
-def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing, other = tmp_path / "missing.json", tmp_path / "other.json"
-    other.write_text('{"benchmark": "device", "mode": "prefill"}')
-    for path, message in (
-        (missing, "no such file"),
-        (other, "is of benchmark device, mode prefill: must be of benchmark device, mode decode"),
-    ):
-        assert steps.main([str(path), "--output", str(tmp_path / "none.svg")]) == 1
-        assert f"error: {path}: {message}" in capsys.readouterr().err
-    assert not (tmp_path / "none.svg").exists()

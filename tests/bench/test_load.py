@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +11,7 @@ import pytest
 from tests.support.waiting import is_running, wait_for
 
 from kvseek.bench.charts import load as chart
+from kvseek.bench.charts import steps
 from kvseek.bench.load import aiperf, perf_analyzer
 from kvseek.bench.load.cells import Answer, Cell, LoadTestError, cells, figures, prompts
 from kvseek.bench.load.main import main, print_table
@@ -211,12 +212,23 @@ def test_the_picture_of_a_served_load() -> None:
         chart.draw(document, "served.json")
 
 
-def test_files_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing, other = tmp_path / "missing.json", tmp_path / "other.json"
-    other.write_text('{"benchmark": "serving"}')
-    for path, message in (
-        (missing, "no such file"),
-        (other, "is of benchmark serving: must be of benchmark load or served"),
-    ):
-        assert chart.main([str(path), "--output", str(tmp_path / "none.svg")]) == 1
-        assert re.search(f"error: {path}: {message}", capsys.readouterr().err)
+@pytest.mark.parametrize(
+    ("draw", "found", "wanted"),
+    [
+        (chart.main, '{"benchmark": "serving"}', "serving: must be of benchmark load or served"),
+        (
+            steps.main,
+            '{"benchmark": "device", "mode": "prefill"}',
+            "device, mode prefill: must be of benchmark device, mode decode",
+        ),
+    ],
+)
+def test_files_that_are_no_results(
+    draw: Callable[[list[str]], int], found: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing, other, picture = tmp_path / "missing.json", tmp_path / "other.json", tmp_path / "none.svg"
+    other.write_text(found)
+    for path, message in ((missing, "no such file"), (other, f"is of benchmark {wanted}")):
+        assert draw([str(path), "--output", str(picture)]) == 1
+        assert f"error: {path}: {message}" in capsys.readouterr().err
+    assert not picture.exists()

@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import re
 import shutil
 import subprocess
 from functools import reduce
@@ -107,6 +108,31 @@ def test_every_row_is_in_its_file(report: Path, files: list[Path]) -> None:
         assert row["commit"]
         assert row["machine"]
     assert {row["fingerprint"] for row in rows if row["kind"] == "depth"} == {"abc"}
+
+
+def test_many_methods_stand_side_by_side(tmp_path: Path) -> None:
+    """A line a method would not be told apart: each has a row with its figures at both budgets, the best first."""
+    files = [FOLDER / f"perplexity-{budget}-cpu-smollm2.json" for budget in (256, 1024)]
+    page = tmp_path / "report.html"
+    assert main(["evaluate", "report", *map(str, files), "--html", str(page)]) == 0
+    picture = page.read_text(encoding="utf-8").partition("<figure>")[2].partition("</figure>")[0]
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    small, large = (
+        {
+            entry["name"].partition(":")[0]: entry
+            for entry in json.loads(path.read_text(encoding="utf-8"))["results"][1:]
+        }
+        for path in files
+    )
+    names = sorted(small, key=lambda name: small[name]["percent"])
+    assert [text for text in texts if text in small] == names
+    assert "256 tokens" in texts, "arkvale's 240, of whole pages, count as these"
+    for name in names:
+        at = texts.index(name)
+        for text, entry in zip(texts[at + 1 : at + 3], (small[name], large[name]), strict=True):
+            value, low, high = map(float, re.findall(r"-?[\d.]+", text))
+            assert value == pytest.approx(entry["percent"], abs=0.051)
+            assert high - low == pytest.approx(2 * 1.96 * entry["error"], abs=0.11)
 
 
 def test_files_of_other_commands_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

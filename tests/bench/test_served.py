@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 
 from kvseek.bench.engines import make_vocabulary
-from kvseek.bench.load import lengths, served
+from kvseek.bench.load import served
 from kvseek.bench.load.cells import Answer, Cell, LoadTestError
 from kvseek.bench.load.client import send
 from kvseek.bench.load.report import BARE, SERVER, comparisons
@@ -25,20 +25,8 @@ TINY = ModelConfig("llama", 3000, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, 512)
 FLAGS = ["--shape", "tiny", "--text", str(ROOT / "examples/harbour_log.txt"), "--device", "cpu", "--dtype", "float32"]
 SHORT = [
     *("--scale", "0.02", "--row_memory", "64MiB", "--threads", "1", "--max_batch_size", "4", "--requests", "3"),
-    *(
-        "--concurrency",
-        "2",
-        "--bare",
-        "2",
-        "--rates",
-        "8",
-        "--arrival_seconds",
-        "0.5",
-        "--streams",
-        "2",
-        "--window",
-        "1",
-    ),
+    *("--concurrency", "2", "--bare", "2", "--rates", "8", "--arrival_seconds", "0.5", "--streams", "2"),
+    *("--window", "1"),
 ]
 
 
@@ -136,14 +124,14 @@ def test_every_load_fits_the_engine() -> None:
 
 def test_a_mixture_is_the_traces_however_few_requests_there_are() -> None:
     for requests in (64, 1000):
-        prompts, answers = zip(*lengths.mixture(requests, 0), strict=True)
+        prompts, answers = zip(*served.mixture(requests, 0), strict=True)
         assert sum(prompts) / requests == pytest.approx(12_035, rel=0.02)
         assert sum(answers) / requests == pytest.approx(343, rel=0.02)
-        assert min(lengths.PROMPTS) <= min(prompts) < max(prompts) <= max(lengths.PROMPTS)
-        assert lengths.LEAST_ANSWER == min(answers) < max(answers) <= max(lengths.ANSWERS)
-    few = lengths.mixture(8, 1)
-    assert few == lengths.mixture(8, 1) != lengths.mixture(8, 2)
-    assert Counter(prompt for prompt, _ in few) == Counter(prompt for prompt, _ in lengths.mixture(8, 2))
+        assert min(served.PROMPTS) <= min(prompts) < max(prompts) <= max(served.PROMPTS)
+        assert served.LEAST_ANSWER == min(answers) < max(answers) <= max(served.ANSWERS)
+    few = served.mixture(8, 1)
+    assert few == served.mixture(8, 1) != served.mixture(8, 2)
+    assert Counter(prompt for prompt, _ in few) == Counter(prompt for prompt, _ in served.mixture(8, 2))
 
 
 def test_a_vocabulary_has_text_for_every_token() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from tests.builder.checkpoints.quantised_checkpoints import quantise_checkpoint
 from tests.conftest import ROOT
 from tests.engine.model.test_logits import load_transformers
 from tests.support.checkpoint_files import edit_tensors, save_dequantised
@@ -32,11 +33,13 @@ from kvseek.builder.calibration import (
 )
 from kvseek.builder.checkpoints import storage
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, write_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, weight_reader, write_weights
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, EngineDirectoryError
 from kvseek.core.manifest import read_manifest, verify
+from kvseek.core.weight_only import dequantise, quantise
 from kvseek.engine.model.layer import Head, Layer
+from kvseek.engine.model.weights import load_weights
 from kvseek.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -54,10 +57,14 @@ def calibrated(model: Path, output_dir: Path, text: Path, *flags: str) -> Calibr
     return Calibration.load(output_dir)
 
 
-@torch.inference_mode()
 def reference(model: Path, ids: list[int], window: int) -> tuple[float, Tensor]:
     """Perplexity by transformers, and log probabilities [predictions, vocabulary]."""
-    network, rows, losses = load_transformers(model), [], []
+    return reference_of(load_transformers(model), ids, window)
+
+
+@torch.inference_mode()
+def reference_of(network: Any, ids: list[int], window: int) -> tuple[float, Tensor]:
+    rows, losses = [], []
     for start in range(0, len(ids), window):
         part = torch.tensor(ids[start : start + window])
         found = network(part[None]).logits[0, :-1].log_softmax(dim=-1)
@@ -189,7 +196,7 @@ def test_slices_of_the_vocabulary_projection_change_nothing(
     monkeypatch.setattr(calibration, "LOGIT_BYTES", 7 * 4 * open_checkpoint(model).config.vocab_size)
     sliced = calibrated(model, tmp_path / "sliced", text, *flags)
     assert max(heads) == 7, "logits of so many tokens at once"
-    assert sum(heads) == 2 * sliced.predictions == 2 * (200 - 3)
+    assert sum(heads) == 4 * sliced.predictions == 4 * (200 - 3), "float32, fp8, int8 and int4"
     assert sliced.perplexity == pytest.approx(whole.perplexity, rel=1e-6)
     assert sliced.quantised.mean_kl_divergence == pytest.approx(whole.quantised.mean_kl_divergence, rel=1e-4)
     assert sliced.quantised.same_token_share == whole.quantised.same_token_share
@@ -213,8 +220,9 @@ def test_losses_of_distant_distributions(model: Path) -> None:
         for one, other in ((before, after), (after, before))
     )
     assert abs(forward - backward) > 0.01 * forward
-    assert found.kl_divergence == pytest.approx(forward, rel=1e-4)
-    assert found.same_token == (before.argmax(dim=-1) == after.argmax(dim=-1))[predicting].double().mean()
+    assert found.kl_divergences == pytest.approx([0, forward], rel=1e-4)
+    assert found.same_tokens[0] == 1
+    assert found.same_tokens[1] == (before.argmax(dim=-1) == after.argmax(dim=-1))[predicting].double().mean()
     assert len(steps) == 2
 
 
@@ -283,14 +291,14 @@ def test_what_is_printed_and_kept(model: Path, tmp_path: Path, text: Path, capsy
     assert run(model, tmp_path / "engine", text, "--weight_only_precision", "int8", "--calibrate_tokens", "100") == 0
     output = capsys.readouterr().err
     found = Calibration.load(tmp_path / "engine")
-    cost = found.quantised
+    cost, other = found.quantised, found.int4
     lines = [line.split() for line in output.splitlines()]
     table = [
-        ["weights", "float32", "int8"],
-        ["perplexity", f"{found.perplexity:,.4f}", f"{cost.perplexity:,.4f}"],
-        ["ratio", f"{cost.perplexity_ratio:.5f}"],
-        ["mean", "KL", "divergence,", "nats", f"{cost.mean_kl_divergence:.6f}"],
-        ["most", "probable", "token", "the", "same", f"{cost.same_token_share:.2%}"],
+        ["weights", "float32", "int8", "int4,", "not", "stored"],
+        ["perplexity", f"{found.perplexity:,.4f}", f"{cost.perplexity:,.4f}", f"{other.perplexity:,.4f}"],
+        ["ratio", f"{cost.perplexity_ratio:.5f}", f"{other.perplexity_ratio:.5f}"],
+        ["mean", "KL", "divergence,", "nats"] + [f"{one.mean_kl_divergence:.6f}" for one in (cost, other)],
+        ["most", "probable", "token", "the", "same"] + [f"{one.same_token_share:.2%}" for one in (cost, other)],
         f"99 predictions in windows of 100 tokens of [red] text.txt, on {DEVICE}".split(),
     ]
     assert all(row in lines for row in table)
@@ -304,17 +312,66 @@ def test_what_is_printed_and_kept(model: Path, tmp_path: Path, text: Path, capsy
     assert document["quantised"]["perplexity"] == cost.perplexity
 
 
-def test_one_column_without_quantisation(
-    model: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_column_for_each_choice(model: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that the engine does not store have the figures of engines that do."""
     assert run(model, tmp_path / "engine", text) == 0
     lines = [line.split() for line in capsys.readouterr().err.splitlines()]
     found = Calibration.load(tmp_path / "engine")
-    assert ["weights", "float32"] in lines
-    assert ["perplexity", f"{found.perplexity:,.4f}"] in lines
-    assert not any(line[:1] == ["ratio"] for line in lines)
+    assert ["weights", "float32", "int8,", "not", "stored", "int4,", "not", "stored"] in lines
     assert f"text.txt has {found.tokens:,} tokens, fewer than calibrate_tokens = 2,048: all are used".split() in lines
     assert (found.tokens, found.window) == (found.text_tokens, 1024), "no longer than max_seq_len"
+    for precision, other in (("int8", "int4"), ("int4", "int8")):
+        own = calibrated(model, tmp_path / precision, text, "--weight_only_precision", precision)
+        assert getattr(found, precision) == own.quantised
+        assert (getattr(own, precision), getattr(own, other)) == (None, getattr(found, other))
+    odd = save_random_model(tmp_path / "odd", "llama", intermediate_size=168)
+    found = calibrated(odd, tmp_path / "odd engine", text, "--calibrate_tokens", "100")
+    assert found.int8 is not None
+    assert found.int4 is None, "its groups do not divide the inputs"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_errors_of_int4_count_by_the_texts_activations(architecture: str, text: Path, tmp_path: Path) -> None:
+    """Of what transformers multiplies with each matrix, the mean square of each input, relative to their mean."""
+    model = save_random_model(tmp_path / "model", architecture)
+    flags = ("--weight_only_precision", "int4", "--calibrate_tokens", "300", "--calibrate_window", "128")
+    found = calibrated(model, tmp_path / "engine", text, *flags)
+    ids = Tokenizer(tmp_path / "engine").encode(text.read_text(encoding="utf-8"))[:300]
+    network, squares = load_transformers(model), dict[str, Tensor]()
+    sources = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "gate_up": "mlp.up_proj", "down": "mlp.down_proj"}
+    for number, layer in enumerate(network.model.layers):
+        for name, source in sources.items():
+
+            def record(module: Any, inputs: tuple[Tensor], key: str = f"layers.{number}.{name}.weight") -> None:
+                squares[key] = squares.get(key, 0) + inputs[0][0].square().sum(dim=0)
+
+            layer.get_submodule(source).register_forward_pre_hook(record)
+    reference_of(network, ids, 128)
+    checkpoint, weights = open_checkpoint(model), load_weights(tmp_path / "engine", CPU)
+    read = weight_reader(checkpoint, torch.float32)
+    assert len(squares) == 4 * checkpoint.config.num_layers
+    for name, each in squares.items():
+        importance = each / each.mean() + calibration.LITTLE
+        expected = quantise(read(name), "int4", 32, importance)
+        same = (weights[name] == expected[0]).double().mean()
+        assert same > 0.99, "but for numbers that lie in the middle between two"
+        errors = [
+            ((dequantise(*parts, torch.float32) - read(name)).square() * importance).sum()
+            for parts in ((weights[name], weights[f"{name}_scale"]), quantise(read(name), "int4", 32, torch.ones(1)))
+        ]
+        assert errors[0] < errors[1]
+    assert found.quantised.mean_kl_divergence > 0
+
+
+def test_a_quantised_checkpoint_has_one_column(
+    model: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantise_checkpoint(model, tmp_path / "m", "gptq 3")
+    assert run(tmp_path / "m", tmp_path / "engine", text) == 0
+    lines = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert ["weights", "float32"] in lines
+    assert ["perplexity", f"{Calibration.load(tmp_path / 'engine').perplexity:,.4f}"] in lines
+    assert not any(line[:1] == ["ratio"] for line in lines)
 
 
 def test_an_engine_without_calibration_shows_none(

@@ -284,6 +284,17 @@ def test_the_dtype_is_that_of_a_build(small: Path) -> None:
     assert not any("--dtype" in note for note in half["notes"])
 
 
+def test_groups_of_four_bits_are_told(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scales of smaller groups take more bytes."""
+    sizes = []
+    for group in ("32", "128"):
+        flags = arguments(llama, "--weight_only_precision", "int4", "--weight_group", group)
+        assert build.main(flags) == 0
+        assert f"weight_only_precision int4 in groups of {group}," in capsys.readouterr().out.replace("\n", " ")
+        sizes.append(document(flags)["bytes"]["weights"])
+    assert sizes[0] > sizes[1]
+
+
 def test_loading_says_what_does_not_fit(small: Path) -> None:
     """Weights, windows and work space alone exceed the device: the message names them, whatever the method."""
     from kvseek.engine.loading.memory import IndexNeeds, divide_measured

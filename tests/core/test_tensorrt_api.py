@@ -46,23 +46,18 @@ def test_sizes_out_of_order_are_refused(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "input_len", "most"), [(64, 100, 64), (200, 100, 100), (4, 100, 8)], ids=["chunk", "prompt", "batch"]
+    ("form", "chunk", "input_len", "most"),
+    [
+        *(("segments", 64, 100, 64), ("segments", 200, 100, 100), ("segments", 4, 100, 8)),
+        *(("engine", 4, 100, 100), ("engine", 4, 5, 8)),
+    ],
 )
-def test_sizes_of_an_engine(chunk: int, input_len: int, most: int) -> None:
-    """A call holds a chunk of a prompt, or a token of each request, whichever is more."""
+def test_sizes_of_plans(form: str, chunk: int, input_len: int, most: int) -> None:
+    """A call holds a token of each request or, if that is more, a chunk of a prompt; of one plan a whole prompt."""
     model = ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 128)
     limits = {"max_batch_size": 8, "prefill_chunk_tokens": chunk, "max_input_len": input_len, "max_seq_len": 128}
-    segments = {"device": "cuda", "runtime": "tensorrt", "tensorrt": TensorRtConfig(form="segments")}
-    found = limits_of(EngineConfig(model, "full", **segments, **limits))
-    assert (found.tokens, found.rows) == (Sizes(1, 8, most), Sizes(1, 8, 8))
-
-
-@pytest.mark.parametrize(("input_len", "most"), [(100, 100), (5, 8)])
-def test_sizes_of_one_plan(input_len: int, most: int) -> None:
-    """A call holds a whole prompt, whatever its chunks would be."""
-    model = ModelConfig("llama", 100, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 128)
-    limits = {"max_batch_size": 8, "prefill_chunk_tokens": 4, "max_input_len": input_len, "max_seq_len": 128}
-    found = limits_of(EngineConfig(model, "full", device="cuda", runtime="tensorrt", **limits))
+    plans = {"device": "cuda", "runtime": "tensorrt", "tensorrt": TensorRtConfig(form=form)}
+    found = limits_of(EngineConfig(model, "full", **plans, **limits))
     assert (found.tokens, found.rows) == (Sizes(1, 8, most), Sizes(1, 8, 8))
 
 

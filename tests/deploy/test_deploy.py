@@ -112,12 +112,6 @@ def test_images_do_not_run_as_root(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_images_hold_no_secret(name: str) -> None:
-    words = " ".join(value for _, value in target(name).instructions)
-    assert not re.search(r"(?i)token|password|secret|api_key", words)
-
-
-@pytest.mark.parametrize("name", TARGETS)
 def test_the_images_command_serves_on_the_default_ports(name: str) -> None:
     arguments = serve_arguments(target(name).command)
     ports = Ports()
@@ -427,17 +421,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return document([str(model) if word == model.name else word for word in words])
 
 
-def test_the_fields_are_those_of_the_api(group: Any) -> None:
-    assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
-    spec = group["spec"]
-    assert set(spec) == {"replicas", "startupPolicy", "leaderWorkerTemplate"}
-    assert set(spec["leaderWorkerTemplate"]) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
-    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None"
-    assert spec["startupPolicy"] == "LeaderCreated"
-    service = read("kubernetes/service.yaml")["metadata"]["name"]
-    assert group["metadata"]["name"] != service, "the controller makes a headless Service of the set's name"
-
-
 def test_all_hosts_run_ranks_of_one_engine(
     group: Any, leader: Any, worker: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,15 +503,6 @@ def test_the_leader_ends_before_the_workers(leader: Any, worker: Any) -> None:
     assert graces[0] > seconds[0] + SHUTDOWN_SECONDS
     assert seconds[1] >= seconds[0] + SHUTDOWN_SECONDS
     assert graces[1] > seconds[1] + launch.STOP_SECONDS
-
-
-def test_nothing_is_asked_for_that_is_not_used(leader: Any, worker: Any) -> None:
-    """Rows on the CPU are ordinary memory; only Triton, which the workers do not have, uses /dev/shm."""
-    for template in (leader, worker):
-        assert set(only_container(template)["resources"]["limits"]) == {"cpu", "memory"}, "ranks run on CPUs only"
-    mounts = {mount["mountPath"] for mount in only_container(worker)["volumeMounts"]}
-    assert "/dev/shm" not in mounts
-    assert "/tmp" in mounts, "the root is read-only"
 
 
 def test_the_folder_is_applied_by_itself() -> None:

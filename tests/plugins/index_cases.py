@@ -14,7 +14,7 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.contract import Index
-from kvseek.plugins.flat import config as flat_config
+from kvseek.plugins.flat import method as flat_method
 from kvseek.plugins.flat.method import FlatIndex
 from kvseek.plugins.pariskv import codebook
 from kvseek.plugins.pariskv.config import Config
@@ -201,7 +201,7 @@ def make_index(config: Config, head_dim: int, group: int, keys: Tensor) -> Refer
 
 
 def make_flat(top_k: int, keys: Tensor, group: int) -> FlatIndex:
-    config = flat_config.Config(top_k=top_k)
+    config = flat_method.Config(top_k=top_k)
     index = FlatIndex(make_context(config, keys.shape[2], group, [keys.shape[1]]))
     index.build(0, keys, torch.empty(0))
     return index

@@ -114,3 +114,15 @@ def test_unsupported_queries_are_refused(library: CpuLibrary, pair: type[NativeP
     index = pair.kinds[1](pair.context(library, pair.configs[0], 1, 64, [10]))
     with pytest.raises(KernelError, match=r"queries: torch\.bfloat16 on cpu: must be torch\.float32 on cpu"):
         select_rows(index, torch.zeros(1, KV_HEADS, 64, dtype=torch.bfloat16), [0])
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "message"),
+    [(17, 64, "num_heads / num_kv_heads = 17: must be at most 16"), (1, 264, "head_dim = 264: must be at most 256")],
+)
+@variants(few=False)
+def test_unsupported_shapes_are_refused(
+    library: CpuLibrary, pair: type[NativePair], config: Any, group: int, dim: int, message: str
+) -> None:
+    with pytest.raises(KernelError, match=f"{message}.*--kernels reference"):
+        pair.kinds[1](pair.context(library, config, group, dim, [10]))

@@ -115,14 +115,8 @@ def test_perf_analyzer_asks_the_token_model(server: RunningServer, tmp_path: Pat
         (
             (
                 *("--input-data", "zero", "--shape", "bad_words:1", "--shape", "stop_words:1"),
-                *(
-                    "--shape",
-                    "embedding_bias_words:1",
-                    "--shape",
-                    "embedding_bias_weights:1",
-                    "--shape",
-                    "forced_tokens:1",
-                ),
+                *("--shape", "embedding_bias_words:1", "--shape", "embedding_bias_weights:1"),
+                *("--shape", "forced_tokens:1"),
             ),
             " = 0: must be ",
         ),
@@ -172,16 +166,8 @@ def test_usual_flags_of_aiperf(server: RunningServer, directory: Path, tmp_path:
         *("--endpoint-type", "chat", "--tokenizer", str(directory / TOKENIZER_FOLDER), "--random-seed", "7"),
         *("--synthetic-input-tokens-mean", "30", "--synthetic-input-tokens-stddev", "5", "--output-tokens-mean", "8"),
         *("--extra-inputs", "temperature:0.8", "top_k:20", "top_p:0.9", "min_tokens:8", "--request-rate", "20"),
-        *(
-            "--request-count",
-            "4",
-            "--warmup-request-count",
-            "1",
-            "--output-artifact-dir",
-            str(tmp_path),
-            "--ui",
-            "none",
-        ),
+        *("--request-count", "4", "--warmup-request-count", "1"),
+        *("--output-artifact-dir", str(tmp_path), "--ui", "none"),
     ]
     done = subprocess.run(command, env=aiperf.environment(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

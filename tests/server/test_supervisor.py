@@ -51,11 +51,17 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         one.stop()
 
 
+def replaced(supervisor: Supervisor, name: str, number: int = signal.SIGKILL) -> dict[str, int]:
+    """Send a signal to a process and wait for the one that takes its place; returns the process ids that there were."""
+    before = supervisor.process_ids()
+    os.kill(before[name], number)
+    wait_for(lambda: supervisor.process_ids().get(name, before[name]) != before[name])
+    return before
+
+
 def test_what_dies_is_started_again_and_counted(start: Callable[..., Supervisor], tmp_path: Path) -> None:
     supervisor = start(program("one", SLEEP), program("two", SLEEP))
-    before = supervisor.process_ids()
-    os.kill(before["two"], signal.SIGKILL)
-    wait_for(lambda: supervisor.process_ids().get("two", before["two"]) != before["two"])
+    before = replaced(supervisor, "two")
     assert supervisor.process_ids()["one"] == before["one"], "the other goes on"
     assert json.loads((tmp_path / "restarts.json").read_text()) == {"one": 0, "two": 1}
     supervisor.check()
@@ -84,9 +90,7 @@ def test_a_worker_that_dies_ends_its_process(start: Callable[..., Supervisor], t
     cleaned: list[int] = []
     supervisor = start(program("parent", code, workers=("worker-7",), clean_up=lambda: cleaned.append(1)))
     wait_for(lambda: "worker-7" in supervisor.process_ids())
-    before = supervisor.process_ids()
-    os.kill(before["worker-7"], signal.SIGKILL)
-    wait_for(lambda: supervisor.process_ids().get("worker-7", before["worker-7"]) != before["worker-7"])
+    before = replaced(supervisor, "worker-7")
     assert supervisor.process_ids()["parent"] != before["parent"]
     assert not is_running(before["parent"])
     assert cleaned
@@ -125,9 +129,7 @@ def test_restarts_that_cannot_be_written_end_nothing(start: Callable[..., Superv
     supervisor = start(program("one", SLEEP))
     (tmp_path / "restarts.json").unlink()
     (tmp_path / "restarts.json").mkdir()
-    before = supervisor.process_ids()["one"]
-    os.kill(before, signal.SIGKILL)
-    wait_for(lambda: supervisor.process_ids().get("one", before) != before)
+    replaced(supervisor, "one")
     supervisor.check()
 
 
@@ -139,9 +141,7 @@ def test_what_cannot_be_cleaned_up_ends_nothing(
         raise fails
 
     supervisor = start(program("one", SLEEP, clean_up=clean_up))
-    before = supervisor.process_ids()["one"]
-    os.kill(before, signal.SIGKILL)
-    wait_for(lambda: supervisor.process_ids().get("one", before) != before)
+    replaced(supervisor, "one")
     supervisor.check()
     assert "one: what it has left behind could not be removed" in caplog.text
 
@@ -167,7 +167,7 @@ def test_a_log_that_nobody_asked_for_is_cut(tmp_path: Path, monkeypatch: pytest.
 
 REFUSES = "import time; time.sleep(0.5); print('all was well'); raise SystemExit('error: no such model')"
 CRASHES = "import time; time.sleep(0.5); 1 / 0"
-TALKS = "import time\nwhile True: print('all is well', flush=True); time.sleep(0.001)"
+TALKS = "import time\nwhile True: print('all is well', flush=True); time.sleep(0.01)"
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,7 @@ def asks(path: Path, *names: str) -> dict[str, Ask]:
 def test_what_is_stopped_is_killed_and_started_again(start: Callable[..., Supervisor], tmp_path: Path) -> None:
     one = answering("one", tmp_path / "one.alive", asks=asks(tmp_path / "one.alive", "one"))
     supervisor = start(one, program("two", SLEEP), hang_seconds=2.0)
-    before = supervisor.process_ids()
-    os.kill(before["one"], signal.SIGSTOP)
-    wait_for(lambda: supervisor.process_ids().get("one", before["one"]) != before["one"])
+    before = replaced(supervisor, "one", signal.SIGSTOP)
     assert not is_running(before["one"])
     assert supervisor.process_ids()["two"] == before["two"]
     counts = json.loads((tmp_path / "restarts.json").read_text())

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvseek.builder import build
-from kvseek.core.weight_only import HEAD, dequantise, quantise
+from kvseek.core.config import WEIGHT_GROUP
+from kvseek.core.weight_only import HEAD, INT4, INT8_GROUPS, dequantise, quantise
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -351,11 +352,12 @@ def save_dequantised(
     precision: str,
     dtype: torch.dtype = torch.float32,
     *,
+    weight_group: int = WEIGHT_GROUP,
     quantize_lm_head: bool = False,
 ) -> Path:
     """Copy a float32 checkpoint with the products of its layers, and maybe of its head, quantised and dequantised to `dtype`.
 
-    Every row has its own scale, so it makes no difference that the builder quantises fused matrices. A tied head that is
+    Every row has its own scales, so it makes no difference that the builder quantises fused matrices. A tied head that is
     quantised becomes a matrix of its own, because the embedding is not.
     """
     shutil.copytree(model, directory)
@@ -366,6 +368,7 @@ def save_dequantised(
         (directory / "config.json").write_text(json.dumps(configuration | {"tie_word_embeddings": False}))
     for name, weight in weights.items():
         if name.endswith(PROJECTIONS) or (name == HEAD and quantize_lm_head):
-            weights[name] = dequantise(*quantise(weight, precision), dtype).float()
+            own = INT8_GROUPS if precision == INT4 and name == HEAD else precision
+            weights[name] = dequantise(*quantise(weight, own, weight_group, torch.ones(1)), dtype).float()
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,9 @@ def write_keys(path: Path, *keys: str) -> Path:
 
 def reply(connection: socket.socket) -> tuple[int, JSON]:
     """Status and JSON of the response on a connection, which is closed."""
-    with connection, contextlib.closing(connection.makefile("rb")) as file:
-        status, length = int(file.readline().split()[1]), 0
-        while line := file.readline().strip():
-            name, _, value = line.partition(b": ")
-            length = int(value) if name.lower() == b"content-length" else length
-        return status, json.loads(file.read(length) or b"{}")
+    with connection, HTTPResponse(connection, method="POST") as response:
+        response.begin()
+        return response.status, json.loads(response.read() or b"{}")
 
 
 def events(response: requests.Response) -> Iterator[JSON]:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,11 @@ from pathlib import Path
 
 import requests
 from tests.support.metrics import metric
+from tests.support.waiting import wait_for
+
+from kvseek.server.scratch import SHARED_MEMORY, SHARED_MEMORY_PREFIX
 
 PROC = Path("/proc")
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "triton_python_backend_shm_region_"
 # A text that only the command line of this process has.
 MARKS = {
     "engine": "kvseek.server.engine.process",
@@ -30,7 +30,14 @@ MARKS = {
 }
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
-POLL_SECONDS = 0.05
+
+
+def is_ready(url: str, timeout: float = 5.0) -> bool:
+    """Whether the server at host:port says that it is."""
+    try:
+        return requests.get(f"http://{url}/v2/health/ready", timeout=timeout).status_code == 200
+    except requests.RequestException:
+        return False
 
 
 @dataclass(frozen=True)
@@ -92,26 +99,21 @@ class LiveServer:
 
     def is_ready(self, timeout: float = 5.0) -> bool:
         """What the server says of the whole server."""
-        try:
-            return requests.get(f"http://{self.http_url}/v2/health/ready", timeout=timeout).status_code == 200
-        except requests.RequestException:
-            return False
+        return is_ready(self.http_url, timeout)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until the server is ready; raises AssertionError if it ends or is not in time."""
-        deadline = time.monotonic() + seconds
-        while not self.is_ready():
+
+        def ready() -> bool:
             assert self.process.poll() is None, "kvseek serve has ended"
-            assert time.monotonic() < deadline, f"not ready after {seconds:g} s"
-            time.sleep(POLL_SECONDS)
+            return self.is_ready()
+
+        wait_for(ready, "the server is ready", seconds)
 
     def wait_replaced(self, name: str, pid: int, seconds: float = START_SECONDS) -> int:
         """Wait until another process does what process `pid` did; returns its id."""
-        deadline = time.monotonic() + seconds
-        while (new := self.process_ids().get(name, pid)) == pid:
-            assert time.monotonic() < deadline, f"{name} was not started again within {seconds:g} s"
-            time.sleep(POLL_SECONDS)
-        return new
+        wait_for(lambda: self.process_ids().get(name, pid) != pid, f"{name} is started again", seconds)
+        return self.process_ids()[name]
 
     def metric(self, name: str, *labels: str) -> float:
         """See tests/support/metrics.py."""
@@ -119,7 +121,7 @@ class LiveServer:
 
     def shared_memory(self) -> dict[str, int]:
         """Bytes of this server's regions in /dev/shm that are in use, by name."""
-        own = f"{PREFIX}{self.engine_socket.parent.name}-*"
+        own = f"{SHARED_MEMORY_PREFIX}{self.engine_socket.parent.name}-*"
         return {path.name: _in_use(path) for path in SHARED_MEMORY.glob(own)}
 
     def log_text(self) -> str:

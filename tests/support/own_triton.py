@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import requests
+from tests.support.live_server import is_ready
 from tests.support.waiting import wait_for
 
 from kvseek.server.ports import Ports
@@ -78,7 +78,4 @@ def environment(temporary: Path) -> dict[str, str]:
 
 def _is_ready(server: OwnTriton, log: Path) -> bool:
     assert server.process.poll() is None, log.read_text(errors="replace")[-4000:]
-    try:
-        return requests.get(f"http://{server.http_url}/v2/health/ready", timeout=5).status_code == 200
-    except requests.RequestException:
-        return False
+    return is_ready(server.http_url)

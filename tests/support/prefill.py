@@ -23,6 +23,18 @@ def run_prefill(decoder: Any, slot: int, prompt: list[int], room: int) -> Tensor
     return logits[0]
 
 
+def run_all(decoder: Any, prompts: Mapping[int, list[int]], steps: list[list[int]]) -> tuple[Tensor, list[list[float]]]:
+    """Logits of prompts by slot and of every step, whose tokens are in the order of the slots; what each step attended to."""
+    rows, attended = [run_prefill(decoder, slot, prompt, len(steps))[None] for slot, prompt in prompts.items()], []
+    for tokens in steps:
+        logits, share = decoder.decode(tokens, list(prompts))
+        rows.append(logits)
+        attended.append(share)
+    for slot in prompts:
+        decoder.cache.close(slot)
+    return torch.cat([part.cpu() for part in rows]), attended
+
+
 def check_agreement(
     ours: Any, reference: Any, prompts: Mapping[int, list[int]], steps: int, *, room: int, most: float
 ) -> None:

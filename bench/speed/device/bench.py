@@ -24,7 +24,7 @@ from kvseek.bench.speed.device.memory_plan import (
     plan_phases,
 )
 from kvseek.bench.speed.shapes import get_shape
-from kvseek.bench.variants import Variant
+from kvseek.bench.variants import PLAIN, Variant, WeightForm
 from kvseek.core.config import EngineConfig, ModelConfig
 from kvseek.core.weight_only import HEAD, NONE, stored_weight
 from kvseek.engine.cache.cache import Cache
@@ -74,12 +74,13 @@ class RandomWeights:
             self.tensors[name] = tensor
 
 
-def quantised(tensors: dict[str, Tensor], precision: str, *, quantize_lm_head: bool = False) -> dict[str, Tensor]:
-    """Weights as an engine of these fields of EngineConfig stores them; those that stay in their dtype are shared."""
+def quantised(tensors: dict[str, Tensor], form: WeightForm) -> dict[str, Tensor]:
+    """Weights as an engine stores them; those that stay in their dtype are shared."""
     stored: dict[str, Tensor] = {}
-    own_head = {HEAD: tensors["embed.weight"]} if quantize_lm_head else {}  # of a tied model
+    own_head = {HEAD: tensors["embed.weight"]} if form.quantize_lm_head else {}  # of a tied model
     for name, tensor in (own_head | tensors).items():
-        stored |= stored_weight(name, tensor, precision, quantize_lm_head=quantize_lm_head)
+        group, head = form.weight_group, form.quantize_lm_head
+        stored |= stored_weight(name, tensor, form.weight_only_precision, weight_group=group, quantize_lm_head=head)
     return stored
 
 
@@ -131,8 +132,13 @@ class Bench:
     weights : RandomWeights
     """
 
-    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], *, alone: bool = False) -> None:
-        """Measure what the variants need and plan for them. `alone`: load_alone will load each, not all at once."""
+    def __init__(
+        self, arguments: argparse.Namespace, cells: Sequence[Cell], *, alone: bool = False, layers: int | None = None
+    ) -> None:
+        """Measure what the variants need and plan for them.
+
+        `alone`: load_alone will load each, not all at once. `layers`: of the model, instead of all of the shape's.
+        """
         from kvseek.core.cuda import cuda_device
 
         self.arguments, self.cells, self.alone = arguments, list(cells), alone
@@ -140,10 +146,11 @@ class Bench:
         torch.cuda.set_device(self.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
         self.model = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
+        self.model = dataclasses.replace(self.model, num_layers=layers or self.model.num_layers)
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}
-        self._tensors: dict[tuple[str, bool], dict[str, torch.Tensor]] = {}
+        self._tensors: dict[WeightForm, dict[str, torch.Tensor]] = {}
         self.use(arguments.methods)
         free, _ = torch.cuda.mem_get_info(self.device)
         device = free if arguments.gpu_memory is None else min(free, arguments.gpu_memory)
@@ -160,9 +167,7 @@ class Bench:
         itemsize = self.dtype.itemsize
         every = [Needs.of(self.config(v, self.cells), itemsize, self._needs[v.label]) for v in variants]
         if not self.alone:  # `load` makes the weights in the dtype too
-            plain = dataclasses.replace(
-                self.config(variants[0], self.cells), weight_only_precision=NONE, quantize_lm_head=False
-            )
+            plain = dataclasses.replace(self.config(variants[0], self.cells), **PLAIN._asdict())
             every.append(Needs.of(plain, itemsize, IndexNeeds()))
         self.needs = Needs.most(every)
         # With "always", the rows of dense layers stay on the device. Variants share one pool, so the largest number of dense
@@ -174,15 +179,15 @@ class Bench:
         """Make the weights of the variants in use: after the plan has been checked, as it takes a while."""
         self.weights = RandomWeights(self.model, self.dtype, self.device, self.arguments.seed)
         kinds, plain = {variant.weights for variant in self.variants}, self.weights.tensors
-        self._tensors = {(bits, head): quantised(plain, bits, quantize_lm_head=head) for bits, head in kinds}
+        self._tensors = {form: quantised(plain, form) for form in kinds}
 
     def load_alone(self, variant: Variant) -> None:
         """Plan for one variant from now on, and hold its weights alone: `weights`, which a plain read reads, are gone then."""
         self.use([variant])
         self._tensors.clear()
         self.load()
-        ((precision, tensors),) = self._tensors.items()
-        if precision != (NONE, False):
+        ((form, tensors),) = self._tensors.items()
+        if form.weight_only_precision != NONE:
             own = self.weights.flat.untyped_storage().data_ptr()
             for name, tensor in tensors.items():
                 if tensor.untyped_storage().data_ptr() == own:

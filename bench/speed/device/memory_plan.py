@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvseek.bench.speed.shapes import matrix_bytes, row_numbers
+from kvseek.bench.variants import PLAIN, WeightForm
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
-from kvseek.core.weight_only import NONE
 
 GIB = 1 << 30
 SLOT_STRIDE = 4099  # tokens between the beginnings of two slots' texts: no two requests hold the same keys
@@ -47,24 +47,24 @@ class IndexNeeds:
 class Needs:
     """Bytes: of the weights in all, of a slot's window, of an extent's rows in all layers, and of the indexes.
 
-    `precision` is weight_only_precision and quantize_lm_head of the weights.
+    `form` is how the weights are stored.
     """
 
     weights: int
     window_slot: int
     row_extent: int
     index: IndexNeeds
-    precision: tuple[str, bool] = (NONE, False)
+    form: WeightForm = PLAIN
 
     @classmethod
     def of(cls, config: EngineConfig, itemsize: int, index: IndexNeeds) -> Needs:
         """What the model, cache and method of a configuration need; the embedding counts beside the output head."""
         model = config.model
-        window, precision = config.cache.window, (config.weight_only_precision, config.quantize_lm_head)
+        window, form = config.cache.window, WeightForm.of(config)
         apart = not model.tie_word_embeddings or config.quantize_lm_head  # embedding and head
         embedding = model.vocab_size * model.hidden_size * apart * itemsize
         rows, weights = row_numbers(model) * itemsize, matrix_bytes(config) + embedding
-        return cls(weights, rows * window, rows * EXTENT_TOKENS, index, precision)
+        return cls(weights, rows * window, rows * EXTENT_TOKENS, index, form)
 
     @classmethod
     def most(cls, needs: Sequence[Needs]) -> Needs:
@@ -77,7 +77,7 @@ class Needs:
             max(one.index.slot for one in needs),
             max(one.index.fixed for one in needs),
         )
-        weights = sum({one.precision: one.weights for one in needs}.values())
+        weights = sum({one.form: one.weights for one in needs}.values())
         return cls(weights, max(one.window_slot for one in needs), needs[0].row_extent, index)
 
 

@@ -29,11 +29,11 @@ def study_parser(description: str | None, **defaults: str) -> argparse.ArgumentP
     return parser
 
 
-def make_bench(own: argparse.Namespace, *flags: str, alone: bool = False) -> Bench:
-    """A bench of these settings; `flags` are more of `kvseek bench --shape`, `alone` as of Bench."""
+def make_bench(own: argparse.Namespace, *flags: str, alone: bool = False, layers: int | None = None) -> Bench:
+    """A bench of these settings; `flags` are more of `kvseek bench --shape`, `alone` and `layers` as of Bench."""
     given = [word for name in FLAGS if name in own for word in (f"--{name}", getattr(own, name))]
     arguments = parse([*flags, *given])
-    return Bench(arguments, cells_of(arguments), alone=alone)
+    return Bench(arguments, cells_of(arguments), alone=alone, layers=layers)
 
 
 def result(name: str, bench: Bench, results: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def result(name: str, bench: Bench, results: Sequence[dict[str, Any]], **setting
     return {**head, **settings, "results": list(results)}
 
 
-def print_figures(document: dict[str, Any], figures: Mapping[str, Figure]) -> None:
-    """Print a row for each result."""
+def print_figures(document: dict[str, Any], figures: Mapping[str, Figure], key: str = "method") -> None:
+    """Print a row for each result, beginning with what it has under `key`."""
     title = f"{document['shape']}, one {document['machine']['gpu']['name']}"
-    print_whole(figures_table(title, "method", figures, document["results"], "method"))
+    print_whole(figures_table(title, key, figures, document["results"], key))

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,12 +130,7 @@ class Load:
     cancelled: bool = False
 
 
-@dataclass(frozen=True)
-class Erasure:
-    """Files to remove; see PrefixFolder.erase."""
-
-    keys: Sequence[bytes]
-    continued: bool
+Erasure = Callable[[], None]  # removes files
 
 
 class PrefixStore:
@@ -205,7 +201,7 @@ class PrefixStore:
     def erase(self, keys: Sequence[bytes], *, continued: bool) -> None:
         """Remove the files of nodes, soon; see PrefixFolder.erase."""
         with self._work:
-            self._erasures.append(Erasure(keys, continued))
+            self._erasures.append(partial(self.folder.erase, keys, continued))
             self._work.notify()
 
     # Loading.
@@ -265,7 +261,7 @@ class PrefixStore:
                 elif isinstance(job, Write):
                     self._write(job)
                 else:
-                    self.folder.erase(job.keys, job.continued)
+                    job()
             except Exception:  # the thread must go on
                 logger.exception("keeping prefixes on disk failed")
             seconds, self._busy_since = time.perf_counter() - begun, None

@@ -214,7 +214,8 @@ class PrefixTree:
             shorter = [one for one in siblings.beginnings(span) if not self._in_use(one.extent)]
             for old in shorter:
                 self.remove(old)
-            node = Node(_key(salt, parent, span), salt, parent, extents[len(nodes)], span)
+            key = chained_key(root_key(salt) if parent is None else parent.key, span)
+            node = Node(key, salt, parent, extents[len(nodes)], span)
             self._by_use[node] = None
             # Not `siblings`, as `remove` forgets a salt without sequences.
             (self._first.setdefault(salt, Siblings()) if parent is None else parent.children).add(node)
@@ -284,18 +285,14 @@ class PrefixTree:
 
     def _walk(self, salt: str | None, tokens: bytes) -> tuple[list[Node], Siblings]:
         """Find the nodes of whole extents that `tokens` begin with, and the children of the last of them."""
-        nodes, siblings, position = list[Node](), self._first.get(salt, Siblings()), 0
+        nodes, siblings, position, before = list[Node](), self._first.get(salt, Siblings()), 0, root_key(salt)
         while len(span := tokens[position : position + self._span_bytes(len(nodes))]) == self._span_bytes(len(nodes)):
-            node = siblings.get(_key(salt, nodes[-1] if nodes else None, span))
+            node = siblings.get(chained_key(before, span))
             if node is None:
                 break
             nodes.append(node)
-            position, siblings = position + len(span), node.children
+            position, siblings, before = position + len(span), node.children, node.key
         return nodes, siblings
-
-
-def _key(salt: str | None, parent: Node | None, span: bytes) -> bytes:
-    return chained_key(root_key(salt) if parent is None else parent.key, span)
 
 
 @dataclass(eq=False)

@@ -21,18 +21,16 @@ TRIED_ROWS = 1024
 
 
 class KernelLinear(Linear):
-    """A linear map on a GPU, with a weight in the dtype of x or of 8 bits.
+    """A linear map on a GPU, with a weight in the dtype of x, or of 8 or 4 bits.
 
     The rows of a decode step are multiplied by a kernel that reads the weight as it is stored. Prompts are multiplied by cuBLAS,
-    for which a weight of 8 bits is first written out in the dtype of x: cuBLAS then multiplies faster than a kernel that
+    for which a narrower weight is first written out in the dtype of x: cuBLAS then multiplies faster than a kernel that
     converts while it multiplies.
 
     Parameters
     ----------
-    weight : Tensor [outputs, inputs]
-        In the dtype of x, or int8 or float8_e4m3fn.
-    scale : Tensor, float32 [outputs], or None
-        Of a weight of 8 bits.
+    weight, scale : Tensor, Tensor or None
+        As they are stored, see core/weight_only.py; without a scale in the dtype of x.
     counts : RowCounts
         Numbers of rows with which cuBLAS multiplies prompts.
     """
@@ -62,7 +60,7 @@ class KernelLinear(Linear):
 
 
 class KernelHead(Linear):
-    """The head of 8 bits on a GPU, which is never written out: it is the largest matrix, and mostly multiplied with few rows.
+    """The quantised head on a GPU, which is never written out: it is the largest matrix, and mostly multiplied with few rows.
 
     More rows, such as logits of whole prompts of a small vocabulary, are multiplied in groups, since a row's result does not
     depend on the others. `weight` and `scale` are those of KernelLinear.
@@ -123,7 +121,7 @@ class RowCounts:
 
 
 class KernelProducts(Products):
-    """Makes products on a GPU; weights of 8 bits stay so.
+    """Makes products on a GPU; weights of 8 and 4 bits stay so.
 
     Parameters
     ----------
@@ -136,7 +134,7 @@ class KernelProducts(Products):
     def __init__(self, kernels: ProductKernels, chunk: int, head_rows: int) -> None:
         super().__init__(kernels.dtype)
         self._kernels, self._chunk, self._head_rows = kernels, chunk, head_rows
-        self._counts: dict[tuple[torch.Size, bool], RowCounts] = {}
+        self._counts: dict[tuple[torch.Size, torch.dtype, bool], RowCounts] = {}
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         return self._make(weight, bias, scale, self._chunk)
@@ -147,7 +145,7 @@ class KernelProducts(Products):
         return self._make(weight, None, None, self._head_rows)
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, most: int) -> Linear:
-        key = weight.shape, bias is not None
+        key = weight.shape, weight.dtype, bias is not None  # two weights of 4 bits lie in one element
         if key not in self._counts:
             wide = weight if scale is None else self._kernels.dequantise(weight, scale)
             self._counts[key] = RowCounts.of(wide, bias, most)

@@ -68,28 +68,36 @@ inline void order_operands(const Operand* integers, int row, Operand* operands) 
 #if defined(__AVX2__)
 
 #if defined(__AVX512BW__)
+typedef __m512i Wide;
+#define KVSEEK_WIDE(name) _mm512_##name  // the intrinsic of a vector of WIDTH bytes
+#else
+typedef __m256i Wide;
+#define KVSEEK_WIDE(name) _mm256_##name
+#endif
+
 inline Bytes low_words(Bytes a, Bytes b) {
-    return (Bytes)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b);
+    return (Bytes)KVSEEK_WIDE(unpacklo_epi32)((Wide)a, (Wide)b);
 }
 inline Bytes high_words(Bytes a, Bytes b) {
-    return (Bytes)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b);
+    return (Bytes)KVSEEK_WIDE(unpackhi_epi32)((Wide)a, (Wide)b);
 }
 inline Bytes low_pairs(Bytes a, Bytes b) {
-    return (Bytes)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b);
+    return (Bytes)KVSEEK_WIDE(unpacklo_epi64)((Wide)a, (Wide)b);
 }
 inline Bytes high_pairs(Bytes a, Bytes b) {
-    return (Bytes)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b);
+    return (Bytes)KVSEEK_WIDE(unpackhi_epi64)((Wide)a, (Wide)b);
 }
 inline Bytes add_halves(Bytes a, Bytes b) {
-    return (Bytes)_mm512_add_epi16((__m512i)a, (__m512i)b);
+    return (Bytes)KVSEEK_WIDE(add_epi16)((Wide)a, (Wide)b);
 }
 inline Bytes multiply_bytes(Bytes a, Bytes b) {
-    return (Bytes)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+    return (Bytes)KVSEEK_WIDE(maddubs_epi16)((Wide)a, (Wide)b);
 }
 inline Bytes sum_pairs(Bytes halves) {
-    return (Bytes)_mm512_madd_epi16((__m512i)halves, _mm512_set1_epi16(1));
+    return (Bytes)KVSEEK_WIDE(madd_epi16)((Wide)halves, KVSEEK_WIDE(set1_epi16)(1));
 }
 
+#if defined(__AVX512BW__)
 // Write the sums of 4 vectors of rows, which lie in a vector's words as `transpose` puts them, in the order of keys.
 template <int ROW>
 inline void store_keys(Bytes sums, int32_t* to) {
@@ -108,27 +116,6 @@ inline void store_keys(Bytes sums, int32_t* to) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(fours));
 }
 #else
-inline Bytes low_words(Bytes a, Bytes b) {
-    return (Bytes)_mm256_unpacklo_epi32((__m256i)a, (__m256i)b);
-}
-inline Bytes high_words(Bytes a, Bytes b) {
-    return (Bytes)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b);
-}
-inline Bytes low_pairs(Bytes a, Bytes b) {
-    return (Bytes)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b);
-}
-inline Bytes high_pairs(Bytes a, Bytes b) {
-    return (Bytes)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b);
-}
-inline Bytes add_halves(Bytes a, Bytes b) {
-    return (Bytes)_mm256_add_epi16((__m256i)a, (__m256i)b);
-}
-inline Bytes multiply_bytes(Bytes a, Bytes b) {
-    return (Bytes)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
-}
-inline Bytes sum_pairs(Bytes halves) {
-    return (Bytes)_mm256_madd_epi16((__m256i)halves, _mm256_set1_epi16(1));
-}
 template <int ROW>
 inline void store_keys(Bytes sums, int32_t* to) {
     const __m256i all = (__m256i)sums;

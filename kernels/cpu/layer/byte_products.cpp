@@ -19,7 +19,7 @@ namespace {
 
 // Weights of a row that has one scale, as a format of few_rows.h.
 struct RowBytes {
-    static constexpr int INPUTS = 16, BYTES = 16, SCALES = 0;
+    static constexpr int INPUTS = 16, BYTES = 16, SHARED = 1, SCALES = 0;
 
     static inline void values(const uint8_t* group, const float*, Vec* to) {
         for (int v = 0; v < INPUTS / LANES; v++) to[v] = widen(group + v * LANES);

@@ -4,8 +4,8 @@
 // border of a page of 4 KiB, and rows of weights are short. So weights are asked for some thousand bytes ahead. Sums
 // are float32, and a row's results depend neither on the other rows nor on the number of threads.
 //
-// A format of weights has INPUTS in a group, whose weights take BYTES, and SCALES halves beside them, which `values`
-// takes as floats; `factor` is by what an output's sum is multiplied.
+// A format of weights has INPUTS in a block, whose weights take BYTES. SHARED blocks have SCALES halves beside them,
+// which `values` takes as floats; `factor` is by what an output's sum is multiplied.
 #pragma once
 
 #include "kernels/cpu/half.h"
@@ -36,25 +36,27 @@ inline Vec widen(const uint8_t* weights) {
 // Sums of ROWS rows x [ROWS, inputs] with TOGETHER outputs' weights, of which `given` exist, into sums
 // [ROWS][TOGETHER].
 template <class Format, int ROWS>
-inline void multiply_rows(const uint8_t* weight, const float* scale, int given, const float* x, int64_t groups,
+inline void multiply_rows(const uint8_t* weight, const float* scale, int given, const float* x, int64_t blocks,
                           bool ask, float (*sums)[TOGETHER]) {
     constexpr int VECTORS = Format::INPUTS / LANES;
     const uint8_t* rows[TOGETHER];
     const float* scales[TOGETHER];
+    const int64_t row_scales = blocks / Format::SHARED * Format::SCALES;
     for (int i = 0; i < TOGETHER; i++) {
         const int64_t row = i < given ? i : given - 1;
-        rows[i] = weight + row * groups * Format::BYTES, scales[i] = scale + row * groups * Format::SCALES;
+        rows[i] = weight + row * blocks * Format::BYTES, scales[i] = scale + row * row_scales;
     }
     Vec totals[ROWS][TOGETHER] = {};
-    for (int64_t group = 0; group < groups; group++) {
-        if (ask && group * Format::BYTES % LINE == 0)
-            for (int i = 0; i < TOGETHER; i++) __builtin_prefetch(rows[i] + group * Format::BYTES + AHEAD);
+    for (int64_t block = 0; block < blocks; block++) {
+        if (ask && block * Format::BYTES % LINE == 0)
+            for (int i = 0; i < TOGETHER; i++) __builtin_prefetch(rows[i] + block * Format::BYTES + AHEAD);
         for (int i = 0; i < TOGETHER; i++) {
             Vec values[VECTORS];
-            Format::values(rows[i] + group * Format::BYTES, scales[i] + group * Format::SCALES, values);
+            Format::values(rows[i] + block * Format::BYTES, scales[i] + block / Format::SHARED * Format::SCALES,
+                           values);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++)
-                    totals[r][i] += values[v] * load(x + (r * groups + group) * Format::INPUTS + v * LANES);
+                    totals[r][i] += values[v] * load(x + (r * blocks + block) * Format::INPUTS + v * LANES);
         }
     }
     for (int r = 0; r < ROWS; r++) sum4(totals[r][0], totals[r][1], totals[r][2], totals[r][3], sums[r]);
@@ -71,11 +73,11 @@ void widen_halves(const uint16_t* halves, int64_t count, float* to) {
 template <class Format, class Arguments>
 void multiply_outputs(const Arguments& a, const float* x, int64_t first, int64_t last) {
     static thread_local Scratch memory;
-    const int64_t groups = a.inputs / Format::INPUTS, scales = groups * Format::SCALES;
+    const int64_t blocks = a.inputs / Format::INPUTS, scales = blocks / Format::SHARED * Format::SCALES;
     float* scale = static_cast<float*>(memory.reserve(TOGETHER * scales * sizeof(float)));
     for (int64_t output = first; output < last; output += TOGETHER) {
         const int given = static_cast<int>(last - output < TOGETHER ? last - output : TOGETHER);
-        const uint8_t* weight = reinterpret_cast<const uint8_t*>(a.weight) + output * groups * Format::BYTES;
+        const uint8_t* weight = reinterpret_cast<const uint8_t*>(a.weight) + output * blocks * Format::BYTES;
         prefetch(a.scale + output * scales + AHEAD / 8, given * scales * 2);
         widen_halves(a.scale + output * scales, given * scales, scale);
         for (int64_t row = 0; row < a.rows; row += TOGETHER) {
@@ -84,16 +86,16 @@ void multiply_outputs(const Arguments& a, const float* x, int64_t first, int64_t
             float sums[TOGETHER][TOGETHER];
             switch (left) {
                 case 1:
-                    multiply_rows<Format, 1>(weight, scale, given, numbers, groups, row == 0, sums);
+                    multiply_rows<Format, 1>(weight, scale, given, numbers, blocks, row == 0, sums);
                     break;
                 case 2:
-                    multiply_rows<Format, 2>(weight, scale, given, numbers, groups, row == 0, sums);
+                    multiply_rows<Format, 2>(weight, scale, given, numbers, blocks, row == 0, sums);
                     break;
                 case 3:
-                    multiply_rows<Format, 3>(weight, scale, given, numbers, groups, row == 0, sums);
+                    multiply_rows<Format, 3>(weight, scale, given, numbers, blocks, row == 0, sums);
                     break;
                 default:
-                    multiply_rows<Format, 4>(weight, scale, given, numbers, groups, row == 0, sums);
+                    multiply_rows<Format, 4>(weight, scale, given, numbers, blocks, row == 0, sums);
             }
             for (int r = 0; r < TOGETHER && r < left; r++)
                 for (int i = 0; i < given; i++) {

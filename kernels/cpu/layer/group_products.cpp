@@ -1,5 +1,6 @@
-// Products of bfloat16 rows with weights in groups of 32 along the inputs, each with numbers of its own by which the
-// weights are scaled: those of GGUF's blocks Q4_1 (and Q4_0) and Q8_0.
+// Products of bfloat16 rows with weights in groups along the inputs, each with numbers of its own by which the weights
+// are scaled: 4 bits in groups of 32, 64 or 128, those of GGUF's blocks Q4_1 (and Q4_0), AWQ and others; 8 bits in
+// groups of 32, those of Q8_0. Weights lie in blocks of 32, of which a group has one, two or four.
 //
 // A prompt multiplies integers, as in byte_products.cpp: sums of a group are exact, and scaled and added up as floats.
 #include "few_rows.h"
@@ -10,45 +11,46 @@ namespace kvseek {
 struct GroupProductArguments {
     const void* x;          // Bfloat16 [rows, inputs]
     const uint8_t* weight;  // [outputs, inputs / 32, 32]; 4 bits: [.., 16], input j low and j + 16 high
-    const uint16_t* scale;  // Half [outputs, inputs / 32]; 4 bits: [.., 2], the factor and the value of 0
+    const uint16_t* scale;  // Half [outputs, inputs / group]; 4 bits: [.., 2], the factor and the value of 0
     const uint16_t* bias;   // Bfloat16 [outputs], or null
     void* out;              // Bfloat16 [rows, outputs]
-    int64_t rows, inputs, outputs, threads;
+    int64_t rows, inputs, outputs, group, threads;
 };
 
 namespace {
 
-constexpr int GROUP = 32;  // inputs
-constexpr int VECTORS = GROUP / LANES;
+constexpr int BLOCK = 32;  // inputs
+constexpr int VECTORS = BLOCK / LANES;
 
 // Formats of few_rows.h; each weight has exactly the value that it has dequantised.
 struct Grouped {
-    static constexpr int INPUTS = GROUP;
+    static constexpr int INPUTS = BLOCK;
 
     static float factor(const GroupProductArguments&, int64_t) { return 1.0f; }
 };
 
 struct Bytes : Grouped {
-    static constexpr int BYTES = GROUP, SCALES = 1;
+    static constexpr int BYTES = BLOCK, SHARED = 1, SCALES = 1;
 
-    static inline void values(const uint8_t* group, const float* scale, Vec* to) {
-        for (int v = 0; v < VECTORS; v++) to[v] = widen(group + v * LANES) * scale[0];
+    static inline void values(const uint8_t* block, const float* scale, Vec* to) {
+        for (int v = 0; v < VECTORS; v++) to[v] = widen(block + v * LANES) * scale[0];
     }
 };
 
+template <int GROUP>
 struct Nibbles : Grouped {
-    static constexpr int BYTES = GROUP / 2, SCALES = 2;
+    static constexpr int BYTES = BLOCK / 2, SHARED = GROUP / BLOCK, SCALES = 2;
 
-    static inline void values(const uint8_t* group, const float* scale, Vec* to) {
+    static inline void values(const uint8_t* block, const float* scale, Vec* to) {
 #if defined(__AVX512F__)
-        // A group's sixteen values are made once, and looked up.
+        // A block's sixteen values are made once, and looked up.
         const Vec sixteen = __builtin_convertvector(lane_numbers(), Vec) * scale[0] + scale[1];
-        const __m512i bytes = _mm512_cvtepu8_epi32(load_as<__m128i>(group));  // a look-up reads the lowest 4 bits
+        const __m512i bytes = _mm512_cvtepu8_epi32(load_as<__m128i>(block));  // a look-up reads the lowest 4 bits
         to[0] = (Vec)_mm512_permutexvar_ps(bytes, (__m512)sixteen);
         to[1] = (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), (__m512)sixteen);
 #else
         for (int v = 0; v < VECTORS / 2; v++) {
-            const uint8_t* from = group + v * LANES;
+            const uint8_t* from = block + v * LANES;
 #if defined(__AVX2__)
             const IntVec bytes = (IntVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #else
@@ -64,18 +66,19 @@ struct Nibbles : Grouped {
 // The weights as numbers [outputs, inputs]: Bfloat16 if `rows` is 1, else float.
 template <class Format, class T>
 void write_values(const GroupProductArguments& a) {
-    const int64_t groups = a.inputs / GROUP;
+    const int64_t blocks = a.inputs / BLOCK;
     for_each_chunk(a.threads, 1, a.outputs, UNIT_OUTPUTS, [&](int64_t, int64_t first, int64_t last) {
         static thread_local Scratch memory;
-        const int64_t scales = groups * Format::SCALES;
+        const int64_t scales = blocks / Format::SHARED * Format::SCALES;
         float* scale = static_cast<float*>(memory.reserve(scales * sizeof(float)));
         for (int64_t output = first; output < last; output++) {
             widen_halves(a.scale + output * scales, scales, scale);
-            for (int64_t group = 0; group < groups; group++) {
-                const int64_t number = output * groups + group;
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t number = output * blocks + block;
                 Vec values[VECTORS];
-                Format::values(a.weight + number * Format::BYTES, scale + group * Format::SCALES, values);
-                for (int v = 0; v < VECTORS; v++) store(static_cast<T*>(a.out) + number * GROUP + v * LANES, values[v]);
+                Format::values(a.weight + number * Format::BYTES, scale + block / Format::SHARED * Format::SCALES,
+                               values);
+                for (int v = 0; v < VECTORS; v++) store(static_cast<T*>(a.out) + number * BLOCK + v * LANES, values[v]);
             }
         }
     });
@@ -86,10 +89,10 @@ void write_values(const GroupProductArguments& a) {
     return a.rows == 1 ? write_values<Format, Bfloat16>(a) : write_values<Format, float>(a);
 }
 
-constexpr int STEPS = GROUP / Words::PAIR;  // words of an output in a group
+constexpr int STEPS = BLOCK / Words::PAIR;  // words of an output in a block
 
-// What TILE_OUTPUTS outputs have in one group; outputs that do not exist are zeros.
-struct GroupTile {
+// What TILE_OUTPUTS outputs have in one block; outputs that do not exist are zeros.
+struct BlockTile {
     uint32_t words[STEPS][TILE_OUTPUTS];
     int32_t offsets[TILE_OUTPUTS];  // what 2^7 in every high byte adds, negative
     float factors[TILE_OUTPUTS], zeros[TILE_OUTPUTS];
@@ -97,33 +100,33 @@ struct GroupTile {
 
 typedef float TileTotals[TILE_ROWS][TILE_OUTPUTS];
 
-// Sums over the groups of TILE_ROWS rows of bytes, in units of the rows; `sums` are those of each row's groups.
-void multiply_tile(const uint8_t* bytes, const float* sums, const GroupTile* tiles, int64_t groups, TileTotals& of) {
+// Sums over the blocks of TILE_ROWS rows of bytes, in units of the rows; `sums` are those of each row's blocks.
+void multiply_tile(const uint8_t* bytes, const float* sums, const BlockTile* tiles, int64_t blocks, TileTotals& of) {
     std::memset(of, 0, sizeof(of));
-    for (int64_t group = 0; group < groups; group++) {
-        const GroupTile& tile = tiles[group];
+    for (int64_t block = 0; block < blocks; block++) {
+        const BlockTile& tile = tiles[block];
         for (int r = 0; r < TILE_ROWS; r++)
             for (int output = 0; output < TILE_OUTPUTS; output++) {
                 int32_t total[PLANES] = {tile.offsets[output], 0};
                 for (int plane = 0; plane < PLANES; plane++) {
-                    const uint8_t* row = bytes + ((r * PLANES + plane) * groups + group) * GROUP;
-                    for (int k = 0; k < GROUP; k++)
+                    const uint8_t* row = bytes + ((r * PLANES + plane) * blocks + block) * BLOCK;
+                    for (int k = 0; k < BLOCK; k++)
                         total[plane] += row[k] * static_cast<int8_t>(tile.words[k / 4][output] >> k % 4 * 8);
                 }
                 of[r][output] += tile.factors[output] * static_cast<float>(total[0] * 256 + total[1]);
-                of[r][output] += tile.zeros[output] * sums[r * groups + group];
+                of[r][output] += tile.zeros[output] * sums[r * blocks + block];
             }
     }
 }
 
 #if KVSEEK_LEVEL == 4
 // See multiply_tile_vnni of byte_products.cpp. The high bytes' sums are shifted, and the low bytes' added to them.
-void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const GroupTile* tiles, int64_t groups,
+void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const BlockTile* tiles, int64_t blocks,
                         TileTotals& of) {
     constexpr int COLUMNS = TILE_OUTPUTS / LANES;
     Vec totals[TILE_ROWS][COLUMNS] = {};
-    for (int64_t group = 0; group < groups; group++) {
-        const GroupTile& tile = tiles[group];
+    for (int64_t block = 0; block < blocks; block++) {
+        const BlockTile& tile = tiles[block];
         IntVec own[TILE_ROWS][COLUMNS];
 #pragma GCC unroll 6
         for (int r = 0; r < TILE_ROWS; r++)
@@ -136,7 +139,7 @@ void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const GroupTile
 #pragma GCC unroll 2
                     for (int v = 0; v < COLUMNS; v++) own[r][v] <<= 8;
             }
-            const uint8_t* from = bytes + (plane * groups + group) * GROUP;
+            const uint8_t* from = bytes + (plane * blocks + block) * BLOCK;
 #pragma GCC unroll 1
             for (int step = 0; step < STEPS; step++) {
                 asm volatile("" ::: "memory");  // else weights of all steps are kept in registers, and sums in memory
@@ -145,7 +148,7 @@ void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const GroupTile
                 for (int v = 0; v < COLUMNS; v++) weights[v] = load_as<IntVec>(tile.words[step] + v * LANES);
 #pragma GCC unroll 6
                 for (int r = 0; r < TILE_ROWS; r++) {
-                    const uint8_t* row = from + r * PLANES * groups * GROUP;
+                    const uint8_t* row = from + r * PLANES * blocks * BLOCK;
                     const IntVec four = load_as<int32_t>(row + step * Words::PAIR) - IntVec{};
 #pragma GCC unroll 2
                     for (int v = 0; v < COLUMNS; v++)
@@ -158,7 +161,7 @@ void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const GroupTile
 #pragma GCC unroll 2
             for (int v = 0; v < COLUMNS; v++) {
                 totals[r][v] += load(tile.factors + v * LANES) * __builtin_convertvector(own[r][v], Vec);
-                totals[r][v] += load(tile.zeros + v * LANES) * sums[r * groups + group];
+                totals[r][v] += load(tile.zeros + v * LANES) * sums[r * blocks + block];
             }
     }
 #pragma GCC unroll 6
@@ -170,21 +173,21 @@ void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const GroupTile
 
 // Unpack outputs first .. last - 1, at most TILE_OUTPUTS; `packed` is work space.
 template <class Format>
-void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_t* packed, GroupTile* tiles) {
-    const int64_t groups = a.inputs / GROUP, row_bytes = groups * Format::BYTES, count = last - first;
-    const int64_t scales = groups * Format::SCALES;
+void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_t* packed, BlockTile* tiles) {
+    const int64_t blocks = a.inputs / BLOCK, row_bytes = blocks * Format::BYTES, count = last - first;
+    const int64_t scales = blocks / Format::SHARED * Format::SCALES;
     float* scale = reinterpret_cast<float*>(packed + row_bytes / Words::PAIR * TILE_OUTPUTS);
     std::memset(scale + count * scales, 0, (TILE_OUTPUTS - count) * scales * sizeof(float));
     widen_halves(a.scale + first * scales, count * scales, scale);
     const int8_t* weight = reinterpret_cast<const int8_t*>(a.weight) + first * row_bytes;
     pack_columns<Words>(Rows<int8_t>{weight, row_bytes, count, row_bytes}, TILE_OUTPUTS, packed);
-    for (int64_t group = 0; group < groups; group++) {
-        GroupTile& tile = tiles[group];
+    for (int64_t block = 0; block < blocks; block++) {
+        BlockTile& tile = tiles[block];
         int32_t totals[TILE_OUTPUTS] = {};
         for (int step = 0; step < Format::BYTES / Words::PAIR; step++, packed += TILE_OUTPUTS)
             for (int output = 0; output < TILE_OUTPUTS; output++) {
                 const uint32_t word = packed[output];
-                if (Format::BYTES == GROUP) {
+                if (Format::BYTES == BLOCK) {
                     tile.words[step][output] = word;
                     for (int k = 0; k < Words::PAIR; k++) totals[output] += static_cast<int8_t>(word >> k * 8);
                 } else {
@@ -194,7 +197,7 @@ void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_
                 }
             }
         for (int output = 0; output < TILE_OUTPUTS; output++) {
-            const float* own = scale + output * scales + group * Format::SCALES;
+            const float* own = scale + output * scales + block / Format::SHARED * Format::SCALES;
             tile.offsets[output] = -128 * totals[output];
             tile.factors[output] = own[0], tile.zeros[output] = Format::SCALES == 2 ? own[1] : 0.0f;
         }
@@ -206,10 +209,10 @@ template <class Format>
 void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded, int64_t from, int64_t to,
                       int64_t first, int64_t last) {
     static thread_local Scratch memory;
-    const int64_t groups = a.inputs / GROUP;
+    const int64_t blocks = a.inputs / BLOCK;
     constexpr int64_t PACKED = TILE_OUTPUTS * (Format::BYTES + Format::SCALES * sizeof(float));
-    GroupTile* tiles = static_cast<GroupTile*>(memory.reserve(groups * (sizeof(GroupTile) + PACKED)));
-    uint32_t* packed = reinterpret_cast<uint32_t*>(tiles + groups);
+    BlockTile* tiles = static_cast<BlockTile*>(memory.reserve(blocks * (sizeof(BlockTile) + PACKED)));
+    uint32_t* packed = reinterpret_cast<uint32_t*>(tiles + blocks);
     unpack<Format>(a, first, last, packed, tiles);
     auto multiply = multiply_tile;
 #if KVSEEK_LEVEL == 4
@@ -220,7 +223,7 @@ void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded
         biases[output - first] = to_float(Bfloat16{a.bias[output]});
     for (int64_t row = from; row < to; row += TILE_ROWS) {
         TileTotals totals;
-        multiply(rounded.bytes + row * PLANES * a.inputs, rounded.sums + row * groups, tiles, groups, totals);
+        multiply(rounded.bytes + row * PLANES * a.inputs, rounded.sums + row * blocks, tiles, blocks, totals);
         for (int r = 0; r < TILE_ROWS && row + r < to; r++) {
             Bfloat16 results[TILE_OUTPUTS];
             for (int i = 0; i < TILE_OUTPUTS; i += LANES)
@@ -233,17 +236,42 @@ void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded
 
 template <class Format>
 void multiply_prompt(const GroupProductArguments& a) {
-    multiply_prompt(a, GROUP, [&](const RoundedRows& rounded, int64_t from, int64_t to, int64_t first, int64_t last) {
+    multiply_prompt(a, BLOCK, [&](const RoundedRows& rounded, int64_t from, int64_t to, int64_t first, int64_t last) {
         multiply_rounded<Format>(a, rounded, from, to, first, last);
     });
+}
+
+// Call run(format) with the format of 4 bits in groups of a.group.
+template <class Run>
+void with_nibbles(const GroupProductArguments& a, const Run& run) {
+    switch (a.group) {
+        case 128:
+            return run(Nibbles<128>{});
+        case 64:
+            return run(Nibbles<64>{});
+        default:
+            return run(Nibbles<32>{});
+    }
+}
+
+void multiply_nibbles(const GroupProductArguments& a) {
+    with_nibbles(a, [&](auto format) { multiply_few_rows<decltype(format)>(a); });
+}
+
+void multiply_nibbles_prompt(const GroupProductArguments& a) {
+    with_nibbles(a, [&](auto format) { multiply_prompt<decltype(format)>(a); });
+}
+
+void write_nibbles(const GroupProductArguments& a) {
+    with_nibbles(a, [&](auto format) { write_values<decltype(format)>(a); });
 }
 
 }  // namespace
 }  // namespace kvseek
 
-KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::Nibbles>)
-KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Nibbles>)
-KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Nibbles>)
+KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_nibbles)
+KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_nibbles_prompt)
+KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_nibbles)
 KVSEEK_KERNEL(kvseek_group_byte_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::Bytes>)
 KVSEEK_KERNEL(kvseek_group_byte_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Bytes>)
 KVSEEK_KERNEL(kvseek_group_byte_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Bytes>)

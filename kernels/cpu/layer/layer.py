@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.core.config import WEIGHT_GROUP
+from kvseek.core.config import WEIGHT_GROUP, WEIGHT_GROUPS
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_GROUPS, layout
@@ -61,6 +61,7 @@ class _Product:
         scale: Tensor,
         bias: Tensor | None,
         inputs: int,
+        **other: int,
     ) -> None:
         if bias is not None and bias.dtype is not torch.bfloat16:
             raise KernelError(f"bias: {bias.dtype}: must be bfloat16; convert it before")
@@ -73,6 +74,7 @@ class _Product:
                 bias=None if bias is None else pointer(bias),
                 outputs=self._outputs,
                 inputs=inputs,
+                **other,
             )
         )
 
@@ -131,7 +133,7 @@ class ByteProduct(_Product):
 
 
 class GroupProduct(_Product):
-    """ByteProduct for weights whose numbers are scaled in groups of WEIGHT_GROUP inputs.
+    """ByteProduct for weights whose numbers are scaled in groups of inputs: WEIGHT_GROUPS of INT4, else WEIGHT_GROUP.
 
     Parameters
     ----------
@@ -146,9 +148,11 @@ class GroupProduct(_Product):
     """
 
     def __init__(self, library: CpuLibrary, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        inputs = scale.shape[1] * WEIGHT_GROUP
         nibbles = weight.dtype is torch.uint8
-        numbers, scales = layout((weight.shape[0], inputs), INT4 if nibbles else INT8_GROUPS)
+        inputs = weight.shape[1] * (2 if nibbles else 1)
+        group = inputs // max(1, scale.shape[1]) if nibbles else WEIGHT_GROUP
+        group = group if group in WEIGHT_GROUPS else WEIGHT_GROUP
+        numbers, scales = layout((weight.shape[0], inputs), INT4 if nibbles else INT8_GROUPS, group)
         for name, part, expected in (("weight", weight, numbers), ("scale", scale, scales)):
             if (tuple(part.shape), part.dtype) != expected or not part.is_contiguous():
                 raise KernelError(
@@ -157,7 +161,7 @@ class GroupProduct(_Product):
                 )
         name = f"kvseek_{'nibble' if nibbles else 'group_byte'}_product"
         kernels = [library.function(name + kind, GroupProductArguments) for kind in ("", "_prompt", "_values")]
-        super().__init__(GroupProductArguments, kernels, weight, scale, bias, inputs)
+        super().__init__(GroupProductArguments, kernels, weight, scale, bias, inputs, group=group)
 
     def of_prompt(self, x: Tensor) -> Tensor:
         """See ByteProduct.of_prompt."""

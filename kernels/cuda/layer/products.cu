@@ -23,7 +23,7 @@ namespace kvseek {
 struct LinearArguments {
     const void* x;       // Number [rows, inputs]
     const void* weight;  // Weight [outputs, inputs], gated [2 outputs, inputs]: gates first
-    const void* scale;   // float, one for each row of the weight, or null
+    const void* scale;   // of each row of the weight a float; of weights in groups those of the groups; or null
     const void* bias;    // Number, one for each row of the weight, or null
     void* out;           // Number [rows, outputs]
     int rows;            // at most 8 times the kernel's column tiles
@@ -32,10 +32,10 @@ struct LinearArguments {
 };
 
 struct DequantiseArguments {
-    const void* weight;  // Byte [outputs, inputs]
-    const void* scale;   // float [outputs]
+    const void* weight;  // [outputs, inputs], of 8 or 4 bits
+    const void* scale;   // as in LinearArguments
     void* out;           // Number [outputs, inputs]
-    int inputs;          // multiple of 16
+    int inputs;          // multiple of 16, or of a group
 };
 
 namespace products {
@@ -55,7 +55,7 @@ struct Shape {
     using Weight = Weight_;
     static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
     static constexpr int AHEAD = AHEAD_;  // eights of x that are loaded before they are needed, as registers have room
-    static constexpr bool GATED = GATED_;
+    static constexpr bool GATED = GATED_, GROUPED = false;
     static constexpr int PIECE = 16 / sizeof(Weight);  // weights that are loaded at once
     static constexpr int PIECE_EIGHTS = PIECE / 8;
     static constexpr int BLOCK = HALVES * 4 * PIECE;      // weights of a row
@@ -198,8 +198,9 @@ __device__ __forceinline__ void multiply(Sums<S>& sums, const Blocks<S>& blocks,
 }
 
 // A sum as a number of the product, for one row of the weight.
+template <class S>
 __device__ __forceinline__ float finished(const LinearArguments& a, float sum, int weight_row) {
-    const float scale = a.scale == nullptr ? 1.0f : static_cast<const float*>(a.scale)[weight_row];
+    const float scale = S::GROUPED || a.scale == nullptr ? 1.0f : static_cast<const float*>(a.scale)[weight_row];
     const float bias = a.bias == nullptr ? 0.0f : to_float(static_cast<const Number*>(a.bias)[weight_row]);
     return to_float(from_float<Number>(sum * scale + bias));
 }
@@ -215,8 +216,8 @@ __device__ __forceinline__ void store(const LinearArguments& a, const float (&su
         for (int i = 0; i < 2; ++i) {
             const int row = column_tile * 8 + threadIdx.x % 4 * 2 + i;
             if (row >= a.rows) continue;
-            float value = finished(a, sums[part * 2 + i], output);
-            if (S::GATED) value = silu(value) * finished(a, sums[2 + i], output + a.outputs);
+            float value = finished<S>(a, sums[part * 2 + i], output);
+            if (S::GATED) value = silu(value) * finished<S>(a, sums[2 + i], output + a.outputs);
             static_cast<Number*>(a.out)[static_cast<long long>(row) * a.outputs + output] = from_float<Number>(value);
         }
     }
@@ -224,21 +225,22 @@ __device__ __forceinline__ void store(const LinearArguments& a, const float (&su
 
 // Add the warps' sums and store them: each warp some of the tiles.
 template <class S>
-__device__ __forceinline__ void add_and_store(const LinearArguments& a, const Sums<S>& sums, Shared<S>& shared) {
+__device__ __forceinline__ void add_and_store(const LinearArguments& a, const Sums<S>& sums,
+                                              float4 (&shared)[S::SPLIT][S::TILES][32]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     await_copy_groups<0>();  // zeros, which would be written over the sums
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < S::TILES; ++i) {
         const float (&own)[4] = sums[i / S::COLUMN_TILES][i % S::COLUMN_TILES];
-        shared.sums[warp][i][lane] = make_float4(own[0], own[1], own[2], own[3]);
+        shared[warp][i][lane] = make_float4(own[0], own[1], own[2], own[3]);
     }
     __syncthreads();
     for (int i = warp; i < S::TILES; i += S::SPLIT) {
         float total[4] = {};
 #pragma unroll
         for (int other = 0; other < S::SPLIT; ++other) {
-            const float4 more = shared.sums[other][i][lane];
+            const float4 more = shared[other][i][lane];
             total[0] += more.x, total[1] += more.y, total[2] += more.z, total[3] += more.w;
         }
         store<S>(a, total, i / S::COLUMN_TILES, i % S::COLUMN_TILES);
@@ -275,8 +277,12 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
             }
         }
     }
-    add_and_store<S>(a, sums, shared);
+    add_and_store<S>(a, sums, shared.sums);
 }
+
+#if KVSEEK_WEIGHT >= 3
+#include "kernels/cuda/layer/grouped_products.cuh"
+#endif
 
 // Kernels by the rows of x that they have room for, by warps and row tiles: a matrix of few rows, so of few thread
 // blocks, needs more warps in each to keep enough weights on their way. With many rows of x, more row tiles read x less
@@ -307,7 +313,7 @@ KVSEEK_PRODUCT(linear, Number, 16, 16, 1, 1, 1)
 KVSEEK_PRODUCT(linear, Number, 32, 16, 1, 1, 1)
 KVSEEK_PRODUCT(linear, Number, 64, 16, 1, 1, 1)
 
-#if KVSEEK_WEIGHT != 0
+#if KVSEEK_WEIGHT == 1 || KVSEEK_WEIGHT == 2
 KVSEEK_PRODUCT(weight_only_linear, Byte, 8, 4, 1, 4, 8)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 16, 4, 2, 2, 1)
 KVSEEK_PRODUCT(weight_only_linear, Byte, 32, 4, 2, 0, 4)
@@ -344,6 +350,70 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
         }
         reinterpret_cast<uint4*>(out + at)[0] = reinterpret_cast<const uint4*>(numbers)[0];
         reinterpret_cast<uint4*>(out + at)[1] = reinterpret_cast<const uint4*>(numbers)[1];
+    }
+}
+#endif
+
+#if KVSEEK_WEIGHT >= 3
+#define KVSEEK_GROUP_PRODUCT_(GATED_NAME, GATED, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS) \
+    extern "C" __global__ void __launch_bounds__(SPLIT * 32, BLOCKS)                                          \
+        kvseek_##GATED_NAME##NAME##_##ROWS##_##SPLIT##_##ROW_TILES(                                           \
+            const __grid_constant__ kvseek::LinearArguments a) {                                              \
+        groups::linear<groups::Shape<FORMAT, SPLIT, ROW_TILES, STAGES, ROWS / 8, AHEAD, GATED>>(a);           \
+    }
+#define KVSEEK_GROUP_PRODUCT(NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS)       \
+    KVSEEK_GROUP_PRODUCT_(, false, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS) \
+    KVSEEK_GROUP_PRODUCT_(gated_, true, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS)
+
+#if KVSEEK_WEIGHT == 3
+using Layers = Int4;
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 2, 2, 2, 4)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 2, 2, 1, 4)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 4, 2, 2, 0, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 8, 1, 3, 2, 3)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 8, 1, 3, 1, 3)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 8, 4, 2, 2, 2, 4)
+KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 16, 4, 2, 2, 1, 4)
+KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 32, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 64, 4, 2, 2, 0, 2)
+#else
+using Layers = Fp8Groups;
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 4, 2, 2, 2, 4)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 4, 2, 2, 1, 4)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 4, 2, 2, 0, 2)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 8, 1, 3, 2, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 8, 1, 3, 1, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 8, 2, 2, 0, 1)
+#endif
+
+// Writes a matrix out in the engine's type, eight weights a thread; a row is blockIdx.x.
+extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
+    kvseek_dequantise(const __grid_constant__ kvseek::DequantiseArguments a) {
+    using Scale = Layers::Scale;
+    const long long row = blockIdx.x;
+    const Byte* weight = static_cast<const Byte*>(a.weight) + row * a.inputs * Layers::BITS / 8;
+    const Scale* scales = static_cast<const Scale*>(a.scale) + row * (a.inputs / Layers::GROUP);
+    Number* out = static_cast<Number*>(a.out) + row * a.inputs;
+    await_earlier_kernels();  // what read `out` before, if it is memory used again
+    for (int at = threadIdx.x * 8; at < a.inputs; at += DEQUANTISE_THREADS * 8) {
+        const int t = at % CELL / 8;
+        const Byte* from = weight + Layers::chunk(t, at / CELL) * 16 + t % 2 * 8;
+        unsigned pairs[4];
+        Layers::eight(*reinterpret_cast<const uint2*>(from), t, pairs);
+        const float2 scale = groups::factor_and_zero(scales[at / Layers::GROUP]);
+        alignas(16) Number numbers[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            // A number times its factor is exact, or nothing is added to it.
+            const float number = to_float(reinterpret_cast<const Number*>(pairs)[i]) - groups::offset<Layers>();
+            numbers[i] = from_float<Number>(number * scale.x + scale.y);
+        }
+        *reinterpret_cast<uint4*>(out + at) = *reinterpret_cast<const uint4*>(numbers);
     }
 }
 #endif

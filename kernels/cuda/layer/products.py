@@ -1,4 +1,4 @@
-"""Launches the kernels of kernels/cuda/layer/products.cu: products of decode steps, with weights of 16 or 8 bits.
+"""Launches the kernels of kernels/cuda/layer/products.cu: products of decode steps, with weights of 16, 8 or 4 bits.
 
 Functions launch on the current stream, can be captured in a CUDA graph and read nothing back. Tensors are contiguous and on
 the kernels' GPU.
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvseek.core.config import WEIGHT_GROUP, group_inputs
 from kvseek.core.errors import KernelError
-from kvseek.core.weight_only import NONE, PRECISIONS
+from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE, layout
 from kvseek.kernels.arguments import checked_address
 from kvseek.kernels.structs import c_struct
 
@@ -31,48 +32,115 @@ ALIGNMENT = 16  # bytes: alignment of x, weights and products, because lanes loa
 class Shape:
     """A kernel kvseek_[gated_]<name>_<rows>_<split>_<row_tiles>, for up to `rows` rows of x.
 
-    Its thread blocks multiply 16 × `row_tiles` rows of a weight each, with `split` warps that each take a part of every sum.
+    Its thread blocks multiply 16 × `row_tiles` rows of a weight each, with `split` warps that each take a part of every sum. A
+    warp has shared memory for `stages` blocks of weights.
     """
 
     rows: int
     split: int
     row_tiles: int
+    stages: int = 2
+
+    @property
+    def name(self) -> str:
+        """End of the name of the kernel."""
+        return f"{self.rows}_{self.split}_{self.row_tiles}"
 
     @property
     def weight_rows(self) -> int:
         """Rows of the weight that a thread block multiplies."""
         return 16 * self.row_tiles
 
+    def shared_bytes(self, scale_words: int) -> int:
+        """Bytes of shared memory: the blocks of weights of each warp, and at the end the sums of all.
+
+        A block has 128 bytes of each row and, of weights in groups, `scale_words` words of 4 bytes of scales.
+        """
+        blocks = self.stages * 16 * self.row_tiles * (128 + 4 * scale_words)
+        sums = self.row_tiles * self.rows // 8 * WARP * 16
+        return self.split * max(blocks, sums)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are stored, and the kernels kvseek_[gated_]<kernel>_... that read them; core/weight_only.py has the layouts.
+
+    Attributes
+    ----------
+    precision : str
+        NONE, of PRECISIONS, INT4, INT8_GROUPS or FP8_GROUPS.
+    group : int
+        Inputs of a group; 1: a scale a row, or none.
+    weight, scale : torch.dtype
+    """
+
+    kernel: str
+    precision: str
+    group: int
+    weight: torch.dtype
+    scale: torch.dtype
+
+    @classmethod
+    def of(cls, precision: str, weight_group: int, dtype: torch.dtype) -> Format:
+        """The format of an engine's weights of this precision, and dtype if that is NONE."""
+        if precision == NONE:
+            return cls("linear", precision, 1, dtype, torch.float32)
+        group = group_inputs(precision, weight_group)
+        kernel = f"{precision}_linear" if group > 1 else "weight_only_linear"
+        (_, weight), (_, scale) = layout((1, 128), precision, weight_group)
+        return cls(kernel, precision, group, weight, scale)
+
+    def inputs(self, weight: Tensor) -> int:
+        """Inputs of a stored weight."""
+        return weight.shape[1] * (2 if self.precision == INT4 else 1)
+
     @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory: two blocks of weights of each warp, and at the end the sums of all."""
-        return self.split * self.row_tiles * WARP * 16 * max(2 * 4, self.rows // 8)
+    def scale_words(self) -> int:
+        """Words of 4 bytes of the scales of a row and 128 bytes of its weights, if they are in groups."""
+        if self.group == 1:
+            return 0
+        (_, numbers), (scales, dtype) = layout((1, 256), self.precision, self.group)
+        inputs = 128 * (2 if numbers is torch.uint8 else 1)
+        return torch.Size(scales).numel() * dtype.itemsize * inputs // 256 // 4
+
+    def scale_shape(self, weight: Tensor) -> tuple[int, ...]:
+        """Of the scales of a stored weight."""
+        return layout((weight.shape[0], self.inputs(weight)), self.precision, self.group)[1][0]
 
 
-# By the bits of a weight. For weights in descending order of their rows per multiprocessor, each with the fewest: kernels for
+# By the kernel of a format. For weights in descending order of their rows per multiprocessor, each with the fewest: kernels for
 # ever more rows of x. The bits of a sum depend on `split`, which is therefore the same for any number of rows of x. Measured on
 # an H200 with the matrices of Llama-3.1-8B and Llama-3.2-1B.
-SHAPES: dict[int, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
-    16: (
+SHAPES: dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
+    "linear": (
         (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 3))),
         (40, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 3))),
         (24, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 1), Shape(64, 8, 2))),
         (0, (Shape(8, 16, 1), Shape(16, 16, 1), Shape(32, 16, 1), Shape(64, 16, 1))),
     ),
-    8: (
+    "weight_only_linear": (
         (128, (Shape(8, 4, 1), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 3))),
         (40, (Shape(8, 8, 1), Shape(16, 8, 2), Shape(32, 8, 3), Shape(64, 8, 3))),
         (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
+    ),
+    "int4_linear": (
+        (64, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
+        (0, (Shape(8, 8, 1, 3), Shape(16, 8, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
+    ),
+    "int8_groups_linear": ((0, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),),
+    "fp8_groups_linear": (
+        (64, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
+        (0, (Shape(8, 8, 1, 3), Shape(16, 8, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
 }
 MOST_ROWS = 64  # of x: those of the largest decode step
 
 
-def choose_shape(bits: int, rows: int, weight_rows: float) -> Shape:
-    """Choose the kernel for `rows` of x and so many rows of a weight per multiprocessor; raises KernelError on too many rows."""
+def choose_shape(kernel: str, rows: int, weight_rows: float) -> Shape:
+    """Choose that for `rows` of x and so many rows of a weight per multiprocessor; raises KernelError on too many rows."""
     if rows > MOST_ROWS:
         raise KernelError(f"rows = {rows}: must be <= {MOST_ROWS}; leave more to cuBLAS")
-    shapes = next(shapes for fewest, shapes in SHAPES[bits] if weight_rows >= fewest)
+    shapes = next(shapes for fewest, shapes in SHAPES[kernel] if weight_rows >= fewest)
     return next(shape for shape in shapes if rows <= shape.rows)
 
 
@@ -81,21 +149,27 @@ DequantiseArguments = c_struct("kernels/cuda/layer/products.cu", "DequantiseArgu
 
 
 class ProductKernels:
-    """Products with weights in the engine's dtype, and with weights of one 8-bit precision if there is one.
+    """Products with weights in the engine's dtype, and with weights of one precision of fewer bits if there is one.
 
     Parameters
     ----------
     kernels : CudaKernels
-        Compiled for `precision` and `dtype`.
+        Compiled for `precision`, `weight_group` and `dtype`.
     precision : str
-        "int8", "fp8" or "none".
+        "int8", "fp8", "int4", "fp8_groups" or "none". Beside int4, heads may be of int8 in groups.
     dtype : torch.dtype
         Dtype of x and of the products: bfloat16 or float16.
+    weight_group : int
+        Inputs of a group of int4.
     """
 
-    def __init__(self, kernels: CudaKernels, precision: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kernels: CudaKernels, precision: str, dtype: torch.dtype, weight_group: int = WEIGHT_GROUP
+    ) -> None:
         self._kernels, self.dtype = kernels, dtype
-        self._bytes = None if precision == NONE else PRECISIONS[precision][0]
+        precisions = {NONE, precision} | ({INT8_GROUPS} if precision == INT4 else set())
+        formats = [Format.of(one, weight_group, dtype) for one in precisions]
+        self._formats = {(one.weight, one.group > 1): one for one in formats}
 
     def linear(
         self,
@@ -113,8 +187,8 @@ class ProductKernels:
 
         Parameters
         ----------
-        scale : Tensor, float32 [outputs], or None
-            Of a weight of 8 bits.
+        weight, scale : Tensor, Tensor or None
+            As they are stored, see core/weight_only.py.
         bias : Tensor [outputs] or None
         gated : bool
             The result is silu(first half of the outputs) times the second half, [rows, outputs / 2].
@@ -127,54 +201,77 @@ class ProductKernels:
             If there are more than MOST_ROWS rows, or the kernels cannot read a tensor.
         """
         (rows, inputs), outputs = x.shape, weight.shape[0] // (2 if gated else 1)
-        shape = choose_shape(8 * weight.itemsize, rows, weight.shape[0] / self._kernels.multiprocessors)
+        form = self._format(weight, scale)
+        shape = choose_shape(form.kernel, rows, weight.shape[0] / self._kernels.multiprocessors)
         if out is None:
             out = x.new_empty(rows, outputs)
         elif out.shape != (rows, outputs):
             raise KernelError(f"out {tuple(out.shape)}: must be {(rows, outputs)}; make it of this shape")
         arguments = LinearArguments(
             x=self._aligned("x", x, self.dtype),
-            weight=self._weight(weight, inputs),
-            scale=self._address("scale", scale, torch.float32),
+            weight=self._weight(form, weight, inputs),
+            scale=self._scale(form, weight, scale),
             bias=self._address("bias", bias, self.dtype),
             out=self._address("out", out, self.dtype),
             rows=rows,
             outputs=outputs,
             inputs=inputs,
         )
-        kind = "gated_" * gated + "weight_only_" * (weight.itemsize == 1)
-        name = f"kvseek_{kind}linear_{shape.rows}_{shape.split}_{shape.row_tiles}"
+        name = f"kvseek_{'gated_' * gated}{form.kernel}_{shape.name}"
         blocks = -(-weight.shape[0] // shape.weight_rows)
         # Measured with two and three blocks a multiprocessor. A single one would wait for more than half of the shared memory.
         even = blocks > self._kernels.multiprocessors
-        threads, shared_bytes = shape.split * WARP, shape.shared_bytes
+        threads, shared_bytes = shape.split * WARP, shape.shared_bytes(form.scale_words)
         self._kernels.launch(name, (blocks, 1, 1), threads, arguments, shared_bytes, overlap=True, even=even)
         return out
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Multiply a weight of 8 bits [outputs, inputs] with its scale, float32 [outputs]; the result has the products' dtype."""
-        outputs, inputs = weight.shape
+        """Compute a stored weight [outputs, inputs] of 8 or 4 bits; the result has the products' dtype."""
+        form = self._format(weight, scale)
+        if form.precision == INT8_GROUPS:
+            raise KernelError("weight: int8 in groups is multiplied as it is stored: it is of heads; leave it so")
+        outputs, inputs = weight.shape[0], form.inputs(weight)
         out = torch.empty(outputs, inputs, dtype=self.dtype, device=weight.device)
         arguments = DequantiseArguments(
-            weight=self._weight(weight, inputs),
-            scale=self._address("scale", scale, torch.float32),
+            weight=self._weight(form, weight, inputs),
+            scale=self._scale(form, weight, scale),
             out=out.data_ptr(),
             inputs=inputs,
         )
         self._kernels.launch("kvseek_dequantise", (outputs, 1, 1), DEQUANTISE_THREADS, arguments, overlap=True)
         return out
 
+    def _format(self, weight: Tensor, scale: Tensor | None) -> Format:
+        key = weight.dtype, scale is not None and scale.ndim > 1
+        if key not in self._formats:
+            groups = " in groups" * key[1]
+            known = " or ".join(f"{dtype}{' in groups' * grouped}" for dtype, grouped in self._formats)
+            raise KernelError(f"weight: {weight.dtype}{groups}: must be {known}; compile the kernels for its precision")
+        return self._formats[key]
+
     def _address(self, name: str, tensor: Tensor | None, dtype: torch.dtype) -> int:
         return checked_address(name, tensor, dtype, self._kernels.device)
 
-    def _weight(self, weight: Tensor, inputs: int) -> int:
-        multiple = ALIGNMENT // weight.itemsize
-        if weight.shape[1] != inputs or inputs % multiple:
+    def _weight(self, form: Format, weight: Tensor, inputs: int) -> int:
+        multiple = max(form.group, ALIGNMENT // weight.itemsize)
+        if form.inputs(weight) != inputs or inputs % multiple:
             raise KernelError(
                 f"weight {tuple(weight.shape)} for x of {inputs} channels: must have as many, a multiple of "
                 f"{multiple}; build with --device cpu"
             )
-        return self._aligned("weight", weight, self._bytes if weight.itemsize == 1 and self._bytes else self.dtype)
+        return self._aligned("weight", weight, form.weight)
+
+    def _scale(self, form: Format, weight: Tensor, scale: Tensor | None) -> int:
+        address = self._address("scale", scale, form.scale)
+        if form.group > 1 and scale is not None:
+            expected = form.scale_shape(weight)
+            if scale.shape != expected:
+                raise KernelError(f"scale {tuple(scale.shape)}: must be {expected}; give that of the weight")
+            if scale[0].nbytes % 4:
+                raise KernelError(
+                    f"scale {tuple(scale.shape)}: must have an even number of groups; build with --device cpu"
+                )
+        return address
 
     def _aligned(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
         address = self._address(name, tensor, dtype)
@@ -188,4 +285,6 @@ class ProductKernels:
 def product_kernels(config: EngineConfig, kernels: CudaKernels) -> ProductKernels | None:
     """Make the kernels for an engine's products; None for float32, which cuBLAS multiplies."""
     dtype = getattr(torch, config.dtype)
-    return None if dtype is torch.float32 else ProductKernels(kernels, config.weight_only_precision, dtype)
+    if dtype is torch.float32:
+        return None
+    return ProductKernels(kernels, config.weight_only_precision, dtype, config.weight_group)

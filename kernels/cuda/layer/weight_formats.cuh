@@ -1,5 +1,7 @@
-// Weights as products read them: in the engine's type, or of 8 bits with their exact conversion to it. KVSEEK_WEIGHT 1
-// is int8, 2 is float8_e4m3fn (builder/compile/cuda.py). Both types' numbers fit in bfloat16 and in float16.
+// Weights as products read them: in the engine's type, or of 8 or 4 bits with their exact conversion to it.
+// KVSEEK_WEIGHT 1 is int8, 2 is float8_e4m3fn, 3 is 4 bits in groups of KVSEEK_WEIGHT_GROUP inputs, with int8 in groups
+// for an output head, 4 is float8_e4m3fn in groups (builder/compile/cuda.py). All these numbers fit in bfloat16 and in
+// float16.
 #pragma once
 
 #include "kernels/cuda/numbers.cuh"
@@ -18,7 +20,7 @@ __device__ __forceinline__ unsigned pack(float low, float high, __half) {
     return *reinterpret_cast<const unsigned*>(&both);
 }
 
-#if KVSEEK_WEIGHT == 1
+#if KVSEEK_WEIGHT == 1 || KVSEEK_WEIGHT == 3
 
 // Byte i of four signed bytes whose sign bits are flipped, which makes them 0 to 255: as the last bits of 2^23 they are
 // a float without a conversion.
@@ -34,7 +36,7 @@ __device__ __forceinline__ void convert(unsigned bytes, unsigned (&numbers)[2]) 
         numbers[i] = pack(byte_to_float(flipped, 2 * i), byte_to_float(flipped, 2 * i + 1), Number());
 }
 
-#elif KVSEEK_WEIGHT == 2
+#elif KVSEEK_WEIGHT == 2 || KVSEEK_WEIGHT == 4
 
 // Sign, exponent and fraction of two e4m3 numbers, each in the upper byte of a half register, moved to their places in
 // the wider type: its exponent has another bias, which the factor makes up for. Subnormal numbers come out right, too.
@@ -70,6 +72,67 @@ __device__ __forceinline__ void four_numbers(const uint4& piece, int step, unsig
 __device__ __forceinline__ void four_numbers(const uint4& piece, int step, unsigned (&numbers)[2], Byte) {
     convert(word(piece, step), numbers);
 }
+#endif
+
+// Formats in groups. A cell is 32 inputs of a row; a lane t of four multiplies inputs 8t .. 8t + 7 of it. `chunk` is
+// the 16 bytes of a cell that hold them, in whose lower or upper half they lie. `eight` makes them numbers plus OFFSET,
+// in four registers of two.
+constexpr int CELL = 32;
+
+__device__ __forceinline__ float magic_offset(__nv_bfloat16) {
+    return 16.0f;
+}
+__device__ __forceinline__ float magic_offset(__half) {
+    return 64.0f;
+}
+
+#if KVSEEK_WEIGHT == 3
+// A factor, and the value of 0.
+struct Int4 {
+    static constexpr int BITS = 4, GROUP = KVSEEK_WEIGHT_GROUP;
+    static constexpr bool ZERO = true;
+    using Scale = __half2;
+
+    __device__ __forceinline__ static int chunk(int, int cell) { return cell; }
+    __device__ __forceinline__ static int swizzle(int row) { return row; }
+    // Byte j of a cell has input j in its low bits, and j + 16 in its high ones. A nibble among the last bits of 16 in
+    // bfloat16, or of 64 in float16, is added to it; the upper byte of these numbers is the same for all nibbles.
+    __device__ __forceinline__ static void eight(uint2 bytes, int t, unsigned (&numbers)[4]) {
+        constexpr bool WIDE = sizeof(Number) == 2 && KVSEEK_DTYPE == 1;
+        const int rotation = WIDE ? (t < 2 ? 29 : 1) : (t < 2 ? 28 : 0);
+        constexpr unsigned MASK = WIDE ? 0x78787878u : 0xf0f0f0f0u, ONES = WIDE ? 0x80808080u : 0u;
+        constexpr unsigned UPPER = WIDE ? 0x41414141u : 0x54545454u;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned word = i == 0 ? bytes.x : bytes.y;
+            unsigned lower;  // in one instruction, which the compiler makes of constants only if they are in registers
+            asm("lop3.b32 %0, %1, %2, %3, 0xea;"
+                : "=r"(lower)
+                : "r"(__funnelshift_r(word, word, rotation)), "r"(MASK), "r"(ONES));
+            numbers[2 * i] = __byte_perm(lower, UPPER, 0x4140);
+            numbers[2 * i + 1] = __byte_perm(lower, UPPER, 0x4342);
+        }
+    }
+};
+#endif
+
+#if KVSEEK_WEIGHT >= 3
+// One factor.
+template <class Scale_, int GROUP_>
+struct Bytes {
+    static constexpr int BITS = 8, GROUP = GROUP_;
+    static constexpr bool ZERO = false;
+    using Scale = Scale_;
+
+    __device__ __forceinline__ static int chunk(int t, int cell) { return 2 * cell + t / 2; }
+    __device__ __forceinline__ static int swizzle(int row) { return row % 4 * 2 + row / 4; }
+    __device__ __forceinline__ static void eight(uint2 bytes, int, unsigned (&numbers)[4]) {
+        convert(bytes.x, reinterpret_cast<unsigned (&)[2]>(numbers[0]));
+        convert(bytes.y, reinterpret_cast<unsigned (&)[2]>(numbers[2]));
+    }
+};
+using Int8Groups = Bytes<__half, 32>;
+using Fp8Groups = Bytes<float, 128>;
 #endif
 
 }  // namespace products

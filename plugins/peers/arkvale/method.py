@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region, bounds_of_pages, in_pages, of_pages, peer_traits
+from kvseek.plugins.peers.base import KeyedIndex, Pages, Region, bounds_of_pages, in_pages, of_pages, peer_traits
 
-from .config import Config
+PAPER = {"top_k": 1024, "page": 32, "dense_layers": 2}
 
-__all__ = ["create", "traits"]
+
+@dataclass(frozen=True)
+class Config(Pages):
+    """How many rows are kept, and how they lie together."""
+
+    top_k: int = 1024
+    dense_layers: int = 2
+    page: int = 32
 
 
 class ArkValeIndex(KeyedIndex):
@@ -27,11 +34,5 @@ class ArkValeIndex(KeyedIndex):
         return of_pages(scores.mean(dim=1), page, len(region.places))
 
 
-def traits(config: Config) -> Traits:
-    """Return the method's traits."""
-    return peer_traits(config)
-
-
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return ArkValeIndex(context)
+traits = peer_traits
+create = ArkValeIndex

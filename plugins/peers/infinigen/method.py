@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from kvseek.core.errors import require
 from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region, all_queries, peer_traits
+from kvseek.plugins.peers.base import DenseFirst, KeyedIndex, Region, all_queries, peer_traits
 from kvseek.plugins.ranking import best_positions, softmax_mean
 
-from .config import Config
+PAPER = {"top_k": 1024, "partial": 0.2, "dense_layers": 1}
 
-__all__ = ["create", "traits"]
+
+@dataclass(frozen=True)
+class Config(DenseFirst):
+    """How many rows are kept, and by how much of the keys.
+
+    Attributes
+    ----------
+    partial : float
+        Share of the turned channels that queries, and as many that keys, are loudest in; products count these alone.
+    """
+
+    top_k: int = 1024
+    partial: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.partial <= 1, "partial", self.partial, "in (0, 1]", "0.2 is the default")
 
 
 class PartialIndex(KeyedIndex):
@@ -49,11 +68,5 @@ class PartialIndex(KeyedIndex):
         return softmax_mean(scores.masked_fill(~region.valid, -torch.inf), self.context.scaling)
 
 
-def traits(config: Config) -> Traits:
-    """Return the method's traits."""
-    return peer_traits(config, prefix_reuse="copies", last_queries=all_queries)
-
-
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return PartialIndex(context)
+traits = partial(peer_traits, prefix_reuse="copies", last_queries=all_queries)
+create = PartialIndex

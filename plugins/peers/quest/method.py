@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region, bounds_of_pages, of_pages, peer_traits
+from kvseek.plugins.peers.base import KeyedIndex, Pages, Region, bounds_of_pages, of_pages, peer_traits
 
-from .config import Config
+PAPER = {"top_k": 2048, "page": 16, "dense_layers": 2}
 
-__all__ = ["create", "traits"]
+
+@dataclass(frozen=True)
+class Config(Pages):
+    """How many rows are kept, and how they lie together."""
+
+    top_k: int = 2048
+    dense_layers: int = 2
+    page: int = 16
 
 
 class QuestIndex(KeyedIndex):
@@ -24,11 +31,5 @@ class QuestIndex(KeyedIndex):
         return of_pages(bounds.mean(dim=1), page, len(region.places))
 
 
-def traits(config: Config) -> Traits:
-    """Return the method's traits."""
-    return peer_traits(config)
-
-
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return QuestIndex(context)
+traits = peer_traits
+create = QuestIndex

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from kvseek.core.errors import require
 from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region, all_queries, peer_traits
+from kvseek.plugins.peers.base import KeyedIndex, Region, TopK, all_queries, peer_traits
 from kvseek.plugins.ranking import softmax_mean
 
-from .config import Config
-
-__all__ = ["create", "traits"]
-
+PAPER = {"top_k": 100, "cache.sink": 128, "cache.local": 512}
 BLOCK = 64  # queries whose products with all keys are in memory at a time
+
+
+@dataclass(frozen=True)
+class Config(TopK):
+    """How many rows are kept, and how a graph of them is walked.
+
+    Attributes
+    ----------
+    links : int
+        Neighbours of a row in the graph, and nearest rows of a query of which it is made.
+    beam : int
+        Rows that a round of the walk looks at the neighbours of, and rows that it begins at.
+    rounds : int
+        Rounds of the walk.
+    """
+
+    top_k: int = 100
+    links: int = 32
+    beam: int = 32
+    rounds: int = 6
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            require(value >= 1, field.name, value, ">= 1", f"{field.default} is the default")
 
 
 class GraphIndex(KeyedIndex):
@@ -83,11 +108,5 @@ def neighbours_of(near: Tensor, n: int, links: int) -> Tensor:
     return graph
 
 
-def traits(config: Config) -> Traits:
-    """Return the method's traits."""
-    return peer_traits(config, prefix_reuse="copies", last_queries=all_queries)
-
-
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return GraphIndex(context)
+traits = partial(peer_traits, prefix_reuse="copies", last_queries=all_queries)
+create = GraphIndex

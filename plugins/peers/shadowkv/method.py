@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import KeyedIndex, Region, in_pages, of_pages, peer_traits
+from kvseek.core.errors import require
+from kvseek.plugins.peers.base import KeyedIndex, Region, TopK, in_pages, of_pages, peer_traits
 from kvseek.plugins.ranking import best_positions
 
-from .config import Config
+PAPER = {"top_k": 2432, "chunk": 8, "outlier_share": 0.158, "cache.local": 32}  # 2,048 rows and 48 chunks of outliers
 
-__all__ = ["create", "traits"]
+
+@dataclass(frozen=True)
+class Config(TopK):
+    """How many rows are kept, and how they lie together.
+
+    Attributes
+    ----------
+    chunk : int
+        Neighbouring rows that are taken together.
+    outlier_share : float
+        Share of the rows that are the chunks least like their mean key, whatever the query.
+    """
+
+    top_k: int = 2432
+    chunk: int = 8
+    outlier_share: float = 0.158
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.chunk >= 1, "chunk", self.chunk, ">= 1", "8 is the default")
+        fits = 0 <= self.outlier_share < 1
+        require(fits, "outlier_share", self.outlier_share, "in [0, 1)", "0.158 is the default")
+
+    @property
+    def outliers(self) -> int:
+        """Chunks of outliers."""
+        return round(self.outlier_share * self.top_k / self.chunk)
 
 
 class ShadowIndex(KeyedIndex):
@@ -33,11 +60,5 @@ class ShadowIndex(KeyedIndex):
         return of_pages(weights.masked_fill(found, 2.0), size, len(region.places))
 
 
-def traits(config: Config) -> Traits:
-    """Return the method's traits."""
-    return peer_traits(config)
-
-
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return ShadowIndex(context)
+traits = peer_traits
+create = ShadowIndex

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from kvseek.core.errors import require
 from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import PeerIndex, Region, attention_received, peer_traits
+from kvseek.plugins.contract import LAST_QUERIES, Traits
+from kvseek.plugins.peers.base import PeerIndex, Region, TopK, attention_received, peer_traits
 
-from .config import Config
-
-__all__ = ["create", "traits"]
-
+EVICTS = True
+PAPER = {"top_k": 1024, "window": 32, "kernel": 7, "cache.local": 32}
 GENERATED = 2.0**20  # more than any vote; float32 tells the places behind it apart
+
+
+@dataclass(frozen=True)
+class Config(TopK):
+    """How many rows are kept, and who chooses them.
+
+    Attributes
+    ----------
+    window : int
+        Last queries of a prompt, whose attention chooses its rows; at most as many as the local window has tokens.
+    kernel : int
+        Neighbouring rows over which the largest attention counts; odd.
+    """
+
+    top_k: int = 1024
+    window: int = 32
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limit = f"from 1 to {LAST_QUERIES}"
+        require(1 <= self.window <= LAST_QUERIES, "window", self.window, limit, "32 is the default")
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "odd and >= 1", "7 is the default")
 
 
 class SnapIndex(PeerIndex):
@@ -46,6 +70,4 @@ def traits(config: Config) -> Traits:
     return peer_traits(config, prefix_reuse="copies", last_queries=lambda tokens: min(tokens, config.window))
 
 
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return SnapIndex(context)
+create = SnapIndex

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvseek.core.config import EXTENT_TOKENS
+from kvseek.core.errors import require
 from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import CodedPeer, Region, kmeans, means_of, nearest, peer_traits
+from kvseek.plugins.peers.base import CodedPeer, Region, TopK, kmeans, means_of, nearest, peer_traits
 
-from .config import Config
+PAPER = {"top_k": 1024, "cluster_share": 0.05}  # its budgets are shares of a prompt, 10 % to 30 %
+FAR = 100.0  # of a channel; directions have the length 1
 
-__all__ = ["create", "traits"]
+
+@dataclass(frozen=True)
+class Config(TopK):
+    """How many rows are kept, and in how many clusters they are.
+
+    Attributes
+    ----------
+    cluster_share : float
+        Clusters for each row of a prompt.
+    iterations : int
+        Of k-means over a prompt's keys.
+    """
+
+    top_k: int = 1024
+    cluster_share: float = 0.05
+    iterations: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.cluster_share <= 1, "cluster_share", self.cluster_share, "in (0, 1]", "0.05 is the default")
+        require(self.iterations >= 0, "iterations", self.iterations, ">= 0", "10 is the default")
 
 
 class SqueezedIndex(CodedPeer):
@@ -48,14 +72,5 @@ class SqueezedIndex(CodedPeer):
         return weights.gather(1, labels)
 
 
-FAR = 100.0  # of a channel; directions have the length 1
-
-
-def traits(config: Config) -> Traits:
-    """Return the method's traits."""
-    return peer_traits(config, prefix_reuse="copies")
-
-
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return SqueezedIndex(context)
+traits = partial(peer_traits, prefix_reuse="copies")
+create = SqueezedIndex

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from kvseek.core.index_context import IndexContext
-from kvseek.plugins.contract import Index, Traits
-from kvseek.plugins.peers.base import PeerIndex, Region, peer_traits
+from kvseek.plugins.peers.base import PeerIndex, Region, TopK, peer_traits
 
-from .config import Config
+EVICTS = True
+PAPER = {"top_k": 764, "cache.sink": 4, "cache.local": 256}  # 4 first and 1,020 latest tokens
 
-__all__ = ["create", "traits"]
+
+@dataclass(frozen=True)
+class Config(TopK):
+    """How many of the latest rows are kept.
+
+    Attributes
+    ----------
+    top_k : int
+        Rows before the local window.
+    """
+
+    top_k: int = 764
 
 
 class StreamingIndex(PeerIndex):
@@ -27,11 +39,5 @@ class StreamingIndex(PeerIndex):
         return region.places.float().expand(queries.shape[0], -1)
 
 
-def traits(config: Config) -> Traits:
-    """Return the method's traits."""
-    return peer_traits(config)
-
-
-def create(context: IndexContext) -> Index:
-    """Make the index of one layer."""
-    return StreamingIndex(context)
+traits = peer_traits
+create = StreamingIndex

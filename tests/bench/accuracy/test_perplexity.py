@@ -76,19 +76,25 @@ def test_figures_are_those_of_scores(
         assert heading in shown
 
 
+@pytest.mark.parametrize("temperature", [0, 0.8])
 def test_an_own_answer_is_what_the_engine_generates(
-    flags: list[str], random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    temperature: float,
+    flags: list[str],
+    random_model: RandomModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The tokens that count are the first engine's; no text has to follow the prompt."""
     output = tmp_path / "answers.json"
     flags += ["--prompt_tokens", "560", "--own_answers", "--output", str(output)]
+    flags += ["--temperature", str(temperature)] if temperature else []
     assert main([*flags, "--methods", "full"]) == 0
     assert main([*flags, "--methods", f"full,nested:{WINDOW},top_k=8"]) == 0, "goes on with the first engine's answer"
     assert "repeated" in capsys.readouterr().out
     full, few = json.loads(output.read_text(encoding="utf-8"))["results"]
     with LLM(random_model("llama"), cache_dir=tmp_path / "cache", quiet=True, method="full", max_seq_len=700) as llm:
         prompts = [llm.tokenizer.encode(read_text(text))[:560] for text in flags[5:7]]
-        answers = llm.generate(prompts, SamplingParams(max_tokens=41, ignore_eos=True, logprobs=1))
+        answers = llm.generate(prompts, SamplingParams(temperature, max_tokens=41, ignore_eos=True, logprobs=1))
     assert full["answers"] == [list(answer.token_ids) for answer in answers]
     for answer, own in zip(answers, full["log_probabilities"], strict=True):
         assert own == pytest.approx([one.token for one in answer.logprobs[1:]], abs=1e-3)
@@ -127,6 +133,7 @@ def test_figures_by_hand() -> None:
         (["--tokens", "45"], "--tokens = 45: must be a multiple of --block = 10, twice that or more"),
         (["--tokens", "10"], "--tokens = 10: must be a multiple of --block = 10, twice that or more"),
         (["--own_answers", "--tokens", "6", "--block", "3"], "--tokens = 6: must be >= 12 with --own_answers"),
+        (["--temperature", "1"], "--temperature = 1.0: must be left out without --own_answers"),
         (["--block", "0"], "--block = 0: must be >= 1"),
         (["--methods", "full,prkv", "--top_k", "64,100"], "top_k = 100: must be a positive multiple of page = 8"),
         (["--top_k", "x"], "--top_k = 'x': must be a comma list of numbers >= 1"),

@@ -15,7 +15,6 @@ from kvseek.bench.accuracy import recall
 from kvseek.bench.accuracy.capture import CapturedLayer, Replay, cached_capture, capture, load_model, token_ids
 from kvseek.bench.variants import Variant, parse_variants
 from kvseek.core.errors import ConfigError
-from kvseek.plugins.flat.method import exact_top_k
 
 TOKENS = 700
 TEXT = "the harbour master wrote the log, and the light was lit at dusk. " * 40
@@ -104,16 +103,6 @@ def test_masses_by_hand() -> None:
     two = weights[:, :, [64 + 5, 64 + 9]].sum(dim=-1).mean()
     expected = (1 - inside + two, 1 - two, 1 - inside)
     torch.testing.assert_close(torch.stack(found), torch.stack(expected))
-
-
-def test_exact_selection_is_the_exact_top_rows() -> None:
-    """Through pool, order and index: tokens, not places, are what is compared."""
-    layer = random_layer()
-    replay = Replay(layer, 0, STEPS, Variant("flat", "flat", {"top_k": 30}))
-    query = layer.queries[:, -1].contiguous()
-    exact = exact_top_k(query.view(2, 3, 64), replay.region, 30, 0.125)
-    chosen = replay.step(query)
-    assert [row.nonzero()[:, 0].tolist() for row in chosen] == exact.tolist()
 
 
 def test_the_budget_covers_the_window() -> None:

@@ -45,9 +45,9 @@ def spread(inputs: int, groups: int) -> Tensor:
     return torch.arange(inputs) // (inputs // groups)
 
 
-def awq(outputs: int, inputs: int) -> Packed:
+def awq(outputs: int, inputs: int, group: int = GROUP) -> Packed:
     """AutoAWQ's GEMM: a word has the columns 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
-    groups = inputs // GROUP
+    groups = inputs // group
     numbers, zeros, scales = drawn(outputs, inputs, 4, groups)
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
 
@@ -58,9 +58,9 @@ def awq(outputs: int, inputs: int) -> Packed:
     return parts, values(numbers, zeros, scales, spread(inputs, groups))
 
 
-def gptq(bits: int, less: int, *, shuffled: bool = False) -> Callable[[int, int], Packed]:
+def gptq(bits: int, less: int, group: int = GROUP, *, shuffled: bool = False) -> Callable[[int, int], Packed]:
     def pack(outputs: int, inputs: int) -> Packed:
-        groups = inputs // GROUP
+        groups = inputs // group
         numbers, zeros, scales = drawn(outputs, inputs, bits, groups)
         columns = spread(inputs, groups)
         if shuffled:
@@ -77,11 +77,13 @@ def gptq(bits: int, less: int, *, shuffled: bool = False) -> Callable[[int, int]
     return pack
 
 
-def packed(bits: int, *, symmetric: bool, groups: bool = True, shuffled: bool = False) -> Callable[[int, int], Packed]:
+def packed(
+    bits: int, group: int | None = GROUP, *, symmetric: bool, shuffled: bool = False
+) -> Callable[[int, int], Packed]:
     """compressed-tensors' pack-quantized: numbers from -2^(bits - 1), which are packed from 0."""
 
     def pack(outputs: int, inputs: int) -> Packed:
-        count = inputs // GROUP if groups else 1
+        count = 1 if group is None else inputs // group
         numbers, zeros, scales = drawn(outputs, inputs, bits, count)
         columns = spread(inputs, count)
         scales = scales.bfloat16()
@@ -228,7 +230,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Packed], str]] = {
     ),
     "packed 8, a scale a row": (
         compressed("pack-quantized", **integers(8, **CHANNEL)),
-        packed(8, symmetric=True, groups=False),
+        packed(8, None, symmetric=True),
         "none",
     ),
     "int8": (compressed("int-quantized", **integers(8, **CHANNEL)), int8, "int8"),
@@ -283,11 +285,29 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Packed], str]] = {
     ),
 }
 
+# Those whose integers an engine keeps, by the size of their groups; with None a row has one.
+FOUR_BITS: dict[str, Callable[[int | None], Callable[[int, int], Packed]]] = {
+    "awq": lambda group: lambda outputs, inputs: awq(outputs, inputs, group or inputs),
+    "gptq 4": lambda group: lambda outputs, inputs: gptq(4, 1, group or inputs)(outputs, inputs),
+    "packed 4": lambda group: packed(4, group, symmetric=True),
+    "packed 4 with zeros": lambda group: packed(4, group, symmetric=False),
+}
+
 
 def quantise_checkpoint(
-    plain: Path, directory: Path, name: str, *, left_out: tuple[str, ...] = ()
+    plain: Path,
+    directory: Path,
+    name: str,
+    *,
+    left_out: tuple[str, ...] = (),
+    own: Callable[[int, int], Packed] | None = None,
 ) -> dict[str, Tensor]:
     """Write a checkpoint in a format to `directory`, and beside it, in `directory`-plain, one of the same numbers in float32.
+
+    Parameters
+    ----------
+    own : callable, optional
+        Packs a module, where FORMATS has other groups.
 
     Returns
     -------
@@ -295,6 +315,7 @@ def quantise_checkpoint(
         The values, float64, of the weights that are quantised.
     """
     config, pack, _ = FORMATS[name]
+    pack = own or pack
     same = directory.with_name(f"{directory.name}-plain")
     for path in (directory, same):
         path.mkdir(parents=True)

@@ -46,6 +46,8 @@ def write(folder: Path, types: Types = head_of_8_bits, architecture: str = "llam
 
     def encode(tensor: Tensor) -> tuple[np.ndarray, Any]:
         kind = gguf.GGMLQuantizationType[types(tuple(tensor.shape))]
+        if kind.name == "Q4_K":
+            return drawn_k_blocks(tensor), kind
         return gguf.quants.quantize(tensor.numpy(), kind), kind
 
     shape = {**SIZES, "vocab_size": 320, "tie_word_embeddings": True, **sizes}
@@ -53,6 +55,15 @@ def write(folder: Path, types: Types = head_of_8_bits, architecture: str = "llam
     if shape["tie_word_embeddings"]:
         edit_tensors(model / "model.safetensors", lambda tensors: tensors.pop("lm_head.weight", None))
     return write_gguf(folder / "m.gguf", model, architecture, encode=encode)
+
+
+def drawn_k_blocks(tensor: Tensor) -> np.ndarray:
+    """Random numbers, which the package gguf cannot round to; a block's halves come first."""
+    generator = np.random.default_rng(tensor.numel())
+    blocks = generator.integers(0, 256, (tensor.numel() // 256, 144), np.uint8)
+    halves = generator.uniform(1e-4, 3e-4, (len(blocks), 2)) * [1, 4]
+    blocks[:, :4] = halves.astype(np.float16).view(np.uint8)
+    return blocks.reshape(len(tensor), -1)
 
 
 def run(model: Path, output_dir: Path, *flags: str) -> int:
@@ -112,6 +123,28 @@ def test_blocks_are_stored_as_the_file_has_them(tmp_path: Path) -> None:
     assert torch.equal(engine["lm_head.weight_scale"].view(torch.uint8).view(320, 2, 2), blocks[..., :2])
 
 
+@pytest.mark.parametrize("others", ["Q4_K", "Q4_0"])
+def test_blocks_of_256_are_those_of_32(others: str, tmp_path: Path) -> None:
+    """Factors and values of 0 are rounded by no more than is said."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+
+    def types(shape: tuple[int, ...]) -> str:
+        return "F16" if shape[0] == 320 else others if shape[1] == 512 else "Q4_K"
+
+    model = write(tmp_path, types, **sizes)
+    assert built(model, tmp_path / "own", *BFLOAT16).weight_only_precision == INT4
+    checkpoint, weights = open_checkpoint(model), load_weights(tmp_path / "own", CPU)
+    for one in list_weights(checkpoint.config):
+        if (scale := weights.get(f"{one.name}_scale")) is not None:
+            error = (dequantise(weights[one.name], scale, torch.float32) - fuse(checkpoint, one)).abs()
+            limit = 2.0**-11 * (15 * scale[..., 0].float().abs() + scale[..., 1].float().abs()) + 15 * 2.0**-25
+            assert (error.view(*limit.shape, 32) <= limit[..., None] * 1.01).all()
+            assert error.mean() < 1e-4
+    built(model, tmp_path / "exact")
+    expected, logits = logits_of(tmp_path / "exact"), logits_of(tmp_path / "own")
+    assert (logits - expected).norm() <= 2e-2 * expected.norm()
+
+
 def test_what_else_may_be_chosen(tmp_path: Path) -> None:
     """A second rounding of a GGUF file is allowed, as ever; a head of other numbers stays in 16 bits, or is rounded."""
     model = write(tmp_path)
@@ -134,35 +167,40 @@ def test_what_else_may_be_chosen(tmp_path: Path) -> None:
 
 
 def test_other_blocks_are_rounded_to_the_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, types in enumerate(
+    cases = (
         (
             lambda shape: "Q8_0" if shape[0] == 64 else "Q4_0",
-            lambda shape: "Q5_0" if shape[0] == 128 else "Q4_0",
-        )
-    ):
+            "k_proj.weight has other numbers than model.layers.0.self",
+        ),
+        (lambda shape: "Q5_0" if shape[0] == 128 else "Q4_0", "q_proj.weight is of another type"),
+    )
+    for number, (types, why) in enumerate(cases):
         model = write(tmp_path / str(number), types)
-        assert own_numbers(open_checkpoint(model), "cpu") is None
+        own = own_numbers(open_checkpoint(model), "cpu")
+        assert own is not None
+        assert own.precision == "none"
+        assert f"model.layers.0.self_attn.{why}" in own.why
         assert built(model, tmp_path / str(number) / "engine", *BFLOAT16).weight_only_precision == "none"
-        assert run(model, tmp_path / "refused", *BFLOAT16, "--weight_only_precision", "int4") == 1
-        message = "weight_only_precision = 'int4': must be left out, as the matrices of this checkpoint's layers are not all of"
-        message += " GGUF's blocks Q4_0 or Q4_1; choose int8, or such a file"
+        assert run(model, tmp_path / "refused", *BFLOAT16, "--weight_only_precision", "int8_groups") == 1
+        message = (
+            "weight_only_precision = 'int8_groups': must be left out: not all matrices of this checkpoint's layers are"
+        )
+        message += " GGUF's blocks Q8_0; choose int8, or such a file"
         assert message in capsys.readouterr().err
-    assert run(model.with_name("model"), tmp_path / "refused", "--weight_only_precision", "int4") == 1
+    assert run(model.with_name("model"), tmp_path / "refused", "--weight_only_precision", "int8_groups") == 1
     assert message in capsys.readouterr().err, "of a Hugging Face checkpoint, too"
 
 
 def test_plans_and_where_there_is_no_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, four = write(tmp_path), ("--weight_only_precision", "int4")
     cuda = ("--device", "cuda", "--cuda_archs", "90", *BFLOAT16)
-    assert run(model, tmp_path / "engine", *cuda, *four) == 1
-    assert (
-        "weight_only_precision = 'int4': must be 'none', 'int8' or 'fp8' with device = 'cuda'"
-        in capsys.readouterr().err
-    )
+    assert run(model, tmp_path / "engine", *cuda, "--dtype", "float32", *four) == 1
+    assert "weight_only_precision = 'int4': must be 'none' with dtype = 'float32' on cuda" in capsys.readouterr().err
     assert run(model, tmp_path / "engine", *cuda, *four, "--runtime", "tensorrt") == 1
     assert "weight_only_precision = 'int4': must be 'none' with runtime = 'tensorrt'" in capsys.readouterr().err
     plan = ["--plan", "--model", str(model), "--method", "full", "--host_memory", "64GiB", *BFLOAT16]
-    assert document([*plan, "--gpu_memory", "64GiB"])["weight_only_precision"] == "none"
+    assert document([*plan, "--gpu_memory", "64GiB"])["weight_only_precision"] == INT4
+    assert document([*plan, "--gpu_memory", "64GiB", "--dtype", "float32"])["weight_only_precision"] == "none"
     built(model, tmp_path / "own", *BFLOAT16)
     planned = document([*plan, "--device", "cpu"])
     assert (planned["weight_only_precision"], planned["quantize_lm_head"]) == (INT4, True)
@@ -182,5 +220,5 @@ def test_ranks_have_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert built(model, tmp_path / "wide", *BFLOAT16, "--tp_size", "2").weight_only_precision == "none"
     four = ("--weight_only_precision", "int4", "--tp_size", "2")
     assert run(model, tmp_path / "refused", *BFLOAT16, *four) == 1
-    message = "intermediate_size = 48: must be a multiple of 32 with weight_only_precision = 'int4'; build with"
+    message = "intermediate_size = 48: must be a multiple of 32 with weight_only_precision = 'int4' in each of 2 ranks"
     assert message in capsys.readouterr().err

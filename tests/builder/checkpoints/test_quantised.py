@@ -9,22 +9,32 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.builder.checkpoints.quantised_checkpoints import FORMATS, quantise_checkpoint
+from tests.builder.checkpoints.quantised_checkpoints import (
+    FORMATS,
+    FOUR_BITS,
+    blocks,
+    drawn,
+    packed,
+    quantise_checkpoint,
+)
+from tests.builder.test_capacity import document
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.prefill import run_prefill
 
 from kvseek.builder.build import main as build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.quantised import Quantisation, QuantisedWeight
-from kvseek.builder.checkpoints.weights import check_tensors
+from kvseek.builder.checkpoints.weights import WeightFormat, check_tensors, own_numbers, write_weights
 from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import Request
+from kvseek.core.weight_only import dequantise, unpack
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.weights import list_weights
+from kvseek.engine.model.weights import list_weights, load_weights
 
 FLAGS = ("--device", "cpu", "--max_seq_len", "64", "--max_batch_size", "2")
 PROMPT = tuple(range(3, 40))
+QUERY = "model.layers.0.self_attn.q_proj.weight"
 # Classes of transformers that dequantise on a CPU, with packages that install there, by the method.
 JUDGES: dict[str, tuple[str, dict[str, Any]]] = {
     "compressed-tensors": ("CompressedTensorsConfig", {"run_compressed": False}),
@@ -118,6 +128,178 @@ def test_numbers_of_eight_bits_are_kept(plain: Path, build_engine: BuildEngine, 
         assert torch.equal(engine["layers.1.qkv.weight_scale"], scales)
 
 
+BFLOAT16 = (*FLAGS, "--dtype", "bfloat16")
+WIDE = {"hidden_size": 384, "intermediate_size": 256, "head_dim": 64}
+GROUPS = (32, 64, 128, None)
+WHOLE_BLOCKS = (blocks(128, 128, "weight_scale_inv"), {"weight_block_size": [128, 128]})
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_numbers_of_four_bits_are_kept(
+    architecture: str,
+    name: str,
+    group: int | None,
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+    tmp_path: Path,
+) -> None:
+    """Integers and scales are the checkpoint's, a row's scale for each 128 inputs; the value of 0 is rounded to float16."""
+    model = random_model(architecture, **WIDE)
+    expected = quantise_checkpoint(model, tmp_path / "m", name, own=FOUR_BITS[name](group))
+    directory = build_engine(tmp_path / "m", "full", *BFLOAT16)
+    config = read_config(directory)
+    assert (config.weight_only_precision, config.weight_group) == ("int4", group or 128)
+    engine = load_file(next(directory.glob("rank0-*")))
+    for weight in list_weights(config.model):
+        if f"{weight.name}_scale" not in engine:
+            continue
+        numbers, scale = engine[weight.name], engine[f"{weight.name}_scale"]
+        inputs = weight.shape[1]
+        drawings = [drawn(*expected[one].shape, 4, inputs // (group or inputs)) for one in weight.sources]
+        integers, zeros, factors = (torch.cat(parts) for parts in zip(*drawings, strict=True))
+        factors = factors.bfloat16() if name.startswith("packed") else factors
+        assert torch.equal(unpack(numbers).long(), integers)
+        assert torch.equal(scale[..., 0], factors.half().repeat_interleave(scale.shape[1] // factors.shape[1], 1))
+        values = torch.cat([expected[one] for one in weight.sources])
+        zeros = torch.full_like(zeros, 8) if name == "packed 4" else zeros
+        rounding = 2.0**-11 * (zeros * factors.double()).repeat_interleave(inputs // zeros.shape[1], 1)
+        assert ((dequantise(numbers, scale, torch.float32).double() - values).abs() <= rounding + 1e-8).all()
+    assert set(engine) & {"lm_head.weight_scale", "embed.weight_scale"} == set()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_engines_compute_with_four_bits(
+    name: str, group: int | None, random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
+) -> None:
+    """By the kernels of 4-bit weights, with 16-bit activations; the judge is the plain computation in float32."""
+    quantise_checkpoint(random_model("llama", **WIDE), tmp_path / "m", name, own=FOUR_BITS[name](group))
+    logits = []
+    for path, flags in (("m", BFLOAT16), ("m-plain", FLAGS)):
+        engine = Engine.load(build_engine(tmp_path / path, "full", *flags))
+        rows = [run_prefill(engine.decoder, 0, list(PROMPT), 5)]
+        logits.append(torch.stack(rows + [engine.decoder.decode([token], [0])[0][0] for token in (5, 17, 80)]).float())
+        engine.close()
+    assert (logits[0] - logits[1]).norm() <= 2e-2 * logits[1].norm()
+
+
+def test_groups_of_several_sizes_are_divided(
+    random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
+) -> None:
+    expected = quantise_checkpoint(
+        random_model("llama", **WIDE), tmp_path / "m", "packed 4", own=FOUR_BITS["packed 4"](128)
+    )
+    parts, expected[f"{GATE}.weight"] = packed(4, 64, symmetric=True)(256, 384)
+    change_gate(tmp_path / "m", dict(parts))
+    directory = build_engine(tmp_path / "m", "full", *BFLOAT16)
+    assert read_config(directory).weight_group == 64
+    engine = load_file(next(directory.glob("rank0-*")))
+    for layer, name in ((1, "gate_up"), (0, "down")):
+        sources = [f"mlp.{part}_proj" for part in ("gate", "up")] if name == "gate_up" else ["mlp.down_proj"]
+        values = torch.cat([expected[f"model.layers.{layer}.{one}.weight"] for one in sources])
+        found = dequantise(*(engine[f"layers.{layer}.{name}.weight{end}"] for end in ("", "_scale")), torch.float32)
+        assert torch.equal(found.double(), values), "symmetric: the value of 0 is -8 scales, which is exact"
+
+
+def test_a_head_of_four_bits_is_expanded(random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path) -> None:
+    quantise_checkpoint(random_model("llama", **WIDE), tmp_path / "m", "awq", own=FOUR_BITS["awq"](128))
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    parts, values = FOUR_BITS["awq"](128)(*tensors.pop("lm_head.weight").shape)
+    save_file(tensors | {f"lm_head.{part}": tensor for part, tensor in parts.items()}, file, {"format": "pt"})
+    directory = build_engine(tmp_path / "m", "full", *BFLOAT16)
+    assert read_config(directory).weight_only_precision == "int4"
+    assert torch.equal(load_file(next(directory.glob("rank0-*")))["lm_head.weight"], values.float().bfloat16())
+
+
+def test_a_rank_has_whole_groups(random_model: RandomModel, tmp_path: Path) -> None:
+    """Where a part of the inputs ends within a group, the group is divided: its halves have its scales."""
+    model = random_model("llama", hidden_size=256, intermediate_size=256, head_dim=64, num_attention_heads=4)
+    cases = (
+        ("awq", FOUR_BITS["awq"](128), {}, "int4", {1: 128, 2: 128, 4: 64}, 2.5e-4),
+        ("fp8 a block", *WHOLE_BLOCKS, "fp8_groups", {1: 32, 2: 32}, 1e-7),
+    )
+    for name, form, changes, precision, groups, rounding in cases:
+        expected = quantise_checkpoint(model, tmp_path / name, name, own=form)["model.layers.2.self_attn.o_proj.weight"]
+        change_config(tmp_path / name, changes)
+        for size, group in groups.items():
+            written = WeightFormat(torch.bfloat16, precision, weight_group=group)
+            write_weights(open_checkpoint(tmp_path / name), tmp_path / name, written, tp_size=size)
+            ranks = [load_weights(tmp_path / name, torch.device("cpu"), rank=rank) for rank in range(size)]
+            parts = [(one["layers.2.o.weight"], one["layers.2.o.weight_scale"]) for one in ranks]
+            values = torch.cat([dequantise(*part, torch.float32) for part in parts], 1)
+            torch.testing.assert_close(values.double(), expected, rtol=0, atol=rounding)
+
+
+def test_what_a_gpu_keeps(random_model: RandomModel, tmp_path: Path) -> None:
+    """By the plan, as it is found before a build; blocks whose scales a row does not have are expanded."""
+    model = random_model("llama", **WIDE)
+    plan = ["--plan", "--method", "full", "--host_memory", "8GiB", "--gpu_memory", "8GiB"]
+    cases = (
+        ("awq", FOUR_BITS["awq"](64), {}, "int4"),
+        ("packed 4", None, {}, "int4"),
+        ("fp8 a block", *WHOLE_BLOCKS, "fp8_groups"),
+        ("fp8 a block", None, {}, "none"),
+        ("gptq 4 in order of activations", None, {}, "none"),
+    )
+    for number, (name, form, changes, precision) in enumerate(cases):
+        directory = tmp_path / str(number)
+        quantise_checkpoint(model, directory, name, own=form)
+        change_config(directory, changes)
+        for dtype, wanted in (("bfloat16", precision), ("float16", precision), ("float32", "none")):
+            assert document([*plan, "--model", str(directory), "--dtype", dtype])["weight_only_precision"] == wanted
+        own = own_numbers(open_checkpoint(directory), "cpu")
+        assert own is not None
+        assert own.precision == ("none" if precision == "fp8_groups" else precision)
+
+
+def change_config(directory: Path, changes: dict[str, Any]) -> None:
+    """Change the quantization_config."""
+    path = directory / "config.json"
+    values = json.loads(path.read_text())
+    values["quantization_config"] |= changes
+    path.write_text(json.dumps(values))
+
+
+def test_scales_beyond_float16_are_expanded(random_model: RandomModel, tmp_path: Path) -> None:
+    """bfloat16's of less than 2^-17 may have digits that float16 has not."""
+    quantise_checkpoint(random_model("llama", **WIDE), tmp_path / "m", "packed 4", own=FOUR_BITS["packed 4"](128))
+    for scale, why in (
+        (2.0**-17 * 1.5, ""),
+        (2.0**-20 * 1.0078125, "beyond the range of float16"),
+        (5000.0, "beyond the range"),
+    ):
+        change_gate(tmp_path / "m", {"weight_scale": torch.full((256, 3), scale).bfloat16()})
+        own = own_numbers(open_checkpoint(tmp_path / "m"), "cpu")
+        assert own is not None
+        assert (own.precision, why in own.why) == ("none" if why else "int4", True)
+
+
+def test_the_same_precision_is_the_same_build(
+    random_model: RandomModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantise_checkpoint(random_model("llama", **WIDE), tmp_path / "m", "awq", own=FOUR_BITS["awq"](64))
+    flags = ["--model", str(tmp_path / "m"), "--method", "full", "--output_dir", str(tmp_path / "engine"), *BFLOAT16]
+    assert build(flags) == 0
+    assert "weights quantised by awq: kept as they are, int4 in groups of 64" in capsys.readouterr().err
+    assert build([*flags, "--weight_only_precision", "int4", "--weight_group", "64"]) == 0
+    assert "is up to date" in capsys.readouterr().err
+    assert build([*flags, "--weight_group", "32"]) == 0
+    assert read_config(tmp_path / "engine").weight_group == 32
+    assert build([*flags, "--weight_group", "128"]) == 1
+    assert "weight_group = 128: must be <= 64, the checkpoint's; leave it out" in capsys.readouterr().err
+
+
+def test_bits_of_some_modules_are_named() -> None:
+    config = FORMATS["gptq 4"][0] | {"dynamic": {"-:lm_head": {}, r"+:.*down_proj": {"bits": 4, "group_size": 64}}}
+    assert Quantisation.read(config).bits == 4
+    config["dynamic"][r"+:.*gate_proj"] = {"bits": 8}
+    with pytest.raises(ConfigError, match=r"dynamic: bits of '\+:\.\*gate_proj' = 8: must be 4, those of all modules"):
+        Quantisation.read(config)
+
+
 def test_layers_that_were_left_out_are_read_as_they_are(plain: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
     for name in ("int8", "awq"):
         quantise_checkpoint(plain, tmp_path / name, name, left_out=("layers.0.", "down_proj"))
@@ -128,7 +310,15 @@ def test_layers_that_were_left_out_are_read_as_they_are(plain: Path, build_engin
 
 def test_a_second_rounding_is_refused(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--method", "full", "--output_dir", str(tmp_path / "engine"), *FLAGS)
-    for name, asked, own in (("awq", "int8", "none"), ("int8", "fp8", "int8, which the checkpoint has, or none")):
+    cases = (
+        ("awq", "int8", "int4, which the checkpoint has, or none"),
+        ("int8", "fp8", "int8, which the checkpoint has, or none"),
+        ("gptq 4 in order of activations", "int4", f"none: {QUERY} has its columns in the order of activations"),
+        ("gptq 3", "int4", f"none: {QUERY} has numbers of 3 bits"),
+        ("nvfp4", "int8", f"none: {QUERY} has numbers of FP4"),
+        ("fp8 a block", "fp8", f"none: {QUERY} has 192 columns in blocks of 32"),
+    )
+    for name, asked, own in cases:
         quantise_checkpoint(plain, tmp_path / name, name)
         assert build(["--model", str(tmp_path / name), *flags, "--weight_only_precision", asked]) == 1
         assert (
@@ -157,8 +347,8 @@ def test_a_wrong_scale_of_kept_numbers_is_found(
     quantise_checkpoint(plain, tmp_path / "m", "int8")
     as_stored = QuantisedWeight.as_stored
 
-    def wrong(weight: QuantisedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers, scales = as_stored(weight)
+    def wrong(weight: QuantisedWeight, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = as_stored(weight, group)
         return numbers, scales * 1.25
 
     monkeypatch.setattr(QuantisedWeight, "as_stored", wrong)
@@ -368,6 +558,7 @@ def test_damage_of_any_part_raises_nothing_but_config_errors(name: str, plain: P
             change_gate(tmp_path / "m", {part.removeprefix(f"{GATE}."): None if tensor is None else tensor.clone()})
             checkpoint = open_checkpoint(tmp_path / "m")
             try:
+                own_numbers(checkpoint, "cpu")
                 check_tensors(checkpoint, list_weights(checkpoint.config))
                 checkpoint.tensor(f"{GATE}.weight")
             except ConfigError:

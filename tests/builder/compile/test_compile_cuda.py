@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import struct
 import subprocess
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tests.plugins.cases import CASES as CASES_OF_METHODS
 from tests.plugins.cases import Settings
 from tests.support.random_models import save_random_model
@@ -22,7 +24,8 @@ from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cu
 from kvseek.core.config import EngineConfig, ModelConfig, read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.kernels.cuda.layer.products import SHAPES
+from kvseek.core.weight_only import INT4
+from kvseek.kernels.cuda.layer.products import SHAPES, Format
 from kvseek.plugins.registry import METHODS, get_method
 from kvseek.plugins.sources import SOURCES_FILE
 
@@ -108,15 +111,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def config(
     method: str, dtype: str, head_dim: int, group_size: int, precision: str = "none", settings: Settings = NO_SETTINGS
 ) -> EngineConfig:
-    model = ModelConfig("llama", 100, 64, 96, 2, 2 * group_size, 2, head_dim, 1e-6, 1e4, 8192)
+    model = ModelConfig("llama", 100, 128, 256, 2, 2 * group_size, 2, head_dim, 1e-6, 1e4, 8192)
     return EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
 
 
-def product_names(bits: int) -> list[str]:
-    """Kernels of products with weights of so many bits."""
-    names = {f"linear_{shape.rows}_{shape.split}_{shape.row_tiles}" for _, shapes in SHAPES[bits] for shape in shapes}
-    prefix = "weight_only_" * (bits == 8)
-    return [f"kvseek_{gated}{prefix}{name}" for gated in ("", "gated_") for name in names]
+def product_names(kernel: str) -> set[str]:
+    """Kernels of products with weights of a format; a head of int8 in groups has no gates."""
+    names = {f"{kernel}_{shape.name}" for _, shapes in SHAPES[kernel] for shape in shapes}
+    gates = ("", "gated_") if kernel != "int8_groups_linear" else ("",)
+    return {f"kvseek_{gated}{name}" for gated in gates for name in names}
 
 
 def written_kernels(
@@ -134,8 +137,9 @@ def written_kernels(
     # kernels/cuda/layer/products.cu makes its kernels by a macro, as tests/kernels/cuda/layer/test_products.py checks.
     if dtype == "float32":
         return found
-    for bits in (16,) if precision == "none" else (16, 8):
-        found |= dict.fromkeys(product_names(bits), "kvseek::LinearArguments")
+    heads = ["int8_groups"] if precision == INT4 else []
+    for kernel in {Format.of(one, 32, torch.bfloat16).kernel for one in ("none", precision, *heads)}:
+        found |= dict.fromkeys(product_names(kernel), "kvseek::LinearArguments")
     if precision != "none":
         found["kvseek_dequantise"] = "kvseek::DequantiseArguments"
     return found
@@ -250,6 +254,8 @@ CASES = (
     ("float16", 96, 3, "none", 90),
     ("float32", 128, 8, "none", 100),
     ("bfloat16", 256, 16, "int8", 120),
+    ("float16", 64, 4, INT4, 90),
+    ("bfloat16", 128, 4, "fp8_groups", 89),
 )
 
 
@@ -308,6 +314,12 @@ def test_shapes_that_kernels_do_not_support_are_refused() -> None:
         specialise(config("full", "bfloat16", 80, 4))
     with pytest.raises(ConfigError, match="num_heads / num_kv_heads = 32: must be at most 16"):
         specialise(config("full", "bfloat16", 64, 32))
+    narrow = config("full", "bfloat16", 64, 4, INT4)
+    narrow = dataclasses.replace(narrow, quantize_lm_head=True, model=dataclasses.replace(narrow.model, hidden_size=96))
+    with pytest.raises(
+        ConfigError, match=r"^hidden_size = 96: must be a multiple of 64 with --quantize_lm_head and int4"
+    ):
+        specialise(narrow)
 
 
 def test_threads_may_compile_first() -> None:

@@ -32,6 +32,7 @@ from kvseek.kernels.cpu.layer.layer import ByteProduct, GroupProduct
 ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, 31, 32, 33, 150)
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((96, 64), (33, 112), (7, 40), (1, 16))
+GROUPS = [(INT4, 32), (INT4, 64), (INT4, 128), (INT8_GROUPS, 32)]
 FORMS = ((False, False), (True, False), (True, True))  # native, integers
 
 
@@ -163,11 +164,11 @@ def test_few_rows_of_bytes_at_every_level(library: CpuLibrary, level: int, with_
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("precision", [INT4, INT8_GROUPS])
-def test_groups_at_every_level(library: CpuLibrary, level: int, precision: str, with_bias: bool) -> None:
+@pytest.mark.parametrize(("precision", "group"), GROUPS)
+def test_groups_at_every_level(library: CpuLibrary, level: int, precision: str, group: int, with_bias: bool) -> None:
     """Steps and prompts, of every number of rows that a tile may have left; weights are as exact as float32."""
-    for outputs, inputs in ((1, 32), (7, 96), (67, 576), (40, 1536)):
-        stored, scale = quantise(random(outputs, inputs, seed=1), precision)
+    for outputs, inputs in ((1, group), (7, 3 * group), (67, 576 // group * group), (40, 1536)):
+        stored, scale = quantise(random(outputs, inputs, seed=1), precision, group)
         weight = dequantise(stored, scale, torch.float32)
         bias = random(outputs, dtype=torch.bfloat16, seed=2) if with_bias else None
         products = HostProducts(torch.bfloat16, library, integers=True)
@@ -181,19 +182,21 @@ def test_groups_at_every_level(library: CpuLibrary, level: int, precision: str, 
             check(head, x, weight, None, prompt=True)
             assert torch.equal(head(x)[:1], head(x[:1], prompt=True)), "of a prompt and of one row the same kernel"
         x[:], x[-1, 3] = 0, float("inf")
-        found = linear(x, prompt=inputs == 96)
+        found = linear(x, prompt=outputs == 7)
         assert not found[-1].isfinite().any()
         assert torch.equal(found[:-1], 0 * found[:-1] if bias is None else bias.expand(len(x) - 1, -1))
 
 
-@pytest.mark.parametrize("precision", [INT4, INT8_GROUPS])
+@pytest.mark.parametrize(("precision", "group"), GROUPS)
 @pytest.mark.parametrize(("native", "integers"), FORMS)
-def test_groups_of_prompts(library: CpuLibrary, native: bool, integers: bool, precision: str, level: int) -> None:
+def test_groups_of_prompts(
+    library: CpuLibrary, native: bool, integers: bool, precision: str, group: int, level: int
+) -> None:
     """By oneDNN, too, where there is no VNNI: with values in bfloat16 or float32; a row depends on no other and on no thread."""
     skip_what_onednn_cannot_pack(torch.bfloat16, native)
-    stored, scale = quantise(random(300, 576, seed=1), precision)
+    stored, scale = quantise(random(300, 640, seed=1), precision, group)
     weight = dequantise(stored, scale, torch.float32)
-    bias, x = random(300, dtype=torch.bfloat16, seed=2), random(150, 576, dtype=torch.bfloat16)
+    bias, x = random(300, dtype=torch.bfloat16, seed=2), random(150, 640, dtype=torch.bfloat16)
     linear = HostProducts(torch.bfloat16, library, native, integers).linear(stored, bias, scale)
     exact = integers or not native
     check(linear, x, weight if exact else weight.bfloat16(), bias, prompt=True, rounding=0.6 / 32767 * integers)
@@ -293,7 +296,7 @@ def test_what_the_kernel_cannot_read_is_refused(library: CpuLibrary) -> None:
     for wrong in (torch.ones(4, 1), torch.ones(4, 1, 2).half()):
         with pytest.raises(KernelError, match=r"scale: .*: must be torch\.float16 \(4, 1\), contiguous; quantise it"):
             GroupProduct(library, weight, wrong, None)
-    with pytest.raises(KernelError, match=r"weight: .*: must be torch\.int8 \(4, 64\), contiguous; quantise it"):
+    with pytest.raises(KernelError, match=r"scale: .*: must be torch\.float16 \(4, 1\), contiguous; quantise it"):
         GroupProduct(library, weight, torch.ones(4, 2).half(), None)
     with pytest.raises(KernelError, match=r"x: torch\.float32 \(1, 32\): must be bfloat16 \[rows, 32\]"):
         ByteProduct(library, weight, scale, None)(torch.ones(1, 32))

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvseek.builder import build
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size, weight_reader, write_weights
+from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUPS, read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import (
     HEAD,
@@ -32,7 +33,10 @@ from kvseek.core.weight_only import (
     PRECISIONS,
     dequantise,
     is_quantised,
+    layout,
+    pack,
     quantise,
+    unpack,
 )
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cpu import ByteLinear, TorchModel
@@ -97,18 +101,70 @@ def test_a_row_has_the_range_of_the_format(precision: str, weight: Tensor) -> No
 
 
 @pytest.mark.parametrize(("precision", "numbers"), [(INT4, 15), (INT8_GROUPS, 254)])
-@given(weight=matrices())
+@given(weight=matrices(), group=st.sampled_from(WEIGHT_GROUPS))
 @settings(deadline=None, max_examples=50)
-def test_groups_are_within_half_a_step(precision: str, numbers: int, weight: Tensor) -> None:
+def test_groups_are_within_half_a_step(precision: str, numbers: int, weight: Tensor, group: int) -> None:
     """And a factor's and a zero's rounding to float16."""
-    weight = weight.float().repeat(1, 64)[:, :64].clamp(-60_000, 60_000)
-    stored, scale = quantise(weight, precision)
-    groups = weight.double().view(len(weight), 2, 32)
+    weight = weight.float().repeat(1, 256)[:, :256].clamp(-60_000, 60_000)
+    stored, scale = quantise(weight, precision, group)
+    groups = weight.double().view(len(weight), -1, group if precision == INT4 else 32)
     largest = groups.abs().amax(dim=2)
     span = groups.amax(dim=2) - groups.amin(dim=2) if precision == INT4 else 2 * largest
     error = (dequantise(stored, scale, torch.float32).double().view_as(groups) - groups).abs().amax(dim=2)
     assert (error <= span / numbers / 2 + largest * 2.0**-9 + numbers * 2.0**-24).all()
-    assert stored.dtype is (torch.uint8 if precision == INT4 else torch.int8)
+    assert ((stored.shape, stored.dtype), (scale.shape, scale.dtype)) == layout(tuple(weight.shape), precision, group)
+
+
+@given(weight=matrices(), group=st.sampled_from(WEIGHT_GROUPS))
+@settings(deadline=None, max_examples=50)
+def test_searched_scales_have_no_larger_errors(weight: Tensor, group: int) -> None:
+    """Nor if the errors of some inputs count more."""
+    importance = torch.rand(256, generator=torch.Generator().manual_seed(group)) ** 4 + 1e-3
+    weight = weight.float().repeat(1, 256)[:, :256].clamp(-60_000, 60_000)
+
+    def errors(scales: tuple[Tensor, Tensor], counted: Tensor) -> Tensor:
+        squares = (dequantise(*scales, torch.float32) - weight).square() * counted
+        return squares.view(len(weight), -1, group).sum(2)
+
+    for counted in (torch.ones(1), importance):
+        plain, found = quantise(weight, INT4, group), quantise(weight, INT4, group, counted)
+        assert (errors(found, counted) <= errors(plain, counted) * (1 + 1e-5)).all()
+        assert found[1].isfinite().all()
+
+
+def test_a_search_makes_errors_of_normal_weights_smaller() -> None:
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    for group, share in ((32, 0.95), (128, 0.95)):
+        error, less = (
+            (dequantise(*quantise(weight, INT4, group, importance), torch.float32) - weight).norm()
+            for importance in (None, torch.ones(1))
+        )
+        assert less < share * error
+    exact = dequantise(*quantise(weight, INT4, 64), torch.float32)
+    assert torch.equal(dequantise(*quantise(exact, INT4, 64, torch.ones(1)), torch.float32), exact), (
+        "none to make smaller"
+    )
+
+
+@given(weight=matrices())
+@settings(deadline=None, max_examples=50)
+def test_groups_of_fp8_are_rows_of_fp8(weight: Tensor) -> None:
+    weight = weight.repeat(1, 384)[:, :384].contiguous()
+    stored, scale = quantise(weight, FP8_GROUPS)
+    assert ((stored.shape, stored.dtype), (scale.shape, scale.dtype)) == layout(tuple(weight.shape), FP8_GROUPS)
+    rows, factors = quantise(weight.view(-1, 128), "fp8")
+    assert torch.equal(scale.view(-1), factors)
+    assert torch.equal(stored.float().view(-1, 128), rows.float())
+    values = dequantise(rows, factors, torch.float32)
+    assert torch.equal(dequantise(stored, scale, torch.float32).view(-1, 128), values)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 1 << 32))
+@settings(deadline=None, max_examples=20)
+def test_packed_numbers_are_unpacked(rows: int, blocks: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(16, (rows, 32 * blocks), generator=generator, dtype=torch.uint8)
+    assert torch.equal(unpack(pack(numbers)), numbers)
 
 
 def test_formats_by_hand() -> None:
@@ -160,6 +216,33 @@ def test_a_weight_that_is_not_finite_is_named(
     message = "layers.1.gate_up.weight: row 163 holds infinity or NaN: must be finite; use another checkpoint"
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "group"),
+    [
+        ({"hidden_size": 384, "intermediate_size": 512, "head_dim": 64}, (), 128),
+        ({"hidden_size": 384, "intermediate_size": 512, "head_dim": 64}, ("--weight_group", "32"), 32),
+        ({"hidden_size": 192, "intermediate_size": 512}, ("--quantize_lm_head",), 64),
+        ({}, (), 32),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_int4_of_16_bits(
+    architecture: str, sizes: dict[str, int], flags: tuple[str, ...], group: int, tmp_path: Path
+) -> None:
+    """In the largest group that divides all inputs, and with searched scales."""
+    model, precision = save_random_model(tmp_path / "model", architecture, **sizes), ("--weight_only_precision", INT4)
+    assert run(model, tmp_path / "engine", *precision, *flags, "--max_seq_len", "256") == 0, "--check agrees, too"
+    config, weights = read_config(tmp_path / "engine"), load_weights(tmp_path / "engine", CPU)
+    assert (config.weight_only_precision, config.weight_group) == (INT4, group)
+    read = weight_reader(open_checkpoint(model), torch.float32)
+    for name in (name for name in weights if f"{name}_scale" in weights and name != HEAD):
+        expected = quantise(read(name), INT4, group, torch.ones(1))
+        assert torch.equal(weights[name], expected[0])
+        assert torch.equal(weights[f"{name}_scale"], expected[1])
+    if "--quantize_lm_head" in flags:
+        assert (weights[HEAD].dtype, weights[f"{HEAD}_scale"].dtype) == (torch.int8, torch.float16)
 
 
 def run(model: Path, output_dir: Path, *flags: str) -> int:
@@ -229,6 +312,8 @@ def test_shards_and_index(precision: str, head: bool, tmp_path: Path, random_mod
         ("qwen2", "int8", True, "bfloat16"),
         ("qwen2", "fp8", False, "float32"),
         ("qwen3", "int8", False, "bfloat16"),
+        ("llama", INT4, True, "float32"),
+        ("qwen2", INT4, False, "bfloat16"),
     ],
 )
 def test_the_cpu_computes_with_dequantised_weights(
@@ -246,6 +331,16 @@ def test_the_cpu_computes_with_dequantised_weights(
     own = logits(build_engine(model, "full", *flags, *form_flags(precision, head)))
     assert torch.equal(own, logits(build_engine(other, "full", *flags)))
     assert not torch.equal(own, logits(build_engine(model, "full", *flags)))
+
+
+def test_groups_of_fp8_are_dequantised_on_the_cpu(
+    tmp_path: Path, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    model = random_model("llama", hidden_size=384, intermediate_size=256, head_dim=64)
+    other = save_dequantised(model, tmp_path / "dequantised", FP8_GROUPS, torch.bfloat16, quantize_lm_head=False)
+    flags = ("--dtype", "bfloat16", "--max_seq_len", "256")
+    own = logits(build_engine(model, "full", *flags, "--weight_only_precision", FP8_GROUPS))
+    assert torch.equal(own, logits(build_engine(other, "full", *flags)))
 
 
 def form_flags(precision: str, head: bool) -> tuple[str, ...]:

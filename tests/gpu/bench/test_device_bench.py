@@ -12,7 +12,7 @@ from tests.support.random_models import save_random_model
 
 from kvseek.bench import evaluate
 from kvseek.bench.speed import decode, shapes
-from kvseek.bench.speed.studies import cached_prompts, evictions
+from kvseek.bench.speed.studies import cached_prompts, evictions, peers
 from kvseek.core.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -140,6 +140,19 @@ def test_steps_beside_an_eviction(tmp_path: Path) -> None:
     assert [(entry["context"], entry["offload"]) for entry in results] == cells * 2
     measured = ("step_seconds", "longest_seconds", "shown_seconds")
     assert all(entry[name] > 0 for entry in results for name in measured)
+
+
+def test_layers_beside_what_is_not_there(tmp_path: Path) -> None:
+    output = tmp_path / "peers.json"
+    flags = ["--shape", "smollm2-135m", "--methods", "nested,pariskv", "--contexts", "8192", "--batches", "1,2"]
+    assert peers.main([*flags, "--output", str(output)]) == 0
+    document = json.loads(output.read_text(encoding="utf-8"))
+    own = {(one["part"], one["name"], one["batch"]) for one in document["results"] if "kvseek" in one["name"]}
+    decoded = {("decode", "kvseek full", 1), ("decode", "kvseek full", 2)}
+    selected = {("selection", f"kvseek {method}", 1) for method in ("nested", "pariskv")}
+    assert own == decoded | selected | {("prompt", "kvseek, in chunks", 1)}
+    assert all(one["seconds"]["min"] > 0 for one in document["results"])
+    assert "no checkout of its code" in document["skipped"]["ParisKV's code, selection at 8,192 x 1"]
 
 
 CACHE = "cache.sink=4,cache.local=32,cache.update=64,cache.full_threshold=40"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine
 from tests.gpu.waits import no_host_waits
-from tests.support.prefill import run_prefill, run_to_end
+from tests.support.prefill import run_all, run_prefill, run_to_end
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
@@ -63,19 +63,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return saved
 
 
-def run_all(decoder: Any) -> tuple[Tensor, list[list[float]]]:
-    """Logits of the prompts and of every step, one after the other, and what each step attended to."""
-    rows = [run_prefill(decoder, slot, prompt, STEPS)[None] for slot, prompt in SLOTS.items()]
-    attended = []
-    for tokens in TOKENS:
-        logits, share = decoder.decode(tokens, list(SLOTS))
-        rows.append(logits)
-        attended.append(share)
-    for slot in SLOTS:
-        decoder.cache.close(slot)
-    return torch.cat(rows), attended
-
-
 def kernel_model(decoder: Decoder) -> KernelModel:
     """The model of a decoder that runs kvseek's kernels."""
     assert isinstance(decoder.model, KernelModel)
@@ -97,10 +84,10 @@ def test_dense_logits_are_those_of_the_cpu(
 ) -> None:
     flags = (*WINDOW, *LIMITS)
     expected, expected_attended = run_all(
-        Engine.load(build_engine(models[architecture], "full", *flags, *ON_CPU)).decoder
+        Engine.load(build_engine(models[architecture], "full", *flags, *ON_CPU)).decoder, SLOTS, TOKENS
     )
     engine = Engine.load(on_gpu(models[architecture], "full", *flags, "--cache.offload", offload))
-    found, attended = run_all(engine.decoder)
+    found, attended = run_all(engine.decoder, SLOTS, TOKENS)
     assert (found - expected).abs().max() <= MAX_DIFFERENCE
     assert attended == [pytest.approx(share) for share in expected_attended]
 
@@ -109,11 +96,11 @@ def test_dense_logits_are_those_of_the_cpu(
 def test_graphs_and_hot_rows_change_nothing(dtype: str, models: dict[str, Path], on_gpu: BuildEngine) -> None:
     flags = (*WINDOW, *LIMITS, "--pariskv.top_k", "20", "--dtype", dtype, "--cache.offload", "always")
     engine = Engine.load(on_gpu(models["qwen3"], "pariskv", *flags))
-    expected, attended = run_all(engine.decoder)
+    expected, attended = run_all(engine.decoder, SLOTS, TOKENS)
     assert max(attended[-1]) < 0.8 * len(PROMPT), "rows were selected"
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for hot_rows in (True, False):
-        found, found_attended = run_all(eager(engine, hot_rows=hot_rows))
+        found, found_attended = run_all(eager(engine, hot_rows=hot_rows), SLOTS, TOKENS)
         assert (found - expected).abs().max() <= tolerance
         assert found_attended == attended
 
@@ -123,8 +110,8 @@ def test_sixteen_bits_are_close(
     dtype: str, models: dict[str, Path], build_engine: BuildEngine, on_gpu: BuildEngine
 ) -> None:
     flags = (*WINDOW, *LIMITS)
-    expected, _ = run_all(Engine.load(build_engine(models["qwen3"], "full", *flags, *ON_CPU)).decoder)
-    found, _ = run_all(Engine.load(on_gpu(models["qwen3"], "full", *flags, "--dtype", dtype)).decoder)
+    expected, _ = run_all(Engine.load(build_engine(models["qwen3"], "full", *flags, *ON_CPU)).decoder, SLOTS, TOKENS)
+    found, _ = run_all(Engine.load(on_gpu(models["qwen3"], "full", *flags, "--dtype", dtype)).decoder, SLOTS, TOKENS)
     error = (found - expected).norm() / expected.norm()
     assert error <= {"bfloat16": 5e-2, "float16": 1e-2}[dtype]
 
@@ -174,11 +161,6 @@ def test_selected_rows_are_reported_and_change_nothing(engine: Engine) -> None:
         assert all(rows.start <= place < rows.stop for own in found if own for place in own)
         assert len({tuple(own) for own in found if own}) > len(rows.layers), "layers and heads select rows of their own"
     assert engine.generate([Request(tuple(PROMPT), 12)]) == [expected], "graphs replay as before"
-
-
-def test_a_seed_repeats(engine: Engine) -> None:
-    request = Request(tuple(PROMPT), 20, SamplingConfig(temperature=1.0, top_p=0.9, seed=4))
-    assert engine.generate([request]) == engine.generate([request])
 
 
 def test_running_out_of_memory_ends_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

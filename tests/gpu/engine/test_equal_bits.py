@@ -12,7 +12,7 @@ from kvseek.engine.engine import Engine
 pytestmark = pytest.mark.gpu
 
 METHODS = {"full": ("full", ()), **CONTESTANTS}
-FORMS = [("bfloat16", "none"), ("bfloat16", "int8"), ("float16", "fp8")]
+FORMS = [("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", "fp8")]
 
 
 @pytest.mark.parametrize(("dtype", "precision"), FORMS)

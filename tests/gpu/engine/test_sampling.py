@@ -7,14 +7,14 @@ from random import Random
 import pytest
 import torch
 from tests.gpu.conftest import MakeKernels
-from tests.support.draws import check_equal, draw_once, draw_together, every_kind_of_params, random_logits
+from tests.support.draws import check_equal, draw_together, every_kind_of_params, random_logits
 from torch import Tensor
 
 from kvseek.core.errors import LogitsError, SamplingError
-from kvseek.core.request import Request, SamplingConfig
+from kvseek.core.request import SamplingConfig
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.draws.reference import TorchDraws
-from kvseek.engine.draws.sampling import Drawn, Sampler
+from kvseek.engine.draws.sampling import Drawn
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
 
 pytestmark = pytest.mark.gpu
@@ -87,24 +87,6 @@ def test_a_request_draws_the_same_alone_and_in_any_company(kernels: MakeKernels,
     together = draw_together(draws, logits, params)
     for size in (1, 3, 16, 33):
         assert draw_together(draws, logits[:, :size], params[:size]) == together[:size]
-
-
-def test_draws_follow_the_distribution(kernels: MakeKernels, device: torch.device) -> None:
-    """Chi-square: the sum has a mean of 39 and a deviation of 8.8."""
-    draws, shares = (
-        CompiledDraws(DeviceDraw(kernels("float32", 64, 3))),
-        torch.rand(40, generator=torch.Generator().manual_seed(2)) + 0.5,
-    )
-    shares /= shares.sum()
-    logits = torch.full((1, 9000), -torch.inf)
-    logits[0, ::225] = shares.log() * 0.7
-    found = torch.zeros(40)
-    for start in range(0, 4096, 64):
-        samplers = [Sampler(Request((1,), 1, SamplingConfig(temperature=0.7, seed=start + n)), 9000) for n in range(64)]
-        for one in draw_once(draws, logits.to(device), [0] * 64, samplers):
-            found[one.token // 225] += 1
-            assert one.token % 225 == 0
-    assert float(((found - shares * 4096) ** 2 / (shares * 4096)).sum()) < 39 + 6 * 8.8
 
 
 def test_errors_are_their_requests_alone(kernels: MakeKernels, device: torch.device) -> None:

@@ -46,6 +46,7 @@ SPARSE = {
 }
 REUSE = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
 POOL = ("--cache.kv_cache_host_memory_bytes", str(6 * 2 * 2 * 1024 * 2 * 64 * 4))  # two layers, two heads, float32
+INT4_ALIKE = "int4 --weight_group 32 --quantize_lm_head"  # one rank would have groups of 64
 TEACHER = [i * i * 7 % 250 + 3 for i in range(300)]
 
 
@@ -73,7 +74,7 @@ def test_tokens_are_those_of_one_rank(
     check_equal(on_gpu(model, method, *flags), on_gpu(model, method, *flags, "--tp_size", "2"))
 
 
-@pytest.mark.parametrize("precision", ["none", "int8", "int8 --quantize_lm_head", "fp8"])
+@pytest.mark.parametrize("precision", ["none", "int8", "int8 --quantize_lm_head", "fp8", INT4_ALIKE])
 def test_logits_are_close_in_sixteen_bits(precision: str, random_model: RandomModel, on_gpu: BuildEngine) -> None:
     """Rank 0 alone adds biases; rows of the vocabulary are left over; sums of parts are rounded to bfloat16."""
     model = model_of(random_model, "llama", attention_bias=True, mlp_bias=True, vocab_size=401)

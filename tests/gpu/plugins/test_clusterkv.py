@@ -255,15 +255,6 @@ def test_prompts_are_encoded_beside_their_clustering() -> None:
     check_reranked(expected, index, queries[0], 0, select_rows(index, queries.cuda(), [0]).rows[0].cpu())
 
 
-def test_rows_are_the_references_where_scores_are_far_apart() -> None:
-    torch.manual_seed(1)
-    config = Config(top_k=1000, **CENTROIDS)
-    expected, found = make_pair(config, "float32", 128, 4, [20_000, 4000])
-    queries = torch.randn(2, KV_HEADS * 4, 128)
-    rows = select_rows(found, queries.cuda(), [0, 1]).rows
-    assert torch.equal(rows.cpu(), select_rows(expected, queries, [0, 1]).rows)
-
-
 @pytest.mark.parametrize("per_cluster", [1, 3])
 @pytest.mark.parametrize("top_k", [1, 700, 5000])
 def test_tiny_clusters_take_as_many_as_the_budget_needs(per_cluster: int, top_k: int) -> None:

@@ -327,37 +327,14 @@ def test_codes_are_those_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, CODED], ids=["exact", "codes"])
-def test_a_captured_selection_follows_requests_and_skips_dense_ones(config: Config) -> None:
-    torch.manual_seed(6)
-    shape, lengths = SHAPES[0], [3000, 40_000, 12_000]
-    cache = make_cache(shape, lengths)
-    index = make_index(shape, config, cache)
-    for slot, length in enumerate(lengths):
-        build(index, cache, slot, length)
-    queries = random_queries(index, 4)
-    states = [RequestState(slot=slot, length=n) for slot, n in enumerate(lengths)]
-    batch = cache.batch([*states, cache.padding()])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows = index.select(queries, batch).rows
-    twin = Twin(index)
-    for order in ([0, 1, 2], [2, 0, 1]):
-        batch.requests.copy_(cache.batch([*(states[slot] for slot in order), cache.padding()]).requests)
-        queries.copy_(random_queries(index, 4))
-        changing = (*(getattr(index.reference, name) for name in CENTROID_ARRAYS), index.written)
-        saved = [array.clone() for array in changing]
-        expected = twin.step(queries[:3].clone(), order)
-        for array, old in zip(changing, saved, strict=True):
-            array.copy_(old)
-        rows.fill_(-9)
-        graph.replay()
-        assert torch.equal(rows[:3], expected)
-        assert (rows[3] == -9).all(), "nothing is selected for a dense request"
-    dense = [replace(state, dense=True) for state in states]
+def test_the_query_of_a_dense_request_becomes_no_centroid(config: Config) -> None:
+    """Graphs, and requests that skip the selection: tests/gpu/plugins/test_batches.py."""
+    cache = make_cache(SHAPES[0], [3000])
+    index = make_index(SHAPES[0], config, cache)
+    build(index, cache, 0, 3000)
     before = index.written.clone()
-    batch.requests.copy_(cache.batch([*dense, cache.padding()]).requests)
-    graph.replay()
-    assert torch.equal(index.written, before), "its query becomes no centroid"
+    index.select(random_queries(index, 1), cache.batch([RequestState(slot=0, length=3000, dense=True)]))
+    assert torch.equal(index.written, before)
 
 
 @pytest.mark.parametrize("captured", [False, True])

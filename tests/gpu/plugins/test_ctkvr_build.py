@@ -114,14 +114,6 @@ def test_ties_go_to_the_lowest_place() -> None:
     assert set(ordered[..., 0].flatten().tolist()) <= {0, 4000}
 
 
-@pytest.mark.parametrize("n", [0, 1, 299, 300])
-def test_short_regions_are_listed_whole(n: int) -> None:
-    queries, keys = random_case("bfloat16", 128, 4, 5, n)
-    lists = build(load_kernels("bfloat16", 128, 4), queries, keys, 300)
-    assert (lists[..., :n] == torch.arange(n, device="cuda")).all()
-    assert (lists[..., n:] == -1).all()
-
-
 @pytest.mark.parametrize("n", [3001, 9001])
 def test_bands_strides_and_samples_change_nothing(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     kernels = load_kernels("bfloat16", 128, 4)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.conftest import BuildEngine
 from tests.plugins.cases import CASES, SELECTING, method_flags
-from tests.support.prefill import run_prefill, run_to_end
+from tests.support.prefill import run_all, run_to_end
 from tests.support.random_models import save_random_model
 from torch import Tensor
 
@@ -42,18 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", head_dim=64)
 
 
-def run_all(engine: Engine) -> tuple[Tensor, list[list[float]]]:
-    """Logits of the prompts and of every step, and what each step attended to; upkeep runs as the engine runs it."""
-    decoder: Any = engine.decoder
-    rows = [run_prefill(decoder, slot, prompt, STEPS)[None].cpu() for slot, prompt in SLOTS.items()]
-    attended = []
-    for tokens in TOKENS:
-        logits, share = decoder.decode(tokens, list(SLOTS))
-        rows.append(logits)
-        attended.append(share)
-    for slot in SLOTS:
-        decoder.cache.close(slot)
-    return torch.cat(rows), attended
+def logits_of(directory: Path) -> tuple[Tensor, list[list[float]]]:
+    """Logits of the prompts and of every step of an engine, and what each step attended to."""
+    return run_all(Engine.load(directory).decoder, SLOTS, TOKENS)
 
 
 @pytest.mark.parametrize("offload", ["always", "never"])
@@ -61,10 +51,8 @@ def run_all(engine: Engine) -> tuple[Tensor, list[list[float]]]:
 def test_keeping_everything_is_dense(name: str, offload: str, model: Path, on_gpu: BuildEngine) -> None:
     method, sparse = CONTESTANTS[name]
     flags = (*WINDOW, *LIMITS, "--cache.offload", offload)
-    expected, _ = run_all(Engine.load(on_gpu(model, "full", *flags)))
-    found, attended = run_all(
-        Engine.load(on_gpu(model, method, *flags, *sparse, *method_flags(method, CASES[method].everything)))
-    )
+    expected, _ = logits_of(on_gpu(model, "full", *flags))
+    found, attended = logits_of(on_gpu(model, method, *flags, *sparse, *method_flags(method, CASES[method].everything)))
     assert (found - expected).abs().max() <= MAX_DIFFERENCE
     assert max(attended[-1]) == len(PROMPT) + STEPS
 
@@ -76,8 +64,8 @@ def test_sparse_logits_are_close_to_the_cpu(
 ) -> None:
     method, sparse = CONTESTANTS[name]
     flags = (*WINDOW, *LIMITS, *sparse)
-    expected, expected_attended = run_all(Engine.load(build_engine(model, method, *flags, "--kernels", "reference")))
-    found, attended = run_all(Engine.load(on_gpu(model, method, *flags, "--cache.offload", offload)))
+    expected, expected_attended = logits_of(build_engine(model, method, *flags, "--kernels", "reference"))
+    found, attended = logits_of(on_gpu(model, method, *flags, "--cache.offload", offload))
     assert max(attended[-1]) < 0.8 * len(PROMPT), "rows were selected"
     for own, reference in zip(attended, expected_attended, strict=True):
         assert own == pytest.approx(reference, rel=0.1)
@@ -124,9 +112,9 @@ def test_cancelling_leaves_others_alone(name: str, model: Path, on_gpu: BuildEng
 def test_sixteen_bits_run(name: str, dtype: str, model: Path, on_gpu: BuildEngine) -> None:
     method, sparse = CONTESTANTS[name]
     flags = (*WINDOW, *LIMITS, "--cache.offload", "always")
-    full, _ = run_all(Engine.load(on_gpu(model, "full", *flags, "--dtype", dtype)))
+    full, _ = logits_of(on_gpu(model, "full", *flags, "--dtype", dtype))
     keep = (*flags, *sparse, *method_flags(method, CASES[method].everything), "--dtype", dtype)
-    found, _ = run_all(Engine.load(on_gpu(model, method, *keep)))
+    found, _ = logits_of(on_gpu(model, method, *keep))
     assert (found - full).norm() <= 5e-2 * full.norm()
-    sparse_logits, _ = run_all(Engine.load(on_gpu(model, method, *flags, *sparse, "--dtype", dtype)))
+    sparse_logits, _ = logits_of(on_gpu(model, method, *flags, *sparse, "--dtype", dtype))
     assert sparse_logits.isfinite().all()

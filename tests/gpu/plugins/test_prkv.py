@@ -26,8 +26,7 @@ from torch import Tensor
 from kvseek.bench.methods import method_kernels
 from kvseek.core.streams import SideStream, SideWork
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config
-from kvseek.plugins.prkv.device import CudaIndex
-from kvseek.plugins.prkv.observe import observe
+from kvseek.plugins.prkv.device import CudaIndex, observe
 from kvseek.plugins.prkv.static import observation_scores
 from kvseek.plugins.prkv.update import PUBLISH_STEPS
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.reference.codes import stores
-from tests.plugins.index_cases import KV_HEADS, NativePair, check_near, extend, keys_of_slots, select, select_rows
+from tests.plugins.index_cases import KV_HEADS, NativePair, check_near, extend, keys_of_slots, select_rows
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.errors import KernelError
 from kvseek.kernels.reference.codes.key_codes import estimate_at, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.kernels.reference.codes.store import CodeStore
@@ -137,16 +134,3 @@ def test_evictions_are_found(library: CpuLibrary) -> None:
     for name, array in arrays(pair.found).items():
         array.copy_(arrays(pair.expected)[name])  # a code at the border of two cells may differ
     pair.check(torch.randn(1, 3 * KV_HEADS, 64), [0])
-
-
-def test_dense_layers_select_nothing(library: CpuLibrary) -> None:
-    context = Pair.context(library, Config(), 1, 64, [10])
-    index = NativeIndex(replace(context, layer=0))
-    assert select(index, torch.zeros(1, KV_HEADS, 64), [0]) is None
-
-
-@pytest.mark.parametrize("bits", [0, 2])
-def test_unsupported_shapes_are_refused(library: CpuLibrary, bits: int) -> None:
-    config = Config(rerank_bits=bits, spread_weight=0.0, candidates=4)
-    with pytest.raises(KernelError, match=r"native .*: head_dim = 264: must be at most 256; build the engine with"):
-        NativeIndex(Pair.context(library, config, 1, 264, [10]))

@@ -225,16 +225,6 @@ def test_growth_keeps_the_pace_and_the_list(update: int) -> None:
     assert torch.equal(index.read_clusters(index.centroids, 0)[:, :4], before), "the prompt's clusters stay as they are"
 
 
-def test_a_region_that_starts_empty() -> None:
-    keys = random_keys(40, DIM)
-    index = built(whole(top_k=10), keys[:, :0])
-    assert index.counts == [0]
-    for start in range(0, 40, 8):
-        grow(index, 0, keys[:, start : start + 8])
-    check_invariants(index, 0, keys)
-    assert index.counts == [1]
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     per_cluster=st.integers(1, 1024),
@@ -251,14 +241,6 @@ def test_clusters_fit_the_extents(per_cluster: int, per_update: int, prompt: int
     assert config.prompt_clusters(prompt) <= prompt
     added = config.generated_clusters(generated + 7) - config.generated_clusters(generated)
     assert 0 <= added <= 7
-
-
-def test_default_sizes() -> None:
-    config, paper = Config(), Config(**PAPER)
-    assert (config.clusters_per_extent, config.prompt_clusters(32_768), config.generated_clusters(320)) == (32, 819, 4)
-    assert (paper.clusters_per_extent, paper.prompt_clusters(32_768)) == (16, 409)
-    assert traits(config).cache_defaults == {"update": 320, "sink": 16}
-    assert traits(whole(dense_layers=5)).device_layers == 5
 
 
 def test_costs_follow_the_region() -> None:
@@ -320,12 +302,6 @@ def test_rows_follow_the_definition(bits: int) -> None:
     rows = select_rows(index, query, [0]).rows[0]
     for head, own in enumerate(query[0].view(KV_HEADS, GROUP, DIM)):
         assert rows[head].tolist() == expected_rows(index, keys, own, head)
-
-
-def test_defaults() -> None:
-    """The best 512 of the 4,096 rows of the clusters that may hold the best keys."""
-    config = Config()
-    assert (config.top_k, config.rows_of_clusters, config.spread_weight, config.rerank_bits) == (512, 4096, 3.0, 2)
 
 
 @pytest.mark.parametrize(("settings", "clusters"), [(OLD_DEFAULTS, 75), (PAPER, 37)], ids=["0.2.0", "paper"])

@@ -20,10 +20,10 @@ from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
 from kvseek.plugins.ctkvr import device, device_build
 from kvseek.plugins.ctkvr.config import Config
+from kvseek.plugins.ctkvr.device import LARGEST_KEYS, Workspace
 from kvseek.plugins.ctkvr.device_build import DeviceBuilder, Sampling
 from kvseek.plugins.ctkvr.measurements import costs
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
-from kvseek.plugins.ctkvr.workspace import LARGEST_KEYS, Workspace
 from kvseek.plugins.measurements import SelectionCosts
 
 LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)

@@ -19,8 +19,7 @@ from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.kernels.reference.codes.key_codes import leading_bits, mean_integers
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
-from kvseek.plugins.ctkvr.build import attention_values, build_lists, largest
-from kvseek.plugins.ctkvr.centroids import cosines, make_centroids, prompt_means
+from kvseek.plugins.ctkvr.build import attention_values, build_lists, cosines, largest, make_centroids, prompt_means
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.method import create, traits
 from kvseek.plugins.ctkvr.reference import ReferenceIndex

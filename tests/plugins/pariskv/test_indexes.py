@@ -28,7 +28,6 @@ from tests.plugins.index_cases import (
 from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
-from kvseek.core.errors import KernelError
 from kvseek.kernels.reference.codes.rotation import rotate
 from kvseek.plugins.pariskv import codebook, method, reference
 from kvseek.plugins.pariskv.config import GROUP_REDUCTIONS, Config, ScheduleStep
@@ -323,10 +322,3 @@ def test_ties_are_cut_as_the_reference_cuts_them(
     queries = torch.randint(-1, 2, (1, KV_HEADS * group, 64)).float() * (torch.rand(1, 1, 64) < 0.1)
     rows = [select_rows(index, queries, [0]).rows for index in (pair.found, pair.expected)]
     assert torch.equal(*rows)
-
-
-def test_unsupported_shapes_are_refused(library: CpuLibrary) -> None:
-    with pytest.raises(KernelError, match=r"num_heads / num_kv_heads = 17: must be at most 16; .*--kernels reference"):
-        NativeIndex(Pair.context(library, Config(), 17, 64, [10]))
-    with pytest.raises(KernelError, match="head_dim = 264"):
-        NativeIndex(Pair.context(library, Config(), 1, 264, [10]))

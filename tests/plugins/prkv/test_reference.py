@@ -119,10 +119,6 @@ def test_the_largest_are_marked_ties_by_lowest_index() -> None:
     assert largest(values, 5).all()
 
 
-def test_static_tokens_come_first_and_nothing_else_moves() -> None:
-    assert static_first(torch.tensor([[1, 3], [0, 4]]), 5).tolist() == [[1, 3, 0, 2, 4], [0, 4, 1, 2, 3]]
-
-
 def test_candidates_are_the_static_tokens_and_the_pages_picked_most() -> None:
     picked = torch.tensor([[9, 0, 4, 1, 4, 0, 0], [0, 0, 0, 0, 0, 0, 1]], dtype=torch.int32)
     static = torch.tensor([[3, 9, 55], [8, 48, 55]])
@@ -159,17 +155,6 @@ def test_the_static_set_of_a_prompt_is_what_its_last_queries_attend_to(share: fl
         best = scores[head].argsort(descending=True, stable=True)[: static.shape[1]].sort().values
         assert torch.equal(static[head], best)
     case.check_summaries(0)
-
-
-@SCORES
-def test_the_page_of_a_loud_key_is_selected(page_score: str) -> None:
-    case = Case(replace(SMALL, top_k=32, page_score=page_score), [1000])
-    keys, queries = 0.1 * random_keys(1000, DIM), random_queries(1, KV_HEADS * GROUP, DIM)
-    keys[:, 777] = 9 * queries.view(KV_HEADS, GROUP, DIM).mean(dim=1)
-    case.prompt(0, keys, -window())
-    rows, static = case.selected(queries, 0), case.index.static_of(0)
-    assert ((rows == 777).sum(dim=1) == 1).all()
-    assert torch.equal(rows[:, :8].long(), static)
 
 
 @SCORES

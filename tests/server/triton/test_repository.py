@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import queue
 import signal
 import subprocess
 import tempfile
@@ -22,7 +21,7 @@ from openai import OpenAI
 from tests.conftest import BuildEngine, RandomModel
 from tests.server.conftest import loop_in_a_thread
 from tests.support.door_processes import write_keys
-from tests.support.grpc_inputs import inputs_of
+from tests.support.grpc_inputs import inputs_of, stream_infer
 from tests.support.live_server import command_line
 from tests.support.metrics import running
 from tests.support.own_triton import KVSEEK, OwnTriton, end, environment, own_triton
@@ -160,16 +159,8 @@ def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, thi
 
 def stream(triton: OwnTriton, model: str, count: int) -> list[str]:
     """The texts of a stream over gRPC."""
-    results: queue.Queue[Any] = queue.Queue()
-    with grpc.InferenceServerClient(triton.grpc_url) as client:
-        client.start_stream(lambda result, error: results.put(error or result))
-        client.async_stream_infer(
-            model, inputs_of({"text_input": PROMPT, "max_tokens": count, "stream": True, "end_id": -1})
-        )
-        found = []
-        while not found or not found[-1].as_numpy("finish_reason")[0, 0]:
-            found.append(results.get(timeout=TIMEOUT))
-    return [result.as_numpy("text_output")[0].decode() for result in found]
+    inputs = inputs_of({"text_input": PROMPT, "max_tokens": count, "stream": True, "end_id": -1})
+    return [part.as_numpy("text_output")[0].decode() for part in stream_infer(triton.grpc_url, model, inputs)]
 
 
 def test_one_engine_process_serves_all_models_of_an_engine(triton: OwnTriton, directory: Path, other: Path) -> None:

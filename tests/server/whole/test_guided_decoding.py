@@ -86,13 +86,6 @@ def test_what_cannot_be_followed_is_refused_by_name(client: OpenAI, model: str, 
         assert caught.value.param == "response_format"
 
 
-def test_words_that_a_schema_needs_and_that_are_banned(client: OpenAI, model: str) -> None:
-    with pytest.raises(openai.BadRequestError, match="bad_words, response_format: leave no token"):
-        client.chat.completions.create(
-            model=model, messages=TALK, response_format=form({"const": 7}), extra_body={"bad_words": ["7"]}
-        )
-
-
 def test_guides_that_compile_slowly_are_refused(client: OpenAI, model: str) -> None:
     """Beside a stream, one after the other; a client that leaves meanwhile is forgotten, and the next guide is followed."""
     with ThreadPoolExecutor(2) as pool:
@@ -121,6 +114,7 @@ def test_guides_that_compile_slowly_are_refused(client: OpenAI, model: str) -> N
 
 
 def test_tensorrt_llms_inputs(server: RunningServer, directory: Path) -> None:
+    """Other guides, and those that are refused: tests/engine/test_guides.py, tests/server/frontend/test_refusals.py."""
     guides = {
         "json_schema": json.dumps(SCHEMA),
         "regex": "(yes|no), [0-9]{2}",
@@ -145,29 +139,3 @@ def test_tensorrt_llms_inputs(server: RunningServer, directory: Path) -> None:
                 assert text[-4:-2] == ", "
                 assert text[:-4] in ("yes", "no")
                 assert text[-2:].isdigit()
-    json_value = generate(
-        server,
-        "ensemble",
-        text_input="one ship",
-        max_tokens=1,
-        exclude_input_in_output=True,
-        guided_decoding_guide_type="json",
-    )
-    assert json_value.json()["text_output"][0] in '{["-0123456789tfn'
-
-
-def test_faults_of_tensorrt_llms_inputs(server: RunningServer) -> None:
-    """Others: tests/engine/test_guides.py, and their names tests/server/frontend/test_refusals.py."""
-    for fields, message in (
-        (
-            {"guided_decoding_guide": "a+"},
-            "guided_decoding_guide_type is missing: must be one of json, json_schema, regex",
-        ),
-        (
-            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"},
-            "guided_decoding_guide: cannot be followed",
-        ),
-    ):
-        reply = generate(server, "tensorrt_llm_bls", text_input="one ship", max_tokens=9, **fields)
-        assert reply.status_code == 400
-        assert message in reply.json()["error"]

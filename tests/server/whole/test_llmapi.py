@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import requests
 import tritonclient.grpc as grpc
@@ -149,33 +148,15 @@ def test_model_infer_and_the_shapes_of_outputs(server: RunningServer, texts: lis
     assert values["arrival_time_ns"][0] < values["first_token_time_ns"][0] <= values["last_token_time_ns"][0]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ({"sampling_param_temperature": ("FP32", [-1.0])}, "sampling_param_temperature = -1.0: must be finite"),
-        ({"lora_id": ("UINT64", [7])}, "lora_id = 7: must be absent; kvseek does not support it"),
-        ({"sampling_param_n": ("INT32", [1])}, "sampling_param_n: tensorrt_llm has no such input"),
-        ({"text_input": ("BYTES", [[PROMPT]])}, r"text_input: shape = \[1, 1\]: must be \['n'\]"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(
-    server: RunningServer, texts: list[str], inputs: dict[str, Tensor], message: str
-) -> None:
+def test_a_refusal_ends_its_request_and_not_its_call(server: RunningServer, texts: list[str]) -> None:
+    """What is refused: tests/server/frontend/, test_llmapi_request.py, test_refusals.py and test_grpc_checks.py."""
     with Stream(server) as stream:
-        stream.ask(**inputs)
-        with pytest.raises(grpc.InferenceServerException, match=message):
+        stream.ask(sampling_param_temperature=("FP32", [-1.0]))
+        with pytest.raises(grpc.InferenceServerException, match=r"sampling_param_temperature = -1\.0: must be finite"):
             stream.next()
         stream.ask()
         (answer,) = stream.rest()
-        assert answer["text_output"].tolist() == [(PROMPT + texts[-1]).encode()], "the same call goes on"
-        with pytest.raises(grpc.InferenceServerException, match=message):
-            stream.client.infer(MODEL, tensors(**inputs), client_timeout=TIMEOUT)
-    if np.ndim(next(iter(inputs.values()))[1]) == 1:
-        ((name, (_, values)),) = inputs.items()
-        reply = post(server, "generate", **{name: values[0]})
-        assert reply.status_code == 400
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(reply.json()["error"])
+    assert answer["text_output"].tolist() == [(PROMPT + texts[-1]).encode()]
 
 
 def test_stop_ends_the_request_of_the_same_id(server: RunningServer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import requests
 import torch
 import tritonclient.grpc as grpc
 from tests.server.whole.conftest import MAX_LOGITS
-from tests.support.grpc_inputs import inputs_of
+from tests.support.grpc_inputs import inputs_of, stream_infer
 from tests.support.waiting import SECONDS
 
 from kvseek.core.request import Request
@@ -72,15 +71,8 @@ def test_shapes_and_values(server: RunningServer, answer: Any, name: str) -> Non
 @pytest.mark.parametrize("name", ["tensorrt_llm", "tensorrt_llm_bls"])
 def test_a_stream_has_them_with_the_tokens(server: RunningServer, answer: Any, name: str) -> None:
     prompt, _, expected = answer
-    arrived: queue.Queue[Any] = queue.Queue()
     streams = {"stream" if name == "tensorrt_llm_bls" else "streaming": True, "return_prefill_progress": True}
-    responses = []
-    with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: arrived.put(error or result))
-        client.async_stream_infer(name, inputs_of(questions(prompt)[name] | BOTH | streams))
-        while not responses or responses[-1].as_numpy("finish_reason")[0][0] == b"":
-            responses.append(arrived.get(timeout=SECONDS))
-            assert not isinstance(responses[-1], Exception), responses[-1]
+    responses = stream_infer(server.grpc_url, name, inputs_of(questions(prompt)[name] | BOTH | streams))
     progress = [one.as_numpy("generation_logits") is None for one in responses]
     tokens = responses[progress.index(False) :]
     assert all(progress[: progress.index(False)]), "before the first token"

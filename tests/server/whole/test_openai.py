@@ -282,19 +282,6 @@ def test_a_client_that_leaves_ends_all_its_choices(server: RunningServer, model:
     assert metric(server.metrics_url, "kvseek:generation_tokens_total") - tokens < 3 * 1100
 
 
-def test_paths_and_methods(server: RunningServer) -> None:
-    url = server.openai_url
-    missing = requests.get(f"{url}/embeddings", timeout=SECONDS)
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-    wrong = requests.get(f"{url}/completions", timeout=SECONDS)
-    assert (wrong.status_code, wrong.headers["Allow"]) == (405, "POST")
-    root = url.removesuffix("/v1")
-    assert requests.get(f"{root}/health", timeout=SECONDS).status_code == 200
-    assert "kvseek:num_requests_running" in requests.get(f"{root}/metrics", timeout=SECONDS).text
-    for closed in ("docs", "openapi.json", "redoc"):
-        assert requests.get(f"{root}/{closed}", timeout=SECONDS).status_code == 404
-
-
 def test_the_id_of_a_request_comes_back(server: RunningServer) -> None:
     url = f"{server.openai_url}/models"
     assert requests.get(url, headers={"X-Request-Id": "my id"}, timeout=SECONDS).headers["X-Request-Id"] == "my id"

@@ -162,15 +162,6 @@ def test_token_ids_streaming_and_not(server: RunningServer, engine: Engine) -> N
     assert stopped["output_ids"].tolist() == [[first_two]]
 
 
-def test_prefill_progress_only_when_asked_for(server: RunningServer) -> None:
-    client = grpc_client(server)
-    options = replace(SHORT, return_prefill_progress=True)
-    progress = [c.prefill_progress for c in client.generate_stream(PROMPT, options) if not c.num_output_tokens]
-    assert progress == sorted(progress)
-    assert progress[-1] == 1.0
-    assert all(c.num_output_tokens for c in client.generate_stream(PROMPT, SHORT))
-
-
 BAD = [  # others are the same for every port: tests/server/frontend/test_refusals.py
     ("", SHORT, "text_input is empty"),
     ("word " * 1400, SHORT, "must be <= max_input_len = 1000"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvseek.core.batch import RequestState, Selection, pack
 from kvseek.kernels.cuda.attention.attend import DeviceAttention
-from kvseek.kernels.cuda.attention.hot_rows import NO_FRAME, HotRows, empty_frames
+from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative, by norm
 KV_HEADS, ENTRIES = 2, 100
@@ -366,20 +366,6 @@ def test_hot_rows_change_nothing_but_where_rows_come_from(
                 assert found_hits <= selected_before if gap else found_hits == selected_before, step
             kept[request.slot].append(own)
         selected = torch.stack([drift(selected[slot], lengths[slot], 0.3) for slot in range(3)])
-
-
-def test_rows_that_changed_places_are_read_again(kernels: MakeKernels, device: torch.device) -> None:
-    torch.manual_seed(6)
-    cache = RandomCache((500,), kv_heads=KV_HEADS, dim=64, dtype=torch.bfloat16, device=device)
-    attention = make_attention(kernels, cache, 4)
-    assert attention.hot is not None
-    request = cache.request(0, 16, 0, 40, 556, False)
-    selected = cache.select([request], ENTRIES)
-    check(attention, cache, 4, [request], selected)
-    cache.rows.mul_(-1)
-    attention.hot.frames.fill_(NO_FRAME)
-    check(attention, cache, 4, [replace(request, position=557)], selected)
-    assert attention.hot.hits.sum(dim=(0, 1)).tolist() == [0, 2 * KV_HEADS * ENTRIES]
 
 
 def test_forgotten_rows_are_read_again(kernels: MakeKernels, device: torch.device) -> None:

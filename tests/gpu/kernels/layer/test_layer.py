@@ -245,18 +245,6 @@ def test_the_largest_bucket(kernels: MakeKernels, device: torch.device) -> None:
     assert torch.equal(window, expected)
 
 
-def test_it_is_what_rope_append_writes(kernels: MakeKernels, device: torch.device) -> None:
-    """Keys that are rotated by an angle of zero stay as they are: both kernels write the same rows."""
-    ops = make(kernels, device, "float16", 64)
-    keys, values, window = world(ops, len(STATES), 64)
-    batch, other = requests(device, STATES), window.clone()
-    qkv = torch.cat((random(ops, len(STATES), 12, 64), keys, values), dim=1).flatten(1)
-    flat = (torch.ones(len(STATES), 32, device=device), torch.zeros(len(STATES), 32, device=device))
-    ops.rope_append(qkv, batch, flat, other, None, None)
-    ops.append(keys, values, batch, window)
-    assert torch.equal(window, other)
-
-
 def test_a_graph_follows_its_requests(kernels: MakeKernels, device: torch.device) -> None:
     """A replay reads keys, values, slots and rows as they are then."""
     ops = make(kernels, device, "bfloat16", 128)

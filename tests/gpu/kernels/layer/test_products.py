@@ -1,4 +1,4 @@
-"""Products of few rows on the GPU, with weights of 16 and 8 bits: kernels against float64, graphs, errors, whole engines."""
+"""Products of few rows on the GPU, with weights of 16, 8 and 4 bits: kernels against float64, graphs, errors, whole engines."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from kvseek.bench.methods import load_kernels
 from kvseek.builder import build
 from kvseek.builder.calibration import Calibration
 from kvseek.builder.compile.cuda import Specialisation
+from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUP, group_inputs
 from kvseek.core.errors import KernelError
-from kvseek.core.weight_only import NONE, PRECISIONS, dequantise, quantise
+from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE, PRECISIONS, dequantise, layout, quantise, unpack
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cuda.products import KernelHead, KernelLinear, KernelProducts
-from kvseek.kernels.cuda.layer.products import ALIGNMENT, MOST_ROWS, SHAPES, ProductKernels, choose_shape
+from kvseek.kernels.cuda.layer.products import ALIGNMENT, MOST_ROWS, SHAPES, Format, ProductKernels, choose_shape
 
 pytestmark = pytest.mark.gpu
 
 MakeProducts = Callable[[str, str], ProductKernels]
 DTYPES = ("bfloat16", "float16")
-WEIGHTS = (NONE, *PRECISIONS)
-FORMS = [("int8", False), ("int8", True), ("fp8", False)]  # weight_only_precision and quantize_lm_head
+GROUPS = ("int4-32", "int4-64", "int4-128", INT8_GROUPS, FP8_GROUPS)
+WEIGHTS = (NONE, *PRECISIONS, *GROUPS)  # int4 by its groups' inputs
+# weight_only_precision, int4 by its groups' inputs, and quantize_lm_head
+FORMS = [("int8", False), ("int8", True), ("fp8", False), ("int4-32", True), ("int4-128", False), (FP8_GROUPS, False)]
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64)
 INPUTS = (48, 576, 4096, 14336)
 OUTPUTS = (33, 100)
 SUM_ERROR = 2.0**-20  # of float32 sums, relative to the sum of magnitudes
+OFFSET = 64  # of numbers of 4 bits while they are multiplied (kernels/cuda/layer/weight_formats.cuh)
 # Of logits, in norm: weights that are dequantised first are rounded to 16 bits. Measured on an H200: at most 0.023 and 0.0037.
 ENGINE_ERROR = {"bfloat16": 4e-2, "float16": 6e-3}
 
@@ -46,10 +50,28 @@ def products() -> MakeProducts:
 
     @cache
     def make(precision: str, dtype: str) -> ProductKernels:
-        unit = Specialisation(dtype, 64, 4, "full", weight_only_precision=precision)
-        return ProductKernels(load_kernels(unit), precision, getattr(torch, dtype))
+        own, group = parts(precision)
+        engine = INT4 if own == INT8_GROUPS else own
+        unit = Specialisation(dtype, 64, 4, "full", weight_only_precision=engine, weight_group=group)
+        return ProductKernels(load_kernels(unit), engine, getattr(torch, dtype), group)
 
     return make
+
+
+def parts(precision: str) -> tuple[str, int]:
+    """Precision and weight_group of one of WEIGHTS."""
+    own, _, group = precision.partition("-")
+    return own, int(group or WEIGHT_GROUP)
+
+
+def kernel_of(precision: str) -> str:
+    return Format.of(*parts(precision), torch.bfloat16).kernel
+
+
+def whole_groups(precision: str, inputs: int) -> int:
+    """So many inputs, or as many as are whole groups."""
+    group = group_inputs(*parts(precision)) * (2 if precision == INT8_GROUPS else 1)
+    return -(-inputs // group) * group
 
 
 class Case:
@@ -57,7 +79,7 @@ class Case:
 
     def __init__(self, precision: str, dtype: str, device: torch.device, outputs: int, inputs: int) -> None:
         generator = torch.Generator(device).manual_seed(outputs * inputs)
-        self.dtype, nan = getattr(torch, dtype), float("nan")
+        self.dtype, nan, inputs = getattr(torch, dtype), float("nan"), whole_groups(precision, inputs)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device)
@@ -65,8 +87,9 @@ class Case:
         weight = random(outputs, inputs) * inputs**-0.5
         self.weight, self.scale = weight.to(self.dtype), None
         if precision != NONE:
-            self.weight, scale = quantise(weight, precision)
-            self.scale = torch.cat((scale, torch.full((64,), nan, device=device)))[:outputs]
+            self.weight, scale = quantise(weight, *parts(precision))
+            poison = torch.full((64, *scale.shape[1:]), nan, device=device, dtype=scale.dtype)
+            self.scale = torch.cat((scale, poison))[:outputs]
         self.bias = random(outputs).to(self.dtype)
         poison = torch.full((64, inputs), nan, device=device, dtype=self.dtype)
         self._x = torch.cat((random(MOST_ROWS, inputs).to(self.dtype), poison))
@@ -77,10 +100,17 @@ class Case:
 
     def check(self, found: Tensor, rows: int, bias: Tensor | None) -> None:
         """Within the rounding of one 16-bit result, and what float32 sums lose."""
-        x, weight = self.x(rows).double(), self.weight.to(torch.float64)
-        scale = 1.0 if self.scale is None else self.scale.double()
-        expected = x @ weight.T * scale + (0 if bias is None else bias.double())
-        size = x.abs() @ weight.abs().T * scale + (0 if bias is None else bias.double().abs())
+        x, weight, most = self.x(rows).double(), self.weight.double() if self.scale is None else None, None
+        if self.scale is not None:
+            weight = dequantise(self.weight, self.scale, torch.float64)
+            if self.weight.dtype is torch.uint8:  # the terms of a weight are larger than itself
+                factor, zero = (
+                    self.scale.double().repeat_interleave(weight.shape[1] // self.scale.shape[1], 1).unbind(-1)
+                )
+                most = (unpack(self.weight) + OFFSET) * factor + zero.abs()
+        assert weight is not None
+        expected = x @ weight.T + (0 if bias is None else bias.double())
+        size = x.abs() @ (weight.abs() if most is None else most).T + (0 if bias is None else bias.double().abs())
         info = torch.finfo(self.dtype)
         bound = expected.abs() * info.eps / 2 + size * SUM_ERROR + info.tiny * info.eps
         assert found.dtype is self.dtype
@@ -101,7 +131,7 @@ def test_linear(precision: str, dtype: str, inputs: int, products: MakeProducts,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", WEIGHTS)
+@pytest.mark.parametrize("precision", [one for one in WEIGHTS if one != INT8_GROUPS])  # of heads alone
 def test_gated_products_are_products_and_activations(
     precision: str, dtype: str, products: MakeProducts, device: torch.device
 ) -> None:
@@ -122,14 +152,14 @@ def test_gated_products_are_products_and_activations(
 def test_linear_of_every_shape(precision: str, dtype: str, products: MakeProducts, device: torch.device) -> None:
     """Few output channels choose only the shapes of small matrices: each shape has the fewest that it is for, and some."""
     multiprocessors, tried = torch.cuda.get_device_properties(device).multi_processor_count, set()
-    bits = 16 if precision == NONE else 8
-    for fewest, shapes in SHAPES[bits]:
+    kernel = kernel_of(precision)
+    for fewest, shapes in SHAPES[kernel]:
         case = Case(precision, dtype, device, fewest * multiprocessors + 7, 576)
         for rows in (*(shape.rows for shape in shapes), 5):
-            tried.add(choose_shape(bits, rows, case.weight.shape[0] / multiprocessors))
+            tried.add(choose_shape(kernel, rows, case.weight.shape[0] / multiprocessors))
             found = products(precision, dtype).linear(case.x(rows), case.weight, case.scale, case.bias)
             case.check(found, rows, case.bias)
-    assert tried == {shape for _, shapes in SHAPES[bits] for shape in shapes}
+    assert tried == {shape for _, shapes in SHAPES[kernel] for shape in shapes}
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -146,19 +176,21 @@ def test_a_steps_row_depends_on_no_other_row(
     """Nor on how many there are: matrices of each way to divide a sum, with bias or not, gated or not, and heads."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     made = KernelProducts(products(precision, dtype), 64, 64)
-    for fewest, _ in SHAPES[16 if precision == NONE else 8]:
+    for fewest, _ in SHAPES[kernel_of(precision)]:
         case = Case(precision, dtype, device, fewest * multiprocessors + 34, inputs)
-        plain, biased = (made.linear(case.weight, bias, case.scale) for bias in (None, case.bias))
-        gated = (partial(product.gated, silu_mul=silu_mul) for product in (plain, biased))
+        of_step: list[Callable[[Tensor], Tensor]] = [made.head(case.weight, case.scale)]
+        if precision != INT8_GROUPS:
+            linear = [made.linear(case.weight, bias, case.scale) for bias in (None, case.bias)]
+            of_step += [*linear, *(partial(product.gated, silu_mul=silu_mul) for product in linear)]
         x = case.x(MOST_ROWS)
-        for product in (plain, biased, made.head(case.weight, case.scale), *gated):
+        for product in of_step:
             alone = torch.cat([product(row) for row in x.split(1)])
             for rows in (*ROWS, 12, 24, 48, 63):
                 for first in (0, MOST_ROWS - rows):
                     assert torch.equal(product(x[first : first + rows]), alone[first : first + rows]), (fewest, rows)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, INT8_GROUPS, FP8_GROUPS])
 def test_a_head_multiplies_any_number_of_rows(precision: str, products: MakeProducts, device: torch.device) -> None:
     """In groups beyond what a kernel has room for, of an odd vocabulary, without a matrix of 16 bits beside it."""
     kernels, outputs, inputs = products(precision, "bfloat16"), 50_001, 512
@@ -187,7 +219,10 @@ def test_a_prompts_row_depends_on_no_other_row(
         case = Case(precision, dtype, device, outputs, inputs)
         made = KernelProducts(products(precision, dtype), 2048, MOST_ROWS)
         x = torch.randn(2048, inputs, dtype=case.dtype, device=device)
-        for product in (made.linear(case.weight, case.bias, case.scale), made.head(case.weight, case.scale)):
+        of_prompt = [made.head(case.weight, case.scale)]
+        if precision != INT8_GROUPS:
+            of_prompt.append(made.linear(case.weight, case.bias, case.scale))
+        for product in of_prompt:
             whole = product(x, prompt=True)
             for rows in (*ROWS, 100, 129, 300, 400, 511, 700, 1100, 2047):
                 assert torch.equal(product(x[-rows:], prompt=True), whole[-rows:]), (outputs, inputs, rows)
@@ -216,6 +251,24 @@ def test_dequantise_is_the_reference(
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), "bit for bit"
 
 
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", [one for one in GROUPS if one != INT8_GROUPS])
+def test_dequantise_of_groups_is_the_reference(
+    precision: str, dtype: str, inputs: int, products: MakeProducts, device: torch.device
+) -> None:
+    """All bits that weights may have, and scales of several magnitudes."""
+    own, group = parts(precision)
+    (shape, kind), (scales, scale_kind) = layout((70, whole_groups(precision, inputs)), own, group)
+    bits = torch.arange(torch.Size(shape).numel()).remainder(256).to(torch.uint8).view(shape)
+    weight = bits.view(kind)
+    weight = torch.where(weight.float().isnan(), 0.0, weight.float()).to(kind) if own == FP8_GROUPS else weight
+    scale = torch.randn(scales, generator=torch.Generator().manual_seed(inputs)).mul(0.3).to(scale_kind)
+    found = products(precision, dtype).dequantise(weight.to(device), scale.to(device)).cpu()
+    expected = dequantise(weight, scale, getattr(torch, dtype))
+    assert torch.equal(found, expected)
+
+
 def test_products_follow_each_other(products: MakeProducts, device: torch.device) -> None:
     """A product may start before the one whose result it reads has ended, and must wait for it all the same."""
     kernels, case = products("int8", "bfloat16"), Case("int8", "bfloat16", device, 576, 576)
@@ -230,7 +283,7 @@ def test_products_follow_each_other(products: MakeProducts, device: torch.device
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [*PRECISIONS, "int4-32", FP8_GROUPS])
 def test_under_a_graph(precision: str, products: MakeProducts, device: torch.device) -> None:
     kernels, case = products(precision, "float16"), Case(precision, "float16", device, 100, 4096)
     inputs = {rows: torch.zeros_like(case.x(rows)) for rows in ROWS}
@@ -283,6 +336,18 @@ def test_operands_that_kernels_do_not_read(products: MakeProducts, device: torch
         kernels.dequantise(torch.zeros(100, 40, dtype=torch.int8, device=device), scale)
 
 
+def sizes_of_model(architecture: str, precision: str) -> dict[str, int]:
+    """Sizes of a random model that kernels read; with groups all matrices have whole ones."""
+    sizes = {"hidden_size": 384} if architecture == "qwen2" else {"head_dim": 64}
+    grouped = {"hidden_size": 384, "intermediate_size": 640}
+    return sizes | (grouped if precision in GROUPS else {})
+
+
+def flags_of(precision: str, quantize_head: bool) -> tuple[str, ...]:
+    own, group = parts(precision)
+    return (*form_flags(own, quantize_head), *(("--weight_group", str(group)) if own == INT4 else ()))
+
+
 @pytest.fixture(scope="module")
 def on_gpu(on_gpu: BuildEngine) -> BuildEngine:
     """Build an engine for this GPU whose prompts come in chunks of more rows than kernels multiply, and of fewer."""
@@ -300,16 +365,15 @@ def on_gpu(on_gpu: BuildEngine) -> BuildEngine:
 def test_engines_compute_with_dequantised_weights(
     architecture: str, precision: str, quantize_head: bool, dtype: str, tmp_path: Path, on_gpu: BuildEngine
 ) -> None:
-    sizes = {"hidden_size": 384} if architecture == "qwen2" else {"head_dim": 64}
-    model = save_random_model(tmp_path / "model", architecture, **sizes)
-    number = getattr(torch, dtype)
-    other = save_dequantised(model, tmp_path / "dequantised", precision, number, quantize_lm_head=quantize_head)
-    engine = Engine.load(on_gpu(model, "full", "--dtype", dtype, *form_flags(precision, quantize_head)))
+    model = save_random_model(tmp_path / "model", architecture, **sizes_of_model(architecture, precision))
+    number, (own, group) = getattr(torch, dtype), parts(precision)
+    other = save_dequantised(model, tmp_path / "other", own, number, weight_group=group, quantize_lm_head=quantize_head)
+    engine = Engine.load(on_gpu(model, "full", "--dtype", dtype, *flags_of(precision, quantize_head)))
     decoder = engine.decoder
     for layer in kernel_model(decoder).layers:
         for product in (layer.qkv, layer.o, layer.gate_up, layer.down):
             assert isinstance(product, KernelLinear)
-            assert product.weight.dtype is PRECISIONS[precision][0], "8 bits a weight on the GPU, too"
+            assert product.weight.dtype is layout((1, 128), own, group)[0][1], "8 or 4 bits a weight on the GPU, too"
     head, embedding = kernel_model(decoder).head.project, kernel_model(decoder).embed.weight
     assert isinstance(head, KernelHead if quantize_head else KernelLinear)
     assert head.weight.dtype is (torch.int8 if quantize_head else number)
@@ -327,10 +391,11 @@ def test_logits_of_a_whole_prompt_are_those_of_its_steps(
     architecture: str, precision: str, quantize_head: bool, tmp_path: Path, on_gpu: BuildEngine
 ) -> None:
     """Scores of a prompt of 90 tokens multiply the head with 90 rows at once; a tied head, and one of its own."""
-    sizes = {"hidden_size": 384} if architecture == "qwen2" else {"head_dim": 64}
-    model = save_random_model(tmp_path / "model", architecture, **sizes)
-    own, kept = tmp_path / "dequantised", form_flags(precision, quantize_head)
-    other = save_dequantised(model, own, precision, torch.bfloat16, quantize_lm_head=quantize_head)
+    model = save_random_model(tmp_path / "model", architecture, **sizes_of_model(architecture, precision))
+    kept, (own, group) = flags_of(precision, quantize_head), parts(precision)
+    other = save_dequantised(
+        model, tmp_path / "other", own, torch.bfloat16, weight_group=group, quantize_lm_head=quantize_head
+    )
     ids, rows = torch.arange(90).mul(7).remainder(300).tolist(), []
     for checkpoint, flags in ((model, kept), (other, ())):
         decoder, found = Engine.load(on_gpu(checkpoint, "full", "--dtype", "bfloat16", *flags)).decoder, list[Tensor]()

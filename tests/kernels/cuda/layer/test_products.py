@@ -15,31 +15,34 @@ from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import dequantise, quantise
 from kvseek.engine.model.cuda.products import KernelHead, RowCounts
 from kvseek.kernels.cuda.layer import products as product_kernels
-from kvseek.kernels.cuda.layer.products import MOST_ROWS, SHAPES, ProductKernels, Shape, choose_shape
+from kvseek.kernels.cuda.layer.products import MOST_ROWS, SHAPES, Format, ProductKernels, Shape, choose_shape
 
+FORMATS = (Format.of(name, 32, torch.bfloat16) for name in ("none", "int8", "int4", "int8_groups", "fp8_groups"))
+SCALE_WORDS = {form.kernel: form.scale_words for form in FORMATS}
 SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
 
 
 def test_shapes_are_those_of_the_source() -> None:
     source = (Path(product_kernels.__file__).parent / "products.cu").read_text(encoding="utf-8")
-    for bits, name in ((16, "linear, Number"), (8, "weight_only_linear, Byte")):
-        compiled = re.findall(rf"^KVSEEK_PRODUCT\({name}, (\d+), (\d+), (\d+), \d+, \d+\)", source, re.MULTILINE)
-        shapes = {shape for _, listed in SHAPES[bits] for shape in listed}
-        assert {Shape(*map(int, numbers)) for numbers in compiled} == shapes
-        assert max(shape.shared_bytes for shape in shapes) <= SHARED_BYTES
-        assert all([shape.rows for shape in listed] == [8, 16, 32, 64] for _, listed in SHAPES[bits])
-        assert SHAPES[bits][-1][0] == 0, "a weight of any size has a shape"
+    for kernel, listed_by_size in SHAPES.items():
+        form = rf"^KVSEEK_(?:GROUP_)?PRODUCT_?\((?:, false, )?{kernel}, \w+, ([\d, ]+), \d+, \d+\)$"
+        compiled = re.findall(form, source, re.MULTILINE)
+        shapes = {shape for _, listed in listed_by_size for shape in listed}
+        assert {Shape(*map(int, numbers.split(", "))) for numbers in compiled} == shapes
+        assert max(shape.shared_bytes(SCALE_WORDS[kernel]) for shape in shapes) <= SHARED_BYTES
+        assert all([shape.rows for shape in listed] == [8, 16, 32, 64] for _, listed in listed_by_size)
+        assert listed_by_size[-1][0] == 0, "a weight of any size has a shape"
 
 
-@pytest.mark.parametrize("bits", SHAPES)
-def test_a_sum_is_divided_alike_for_any_number_of_rows(bits: int) -> None:
+@pytest.mark.parametrize("kernel", SHAPES)
+def test_a_sum_is_divided_alike_for_any_number_of_rows(kernel: str) -> None:
     """So a request's bits do not depend on its batch, and no decode step leaves its rows to a library."""
-    for weight_rows in (0.5, *(fewest for fewest, _ in SHAPES[bits]), 1000):
-        chosen = [choose_shape(bits, rows, weight_rows) for rows in range(1, BUCKETS[-1] + 1)]
+    for weight_rows in (0.5, *(fewest for fewest, _ in SHAPES[kernel]), 1000):
+        chosen = [choose_shape(kernel, rows, weight_rows) for rows in range(1, BUCKETS[-1] + 1)]
         assert len({shape.split for shape in chosen}) == 1
         assert all(rows <= shape.rows for rows, shape in enumerate(chosen, 1))
     with pytest.raises(KernelError, match="rows = 65: must be <= 64"):
-        choose_shape(bits, BUCKETS[-1] + 1, 10)
+        choose_shape(kernel, BUCKETS[-1] + 1, 10)
 
 
 class Launches:
