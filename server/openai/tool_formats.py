@@ -26,6 +26,7 @@ CONSTANTS = {"true": True, "false": False, "null": None}  # which some models wr
 MAX_NAME = 256  # characters in which a name ends that is one
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 VALUE_END = re.compile(r"\n?</parameter>")
+UNKNOWN_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]")  # looks around, or back at a group
 NEXT_TAGS = ("<parameter=", "</function>")
 WS = r"WS: /[ \n\r\t]{1,20}/" + "\n"  # as in JSON_OPTIONS of engine/schedule/guide_compiler.py
 JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
@@ -518,7 +519,20 @@ def _tag(token: int | None, text: str) -> str:
 def json_rule(schema: Json, strict: bool) -> str:
     """Write a schema as a rule; one that is not strict may have what the library does not know, which is then not followed."""
     options = {"lenient": not strict, "coerce_one_of": not strict, "whitespace_pattern": JSON_SPACE}
-    return f"%json {json.dumps(schema | {'x-guidance': options})}"
+    return f"%json {json.dumps((schema if strict else _without_unknown(schema)) | {'x-guidance': options})}"
+
+
+def _without_unknown(schema: Any) -> Any:
+    """Return a schema without the patterns that the library does not know, such as zod's for addresses of email."""
+    if isinstance(schema, list):
+        return list(map(_without_unknown, schema))
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: _without_unknown(value)
+        for name, value in schema.items()
+        if not (name == "pattern" and isinstance(value, str) and UNKNOWN_PATTERN.search(value))
+    }
 
 
 def _argument_rule(schema: Any, function: Function) -> str:

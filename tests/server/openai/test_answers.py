@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.support.tool_models import CALLS, OPENED, SWITCHED, template, tool_tokenizer, written_call, written_calls
 
+from kvseek.core.errors import RequestError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
 from kvseek.engine.tokenizer import Tokenizer
@@ -289,6 +290,29 @@ def test_references_of_arguments_are_to_the_whole_schema(
         text = written_call(form, "f", json.dumps({"a": {"x": 1}, "b": {"x": value}})).replace("'x'", '"x"')
         ids = tokenizer.encode(written_calls(form, [text.replace("'1'", '"1"')]), False)
         assert followed(guides_of(form).matcher(guide), ids)[1] is right
+
+
+@pytest.mark.parametrize("pattern", [r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+$", r"^(a|b)\1$"])
+def test_patterns_that_the_library_does_not_know(made: Made, guides_of: Callable[[str], Guides], pattern: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"pattern": {"type": "string", "pattern": pattern}},
+        "required": ["pattern"],
+    }
+    tokenizer = made("hermes")
+    forms = AnswerForms(tokenizer, "hermes")
+    tags, ids = (
+        forms.tags(TOOL_FORMATS["hermes"]),
+        tokenizer.encode(written_call("hermes", "f", '{"pattern": "x"}'), False),
+    )
+    for strict in (False, True):
+        guide = answer_guide(forms.form(None, (Function("f", schema, strict),)), tags, True, (1,))
+        assert guide is not None
+        if strict:
+            with pytest.raises(RequestError, match="not supported"):
+                guides_of("hermes").matcher(guide)
+        else:
+            assert followed(guides_of("hermes").matcher(guide), ids) == (len(ids), True)
 
 
 def test_one_call_at_most(made: Made) -> None:
