@@ -108,6 +108,15 @@ class AnswerReader:
         """Calls that have begun so far."""
         return self._out.calls
 
+    @property
+    def whole(self) -> bool:
+        """Whether the last call's arguments are complete."""
+        try:
+            json.loads("".join(self._out.last))
+        except (ValueError, RecursionError):
+            return False
+        return True
+
     def push(self, text: str) -> list[Part]:
         """Take more text."""
         out, send = self._out, self._steps.send

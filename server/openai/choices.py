@@ -160,8 +160,11 @@ class Choice:
         return parts if reason is None else parts + self._reader.finish()
 
     def _reason(self, reason: FinishReason) -> str:
-        found = REASONS[reason]
-        return TOOL_CALLS if found == "stop" and self._reader is not None and self._reader.calls else found
+        found, reader = REASONS[reason], self._reader
+        if found != "stop" or reader is None or not reader.calls:
+            return found
+        # A stop text may end an answer within a call, whose arguments nobody can read.
+        return found if reason is FinishReason.STOP_WORD and not reader.whole else TOOL_CALLS
 
     def _reasoning(self, reason: FinishReason | None) -> int | None:
         """Count the tokens of thinking, once the answer has ended."""

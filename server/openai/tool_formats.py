@@ -67,6 +67,7 @@ class Output:
         self.schemas, self._spelt, self._most = schemas, spelt or {}, most_calls
         self._parts: list[tuple[str, list[str]]] = []
         self.calls = 0
+        self.last = list[str]()  # arguments of the last call
         self.raw: list[str] | None = None  # characters since the beginning of what may be a call
 
     def put(self, kind: str, text: str) -> None:
@@ -75,6 +76,10 @@ class Output:
             self.calls += 1
         if not text or (kind in (CALL, ARGUMENTS) and self._most is not None and self.calls > self._most):
             return
+        if kind == CALL:
+            self.last = []
+        elif kind == ARGUMENTS:
+            self.last.append(text)
         if self._parts and kind != CALL and self._parts[-1][0] == kind:
             self._parts[-1][1].append(text)
         else:

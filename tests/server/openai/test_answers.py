@@ -231,6 +231,15 @@ def test_a_tag_ends_an_answer_as_any_text(made: Made, stop: str, text: str) -> N
     assert pieces[0]["parts"] == [("reasoning", text)]
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("</tool_call>", "tool_calls"), ("inside", "stop")])
+def test_a_stop_text_within_a_call(made: Made, stop: str, reason: str) -> None:
+    tokenizer = made("hermes")
+    choice = Choice(Request((5,), 99), tokenizer, (stop,), False, form=form_of(tokenizer, "hermes"))
+    ids = tokenizer.encode(written_call("hermes", "note", '{"text": "it is inside"}'), False)
+    (piece,) = choice.push([StepOutput(1, token) for token in ids])
+    assert piece["finish_reason"] == reason
+
+
 def test_a_template_that_writes_one_call_at_a_time(made: Made, directory: Path, tmp_path: Path) -> None:
     """As Llama 3's: an answer of two calls could not be sent back."""
     source = template("llama3_json") + "{# This model only supports single tool-calls at once! #}"
