@@ -56,7 +56,8 @@ def test_every_load_and_a_method_that_cannot_be_loaded(tmp_path: Path, capsys: p
         assert 0 < one["tpot_seconds"]["p50"] <= one["tpot_seconds"]["p99"]
         tokens = one["tokens_per_second"] * one["seconds"]
         assert tokens == pytest.approx(one["output_tokens"] * one["requests"], abs=one["requests"])  # means are rounded
-    assert found["reasoning", SERVER]["door_seconds_per_token"] > 0
+    # The kernel counts in hundredths of a second, of which one load may take none.
+    assert max(one.get("door_seconds_per_token", 0) for one in found.values()) > 0
     parts = [(one["part"], one["streams"]) for one in document["beside"]]
     alone, beside = [("long prompts", 0), ("short prompts", 0)], ["nothing", "short prompts", "long prompts", "both"]
     assert parts == [*alone, *((part, 2) for part in beside)]
