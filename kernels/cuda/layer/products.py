@@ -167,7 +167,7 @@ class ProductKernels:
         self, kernels: CudaKernels, precision: str, dtype: torch.dtype, weight_group: int = WEIGHT_GROUP
     ) -> None:
         self._kernels, self.dtype = kernels, dtype
-        precisions = {NONE, precision} | ({INT8_GROUPS} if precision == INT4 else set())
+        precisions = (NONE, precision, *((INT8_GROUPS,) if precision == INT4 else ()))
         formats = [Format.of(one, weight_group, dtype) for one in precisions]
         self._formats = {(one.weight, one.group > 1): one for one in formats}
 

@@ -306,12 +306,16 @@ def test_operands_that_kernels_do_not_read(products: MakeProducts, device: torch
     x, weight, scale = case.x(2), case.weight, case.scale
     for name, operands in {
         "x": (x.half(), weight, scale, None),
-        "weight": (x, weight.to(torch.float8_e4m3fn), scale, None),
+        "weight": (x, weight.T.contiguous().T, scale, None),
         "scale": (x, weight, scale.bfloat16(), None),
         "bias": (x, weight, scale, case.bias.float()),
     }.items():
         with pytest.raises(KernelError, match=rf"^{name}: torch\.\w+ on cuda.*must be contiguous torch\.\w+ on"):
             kernels.linear(*operands)
+    with pytest.raises(
+        KernelError, match=r"^weight: torch\.float8_e4m3fn: must be torch\.bfloat16 or torch\.int8; compile"
+    ):
+        kernels.linear(x, weight.to(torch.float8_e4m3fn), scale, None)
     with pytest.raises(KernelError, match=r"^x: torch\.bfloat16 on cuda.*strides \(96, 2\)"):
         kernels.linear(torch.zeros(2, 96, dtype=torch.bfloat16, device=device)[:, ::2], weight, scale, None)
     odd = torch.zeros(2 * 48 + 4, dtype=torch.bfloat16, device=device)[4:].view(2, 48)
