@@ -37,6 +37,7 @@ struct Shape {
     static constexpr int ROWS = PARTS * 8;
     static constexpr int TILES = ROW_TILES * COLUMN_TILES;
     static_assert(BLOCK % Format::GROUP == 0, "a block has whole groups");
+    static_assert(AHEAD <= CELLS, "cells ahead are of the next block at most");
 
     __device__ __forceinline__ static constexpr int channel(int part) { return (GATED ? part / 2 : part) * 8; }
     __device__ __forceinline__ static int channel_of_all(int part) {
