@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from kvseek.core.config import FP8_GROUP, FP8_GROUPS, GROUPED, EngineConfig, ModelConfig, RopeScaling
+from kvseek.core.config import FP8_GROUP, FP8_GROUPS, GROUPED, EngineConfig, ExpertsConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_GROUPS, NONE
 from kvseek.engine.model.block_sparse import attended_pairs
@@ -75,7 +75,24 @@ SMOLLM2_135M = ModelConfig(
     tie_word_embeddings=True,
 )
 
-SHAPES = {"smollm2-135m": SMOLLM2_135M, "llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B, "qwen2.5-72b": QWEN2_5_72B}
+# Source: config.json of Qwen/Qwen3-30B-A3B.
+QWEN3_30B_A3B = dataclasses.replace(
+    QWEN3_8B,
+    architecture="qwen3_moe",
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_kv_heads=4,
+    experts=ExpertsConfig(num_experts=128, num_experts_per_tok=8, intermediate_size=768, norm_topk_prob=True),
+)
+
+SHAPES = {
+    "smollm2-135m": SMOLLM2_135M,
+    "llama-3.1-8b": LLAMA_3_1_8B,
+    "qwen3-8b": QWEN3_8B,
+    "qwen2.5-72b": QWEN2_5_72B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+}
 
 
 def get_shape(name: str, positions: int) -> ModelConfig:

@@ -91,8 +91,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         raise ConfigError(f"{fault} with device = 'cuda'; build with --device cpu")
     if config.weight_only_precision != NONE:
         limit = f"a multiple of {INPUTS_MULTIPLE} with weight_only_precision = {config.weight_only_precision!r}"
-        for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
-            value = getattr(model, name)
+        for name, value in {"hidden_size": model.hidden_size, **model.mlp_sizes}.items():  # heads are multiples of 32
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
     if config.weight_only_precision == INT4 and config.quantize_lm_head:  # kernels read two scales of a row at a time
         limit, multiple = "a multiple of {} with --quantize_lm_head and int4", 2 * WEIGHT_GROUP
