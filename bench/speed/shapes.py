@@ -109,10 +109,10 @@ def get_shape(name: str, positions: int) -> ModelConfig:
     return dataclasses.replace(shape, max_position_embeddings=max(positions, shape.max_position_embeddings))
 
 
-def matrix_bytes(config: EngineConfig) -> int:
+def matrix_bytes(config: EngineConfig, requests: int | None = None) -> int:
     """Bytes of the matrices that a decode step multiplies with, as it reads them: every layer's and the output head.
 
-    Scales of rows, a thousandth, do not count; those of groups do.
+    `requests` is that of `matrix_numbers`. Scales of rows, a thousandth, do not count; those of groups do.
     """
     model = config.model
     plain = 8 * getattr(torch, config.dtype).itemsize  # bits
@@ -126,20 +126,32 @@ def matrix_bytes(config: EngineConfig) -> int:
     narrow = by_format.get(config.weight_only_precision, (8.0, 8.0))
     layers_bits, head_bits = narrow if quantised else (plain, plain)
     head_bits = head_bits if config.quantize_lm_head else plain
-    return int(matrix_numbers(model) * layers_bits + head * head_bits) // 8
+    return int(matrix_numbers(model, requests) * layers_bits + head * head_bits) // 8
 
 
-def matrix_numbers(model: ModelConfig) -> int:
-    """Weights of all layers' matrices."""
+def matrix_numbers(model: ModelConfig, requests: int | None = None) -> int:
+    """Weights of all layers' matrices; with `requests`, those that a step of so many reads.
+
+    Of experts it reads those that are chosen: so many as are expected if each is as likely.
+    """
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    return model.num_layers * (attention + 3 * model.intermediate_size * model.hidden_size)
+    experts, plain = model.experts, 3 * model.intermediate_size * model.hidden_size
+    if experts is None:
+        return model.num_layers * (attention + plain)
+    count, mixed = float(experts.num_experts), model.num_layers - len(experts.dense_layers)
+    if requests is not None:
+        count *= 1 - (1 - experts.num_experts_per_tok / experts.num_experts) ** requests
+    router = (experts.num_experts + (experts.shared_intermediate_size is not None)) * model.hidden_size
+    wide = count * experts.intermediate_size + (experts.shared_intermediate_size or 0)
+    mixture = router + round(3 * wide * model.hidden_size)
+    return model.num_layers * attention + len(experts.dense_layers) * plain + mixed * mixture
 
 
 def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:
     """Additions and multiplications for a prompt: of causal attention to what it reads, and of the layers' matrix products."""
     model = config.model
     attention = 4 * model.num_heads * model.head_dim * attended_pairs(config, tokens)
-    return {"attention": attention, "products": 2 * tokens * matrix_numbers(model)}
+    return {"attention": attention, "products": 2 * tokens * matrix_numbers(model, requests=1)}
 
 
 def _kept_on_host(config: EngineConfig) -> bool:

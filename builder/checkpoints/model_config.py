@@ -120,10 +120,13 @@ def _architecture(values: dict[str, Any]) -> str:
 
 def _refuse_states(values: dict[str, Any]) -> None:
     """Refuse hybrids before any key of theirs that is unknown, which nobody should remove."""
-    for name in values.get("architectures") or ():
-        remedy = "its Gated DeltaNet layers keep a state and no rows, which kvseek cannot serve yet: use a Qwen3 or Qwen3-MoE"
-        hybrid = isinstance(name, str) and name.startswith(HYBRIDS)
-        require(not hybrid, "architectures", name, f"one of {', '.join(ARCHITECTURES)}", remedy)
+    stated = values.get("architectures")
+    name = stated[0] if isinstance(stated, list) and stated else None
+    hybrid, limit = isinstance(name, str) and name.startswith(HYBRIDS), f"one of {', '.join(ARCHITECTURES)}"
+    remedy = (
+        "its Gated DeltaNet layers keep a state and no rows, which kvseek cannot serve yet: use a Qwen3 or Qwen3-MoE"
+    )
+    require(not hybrid, "architectures", name, limit, remedy)
 
 
 def _experts(values: dict[str, Any], architecture: str, layers: int) -> dict[str, Any] | None:
