@@ -24,6 +24,7 @@ from kvseek.engine.parallel.cuda.ranks import DeviceRanks, RankLayerKernels
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
+from kvseek.kernels.cuda.layer.experts import ExpertKernels
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.kernels.cuda.layer.products import product_kernels
 
@@ -66,7 +67,9 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
     else:
         # The same for all short chunks, so that engines with chunks of other lengths compute the same rows.
         chunk = max(config.prefill_chunk_tokens, SHORTEST_BLOCK)
-        products = KernelProducts(few, chunk, logits_at_once(config.model))
+        mixtures = config.model.experts
+        experts = None if mixtures is None else ExpertKernels(kernels, few.dtype, mixtures)
+        products = KernelProducts(few, chunk, logits_at_once(config.model), experts)
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
 
 

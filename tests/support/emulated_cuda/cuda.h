@@ -59,6 +59,9 @@ struct alignas(16) uint4 {
 inline float2 make_float2(float x, float y) {
     return {x, y};
 }
+inline float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
 inline int4 make_int4(int x, int y, int z, int w) {
     return {x, y, z, w};
 }
@@ -349,6 +352,12 @@ struct __half {
 struct __nv_bfloat16 {
     uint16_t bits;
 };
+struct __half2 {
+    __half x, y;
+};
+struct __nv_bfloat162 {
+    __nv_bfloat16 x, y;
+};
 inline float __half2float(__half x) {
     return _cvtsh_ss(x.bits);
 }
@@ -370,6 +379,13 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
     return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+inline __half2 __floats2half2_rn(float x, float y) {
+    return {__float2half_rn(x), __float2half_rn(y)};
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
+
 // As kernels/cuda/instructions.cuh describes them.
 namespace kvseek {
 
@@ -385,6 +401,12 @@ inline unsigned load_once_4(const void* from) {
 inline void prefetch_line(const void*) {}
 inline void copy_async_16(void* to, const void* from) {
     std::memcpy(to, from, 16);
+}
+inline void copy_once_16_or_zeros(void* to, const void* from, bool exists) {
+    if (exists)
+        std::memcpy(to, from, 16);
+    else
+        std::memset(to, 0, 16);
 }
 inline void close_copy_group() {}
 template <int PENDING>

@@ -1,0 +1,51 @@
+"""Mixtures of experts on a GPU: kernels for decode steps, a library's grouped products for prompts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvseek.engine.model.experts import Mark, SiluMul, route
+from kvseek.kernels.cuda.layer.experts import ExpertKernels
+
+
+class KernelExperts:
+    """The experts of a layer on a GPU. Parameters as ExpertKernels' methods take them.
+
+    A decode step reads the weights of the experts that its rows have chosen. A prompt's rows are ordered by expert, for which
+    PyTorch's grouped product multiplies each expert's rows with its matrix; nothing waits for the device.
+    """
+
+    def __init__(self, kernels: ExpertKernels, gate_up: Tensor, down: Tensor) -> None:
+        self._kernels, self._gate_up, self._down = kernels, gate_up, down
+
+    def __call__(self, x: Tensor, logits: Tensor, silu_mul: SiluMul, mark: Mark, *, prompt: bool = False) -> Tensor:
+        """See Experts of engine/model/experts.py."""
+        if prompt:
+            return self._of_prompt(x, logits, silu_mul)
+        routes = self._kernels.route(logits)
+        activated = self._kernels.gate_up(x, self._gate_up, routes)
+        mark("gate_up")
+        out = self._kernels.down(activated, self._down, routes)
+        mark("down")
+        return out
+
+    def _of_prompt(self, x: Tensor, logits: Tensor, silu_mul: SiluMul) -> Tensor:
+        config = self._kernels.config
+        weights, chosen = route(logits, config)
+        few, flat = config.num_experts_per_tok, chosen.flatten()
+        order = flat.argsort(stable=True)
+        numbers = torch.arange(config.num_experts, device=x.device)
+        ends = torch.searchsorted(flat[order], numbers, right=True).int()
+        activated = silu_mul(self._grouped(x[order // few], self._gate_up, ends))
+        products = x.new_empty(flat.shape[0], x.shape[1])
+        products[order] = self._grouped(activated, self._down, ends)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for place, part in enumerate(products.view(x.shape[0], few, -1).unbind(1)):
+            total.addcmul_(part.float(), weights[:, place, None])
+        return total.to(x.dtype)
+
+    def _grouped(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """Multiply rows up to ends[e] of x, from those of the expert before on, with the matrix of expert e."""
+        each = weight.unflatten(0, (self._kernels.config.num_experts, -1))
+        return torch._grouped_mm(x, each.transpose(1, 2), offs=ends)

@@ -1,0 +1,132 @@
+// The router of a mixture of experts in a decode step: which experts each row has, with which weights, and which rows
+// each expert has. One thread block for all rows; kernels/cuda/layer/experts.py launches it, and route of
+// engine/model/experts.py says what is correct.
+#include "kernels/cuda/numbers.cuh"
+#include "kernels/cuda/overlap.cuh"
+#include "kernels/cuda/warp.cuh"
+
+#if KVSEEK_EXPERTS
+namespace kvseek {
+
+struct RouteArguments {
+    const void* logits;  // Number [rows, experts]
+    void* weights;       // float [rows, chosen]
+    void* slots;         // int [slots]: the experts that some row has chosen, ascending; -1 behind the last
+    void* starts;        // int [slots + 1]: the first pair of each slot, and behind the last the number of pairs
+    void* pairs;         // int [rows * chosen]: row * chosen + place, by expert and then by row
+    int rows;            // at most 64
+    int experts;         // at most 512
+    int chosen;          // at most 16
+    int normalised;      // whether a row's weights are divided by their sum
+    int slot_count;      // at least min(experts, rows * chosen)
+};
+
+namespace routing {
+
+constexpr int MOST_ROWS = 64, MOST_EXPERTS = 512, MOST_CHOSEN = 16;
+constexpr int EACH = MOST_EXPERTS / WARP;  // experts of a lane: lane, lane + 32, ...
+constexpr int WORDS = MOST_ROWS / 32;
+
+struct Shared {
+    unsigned rows[MOST_EXPERTS][WORDS];  // a bit for each row that has chosen the expert
+    short chosen[MOST_ROWS][MOST_CHOSEN];
+};
+
+// The experts of one row, by a warp. Of equal logits that of the first expert is taken, and 0 equals -0.
+__device__ __forceinline__ void choose(const RouteArguments& a, int row, int lane, Shared& shared) {
+    const Number* logits = static_cast<const Number*>(a.logits) + row * a.experts;
+    unsigned keys[EACH];
+    float own[EACH], largest = -INFINITE;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int expert = i * WARP + lane;
+        own[i] = expert < a.experts ? to_float(logits[expert]) + 0.0f : -INFINITE;
+        keys[i] = expert < a.experts ? max(ordered_bits(own[i]), 1u) : 0;
+        largest = fmaxf(largest, own[i]);
+    }
+    largest = largest_of_warp(largest);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (i * WARP + lane < a.experts) sum += expf(own[i] - largest);
+    sum = sum_of_warp(sum);
+    float weight = 0, total = 0;  // that of the lane's place, and of all places
+    for (int place = 0; place < a.chosen; ++place) {
+        unsigned best = 0;
+        int expert = lane;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (keys[i] > best) best = keys[i], expert = i * WARP + lane;
+#pragma unroll
+        for (int mask = 1; mask < WARP; mask *= 2) {
+            const unsigned other = __shfl_xor_sync(EVERYONE, best, mask);
+            const int another = __shfl_xor_sync(EVERYONE, expert, mask);
+            if (other > best || (other == best && another < expert)) best = other, expert = another;
+        }
+        float logit = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (i * WARP + lane == expert) logit = own[i], keys[i] = 0;
+        const float share = expf(__shfl_sync(EVERYONE, logit, expert % WARP) - largest) / sum;
+        if (lane == place) weight = share;
+        total += share;
+        if (lane == 0) {
+            shared.chosen[row][place] = static_cast<short>(expert);
+            atomicOr(&shared.rows[expert][row / 32], 1u << row % 32);
+        }
+    }
+    if (lane < a.chosen) {
+        float* weights = static_cast<float*>(a.weights) + row * a.chosen;
+        weights[lane] = a.normalised ? weight / total : weight;
+    }
+}
+
+// The rows of each expert, by one warp: a lane has neighbouring experts.
+__device__ __forceinline__ void group(const RouteArguments& a, int lane, const Shared& shared) {
+    const int each = (a.experts + WARP - 1) / WARP, first = min(lane * each, a.experts);
+    const int last = min(first + each, a.experts);
+    int hit = 0, count = 0;
+    for (int expert = first; expert < last; ++expert) {
+        int rows = 0;
+        for (int word = 0; word < WORDS; ++word) rows += __popc(shared.rows[expert][word]);
+        hit += rows > 0, count += rows;
+    }
+    int slot = sum_up_to_here(hit, lane) - hit, at = sum_up_to_here(count, lane) - count;
+    const int found = __shfl_sync(EVERYONE, slot + hit, WARP - 1);
+    int* slots = static_cast<int*>(a.slots);
+    int* starts = static_cast<int*>(a.starts);
+    for (int expert = first; expert < last; ++expert) {
+        const int before = at;
+        for (int word = 0; word < WORDS; ++word) {
+            for (unsigned rows = shared.rows[expert][word]; rows != 0; rows &= rows - 1) {
+                const int row = word * 32 + __ffs(static_cast<int>(rows)) - 1;
+                int place = 0;
+                while (shared.chosen[row][place] != expert) ++place;
+                static_cast<int*>(a.pairs)[at++] = row * a.chosen + place;
+            }
+        }
+        if (at > before) slots[slot] = expert, starts[slot] = before, ++slot;
+    }
+    for (int rest = found + lane; rest <= a.slot_count; rest += WARP) {
+        if (rest < a.slot_count) slots[rest] = -1;
+        starts[rest] = a.rows * a.chosen;
+    }
+}
+
+}  // namespace routing
+}  // namespace kvseek
+
+extern "C" __global__ void __launch_bounds__(1024) kvseek_route(const __grid_constant__ kvseek::RouteArguments a) {
+    using namespace kvseek;
+    __shared__ routing::Shared shared;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    for (int expert = threadIdx.x; expert < a.experts; expert += blockDim.x)
+        for (int word = 0; word < routing::WORDS; ++word) shared.rows[expert][word] = 0;
+    __syncthreads();
+    await_earlier_kernels();
+    allow_later_kernels();
+    for (int row = warp; row < a.rows; row += warps) routing::choose(a, row, lane, shared);
+    __syncthreads();
+    if (warp == 0) routing::group(a, lane, shared);
+}
+#endif
