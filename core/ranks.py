@@ -23,9 +23,11 @@ def rank_model(model: ModelConfig, tp_size: int) -> ModelConfig:
     experts = model.experts
     if experts is not None:
         shared = experts.shared_intermediate_size
-        own = {"intermediate_size": experts.intermediate_size // tp_size}
-        own |= {} if shared is None else {"shared_intermediate_size": shared // tp_size}
-        experts = dataclasses.replace(experts, **own)
+        experts = dataclasses.replace(
+            experts,
+            intermediate_size=experts.intermediate_size // tp_size,
+            shared_intermediate_size=None if shared is None else shared // tp_size,
+        )
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // tp_size,

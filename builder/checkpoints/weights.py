@@ -362,7 +362,7 @@ def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank:
         return tensor.tensor_split(tp_size, dim=1)[rank] if divided else tensor
     if part == "gate_up":  # gates, then ups, of each expert
         experts = model.experts.num_experts if model.experts is not None and f".{EXPERTS}." in name else 1
-        halves = tensor.unflatten(0, (experts, 2, tp_size, -1))
+        halves = tensor.reshape(experts, 2, tp_size, -1, *tensor.shape[1:])
         return halves[:, :, rank].flatten(0, 2)
     if part == "qkv":
         return _heads(tensor, model, tp_size, rank)

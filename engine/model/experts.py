@@ -16,7 +16,6 @@ from .weights import EXPERTS, ROUTER, SHARED, SHARED_GATE
 if TYPE_CHECKING:
     from kvseek.core.config import ExpertsConfig
 
-    from .layer import Linear, Products
     from .reference import LayerOperations
 
 SiluMul = Callable[[Tensor], Tensor]
@@ -44,6 +43,14 @@ def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     return weights, order[:, :few]
 
 
+class GatedProduct(Protocol):
+    """A Linear of layer.py."""
+
+    def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor: ...
+
+    def gated(self, x: Tensor, silu_mul: SiluMul, *, prompt: bool = False) -> Tensor: ...
+
+
 class Experts(Protocol):
     """The experts of a layer, without router and shared expert."""
 
@@ -55,16 +62,26 @@ class Experts(Protocol):
         ...
 
 
+class MakesProducts(Protocol):
+    """The Products of layer.py, as far as mixtures need them."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> GatedProduct: ...
+
+    def experts(self, config: ExpertsConfig, gate_up: Parts, down: Parts) -> Experts: ...
+
+    def sum(self, part: Tensor) -> Tensor: ...
+
+
 class LoopedExperts:
     """Each expert's products apart, with the rows that chose it.
 
     Parameters
     ----------
-    gate_up, down : sequence of Linear
+    gate_up, down : sequence of GatedProduct
         By expert.
     """
 
-    def __init__(self, config: ExpertsConfig, gate_up: Sequence[Linear], down: Sequence[Linear]) -> None:
+    def __init__(self, config: ExpertsConfig, gate_up: Sequence[GatedProduct], down: Sequence[GatedProduct]) -> None:
         self._config, self._gate_up, self._down = config, gate_up, down
 
     def __call__(self, x: Tensor, logits: Tensor, silu_mul: SiluMul, mark: Mark, *, prompt: bool = False) -> Tensor:
@@ -83,8 +100,8 @@ def _by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each expert that rows have chosen, these rows ascending, and the place of the expert among those of each row."""
     experts, few = chosen.flatten(), chosen.shape[1]
     order = experts.argsort(stable=True)
-    found, counts = experts[order].unique_consecutive(return_counts=True)
-    for expert, pairs in zip(found.tolist(), order.split(counts.tolist()), strict=True):
+    found, counts = torch.unique_consecutive(experts[order], return_counts=True)
+    for expert, pairs in zip(found.tolist(), torch.split(order, counts.tolist()), strict=True):
         yield expert, pairs // few, pairs % few
 
 
@@ -99,11 +116,13 @@ class Mixture:
         Of the layer's names.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str, config: ExpertsConfig, products: Products) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], prefix: str, config: ExpertsConfig, products: MakesProducts
+    ) -> None:
         def parts(name: str) -> Parts:
             return weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.weight_scale")
 
-        def linear(name: str) -> Linear:
+        def linear(name: str) -> GatedProduct:
             weight, scale = parts(name)
             return products.linear(weight, None, scale)
 

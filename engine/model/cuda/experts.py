@@ -47,5 +47,5 @@ class KernelExperts:
 
     def _grouped(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows up to ends[e] of x, from those of the expert before on, with the matrix of expert e."""
-        each = weight.unflatten(0, (self._kernels.config.num_experts, -1))
+        each = weight.view(self._kernels.config.num_experts, -1, weight.shape[1])
         return torch._grouped_mm(x, each.transpose(1, 2), offs=ends)
