@@ -201,10 +201,6 @@ class ModelConfig:
         for name in sizes:
             size = getattr(self, name)
             require(0 < size <= MOST_SIZE, name, size, f"between 1 and {MOST_SIZE}", CHECK_CONFIG)
-        dense = () if self.experts is None else self.experts.dense_layers
-        fits = len(set(dense)) < self.num_layers and all(0 <= layer < self.num_layers for layer in dense)
-        limit = f"some of the layers 0 to {self.num_layers - 1}, not all"
-        require(fits, "experts.dense_layers", dense, limit, "a model without experts is another architecture")
         divides = self.num_heads % self.num_kv_heads == 0
         limit = f"a divisor of num_heads = {self.num_heads}"
         require(divides, "num_kv_heads", self.num_kv_heads, limit, CHECK_CONFIG)

@@ -34,7 +34,7 @@ struct ExpertDownArguments {
 
 namespace experts {
 
-constexpr int ROWS = 8;    // of x that are multiplied at once; an expert with more rows is read again, from the L2 cache
+constexpr int ROWS = 8;  // of x that are multiplied at once; an expert with more rows is read again, from the L2 cache
 constexpr int OUTPUTS = 16;  // of a tile
 constexpr int PARTS = 2;     // of a row's blocks in kvseek_expert_down: two warps add theirs, and a + b is b + a
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void gate_up(const ExpertGateUpArguments& a) {
         Sums<S> sums = {};
         multiply_blocks<S, S::SPLIT>(sums, blocks, x, warp, count, static_cast<unsigned>(a.chosen) >> 31);
         __syncthreads();
-        const float(&mine)[4] = sums[0][0];
+        const float (&mine)[4] = sums[0][0];
         shared.sums[warp][0][lane] = make_float4(mine[0], mine[1], mine[2], mine[3]);
         __syncthreads();
         if (warp == 0) {

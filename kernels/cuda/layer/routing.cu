@@ -24,15 +24,22 @@ struct RouteArguments {
 namespace routing {
 
 constexpr int MOST_ROWS = 64, MOST_EXPERTS = 512, MOST_CHOSEN = 16;
-constexpr int EACH = MOST_EXPERTS / WARP;  // experts of a lane: lane, lane + 32, ...
+constexpr int FEW_EXPERTS = 128;  // for which a lane needs fewer registers
 constexpr int WORDS = MOST_ROWS / 32;
+
+// The number that ordered_bits has made bits of.
+__device__ __forceinline__ float number_of(unsigned bits) {
+    return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
+}
 
 struct Shared {
     unsigned rows[MOST_EXPERTS][WORDS];  // a bit for each row that has chosen the expert
     short chosen[MOST_ROWS][MOST_CHOSEN];
 };
 
-// The experts of one row, by a warp. Of equal logits that of the first expert is taken, and 0 equals -0.
+// The experts of one row, by a warp, of which each lane has EACH: lane, lane + 32, ... Of equal logits that of the
+// first expert is taken, and 0 equals -0.
+template <int EACH>
 __device__ __forceinline__ void choose(const RouteArguments& a, int row, int lane, Shared& shared) {
     const Number* logits = static_cast<const Number*>(a.logits) + row * a.experts;
     unsigned keys[EACH];
@@ -50,34 +57,26 @@ __device__ __forceinline__ void choose(const RouteArguments& a, int row, int lan
     for (int i = 0; i < EACH; ++i)
         if (i * WARP + lane < a.experts) sum += expf(own[i] - largest);
     sum = sum_of_warp(sum);
-    float weight = 0, total = 0;  // that of the lane's place, and of all places
+    unsigned key = 0, chosen = 0;  // of the lane's place
     for (int place = 0; place < a.chosen; ++place) {
-        unsigned best = 0;
-        int expert = lane;
+        unsigned best = 0, expert = 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (keys[i] > best) best = keys[i], expert = i * WARP + lane;
-#pragma unroll
-        for (int mask = 1; mask < WARP; mask *= 2) {
-            const unsigned other = __shfl_xor_sync(EVERYONE, best, mask);
-            const int another = __shfl_xor_sync(EVERYONE, expert, mask);
-            if (other > best || (other == best && another < expert)) best = other, expert = another;
-        }
-        float logit = 0;
+        const unsigned found = __reduce_max_sync(EVERYONE, best);
+        expert = __reduce_min_sync(EVERYONE, best == found ? expert : MOST_EXPERTS);
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (i * WARP + lane == expert) logit = own[i], keys[i] = 0;
-        const float share = expf(__shfl_sync(EVERYONE, logit, expert % WARP) - largest) / sum;
-        if (lane == place) weight = share;
-        total += share;
-        if (lane == 0) {
-            shared.chosen[row][place] = static_cast<short>(expert);
-            atomicOr(&shared.rows[expert][row / 32], 1u << row % 32);
-        }
+            if (i * WARP + lane == expert) keys[i] = 0;
+        if (lane == place) key = found, chosen = expert;
     }
+    float weight = lane < a.chosen ? expf(number_of(key) - largest) / sum : 0.0f;
+    const float total = sum_of_warp(weight);
     if (lane < a.chosen) {
-        float* weights = static_cast<float*>(a.weights) + row * a.chosen;
-        weights[lane] = a.normalised ? weight / total : weight;
+        if (a.normalised) weight /= total;
+        static_cast<float*>(a.weights)[row * a.chosen + lane] = weight;
+        shared.chosen[row][lane] = static_cast<short>(chosen);
+        atomicOr(&shared.rows[chosen][row / 32], 1u << row % 32);
     }
 }
 
@@ -125,7 +124,12 @@ extern "C" __global__ void __launch_bounds__(1024) kvseek_route(const __grid_con
     __syncthreads();
     await_earlier_kernels();
     allow_later_kernels();
-    for (int row = warp; row < a.rows; row += warps) routing::choose(a, row, lane, shared);
+    for (int row = warp; row < a.rows; row += warps) {
+        if (a.experts <= routing::FEW_EXPERTS)
+            routing::choose<routing::FEW_EXPERTS / WARP>(a, row, lane, shared);
+        else
+            routing::choose<routing::MOST_EXPERTS / WARP>(a, row, lane, shared);
+    }
     __syncthreads();
     if (warp == 0) routing::group(a, lane, shared);
 }

@@ -345,11 +345,6 @@ DIFFERENT = [
     ("mistral", {"attention_bias": True}, "qkv_bias: kvseek reads True, transformers .* reads False"),
     ("qwen3_moe", {"num_experts": 4}, r"num_local_experts = 8: must be absent with architectures = 'Qwen3MoeFor"),
     ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size is missing"),
-    (
-        "qwen2_moe",
-        {"mlp_only_layers": [0, 1, 2]},
-        "experts.dense_layers = .*: must be some of the layers 0 to 2, not all",
-    ),
     ("qwen3_moe", {"qkv_bias": True}, "qkv_bias = True: must be absent with architectures = 'Qwen3MoeForCausalLM'"),
     ("qwen3", {"moe_intermediate_size": 8}, "moe_intermediate_size = 8: must be absent with architectures = 'Qwen3For"),
 ]

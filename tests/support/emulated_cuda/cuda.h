@@ -257,6 +257,14 @@ inline int __reduce_add_sync(unsigned, int value) {
     for (int i = 0; i < emulated::WARP; i++) sum += emulated::unpacked<int>(values[i]);
     return sum;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const uint64_t* values = emulated::exchange(value);
+    return static_cast<unsigned>(*std::max_element(values, values + emulated::WARP));
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+    const uint64_t* values = emulated::exchange(value);
+    return static_cast<unsigned>(*std::min_element(values, values + emulated::WARP));
+}
 inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     const uint64_t* values = emulated::exchange(value);
     unsigned bits = 0;

@@ -165,8 +165,10 @@ def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
     check_poison(kernels_of(CONFIGS[1]), "cuda")
 
 
-def test_a_prompts_row_does_not_depend_on_the_others() -> None:
-    kernels = kernels_of(ExpertsConfig(128, 8, 768, norm_topk_prob=True))
+@pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (8, 2)])
+def test_a_prompts_row_does_not_depend_on_the_others(experts: int, chosen: int) -> None:
+    """PyTorch multiplies by another kernel where experts have more than 128 rows on average."""
+    kernels = kernels_of(ExpertsConfig(experts, chosen, 768, norm_topk_prob=True))
     x, logits, gate_up, down = operands(kernels, "cuda", 2048, 2048)
     whole = computed(kernels, (x, logits, gate_up, down), prompt=True)
     for start, stop in ((0, 1), (5, 22), (100, 433), (1024, 2048)):
