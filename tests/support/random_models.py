@@ -37,10 +37,10 @@ ARCHITECTURE_SHAPE: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 32, "sliding_window": None},
     "qwen2_moe": {
         "hidden_size": 192,
-        "moe_intermediate_size": 48,
+        "moe_intermediate_size": 32,
         "num_experts": 6,
         "num_experts_per_tok": 3,
-        "shared_expert_intermediate_size": 80,
+        "shared_expert_intermediate_size": 96,
         "mlp_only_layers": [1],
     },
     "qwen3_moe": {
