@@ -34,13 +34,16 @@ def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     chosen : Tensor, int64 [rows, chosen]
         The experts with the largest logits, in descending order; of equal ones the first.
     """
-    logits = logits.float()
-    order = logits.argsort(dim=-1, descending=True, stable=True)
-    few = config.num_experts_per_tok
-    weights = logits.softmax(dim=-1).gather(1, order[:, :few])
+    logits = logits.float() + 0.0  # without -0
+    bits, last = logits.view(torch.int32), config.num_experts - 1
+    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # compares as the numbers do
+    # No two keys are equal, among which topk would choose as it likes.
+    keys = (ordered.long() << 16) + torch.arange(last, -1, -1, device=logits.device)
+    chosen = last - (keys.topk(config.num_experts_per_tok, dim=-1).values & 0xFFFF)
+    weights = logits.softmax(dim=-1).gather(1, chosen)
     if config.norm_topk_prob:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, order[:, :few]
+    return weights, chosen
 
 
 class GatedProduct(Protocol):

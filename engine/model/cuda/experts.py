@@ -33,17 +33,13 @@ class KernelExperts:
     def _of_prompt(self, x: Tensor, logits: Tensor, silu_mul: SiluMul) -> Tensor:
         config = self._kernels.config
         weights, chosen = route(logits, config)
-        few, flat = config.num_experts_per_tok, chosen.flatten()
-        order = flat.argsort(stable=True)
+        ordered, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(config.num_experts, device=x.device)
-        ends = torch.searchsorted(flat[order], numbers, right=True).int()
-        activated = silu_mul(self._grouped(x[order // few], self._gate_up, ends))
-        products = x.new_empty(flat.shape[0], x.shape[1])
-        products[order] = self._grouped(activated, self._down, ends)
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for place, part in enumerate(products.view(x.shape[0], few, -1).unbind(1)):
-            total.addcmul_(part.float(), weights[:, place, None])
-        return total.to(x.dtype)
+        ends = torch.searchsorted(ordered, numbers, right=True).int()
+        activated = silu_mul(self._grouped(x[order // config.num_experts_per_tok], self._gate_up, ends))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.shape[0], device=x.device)
+        return self._kernels.combine(self._grouped(activated, self._down, ends), weights, places)
 
     def _grouped(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows up to ends[e] of x, from those of the expert before on, with the matrix of expert e."""

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 # As in routing.cu and experts.cuh.
 GATE_UP_WARPS, GATE_UP_CHANNELS = 4, 8
 DOWN_WARPS, DOWN_CHANNELS = (16, 8), 16
-ROUTE_WARPS = 32
+ROUTE_WARPS, COMBINE_THREADS = 32, 256
 BLOCK_BYTES = 4096  # of a warp's two blocks of weights
 FEW_BYTES = 32 << 10  # of products, beside which there is room for the most warps on every architecture
 
 RouteArguments = c_struct("kernels/cuda/layer/routing.cu", "RouteArguments")
+CombineArguments = c_struct("kernels/cuda/layer/routing.cu", "CombineArguments")
 ExpertGateUpArguments = c_struct("kernels/cuda/layer/experts.cuh", "ExpertGateUpArguments")
 ExpertDownArguments = c_struct("kernels/cuda/layer/experts.cuh", "ExpertDownArguments")
 
@@ -157,6 +158,28 @@ class ExpertKernels:
         warps = DOWN_WARPS[products > FEW_BYTES]
         shared, grid = warps * BLOCK_BYTES + products, (-(-hidden // DOWN_CHANNELS), 1, 1)
         self._kernels.launch(f"kvseek_expert_down_{warps}", grid, warps * WARP, arguments, shared, overlap=True)
+        return out
+
+    def combine(self, products: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        """Sum the products of a prompt's rows: [rows, hidden], each row's times its `weights`, float32 [rows, chosen].
+
+        The product of a row with the expert of a place is that of number `places` int64 [rows * chosen] in `products`
+        [rows * chosen, hidden]. Sums are those of `down`.
+        """
+        (rows, chosen), hidden = weights.shape, products.shape[1]
+        if products.shape[0] != rows * chosen or hidden % 8:
+            expected = f"{rows * chosen} rows of a multiple of 8 channels"
+            raise KernelError(f"products {tuple(products.shape)}: must be {expected}; give one for each pair")
+        out = products.new_empty(rows, hidden)
+        arguments = CombineArguments(
+            products=self._aligned("products", products),
+            weights=checked_address("weights", weights, torch.float32, self._kernels.device),
+            places=checked_address("places", places, torch.int64, self._kernels.device),
+            out=out.data_ptr(),
+            chosen=chosen,
+            hidden=hidden,
+        )
+        self._kernels.launch("kvseek_combine", (rows, 1, 1), COMBINE_THREADS, arguments, overlap=True)
         return out
 
     def _check(self, weight: Tensor, shape: tuple[int, int]) -> None:

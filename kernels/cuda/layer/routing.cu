@@ -21,7 +21,18 @@ struct RouteArguments {
     int slot_count;      // at least min(experts, rows * chosen)
 };
 
+struct CombineArguments {
+    const void* products;  // Number [rows * chosen, hidden]: of pairs, in another order
+    const void* weights;   // float [rows * chosen]
+    const void* places;    // long long [rows * chosen]: where the product of a pair is
+    void* out;  // Number [rows, hidden]: sums of a row's products times their weights, in the order of its pairs
+    int chosen;
+    int hidden;  // multiple of 8
+};
+
 namespace routing {
+
+constexpr int COMBINE_THREADS = 256;
 
 constexpr int MOST_ROWS = 64, MOST_EXPERTS = 512, MOST_CHOSEN = 16;
 constexpr int FEW_EXPERTS = 128;  // for which a lane needs fewer registers
@@ -132,5 +143,29 @@ extern "C" __global__ void __launch_bounds__(1024) kvseek_route(const __grid_con
     }
     __syncthreads();
     if (warp == 0) routing::group(a, lane, shared);
+}
+
+// Of a prompt: eight channels of a row, which is blockIdx.x, for each thread.
+extern "C" __global__ void __launch_bounds__(kvseek::routing::COMBINE_THREADS)
+    kvseek_combine(const __grid_constant__ kvseek::CombineArguments a) {
+    using namespace kvseek;
+    const long long pair = static_cast<long long>(blockIdx.x) * a.chosen;
+    await_earlier_kernels();
+    for (int at = threadIdx.x * 8; at < a.hidden; at += routing::COMBINE_THREADS * 8) {
+        float sums[8] = {};
+        for (int place = 0; place < a.chosen; ++place) {
+            const float weight = static_cast<const float*>(a.weights)[pair + place];
+            const long long from = static_cast<const long long*>(a.places)[pair + place] * a.hidden + at;
+            Eight<Number> part;
+            part.load(static_cast<const Number*>(a.products) + from);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[i] += weight * part[i];
+        }
+        alignas(16) Number numbers[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) numbers[i] = from_float<Number>(sums[i]);
+        Number* to = static_cast<Number*>(a.out) + static_cast<long long>(blockIdx.x) * a.hidden + at;
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(numbers);
+    }
 }
 #endif

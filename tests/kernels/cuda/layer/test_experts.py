@@ -24,10 +24,11 @@ def test_routes(config: ExpertsConfig) -> None:
     checks.check_routes(kernels_of(config), "cpu")
 
 
+@pytest.mark.parametrize("prompt", [False, True], ids=["step", "prompt"])
 @pytest.mark.parametrize("dtype", checks.DTYPES)
 @pytest.mark.parametrize("config", checks.CONFIGS[:4])
-def test_products(config: ExpertsConfig, dtype: str) -> None:
-    checks.check_products(kernels_of(config, dtype), "cpu", rows=(1, 5, 20), hidden=88)
+def test_products(config: ExpertsConfig, dtype: str, prompt: bool) -> None:
+    checks.check_products(kernels_of(config, dtype), "cpu", rows=(1, 5, 20), hidden=88, prompt=prompt)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
