@@ -496,9 +496,6 @@ class EngineConfig:
         require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no experts: leave --runtime out")
         limit, remedy = "bfloat16 or float16 with a mixture of experts on cuda", "choose one with --dtype"
         require(self.dtype != "float32", "dtype", self.dtype, limit, remedy)
-        value, limit = self.weight_only_precision, "'none' with a mixture of experts on cuda"
-        remedy = f"its kernels multiply 16 bits: build with --{PRECISION} none, or with --device cpu"
-        require(value == "none", PRECISION, value, limit, remedy)
 
     def _check_groups(self) -> None:
         """Refuse weights in groups where a matrix, or a rank's part of it, ends within a group."""

@@ -68,7 +68,8 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
         # The same for all short chunks, so that engines with chunks of other lengths compute the same rows.
         chunk = max(config.prefill_chunk_tokens, SHORTEST_BLOCK)
         mixtures = config.model.experts
-        experts = None if mixtures is None else ExpertKernels(kernels, few.dtype, mixtures)
+        form = config.weight_only_precision, config.weight_group
+        experts = None if mixtures is None else ExpertKernels(kernels, few.dtype, mixtures, *form)
         products = KernelProducts(few, chunk, logits_at_once(config.model), experts)
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
 

@@ -60,7 +60,10 @@ def _torch_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
         chunk * attention + _attention_elements(config, tokens, chunk), chunk * mlp
     )
     if config.weight_only_precision != NONE:  # the largest matrix, dequantised
-        elements += model.hidden_size * max(2 * max(model.mlp_sizes.values()), queries + 2 * keys)
+        widest, experts = 2 * max(model.mlp_sizes.values()), model.experts
+        if experts is not None and config.device == "cuda":  # those of a layer together
+            widest = max(widest, 2 * experts.intermediate_size * experts.num_experts)
+        elements += model.hidden_size * max(widest, queries + 2 * keys)
     return elements
 
 

@@ -267,10 +267,6 @@ def test_bad_experts_are_named(change: dict[str, Any], message: str) -> None:
             "dtype = 'float32': must be bfloat16 or float16 with a mixture of experts on cuda; choose",
         ),
         (
-            {"device": "cuda", "dtype": "bfloat16", "weight_only_precision": "int8"},
-            "weight_only_precision = 'int8': must be 'none' with a mixture of experts on cuda; its kernels multiply 16",
-        ),
-        (
             {"device": "cuda", "dtype": "bfloat16", "runtime": "tensorrt"},
             "runtime = 'tensorrt': must be 'torch' with a mixture of experts; plans have no experts",
         ),

@@ -88,10 +88,10 @@ def emulated_draw(dtype: str) -> EmulatedKernels:
 
 
 @cache
-def emulated_experts(dtype: str) -> EmulatedKernels:
-    """Compile the kernels of mixtures of experts."""
+def emulated_experts(dtype: str, precision: str) -> EmulatedKernels:
+    """Compile the kernels of mixtures of experts; those of int4 cannot be emulated."""
     with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
-        unit = Specialisation(dtype, 64, 1, "", experts=True)
+        unit = Specialisation(dtype, 64, 1, "", weight_only_precision=precision, experts=True)
         return EmulatedKernels(_compile(unit, EXPERTS, folder, EXPERTS_KERNELS))
 
 

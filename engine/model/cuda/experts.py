@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from kvseek.engine.model.experts import Mark, SiluMul, route
+from kvseek.engine.model.experts import Mark, Parts, SiluMul, route
 from kvseek.kernels.cuda.layer.experts import ExpertKernels
 
 
 class KernelExperts:
-    """The experts of a layer on a GPU. Parameters as ExpertKernels' methods take them.
+    """The experts of a layer on a GPU.
 
     A decode step reads the weights of the experts that its rows have chosen. A prompt's rows are ordered by expert, for which
-    PyTorch's grouped product multiplies each expert's rows with its matrix; nothing waits for the device.
+    PyTorch's grouped product multiplies each expert's rows with its matrix; nothing waits for the device. Weights of 8 or 4 bits
+    are written out for it, all of a layer's.
+
+    Parameters
+    ----------
+    gate_up, down : tuple of Tensor
+        Weights and scales as ExpertKernels' methods take them.
+    dequantise : callable
+        That of ProductKernels.
     """
 
-    def __init__(self, kernels: ExpertKernels, gate_up: Tensor, down: Tensor) -> None:
-        self._kernels, self._gate_up, self._down = kernels, gate_up, down
+    def __init__(
+        self,
+        kernels: ExpertKernels,
+        gate_up: Parts,
+        down: Parts,
+        dequantise: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self._kernels, self._gate_up, self._down, self._dequantise = kernels, gate_up, down, dequantise
 
     def __call__(self, x: Tensor, logits: Tensor, silu_mul: SiluMul, mark: Mark, *, prompt: bool = False) -> Tensor:
         """See Experts of engine/model/experts.py."""
         if prompt:
             return self._of_prompt(x, logits, silu_mul)
         routes = self._kernels.route(logits)
-        activated = self._kernels.gate_up(x, self._gate_up, routes)
+        activated = self._kernels.gate_up(x, *self._gate_up, routes)
         mark("gate_up")
-        out = self._kernels.down(activated, self._down, routes)
+        out = self._kernels.down(activated, *self._down, routes)
         mark("down")
         return out
 
@@ -41,7 +57,8 @@ class KernelExperts:
         places[order] = torch.arange(order.shape[0], device=x.device)
         return self._kernels.combine(self._grouped(activated, self._down, ends), weights, places)
 
-    def _grouped(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def _grouped(self, x: Tensor, parts: Parts, ends: Tensor) -> Tensor:
         """Multiply rows up to ends[e] of x, from those of the expert before on, with the matrix of expert e."""
+        weight = parts[0] if parts[1] is None else self._dequantise(parts[0], parts[1])
         each = weight.view(self._kernels.config.num_experts, -1, weight.shape[1])
         return torch._grouped_mm(x, each.transpose(1, 2), offs=ends)

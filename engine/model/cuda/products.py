@@ -151,7 +151,7 @@ class KernelProducts(Products):
 
     def experts(self, config: ExpertsConfig, gate_up: Parts, down: Parts) -> Experts:
         assert self._experts is not None, "the model has experts"
-        return KernelExperts(self._experts, gate_up[0], down[0])
+        return KernelExperts(self._experts, gate_up, down, self._kernels.dequantise)
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         if scale is not None:

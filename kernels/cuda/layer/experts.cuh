@@ -7,7 +7,8 @@
 
 struct ExpertGateUpArguments {
     const void* x;       // Number [rows, hidden]
-    const void* weight;  // Number [experts, 2 * intermediate, hidden]: gates first
+    const void* weight;  // [experts, 2 * intermediate, hidden]: gates first
+    const void* scale;   // as in LinearArguments, of all experts
     const void* slots;   // as in RouteArguments, and likewise starts and pairs
     const void* starts;
     const void* pairs;
@@ -19,7 +20,8 @@ struct ExpertGateUpArguments {
 
 struct ExpertDownArguments {
     const void* x;        // Number [rows * chosen, intermediate], by pair
-    const void* weight;   // Number [experts, hidden, intermediate]
+    const void* weight;   // [experts, hidden, intermediate]
+    const void* scale;    // as in LinearArguments, of all experts
     const void* weights;  // float [rows, chosen]: the router's
     const void* slots;    // as in RouteArguments, and likewise starts and pairs
     const void* starts;
@@ -28,15 +30,52 @@ struct ExpertDownArguments {
     int rows;
     int chosen;
     int slot_count;
+    int warp_bytes;    // of shared memory for the blocks of a warp
     int hidden;        // multiple of 8
     int intermediate;  // multiple of 8
 };
 
 namespace experts {
 
-constexpr int ROWS = 8;  // of x that are multiplied at once; an expert with more rows is read again, from the L2 cache
+constexpr int ROWS = 8;      // of x that are multiplied at once; for more an expert is read again, from the L2 cache
 constexpr int OUTPUTS = 16;  // of a tile
 constexpr int PARTS = 2;     // of a row's blocks in kvseek_expert_down: two warps add theirs, and a + b is b + a
+constexpr int LINE = 128;    // bytes of a row that are a block
+
+// The shape of a kernel, the bytes of `count` weights, and the bytes of the scales of a row.
+#if KVSEEK_WEIGHT >= 3
+#if KVSEEK_WEIGHT == 3
+using Layers = Int4;
+#else
+using Layers = Fp8Groups;
+#endif
+template <int SPLIT, bool GATED>
+using ShapeOf = groups::Shape<Layers, SPLIT, 1, 2, 1, 2, GATED>;
+template <class S>
+using SharedOf = groups::Shared<S>;
+__device__ __forceinline__ constexpr long long weight_bytes(long long count) {
+    return count * Layers::BITS / 8;
+}
+__device__ __forceinline__ constexpr long long scale_bytes(int inputs) {
+    return inputs / Layers::GROUP * static_cast<long long>(sizeof(Layers::Scale));
+}
+#else
+#if KVSEEK_WEIGHT == 0
+template <int SPLIT, bool GATED>
+using ShapeOf = Shape<Number, SPLIT, 1, 1, 2, GATED>;
+#else
+template <int SPLIT, bool GATED>
+using ShapeOf = Shape<Byte, SPLIT, 1, 1, 4, GATED>;
+#endif
+template <class S>
+using SharedOf = Shared<S>;
+__device__ __forceinline__ constexpr long long weight_bytes(long long count) {
+    return count * static_cast<long long>(sizeof(ShapeOf<4, true>::Weight));
+}
+__device__ __forceinline__ constexpr long long scale_bytes(int) {
+    return sizeof(float);
+}
+#endif
 
 // The rows of x of up to ROWS pairs of a slot. A lane multiplies row g, as in Columns.
 template <class S>
@@ -45,10 +84,14 @@ class PairRows {
     __device__ __forceinline__ PairRows(const void* x, int inputs, int row)
         : x_(static_cast<const Number*>(x) + static_cast<long long>(row) * inputs), inputs_(inputs) {}
 
-    // As Columns::load.
+    // As Columns::load: eight channels of a block, or of a cell of it.
     __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
-        const int piece = eight / S::PIECE_EIGHTS * 4 + threadIdx.x % 4;
-        const int input = block * S::BLOCK + piece * S::PIECE + eight % S::PIECE_EIGHTS * 8;
+        const int lane = threadIdx.x % 4;
+        int input = block * S::BLOCK;
+        if constexpr (S::GROUPED)
+            input += eight * 32 + lane * 8;
+        else
+            input += (eight / S::PIECE_EIGHTS * 4 + lane) * S::PIECE + eight % S::PIECE_EIGHTS * 8;
         RowEights<S> loaded;
         loaded.rows[0] = *reinterpret_cast<const uint4*>(x_ + min(input, inputs_ - 8));
         return loaded;
@@ -59,31 +102,49 @@ class PairRows {
     int inputs_;
 };
 
-// Multiply blocks first, first + STEP, ... of `count`; the first is on its way in stage 0.
+// Multiply blocks first, first + STEP, ... of the rows of a matrix. All copies have arrived at the end.
 template <class S, int STEP>
-__device__ __forceinline__ void multiply_blocks(Sums<S>& sums, Blocks<S>& blocks, const PairRows<S>& x, int first,
-                                                int count, unsigned zero) {
+__device__ __forceinline__ void multiply_blocks(Sums<S>& sums, const LinearArguments& own, SharedOf<S>& shared,
+                                                const PairRows<S>& x, int first, unsigned zero) {
+    const int count = (own.inputs + S::BLOCK - 1) / S::BLOCK;
     RowEights<S> ahead[S::AHEAD];
+#if KVSEEK_WEIGHT >= 3
+    static_assert(S::STAGES == 2, "one block is on its way");
+    constexpr int EIGHTS = S::CELLS;
+    groups::Blocks<S> blocks(own, shared);
+    groups::GroupSums<S> group;
+#else
+    constexpr int EIGHTS = S::EIGHTS;
+    Blocks<S> blocks(own, shared);
+#endif
+    blocks.start(first, 0);
 #pragma unroll
     for (int eight = 0; eight < S::AHEAD; ++eight) ahead[eight] = x.load(first, eight);
     for (int block = first, stage = 0; block < count; block += STEP, stage ^= 1) {
         blocks.await();
         blocks.start(block + STEP, stage ^ 1);
 #pragma unroll
-        for (int eight = 0; eight < S::EIGHTS; ++eight) {
+        for (int eight = 0; eight < EIGHTS; ++eight) {
             const RowEights<S> current = ahead[eight % S::AHEAD];
             const int later = eight + S::AHEAD;
-            ahead[eight % S::AHEAD] = x.load(block + later / S::EIGHTS * STEP, later % S::EIGHTS);
+            ahead[eight % S::AHEAD] = x.load(block + later / EIGHTS * STEP, later % EIGHTS);
+#if KVSEEK_WEIGHT >= 3
+            groups::multiply<S>(sums, group, blocks, stage, eight, current);
+#else
             multiply<S>(sums, blocks, stage, eight, current, zero);
+#endif
         }
     }
     blocks.await();  // zeros, which would be written over what comes next
 }
 
-// What Blocks needs to know of the matrix of an expert.
-__device__ __forceinline__ LinearArguments matrix(const void* weight, int expert, int rows, int outputs, int inputs) {
+// The matrix of an expert, of so many rows, of which the first `outputs` are gates, or all.
+__device__ __forceinline__ LinearArguments matrix(const void* weight, const void* scale, int expert, int rows,
+                                                  int outputs, int inputs) {
     LinearArguments own = {};
-    own.weight = static_cast<const Number*>(weight) + static_cast<long long>(expert) * rows * inputs;
+    const long long before = static_cast<long long>(expert) * rows;
+    own.weight = static_cast<const char*>(weight) + weight_bytes(before * inputs);
+    if (scale != nullptr) own.scale = static_cast<const char*>(scale) + before * scale_bytes(inputs);
     own.outputs = outputs, own.inputs = inputs;
     return own;
 }
@@ -92,7 +153,7 @@ __device__ __forceinline__ LinearArguments matrix(const void* weight, int expert
 template <class S>
 __device__ __forceinline__ void gate_up(const ExpertGateUpArguments& a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
+    SharedOf<S>& shared = *reinterpret_cast<SharedOf<S>*>(memory);
     await_earlier_kernels();
     allow_later_kernels();
     const int expert = static_cast<const int*>(a.slots)[blockIdx.y];
@@ -101,15 +162,12 @@ __device__ __forceinline__ void gate_up(const ExpertGateUpArguments& a) {
     const int start = static_cast<const int*>(a.starts)[blockIdx.y];
     const int stop = static_cast<const int*>(a.starts)[blockIdx.y + 1];
     const int* pairs = static_cast<const int*>(a.pairs);
-    const LinearArguments own = matrix(a.weight, expert, 2 * a.intermediate, a.intermediate, a.hidden);
-    const int count = (a.hidden + S::BLOCK - 1) / S::BLOCK;
-    Blocks<S> blocks(own, shared);
+    const LinearArguments own = matrix(a.weight, a.scale, expert, 2 * a.intermediate, a.intermediate, a.hidden);
     for (int at = start; at < stop; at += ROWS) {
-        blocks.start(warp, 0);
         const int pair = pairs[min(at + lane / 4, stop - 1)];  // what is beyond the last is not stored
         const PairRows<S> x(a.x, a.hidden, pair / a.chosen);
         Sums<S> sums = {};
-        multiply_blocks<S, S::SPLIT>(sums, blocks, x, warp, count, static_cast<unsigned>(a.chosen) >> 31);
+        multiply_blocks<S, S::SPLIT>(sums, own, shared, x, warp, static_cast<unsigned>(a.chosen) >> 31);
         __syncthreads();
         const float (&mine)[4] = sums[0][0];
         shared.sums[warp][0][lane] = make_float4(mine[0], mine[1], mine[2], mine[3]);
@@ -126,8 +184,8 @@ __device__ __forceinline__ void gate_up(const ExpertGateUpArguments& a) {
             for (int i = 0; i < 2; ++i) {
                 const int column = at + lane % 4 * 2 + i;
                 if (column >= stop || channel >= a.intermediate) continue;
-                const float gate = to_float(from_float<Number>(total[i]));
-                const float up = to_float(from_float<Number>(total[2 + i]));
+                const float gate = finished<S>(own, total[i], channel);
+                const float up = finished<S>(own, total[2 + i], a.intermediate + channel);
                 Number* to = static_cast<Number*>(a.out) + static_cast<long long>(pairs[column]) * a.intermediate;
                 to[channel] = from_float<Number>(silu(gate) * up);
             }
@@ -141,8 +199,8 @@ __device__ __forceinline__ void gate_up(const ExpertGateUpArguments& a) {
 template <class S>
 __device__ __forceinline__ void down(const ExpertDownArguments& a) {
     extern __shared__ __align__(16) unsigned char memory[];
-    Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
-    float* products = reinterpret_cast<float*>(memory + sizeof(shared.blocks));
+    SharedOf<S>& shared = *reinterpret_cast<SharedOf<S>*>(memory);
+    float* products = reinterpret_cast<float*>(memory + S::SPLIT * a.warp_bytes);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pair_count = a.rows * a.chosen;
     for (int i = threadIdx.x; i < pair_count * OUTPUTS; i += S::SPLIT * 32) products[i] = 0;
     // kvseek_route has ended: the kernel before this one, which waited for it, let this one start after its wait.
@@ -151,11 +209,12 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
     const int* pairs = static_cast<const int*>(a.pairs);
     const int count = (a.intermediate + S::BLOCK - 1) / S::BLOCK, tile = blockIdx.x * OUTPUTS;
     if (warp < a.slot_count * PARTS && slots[warp / PARTS] >= 0) {  // what the warp will read first
-        const LinearArguments own = matrix(a.weight, slots[warp / PARTS], a.hidden, a.hidden, a.intermediate);
-        const Number* weight = static_cast<const Number*>(own.weight);
+        const LinearArguments own = matrix(a.weight, a.scale, slots[warp / PARTS], a.hidden, a.hidden, a.intermediate);
+        const char* weight = static_cast<const char*>(own.weight);
         for (int i = lane; i < OUTPUTS * ((count - warp % PARTS + PARTS - 1) / PARTS); i += 32) {
-            const int output = tile + i % OUTPUTS, input = (i / OUTPUTS * PARTS + warp % PARTS) * S::BLOCK;
-            if (output < a.hidden) prefetch_line(weight + static_cast<long long>(output) * a.intermediate + input);
+            const int output = tile + i % OUTPUTS, block = i / OUTPUTS * PARTS + warp % PARTS;
+            if (output < a.hidden)
+                prefetch_line(weight + weight_bytes(static_cast<long long>(output) * a.intermediate) + block * LINE);
         }
     }
     await_earlier_kernels();
@@ -164,18 +223,19 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
     for (int task = warp; task < a.slot_count * PARTS; task += S::SPLIT) {
         const int slot = task / PARTS, part = task % PARTS, expert = slots[slot];
         if (expert < 0) break;
-        const LinearArguments own = matrix(a.weight, expert, a.hidden, a.hidden, a.intermediate);
-        Blocks<S> blocks(own, shared);
+        const LinearArguments own = matrix(a.weight, a.scale, expert, a.hidden, a.hidden, a.intermediate);
         const int stop = starts[slot + 1];
         for (int at = starts[slot]; at < stop; at += ROWS) {
-            blocks.start(part, 0);
             const PairRows<S> x(a.x, a.intermediate, pairs[min(at + lane / 4, stop - 1)]);
             Sums<S> sums = {};
-            multiply_blocks<S, PARTS>(sums, blocks, x, part, count, static_cast<unsigned>(a.chosen) >> 31);
+            multiply_blocks<S, PARTS>(sums, own, shared, x, part, static_cast<unsigned>(a.chosen) >> 31);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int column = at + lane % 4 * 2 + i % 2, output = lane / 4 + i / 2 * 8;
-                if (column < stop) atomicAdd(&products[pairs[column] * OUTPUTS + output], sums[0][0][i]);
+                if (column >= stop || tile + output >= a.hidden) continue;
+                float sum = sums[0][0][i];
+                if (!S::GROUPED && own.scale != nullptr) sum *= static_cast<const float*>(own.scale)[tile + output];
+                atomicAdd(&products[pairs[column] * OUTPUTS + output], sum);
             }
             __syncwarp();
         }
@@ -196,16 +256,21 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
 
 extern "C" __global__ void __launch_bounds__(128, 8)
     kvseek_expert_gate_up(const __grid_constant__ kvseek::products::ExpertGateUpArguments a) {
-    experts::gate_up<Shape<Number, 4, 1, 1, 2, true>>(a);
+    experts::gate_up<experts::ShapeOf<4, true>>(a);
 }
 
 // With fewer warps there is room for more products.
 extern "C" __global__ void __launch_bounds__(512, 1)
     kvseek_expert_down_16(const __grid_constant__ kvseek::products::ExpertDownArguments a) {
-    experts::down<Shape<Number, 16, 1, 1, 2, false>>(a);
+    experts::down<experts::ShapeOf<16, false>>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
     kvseek_expert_down_8(const __grid_constant__ kvseek::products::ExpertDownArguments a) {
-    experts::down<Shape<Number, 8, 1, 1, 2, false>>(a);
+    experts::down<experts::ShapeOf<8, false>>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+    kvseek_expert_down_4(const __grid_constant__ kvseek::products::ExpertDownArguments a) {
+    experts::down<experts::ShapeOf<4, false>>(a);
 }

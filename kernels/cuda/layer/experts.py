@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvseek.core.config import WEIGHT_GROUP
 from kvseek.core.errors import KernelError
+from kvseek.core.weight_only import NONE
 from kvseek.kernels.arguments import checked_address
 from kvseek.kernels.structs import c_struct
 
-from .products import ALIGNMENT, MOST_ROWS, WARP
+from .products import ALIGNMENT, MOST_ROWS, WARP, Format, Shape
 
 if TYPE_CHECKING:
     from kvseek.core.config import ExpertsConfig
@@ -24,10 +26,9 @@ if TYPE_CHECKING:
 
 # As in routing.cu and experts.cuh.
 GATE_UP_WARPS, GATE_UP_CHANNELS = 4, 8
-DOWN_WARPS, DOWN_CHANNELS = (16, 8), 16
+DOWN_WARPS, DOWN_CHANNELS = (16, 8, 4), 16
 ROUTE_WARPS, COMBINE_THREADS = 32, 256
-BLOCK_BYTES = 4096  # of a warp's two blocks of weights
-FEW_BYTES = 32 << 10  # of products, beside which there is room for the most warps on every architecture
+MOST_SHARED_BYTES = 99 << 10  # of a block, the least of all architectures: sm_89 and sm_120
 
 RouteArguments = c_struct("kernels/cuda/layer/routing.cu", "RouteArguments")
 CombineArguments = c_struct("kernels/cuda/layer/routing.cu", "CombineArguments")
@@ -62,11 +63,22 @@ class ExpertKernels:
     Parameters
     ----------
     dtype : torch.dtype
-        bfloat16 or float16: of x, weights and results.
+        bfloat16 or float16: of x and results.
+    precision, weight_group : str, int
+        Of the weights, as EngineConfig's fields.
     """
 
-    def __init__(self, kernels: CudaKernels, dtype: torch.dtype, config: ExpertsConfig) -> None:
+    def __init__(
+        self,
+        kernels: CudaKernels,
+        dtype: torch.dtype,
+        config: ExpertsConfig,
+        precision: str = NONE,
+        weight_group: int = WEIGHT_GROUP,
+    ) -> None:
         self._kernels, self.dtype, self.config = kernels, dtype, config
+        self.format = Format.of(precision, weight_group, dtype)
+        self._warp_bytes = Shape(8, 1, 1).shared_bytes(self.format.scale_words)
 
     def route(self, logits: Tensor) -> Routes:
         """Choose the experts of rows by the router's logits [rows, experts], as `route` of engine/model/experts.py does.
@@ -86,7 +98,7 @@ class ExpertKernels:
         )
         weights = torch.empty(rows, chosen, dtype=torch.float32, device=logits.device)
         arguments = RouteArguments(
-            logits=self._address("logits", logits),
+            logits=checked_address("logits", logits, self.dtype, self._kernels.device),
             weights=weights.data_ptr(),
             slots=slots.data_ptr(),
             starts=starts.data_ptr(),
@@ -100,18 +112,18 @@ class ExpertKernels:
         self._kernels.launch("kvseek_route", (1, 1, 1), min(rows, ROUTE_WARPS) * WARP, arguments, overlap=True)
         return Routes(weights, slots, starts, pairs)
 
-    def gate_up(self, x: Tensor, weight: Tensor, routes: Routes) -> Tensor:
+    def gate_up(self, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> Tensor:
         """Compute silu(gate) * up of x [rows, hidden] and each row's experts: [rows * chosen, I], by pair.
 
-        `weight` [experts * 2 I, hidden] has the gates of an expert before its ups. Raises KernelError as `down`.
+        `weight` [experts * 2 I, hidden] has the gates of an expert before its ups; it and `scale` are as they are stored. Raises
+        KernelError as `down`.
         """
         hidden, chosen = x.shape[1], self.config.num_experts_per_tok
         intermediate = weight.shape[0] // (2 * self.config.num_experts)
-        self._check(weight, (2 * intermediate * self.config.num_experts, hidden))
         out = x.new_empty(x.shape[0] * chosen, intermediate)
         arguments = ExpertGateUpArguments(
-            x=self._aligned("x", x),
-            weight=self._aligned("weight", weight),
+            x=self._aligned("x", x, self.dtype),
+            **self._matrix(weight, scale, 2 * intermediate, hidden),
             slots=routes.slots.data_ptr(),
             starts=routes.starts.data_ptr(),
             pairs=routes.pairs.data_ptr(),
@@ -121,11 +133,11 @@ class ExpertKernels:
             intermediate=intermediate,
         )
         grid = (-(-intermediate // GATE_UP_CHANNELS), routes.slots.shape[0], 1)
-        shared = GATE_UP_WARPS * BLOCK_BYTES
+        shared = GATE_UP_WARPS * self._warp_bytes
         self._kernels.launch("kvseek_expert_gate_up", grid, GATE_UP_WARPS * WARP, arguments, shared, overlap=True)
         return out
 
-    def down(self, x: Tensor, weight: Tensor, routes: Routes) -> Tensor:
+    def down(self, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> Tensor:
         """Compute the sums [rows, hidden] of the rows' experts, by what `gate_up` gave and `weight` [experts * hidden, I].
 
         It must follow `gate_up` directly, as it reads routes before that has ended. Sums are in float32, in the order of a row's
@@ -138,11 +150,16 @@ class ExpertKernels:
         """
         (pairs, intermediate), chosen = x.shape, self.config.num_experts_per_tok
         rows, hidden = pairs // chosen, weight.shape[0] // self.config.num_experts
-        self._check(weight, (hidden * self.config.num_experts, intermediate))
+        products = pairs * DOWN_CHANNELS * 4
+        fitting = [warps for warps in DOWN_WARPS if warps * self._warp_bytes + products <= MOST_SHARED_BYTES]
+        if not fitting:
+            raise KernelError(
+                f"rows = {rows}, of {chosen} experts each: must need less shared memory; lower max_batch_size"
+            )
         out = x.new_empty(rows, hidden)
         arguments = ExpertDownArguments(
-            x=self._aligned("x", x),
-            weight=self._aligned("weight", weight),
+            x=self._aligned("x", x, self.dtype),
+            **self._matrix(weight, scale, hidden, intermediate),
             weights=routes.weights.data_ptr(),
             slots=routes.slots.data_ptr(),
             starts=routes.starts.data_ptr(),
@@ -151,12 +168,12 @@ class ExpertKernels:
             rows=rows,
             chosen=chosen,
             slot_count=routes.slots.shape[0],
+            warp_bytes=self._warp_bytes,
             hidden=hidden,
             intermediate=intermediate,
         )
-        products = pairs * DOWN_CHANNELS * 4
-        warps = DOWN_WARPS[products > FEW_BYTES]
-        shared, grid = warps * BLOCK_BYTES + products, (-(-hidden // DOWN_CHANNELS), 1, 1)
+        warps, grid = fitting[0], (-(-hidden // DOWN_CHANNELS), 1, 1)
+        shared = warps * self._warp_bytes + products
         self._kernels.launch(f"kvseek_expert_down_{warps}", grid, warps * WARP, arguments, shared, overlap=True)
         return out
 
@@ -172,7 +189,7 @@ class ExpertKernels:
             raise KernelError(f"products {tuple(products.shape)}: must be {expected}; give one for each pair")
         out = products.new_empty(rows, hidden)
         arguments = CombineArguments(
-            products=self._aligned("products", products),
+            products=self._aligned("products", products, self.dtype),
             weights=checked_address("weights", weights, torch.float32, self._kernels.device),
             places=checked_address("places", places, torch.int64, self._kernels.device),
             out=out.data_ptr(),
@@ -182,15 +199,21 @@ class ExpertKernels:
         self._kernels.launch("kvseek_combine", (rows, 1, 1), COMBINE_THREADS, arguments, overlap=True)
         return out
 
-    def _check(self, weight: Tensor, shape: tuple[int, int]) -> None:
-        if tuple(weight.shape) != shape or shape[1] % 8 or shape[0] % 8:
-            raise KernelError(f"weight {tuple(weight.shape)}: must be {shape}, multiples of 8; build with --device cpu")
+    def _matrix(self, weight: Tensor, scale: Tensor | None, rows: int, inputs: int) -> dict[str, int]:
+        """Addresses of the experts' matrices, of so many rows each, and of their scales."""
+        form, count = self.format, rows * self.config.num_experts
+        multiple = max(8, form.group, ALIGNMENT // form.weight.itemsize)
+        if (weight.shape[0], form.inputs(weight)) != (count, inputs) or inputs % multiple or rows % 8:
+            expected = f"{count} rows, a multiple of 8, of {inputs} inputs, a multiple of {multiple}"
+            raise KernelError(f"weight {tuple(weight.shape)}: must be {expected}; build with --device cpu")
+        shape = form.scale_shape(weight) if form.group > 1 else (count,)
+        if (scale is None) != (form.precision == NONE) or (scale is not None and tuple(scale.shape) != shape):
+            raise KernelError("scale: must be that of the weight, or None without one; give what the engine stores")
+        addresses = {"weight": self._aligned("weight", weight, form.weight)}
+        return addresses | {"scale": checked_address("scale", scale, form.scale, self._kernels.device)}
 
-    def _address(self, name: str, tensor: Tensor) -> int:
-        return checked_address(name, tensor, self.dtype, self._kernels.device)
-
-    def _aligned(self, name: str, tensor: Tensor) -> int:
-        address = self._address(name, tensor)
+    def _aligned(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
+        address = checked_address(name, tensor, dtype, self._kernels.device)
         if address % ALIGNMENT:
             raise KernelError(
                 f"{name}: address {address:#x}: must be a multiple of {ALIGNMENT}; copy it before the launch"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,9 +14,10 @@ from kvseek.bench.methods import load_kernels
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import ExpertsConfig
 from kvseek.core.errors import KernelError
+from kvseek.core.weight_only import NONE, dequantise, quantise
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cuda.experts import KernelExperts
-from kvseek.engine.model.experts import route
+from kvseek.engine.model.experts import Parts, route
 from kvseek.kernels.cuda.layer.experts import ExpertKernels
 
 pytestmark = pytest.mark.gpu
@@ -77,14 +75,22 @@ def expected_of(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chose
     return total
 
 
-def operands(kernels: ExpertKernels, device: str, rows: int, hidden: int) -> tuple[Tensor, ...]:
-    """x, logits, and the weights of gate_up and down."""
+Operands = tuple[Tensor, Tensor, Parts, Parts]
+
+
+def operands(kernels: ExpertKernels, device: str, rows: int, hidden: int) -> Operands:
+    """x, logits, and the weights of gate_up and down, with their scales."""
     config = kernels.config
     wide = 2 * config.intermediate_size * config.num_experts
     x, logits = (random(kernels, device, rows, size, seed=size) for size in (hidden, config.num_experts))
     gate_up = random(kernels, device, wide, hidden, seed=2) * hidden**-0.5
     down = random(kernels, device, config.num_experts * hidden, config.intermediate_size, seed=3)
-    return x, 3 * logits, gate_up, down * config.intermediate_size**-0.5
+    return x, 3 * logits, stored(kernels, gate_up), stored(kernels, down * config.intermediate_size**-0.5)
+
+
+def stored(kernels: ExpertKernels, weight: Tensor) -> Parts:
+    form = kernels.format
+    return (weight, None) if form.precision == NONE else quantise(weight, form.precision, form.group)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -92,9 +98,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def computed(kernels: ExpertKernels, given: tuple[Tensor, ...], *, prompt: bool = False) -> Tensor:
+def computed(kernels: ExpertKernels, given: Operands, *, prompt: bool = False) -> Tensor:
     x, logits, gate_up, down = given
-    return KernelExperts(kernels, gate_up, down)(x, logits, silu_mul, lambda _: None, prompt=prompt)
+    own = KernelExperts(kernels, gate_up, down, lambda *parts: dequantise(*parts, x.dtype))
+    return own(x, logits, silu_mul, lambda _: None, prompt=prompt)
 
 
 def check_products(
@@ -105,7 +112,10 @@ def check_products(
         given = operands(kernels, device, count, hidden)
         x, logits, gate_up, down = given
         found = computed(kernels, given, prompt=prompt)
-        each = gate_up.unflatten(0, (config.num_experts, -1)), down.unflatten(0, (config.num_experts, -1))
+        wide = [one if two is None else dequantise(one, two, torch.float64) for one, two in (gate_up, down)]
+        if prompt:
+            wide = [one.to(x.dtype) for one in wide]  # rounded before it is multiplied
+        each = [one.view(config.num_experts, -1, one.shape[1]) for one in wide]
         expected = expected_of(x, *each, *route(logits, config))
         # A number between the products may be rounded to its other neighbour, as sums have another order.
         most = 3 * ROUNDING[x.dtype] * expected.abs().amax(dim=1, keepdim=True)
@@ -129,7 +139,7 @@ def check_poison(kernels: ExpertKernels, device: str) -> None:
     """A row of NaN shows, and hurts no other; weights of experts that nobody has chosen are not read."""
     x, logits, gate_up, down = operands(kernels, device, 9, 64)
     logits[:, 0] = -50
-    gate_up.view(kernels.config.num_experts, -1)[0] = float("nan")
+    gate_up[0].view(kernels.config.num_experts, -1)[0] = float("nan")
     clean = computed(kernels, (x, logits, gate_up, down))
     assert clean.isfinite().all()
     x[4], logits[4] = float("nan"), float("nan")
@@ -139,8 +149,11 @@ def check_poison(kernels: ExpertKernels, device: str) -> None:
     assert torch.equal(found[others], clean[others])
 
 
-def kernels_of(config: ExpertsConfig, dtype: str = "bfloat16") -> ExpertKernels:
-    return ExpertKernels(load_kernels(Specialisation(dtype, 64, 4, "full", experts=True)), DTYPES[dtype], config)
+def kernels_of(config: ExpertsConfig, dtype: str = "bfloat16", precision: str = NONE, group: int = 32) -> ExpertKernels:
+    form = precision, group
+    return ExpertKernels(
+        load_kernels(Specialisation(dtype, 64, 4, "full", (), *form, experts=True)), DTYPES[dtype], config, *form
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -154,6 +167,15 @@ def test_routes(config: ExpertsConfig) -> None:
 def test_products(config: ExpertsConfig, dtype: str, prompt: bool) -> None:
     for hidden in (72, 2048):
         check_products(kernels_of(config, dtype), "cuda", (300,) if prompt else ROWS, hidden, prompt=prompt)
+
+
+@pytest.mark.parametrize("prompt", [False, True], ids=["step", "prompt"])
+@pytest.mark.parametrize(
+    ("precision", "group"), [("int8", 32), ("fp8", 32), ("int4", 32), ("int4", 128), ("fp8_groups", 32)]
+)
+def test_narrow_weights(precision: str, group: int, prompt: bool) -> None:
+    kernels = kernels_of(ExpertsConfig(60, 4, 384, norm_topk_prob=True), "bfloat16", precision, group)
+    check_products(kernels, "cuda", (300,) if prompt else ROWS, 1024, prompt=prompt)
 
 
 @pytest.mark.parametrize("config", [ExpertsConfig(128, 8, 768, norm_topk_prob=True), CONFIGS[3]])
@@ -182,13 +204,15 @@ def test_too_many_rows_are_refused() -> None:
         kernels.route(random(kernels, "cuda", 65, 60))
 
 
+@pytest.mark.parametrize("precision", [NONE, "int4"])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_an_engine_has_the_logits_of_the_cpu(
-    architecture: str, random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
+    architecture: str, precision: str, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
     """Steps in graphs, at batches of several sizes, and prompts in chunks."""
     model = random_model(architecture, hidden_size=192, head_dim=32)
-    flags: tuple[Any, ...] = (*WINDOW, "--dtype", "bfloat16", "--max_batch_size", "4")
+    form = ("--dtype", "bfloat16", "--weight_only_precision", precision, "--weight_group", "32")
+    flags = (*WINDOW, *(form[:4] if precision == NONE else form), "--max_batch_size", "4")
     host = Engine.load(build_engine(model, "full", *flags)).decoder
     device = Engine.load(build_engine(model, "full", *flags, "--device", "cuda")).decoder
     prompts = {slot: [(7 * token + slot) % 379 for token in range(180 - 20 * slot)] for slot in range(3)}

@@ -10,13 +10,15 @@ from tests.support.emulated_kernels import emulated_experts
 
 from kvseek.core.config import ExpertsConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.weight_only import NONE
 from kvseek.kernels.cuda.layer.experts import ExpertKernels
 
 pytestmark = pytest.mark.slow
 
 
-def kernels_of(config: ExpertsConfig, dtype: str = "bfloat16") -> ExpertKernels:
-    return ExpertKernels(cast("CudaKernels", emulated_experts(dtype)), checks.DTYPES[dtype], config)
+def kernels_of(config: ExpertsConfig, dtype: str = "bfloat16", precision: str = NONE) -> ExpertKernels:
+    kernels = cast("CudaKernels", emulated_experts(dtype, precision))
+    return ExpertKernels(kernels, checks.DTYPES[dtype], config, precision)
 
 
 @pytest.mark.parametrize("config", checks.CONFIGS)
@@ -29,6 +31,14 @@ def test_routes(config: ExpertsConfig) -> None:
 @pytest.mark.parametrize("config", checks.CONFIGS[:4])
 def test_products(config: ExpertsConfig, dtype: str, prompt: bool) -> None:
     checks.check_products(kernels_of(config, dtype), "cpu", rows=(1, 5, 20), hidden=88, prompt=prompt)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("int8", "bfloat16"), ("fp8", "float16"), ("fp8_groups", "bfloat16")])
+def test_narrow_weights(precision: str, dtype: str) -> None:
+    """Of 8 bits; in groups along the inputs too, as those of 4 are."""
+    kernels = kernels_of(ExpertsConfig(5, 2, 384, norm_topk_prob=True), dtype, precision)
+    for prompt in (False, True):
+        checks.check_products(kernels, "cpu", rows=(1, 11), hidden=256, prompt=prompt)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
