@@ -1,9 +1,11 @@
-// Products of a decode step with the experts that its rows have chosen: products.cu includes this in its namespace, and
-// kernels/cuda/layer/experts.py launches the kernels. Weights of experts that no row has chosen are not read. What a
-// row gets depends to the bit on no other row: on the order of its own sums alone.
+// Products of a decode step with the experts that its rows have chosen: products.cu, whose parts these are, includes it
+// at its end, and kernels/cuda/layer/experts.py launches the kernels. Weights of experts that no row has chosen are not
+// read. What a row gets depends to the bit on no other row: on the order of its own sums alone.
 //
 // Both kernels take what kvseek_route has written: the slots, an expert each, and the pairs of a slot, each a row and
 // the place of the expert among those of the row.
+
+namespace kvseek {
 
 struct ExpertGateUpArguments {
     const void* x;       // Number [rows, hidden]
@@ -35,6 +37,7 @@ struct ExpertDownArguments {
     int intermediate;  // multiple of 8
 };
 
+namespace products {
 namespace experts {
 
 constexpr int ROWS = 8;      // of x that are multiplied at once; for more an expert is read again, from the L2 cache
@@ -44,11 +47,6 @@ constexpr int LINE = 128;    // bytes of a row that are a block
 
 // The shape of a kernel, the bytes of `count` weights, and the bytes of the scales of a row.
 #if KVSEEK_WEIGHT >= 3
-#if KVSEEK_WEIGHT == 3
-using Layers = Int4;
-#else
-using Layers = Fp8Groups;
-#endif
 template <int SPLIT, bool GATED>
 using ShapeOf = groups::Shape<Layers, SPLIT, 1, 2, 1, 2, GATED>;
 template <class S>
@@ -253,24 +251,26 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
 }
 
 }  // namespace experts
+}  // namespace products
+}  // namespace kvseek
 
 extern "C" __global__ void __launch_bounds__(128, 8)
-    kvseek_expert_gate_up(const __grid_constant__ kvseek::products::ExpertGateUpArguments a) {
-    experts::gate_up<experts::ShapeOf<4, true>>(a);
+    kvseek_expert_gate_up(const __grid_constant__ kvseek::ExpertGateUpArguments a) {
+    kvseek::products::experts::gate_up<kvseek::products::experts::ShapeOf<4, true>>(a);
 }
 
 // With fewer warps there is room for more products.
 extern "C" __global__ void __launch_bounds__(512, 1)
-    kvseek_expert_down_16(const __grid_constant__ kvseek::products::ExpertDownArguments a) {
-    experts::down<experts::ShapeOf<16, false>>(a);
+    kvseek_expert_down_16(const __grid_constant__ kvseek::ExpertDownArguments a) {
+    kvseek::products::experts::down<kvseek::products::experts::ShapeOf<16, false>>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-    kvseek_expert_down_8(const __grid_constant__ kvseek::products::ExpertDownArguments a) {
-    experts::down<experts::ShapeOf<8, false>>(a);
+    kvseek_expert_down_8(const __grid_constant__ kvseek::ExpertDownArguments a) {
+    kvseek::products::experts::down<kvseek::products::experts::ShapeOf<8, false>>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(128, 1)
-    kvseek_expert_down_4(const __grid_constant__ kvseek::products::ExpertDownArguments a) {
-    experts::down<experts::ShapeOf<4, false>>(a);
+    kvseek_expert_down_4(const __grid_constant__ kvseek::ExpertDownArguments a) {
+    kvseek::products::experts::down<kvseek::products::experts::ShapeOf<4, false>>(a);
 }

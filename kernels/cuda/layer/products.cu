@@ -283,9 +283,6 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
 #if KVSEEK_WEIGHT >= 3
 #include "kernels/cuda/layer/grouped_products.cuh"
 #endif
-#if KVSEEK_EXPERTS
-#include "kernels/cuda/layer/experts.cuh"
-#endif
 
 // Kernels by the rows of x that they have room for, by warps and row tiles: a matrix of few rows, so of few thread
 // blocks, needs more warps in each to keep enough weights on their way. With many rows of x, more row tiles read x less
@@ -423,4 +420,8 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
 
 }  // namespace products
 }  // namespace kvseek
+
+#if KVSEEK_EXPERTS
+#include "kernels/cuda/layer/experts.cuh"
+#endif
 #endif
