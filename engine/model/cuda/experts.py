@@ -7,8 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvseek.engine.model.experts import Mark, Parts, SiluMul, route
+from kvseek.engine.model.experts import Experts, Mark, Parts, SiluMul, route
 from kvseek.kernels.cuda.layer.experts import ExpertKernels
+
+GROUPING = (9, 10)  # compute capabilities, without the minor one, for which PyTorch has a kernel
+
+
+def multiplies_groups(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies groups of rows by a kernel; else it multiplies one by one, in whatever order of sums."""
+    return dtype is torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in GROUPING
 
 
 class KernelExperts:
@@ -24,6 +31,8 @@ class KernelExperts:
         Weights and scales as ExpertKernels' methods take them.
     dequantise : callable
         That of ProductKernels.
+    looped : Experts, optional
+        Reads prompts instead, where `multiplies_groups` is not.
     """
 
     def __init__(
@@ -32,11 +41,15 @@ class KernelExperts:
         gate_up: Parts,
         down: Parts,
         dequantise: Callable[[Tensor, Tensor], Tensor],
+        looped: Experts | None = None,
     ) -> None:
         self._kernels, self._gate_up, self._down, self._dequantise = kernels, gate_up, down, dequantise
+        self._looped = looped
 
     def __call__(self, x: Tensor, logits: Tensor, silu_mul: SiluMul, mark: Mark, *, prompt: bool = False) -> Tensor:
         """See Experts of engine/model/experts.py."""
+        if prompt and self._looped is not None:
+            return self._looped(x, logits, silu_mul, mark, prompt=True)
         if prompt:
             return self._of_prompt(x, logits, silu_mul)
         routes = self._kernels.route(logits)

@@ -16,7 +16,7 @@ from kvseek.engine.model.layer import Linear, Product, Products
 from kvseek.kernels.cuda.layer.experts import ExpertKernels
 from kvseek.kernels.cuda.layer.products import MOST_ROWS, ProductKernels
 
-from .experts import KernelExperts
+from .experts import KernelExperts, multiplies_groups
 
 # Numbers of rows that RowCounts tries: these, and then multiples of ROW_STEP, the rows of a tile of a matrix.
 FEW_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
@@ -151,7 +151,8 @@ class KernelProducts(Products):
 
     def experts(self, config: ExpertsConfig, gate_up: Parts, down: Parts) -> Experts:
         assert self._experts is not None, "the model has experts"
-        return KernelExperts(self._experts, gate_up, down, self._kernels.dequantise)
+        looped = None if multiplies_groups(gate_up[0], self.dtype) else super().experts(config, gate_up, down)
+        return KernelExperts(self._experts, gate_up, down, self._kernels.dequantise, looped)
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         if scale is not None:

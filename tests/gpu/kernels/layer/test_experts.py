@@ -16,7 +16,8 @@ from kvseek.core.config import ExpertsConfig
 from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import NONE, dequantise, quantise
 from kvseek.engine.engine import Engine
-from kvseek.engine.model.cuda.experts import KernelExperts
+from kvseek.engine.model.cuda import experts
+from kvseek.engine.model.cuda.experts import GROUPING, KernelExperts
 from kvseek.engine.model.experts import Parts, route
 from kvseek.kernels.cuda.layer.experts import ExpertKernels
 
@@ -187,10 +188,10 @@ def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
     check_poison(kernels_of(CONFIGS[1]), "cuda")
 
 
-@pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (8, 2)])
-def test_a_prompts_row_does_not_depend_on_the_others(experts: int, chosen: int) -> None:
+@pytest.mark.parametrize(("count", "chosen"), [(128, 8), (8, 2)])
+def test_a_prompts_row_does_not_depend_on_the_others(count: int, chosen: int) -> None:
     """PyTorch multiplies by another kernel where experts have more than 128 rows on average."""
-    kernels = kernels_of(ExpertsConfig(experts, chosen, 768, norm_topk_prob=True))
+    kernels = kernels_of(ExpertsConfig(count, chosen, 768, norm_topk_prob=True))
     x, logits, gate_up, down = operands(kernels, "cuda", 2048, 2048)
     whole = computed(kernels, (x, logits, gate_up, down), prompt=True)
     for start, stop in ((0, 1), (5, 22), (100, 433), (1024, 2048)):
@@ -204,13 +205,19 @@ def test_too_many_rows_are_refused() -> None:
         kernels.route(random(kernels, "cuda", 65, 60))
 
 
-@pytest.mark.parametrize("precision", [NONE, "int4"])
+@pytest.mark.parametrize(("precision", "grouped"), [(NONE, True), ("int4", True), (NONE, False)])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_an_engine_has_the_logits_of_the_cpu(
-    architecture: str, precision: str, random_model: RandomModel, build_engine: BuildEngine
+    architecture: str,
+    precision: str,
+    grouped: bool,
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps in graphs, at batches of several sizes, and prompts in chunks."""
     model = random_model(architecture, hidden_size=192, head_dim=32)
+    monkeypatch.setattr(experts, "GROUPING", GROUPING if grouped else ())
     form = ("--dtype", "bfloat16", "--weight_only_precision", precision, "--weight_group", "32")
     flags = (*WINDOW, *(form[:4] if precision == NONE else form), "--max_batch_size", "4")
     host = Engine.load(build_engine(model, "full", *flags)).decoder
@@ -220,5 +227,5 @@ def test_an_engine_has_the_logits_of_the_cpu(
     expected, found = (run_all(decoder, prompts, steps)[0] for decoder in (host, device))
     # Where two experts are nearly as likely, rounding may choose the other one: few rows differ much.
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert errors.median() < 0.03
+    assert errors.median() < 0.05
     assert (errors < 0.5).all()
