@@ -213,6 +213,7 @@ def test_an_engine_has_the_logits_of_the_cpu(
     grouped: bool,
     random_model: RandomModel,
     build_engine: BuildEngine,
+    on_gpu: BuildEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps in graphs, at batches of several sizes, and prompts in chunks."""
@@ -221,7 +222,7 @@ def test_an_engine_has_the_logits_of_the_cpu(
     form = ("--dtype", "bfloat16", "--weight_only_precision", precision, "--weight_group", "32")
     flags = (*WINDOW, *(form[:4] if precision == NONE else form), "--max_batch_size", "4")
     host = Engine.load(build_engine(model, "full", *flags)).decoder
-    device = Engine.load(build_engine(model, "full", *flags, "--device", "cuda")).decoder
+    device = Engine.load(on_gpu(model, "full", *flags)).decoder
     prompts = {slot: [(7 * token + slot) % 379 for token in range(180 - 20 * slot)] for slot in range(3)}
     steps = [[(31 * step + 17 * slot) % 379 for slot in range(3)] for step in range(12)]
     expected, found = (run_all(decoder, prompts, steps)[0] for decoder in (host, device))
