@@ -84,14 +84,8 @@ class PairRows {
 
     // As Columns::load: eight channels of a block, or of a cell of it.
     __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
-        const int lane = threadIdx.x % 4;
-        int input = block * S::BLOCK;
-        if constexpr (S::GROUPED)
-            input += eight * 32 + lane * 8;
-        else
-            input += (eight / S::PIECE_EIGHTS * 4 + lane) * S::PIECE + eight % S::PIECE_EIGHTS * 8;
         RowEights<S> loaded;
-        loaded.rows[0] = *reinterpret_cast<const uint4*>(x_ + min(input, inputs_ - 8));
+        loaded.rows[0] = *reinterpret_cast<const uint4*>(x_ + min(S::input(block, eight), inputs_ - 8));
         return loaded;
     }
 
