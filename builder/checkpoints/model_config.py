@@ -139,10 +139,8 @@ def _experts(values: dict[str, Any], architecture: str, layers: int) -> dict[str
     shared, qwen2, name = "shared_expert_intermediate_size", architecture == "qwen2_moe", values["architectures"][0]
     # transformers 5 writes Qwen3-MoE's under another name.
     count = "num_local_experts" if not qwen2 and "num_experts" not in values else "num_experts"
-    ignored = {"num_experts", "num_local_experts", *(() if qwen2 else ("qkv_bias", shared))} - {
-        count
-    }  # by transformers
-    for key in sorted(ignored):
+    ignored = {"num_experts", "num_local_experts", *(() if qwen2 else ("qkv_bias", shared))}  # by transformers
+    for key in sorted(ignored - {count}):
         require(not values.get(key), key, values.get(key), f"absent with architectures = {name!r}", USE_ANOTHER)
     step = _integer({"decoder_sparse_step": values.get("decoder_sparse_step", 1)}, "decoder_sparse_step")
     alone = values.get("mlp_only_layers") or []
@@ -170,13 +168,8 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     limit = f"false, or absent, with architectures = {name!r}"  # transformers ignores the key there
     require(name == "LlamaForCausalLM" or biased is False, "mlp_bias", biased, limit, USE_ANOTHER)
     normed, limit = values.get("use_qk_norm", False), f"false, or absent, with architectures = {name!r}"
-    require(
-        normed is False or (normed is True and ARCHITECTURES[name] in QK_NORM),
-        "use_qk_norm",
-        normed,
-        limit,
-        USE_ANOTHER,
-    )
+    fits = normed is False or (normed is True and ARCHITECTURES[name] in QK_NORM)
+    require(fits, "use_qk_norm", normed, limit, USE_ANOTHER)
     kinds = values.get("layer_types")
     require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
     kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
