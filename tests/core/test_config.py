@@ -127,6 +127,10 @@ BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
             "weight_only_precision = 'int8_groups': must be another one with device = 'cuda'",
         ),
         (
+            {"prefill_precision": "fp8", "weight_only_precision": "fp8"},
+            "dtype = 'float32': must be 'bfloat16' with prefill_precision = 'fp8'; build with --dtype bfloat16, or leave",
+        ),
+        (
             {"weight_only_precision": "fp8_groups"},
             "hidden_size = 64: must be a multiple of 128 with weight_only_precision = 'fp8_groups'",
         ),
@@ -269,6 +273,10 @@ def test_bad_experts_are_named(change: dict[str, Any], message: str) -> None:
         (
             {"device": "cuda", "dtype": "bfloat16", "runtime": "tensorrt"},
             "runtime = 'tensorrt': must be 'torch' with a mixture of experts; plans have no experts",
+        ),
+        (
+            {"device": "cuda", "dtype": "bfloat16", "weight_only_precision": "fp8", "prefill_precision": "fp8"},
+            "prefill_precision = 'fp8': must be 'none' with a mixture of experts; grouped products take 16 bits",
         ),
     ],
 )
