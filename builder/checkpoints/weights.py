@@ -19,7 +19,7 @@ from kvseek.core.config import GROUPED, WEIGHT_GROUP, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.ranks import first_kv_head, rank_model, vocabulary_rows
 from kvseek.core.weight_only import INT8_GROUPS, NONE, NOT_FINITE, is_quantised, layout, number_format, quantise
-from kvseek.engine.model.weights import Weight, index_file, list_weights, source_shape
+from kvseek.engine.model.weights import EXPERTS, Weight, index_file, list_weights, source_shape
 
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES
@@ -360,8 +360,10 @@ def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank:
             return tensor if rank == 0 else torch.zeros_like(tensor)
         divided = tensor.ndim > 1  # scales of rows are not
         return tensor.tensor_split(tp_size, dim=1)[rank] if divided else tensor
-    if part == "gate_up":
-        return torch.cat([half.tensor_split(tp_size)[rank] for half in tensor.tensor_split(2)])
+    if part == "gate_up":  # gates, then ups, of each expert
+        experts = model.experts.num_experts if model.experts is not None and f".{EXPERTS}." in name else 1
+        halves = tensor.reshape(experts, 2, tp_size, -1, *tensor.shape[1:])
+        return halves[:, :, rank].flatten(0, 2)
     if part == "qkv":
         return _heads(tensor, model, tp_size, rank)
     return tensor

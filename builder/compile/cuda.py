@@ -55,6 +55,8 @@ class Specialisation:
         Format of the weights of products: none, int8, fp8, int4 or fp8_groups.
     weight_group : int
         Inputs that share the scales of int4.
+    experts : bool
+        Whether the model has mixtures of experts.
     """
 
     dtype: str
@@ -64,6 +66,7 @@ class Specialisation:
     defines: tuple[tuple[str, int], ...] = ()
     weight_only_precision: str = NONE
     weight_group: int = WEIGHT_GROUP
+    experts: bool = False
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
@@ -74,6 +77,7 @@ class Specialisation:
             ("KVSEEK_GROUP", self.group_size),
             ("KVSEEK_WEIGHT", WEIGHT_NUMBERS[self.weight_only_precision]),
             ("KVSEEK_WEIGHT_GROUP", group_inputs(self.weight_only_precision, self.weight_group)),
+            ("KVSEEK_EXPERTS", int(self.experts)),
             *self.defines,
         )
 
@@ -91,8 +95,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         raise ConfigError(f"{fault} with device = 'cuda'; build with --device cpu")
     if config.weight_only_precision != NONE:
         limit = f"a multiple of {INPUTS_MULTIPLE} with weight_only_precision = {config.weight_only_precision!r}"
-        for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
-            value = getattr(model, name)
+        for name, value in {"hidden_size": model.hidden_size, **model.mlp_sizes}.items():  # heads are multiples of 32
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
     if config.weight_only_precision == INT4 and config.quantize_lm_head:  # kernels read two scales of a row at a time
         limit, multiple = "a multiple of {} with --quantize_lm_head and int4", 2 * WEIGHT_GROUP
@@ -108,6 +111,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         tuple(sorted(macros.items())),
         config.weight_only_precision,
         config.weight_group,
+        model.experts is not None,
     )
 
 

@@ -477,4 +477,8 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
 
 }  // namespace products
 }  // namespace kvseek
+
+#if KVSEEK_EXPERTS
+#include "kernels/cuda/layer/experts.cuh"
+#endif
 #endif
