@@ -24,11 +24,10 @@ from kvseek.server.openai.bodies import (
     COMPLETION_FORMAT,
     COMPLETION_NEUTRAL,
     WITHOUT_EFFECT,
-    message_texts,
-    read_messages,
 )
 from kvseek.server.openai.choices import Choice, make_choices
 from kvseek.server.openai.fields import FieldError, openai_error
+from kvseek.server.openai.prompts import message_texts, read_messages
 from kvseek.server.requests.keys import Tenant
 
 HELLO = [{"role": "user", "content": "the light was lit"}]
