@@ -34,6 +34,7 @@ from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.settings import ServeSettings
 
+from . import anthropic
 from .answers import AnswerForm, AnswerForms
 from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, DETOKENIZE_FORMAT, TOKENIZE_FORMAT
 from .choices import Json, Piece, Reply, make_choices, token_text, usage
@@ -44,8 +45,8 @@ from .translation import Answer, Asked
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = (
-    "/v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/sessions/ID, /tokenize, /detokenize, /health and "
-    "/metrics"
+    "/v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/sessions/ID, /tokenize, /detokenize, "
+    "/health and /metrics"
 )
 SALT = "cache_salt"
 FINGERPRINT_CHARACTERS = 16
@@ -131,6 +132,7 @@ class OpenAIRoutes:
             keys=settings.keys,
             is_open=lambda path: path in open_paths,
             cors_origins=settings.cors_origins,
+            forms={anthropic.PATH: anthropic.anthropic_error},
         )
 
     def _routes(self) -> list[BaseRoute]:
@@ -139,8 +141,9 @@ class OpenAIRoutes:
             partial(self._asked, chat=True),
             partial(self._asked, chat=False),
             Responses(self._tokenizer, self._kept).read,
+            anthropic.read_messages_body,
         )
-        chat, completion, responses = (Endpoint(partial(self._complete, read=read)) for read in reads)
+        chat, completion, responses, messages = (Endpoint(partial(self._complete, read=read)) for read in reads)
         return [
             Route(MODELS, self._models),
             Route("/v1/models/{name:path}", self._one_model),
@@ -148,6 +151,8 @@ class OpenAIRoutes:
             Route("/v1/completions", completion, methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/responses/{response_id}", self._response, methods=["GET", "DELETE"]),
+            Route(anthropic.PATH, messages, methods=["POST"]),
+            Route(f"{anthropic.PATH}/count_tokens", partial(self._convert, self._count), methods=["POST"]),
             Route("/tokenize", partial(self._convert, self._tokenize), methods=["POST"]),
             Route("/detokenize", partial(self._convert, self._detokenize), methods=["POST"]),
             Route("/v1/sessions/{session_id:path}", self._end_session, methods=["DELETE"]),
@@ -199,6 +204,11 @@ class OpenAIRoutes:
         ids = body.ids(tokenizer, self._config, self._forms)
         texts = [token_text(token, tokenizer) for token in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": self._config.max_seq_len, "tokens": ids, "token_strs": texts}
+
+    def _count(self, data: bytes | bytearray) -> Json:
+        model, count = anthropic.count_tokens(data, self._tokenizer, self._config, self._forms)
+        self._check_model(model or self._model)
+        return {"input_tokens": count}
 
     def _detokenize(self, data: bytes | bytearray) -> Json:
         body = DETOKENIZE_FORMAT.read(data)
