@@ -156,10 +156,11 @@ def test_how_messages_end(asks: Asks) -> None:
 
 def test_choices_thinking_and_schemas(asks: Asks) -> None:
     off = {"type": "disabled"}
-    for choice in ({"type": "any"}, {"type": "tool", "name": "note", "disable_parallel_tool_use": True}):
-        message = asks.message("", tools=[NOTE], tool_choice=choice, thinking=off, seed=3, max_tokens=2000)
-        assert {block["type"] for block in message["content"]} == {"tool_use"}
-        assert all(set(block["input"]) == {"text", "count"} for block in message["content"])
+    schema = {"properties": {"kind": {"enum": ["red", "white"]}}, "required": ["kind"], "additionalProperties": False}
+    light = {"name": "light", "input_schema": schema, "strict": True}
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "light"}):
+        (call,) = asks.message("", tools=[light], tool_choice=choice, thinking=off)["content"]
+        assert (call["type"], call["name"], call["input"]["kind"] in ("red", "white")) == ("tool_use", "light", True)
     text = written_call("hermes", "note", ARGUMENTS)
     silent = asks.message(text, tools=[NOTE], tool_choice={"type": "none"}, thinking=off)
     assert silent["content"] == [{"type": "text", "text": text}]
