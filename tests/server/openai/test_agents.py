@@ -320,7 +320,7 @@ def test_a_strict_schema_that_cannot_be_followed_is_refused_and_another_followed
 
 
 @pytest.mark.skipif(not AGENTS.exists(), reason="the programs are not installed: run make test-agents")
-@pytest.mark.parametrize("program", ["litellm", "langchain", "pydantic_ai"])
+@pytest.mark.parametrize("program", ["litellm", "langchain", "pydantic_ai", "pydantic_ai_responses", "anthropic"])
 def test_programs_of_others_call_tools(server: RunningServer, model: str, tokenizer: Tokenizer, program: str) -> None:
     answers = json.dumps([ids(tokenizer, ANSWER), ids(tokenizer, "It is noted.")])
     command = [str(AGENTS), str(ROOT / "tests/support/agent_programs.py"), program, server.openai_url, model]
