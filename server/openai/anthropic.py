@@ -17,14 +17,15 @@ from kvseek.server.requests.keys import Tenant
 from .answers import AnswerForm, AnswerForms
 from .bodies import ChatBody, CommonFields
 from .choices import Json, Piece
-from .fields import ABSENT, TOO_LONG, BodyFormat, FieldError, decode, is_absent, openai_error, require
-from .prompts import MAX_STRINGS, TOOL, count_strings
+from .fields import ABSENT, TOO_LONG, BodyFormat, FieldError, decode, is_absent, openai_error
+from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
 from .tools import MAX_TOOLS
 from .translation import (
     NAMED_EVENT,
     Asked,
     Blocks,
+    check_values,
     decoders,
     json_list,
     named_event,
@@ -152,8 +153,7 @@ class MessagesBody(CommonFields, kw_only=True):
 
     def asked(self) -> tuple[ChatBody, dict[str, str]]:
         """Make the chat, and name the places of its messages; raises FieldError."""
-        few = count_strings(self.messages, MAX_STRINGS) <= MAX_STRINGS
-        require(few, "messages", "more", f"<= {MAX_STRINGS} names and texts", "join blocks, or send fewer messages")
+        check_values("messages", self.messages)
         found: list[InputMessage] = [] if is_absent(self.messages) else decode("messages", _messages, self.messages)
         texts = list[Json]()
         if not is_absent(self.system):

@@ -17,7 +17,7 @@ from .bodies import WITHOUT_EFFECT, ChatBody, CommonFields, StreamOptions, check
 from .choices import Json, Piece, chat_logprobs
 from .fields import ABSENT, BodyFormat, FieldError, decode, is_absent, openai_error, require
 from .kept_responses import KeptResponses
-from .prompts import MAX_STRINGS, TOOL, count_strings
+from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
 from .tools import MAX_TOOLS
 from .translation import (
@@ -304,8 +304,6 @@ def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str
         raise FieldError("input", "input is missing: must be a text or items; add it")
     if bytes(memoryview(raw)[:1]) == b'"':
         return [{"role": "user", "content": read_text("input", raw, INPUT_TEXT)}], {f"messages[{before}]": "input"}
-    few = count_strings(raw, MAX_STRINGS) <= MAX_STRINGS
-    require(few, "input", "more", f"<= {MAX_STRINGS} names and texts", "join parts, or send fewer items")
     items = read_blocks("input", raw, ITEMS, "kvseek has no tools of its own, and keeps no items", "message")
     require(bool(items), "input", [], "at least one item", "send a message")
     messages, places = list[Json](), dict[str, str]()

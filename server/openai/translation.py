@@ -6,6 +6,8 @@ as the client knows it.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +22,7 @@ from .choices import Json, Piece
 from .fields import FieldError, decode, is_absent, require
 from .tool_formats import ARGUMENTS, CALL
 
+MAX_VALUES = 1 << 15  # texts, names and commas of messages: a value takes up to thirty times as much memory as its JSON
 NAMED_EVENT = b"%b"  # events that have their name and their end
 
 
@@ -95,8 +98,16 @@ def decoders(**kinds: type) -> Decoders:
     return {name: msgspec.json.Decoder(kind) for name, kind in kinds.items()}
 
 
+def check_values(place: str, raw: msgspec.Raw) -> None:
+    """Refuse JSON of too many values before it is decoded; raises FieldError."""
+    found = re.finditer(rb'"(?:[^"\\]|\\.)*"|,', memoryview(raw), re.DOTALL)
+    few = next(itertools.islice(found, MAX_VALUES, None), None) is None
+    require(few, place, "more", f"<= {MAX_VALUES} texts and commas", "join texts, or send fewer")
+
+
 def read_blocks(place: str, raw: msgspec.Raw, kinds: Decoders, remedy: str, default: str | None = None) -> list[Any]:
     """Decode a list of blocks, each by its `type`, or `default` if it has none; raises FieldError."""
+    check_values(place, raw)
     found = enumerate(decode(place, _raws, raw))
     return [read_block(f"{place}[{number}]", block, kinds, remedy, default) for number, block in found]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 import requests
@@ -21,8 +23,10 @@ from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.errors import HttpError
 from kvseek.server.launch import RunningServer
 from kvseek.server.openai.answers import AnswerForm
+from kvseek.server.openai.anthropic import MESSAGES_FORMAT
+from kvseek.server.openai.fields import FieldError
 from kvseek.server.openai.kept_responses import OWN_BYTES, KeptResponses
-from kvseek.server.openai.responses import Responses
+from kvseek.server.openai.responses import Responses, read_items
 from kvseek.server.requests.keys import Tenant
 
 pytestmark = pytest.mark.server
@@ -312,3 +316,22 @@ def test_a_stream_that_fails_ends_with_response_failed(tokenizer: Tokenizer) -> 
         assert (found, name, last["type"]) == (status, "event: response.failed", "response.failed")
         assert last["response"]["error"] == {"code": code, "message": str(error)}
         assert last["response"]["id"] == json.loads(first.decode().split("data: ")[1])["response"]["id"]
+
+
+@pytest.mark.parametrize("item", [b"{}", b"1", b'{"role":"user","content":""}', b'{"role":"user","content":[1,1,1]}'])
+def test_too_many_items_are_refused_before_they_are_built(item: bytes) -> None:
+    raw = b"[%b]" % b",".join([item] * 40_000)
+    for read in (
+        lambda: read_items(msgspec.Raw(raw), 0),
+        lambda: MESSAGES_FORMAT.read(b'{"messages":%b}' % raw).asked(),
+        lambda: MESSAGES_FORMAT.read(b'{"system":%b}' % raw).asked(),
+    ):
+        tracemalloc.start()
+        try:
+            with pytest.raises(
+                FieldError, match=r"(input|messages|system) = 'more': must be <= 32768 texts and commas"
+            ):
+                read()
+            assert tracemalloc.get_traced_memory()[1] < 100_000 + 2 * len(raw)
+        finally:
+            tracemalloc.stop()
