@@ -82,7 +82,13 @@ def litellm(url: str, model: str, script: Scripted) -> Any:
         {"role": "tool", "tool_call_id": call.id, "content": note(**json.loads(call.function.arguments))},
     ]
     last = litellm.completion(messages=messages, **how).choices[0].message
+    try:
+        openai_client = openai.OpenAI(base_url=url, api_key="none")
+        litellm.completion(**how | {"client": openai_client}, messages=[{"role": "user", "content": "lit " * 9000}])
+    except litellm.ContextWindowExceededError:
+        too_long = True
     return {
+        "too_long": too_long,
         "said": message.content,
         "call": call.function.arguments,
         "end": answer.choices[0].finish_reason,

@@ -332,6 +332,7 @@ def test_programs_of_others_call_tools(server: RunningServer, model: str, tokeni
     assert (told["said"], told["last"], told["turns"]) == ("Yes.", "It is noted.", 2)
     assert told.get("end", "tool_calls") == "tool_calls"
     assert told.get("thought", "I look.") == "I look."
+    assert told.get("too_long", True), "the error is the one by which programs shorten a conversation"
 
 
 def test_several_calls_in_one_answer(client: OpenAI, model: str, tokenizer: Tokenizer) -> None:

@@ -135,6 +135,13 @@ def test_every_field_reaches_the_engine(reader: Reader) -> None:
     assert sampling.prompt_ignore_length == len(request.prompt_ids), "penalties are about the output alone"
 
 
+def test_cache_control_of_proxies_changes_nothing(reader: Reader) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": HELLO[0]["content"]} | mark
+    for fields in ({"messages": [HELLO[0] | mark]}, {"messages": [{"role": "user", "content": [part]}]}, mark):
+        assert reader.chat(**fields)[0].request.prompt_ids == reader.chat()[0].request.prompt_ids
+
+
 def test_ignore_eos_leaves_the_clients_own_ends(reader: Reader) -> None:
     assert reader.chat(ignore_eos=True)[0].request.end_ids == ()
     assert reader.chat(ignore_eos=True, stop_token_ids=[5])[0].request.end_ids == (5,)
