@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from kvseek.core.config import EngineConfig
-from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.content import first_character
 from kvseek.server.requests.keys import Tenant
 
-from .answers import AnswerForm, AnswerForms
+from .answers import AnswerForm
 from .bodies import ChatBody, CommonFields
 from .choices import Json, Piece
 from .fields import ABSENT, TOO_LONG, BodyFormat, FieldError, decode, is_absent, openai_error
@@ -285,25 +284,13 @@ def anthropic_error(error: Exception) -> tuple[int, bytes]:
     return status, msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
-def read_messages_body(data: bytes | bytearray, _: Tenant) -> Asked:
-    """Read a body; raises FieldError."""
+def read_messages(data: bytes | bytearray, _: Tenant, answers: bool = True) -> Asked:
+    """Read a body, which needs `max_tokens` if it is answered; raises FieldError."""
     body = MESSAGES_FORMAT.read(data)
-    if body.max_tokens is None:
+    if body.max_tokens is None and answers:
         raise FieldError("max_tokens", "max_tokens is missing: must be >= 1; add it")
     chat, places = body.asked()
-    return Asked(chat, lambda form, tokens: MessageAnswer(body.model, form, tokens), {**places, **PLACES})
-
-
-def count_tokens(
-    data: bytes | bytearray, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms
-) -> tuple[str | None, int]:
-    """Return a body's model, and the tokens of its prompt; raises RequestError."""
-    body = MESSAGES_FORMAT.read(data)
-    chat, places = body.asked()
-    try:
-        return body.model, len(chat.prompts(tokenizer, config, forms)[0].ids)
-    except FieldError as error:
-        raise Asked(chat, lambda *_: MessageAnswer("", AnswerForm(), 0), {**places, **PLACES}).error(error) from None
+    return Asked(chat, partial(MessageAnswer, body.model), {**places, **PLACES})
 
 
 class MessageAnswer(Blocks):

@@ -141,7 +141,7 @@ class OpenAIRoutes:
             partial(self._asked, chat=True),
             partial(self._asked, chat=False),
             Responses(self._tokenizer, self._kept).read,
-            anthropic.read_messages_body,
+            anthropic.read_messages,
         )
         chat, completion, responses, messages = (Endpoint(partial(self._complete, read=read)) for read in reads)
         return [
@@ -187,6 +187,7 @@ class OpenAIRoutes:
 
     async def _response(self, request: Request) -> Response:
         """Show a response that is kept, or forget it."""
+        _check_query(request)
         response_id, tenant = request.path_params["response_id"], tenant_of(request)
         if request.method != "DELETE":
             return Response(self._kept.get(response_id, tenant), media_type=JSON)
@@ -206,9 +207,12 @@ class OpenAIRoutes:
         return {"count": len(ids), "max_model_len": self._config.max_seq_len, "tokens": ids, "token_strs": texts}
 
     def _count(self, data: bytes | bytearray) -> Json:
-        model, count = anthropic.count_tokens(data, self._tokenizer, self._config, self._forms)
-        self._check_model(model or self._model)
-        return {"input_tokens": count}
+        asked = anthropic.read_messages(data, Tenant(), answers=False)
+        self._check_model(asked.body.model or self._model)
+        try:
+            return {"input_tokens": len(asked.body.prompts(self._tokenizer, self._config, self._forms)[0].ids)}
+        except RequestError as error:
+            raise asked.error(error) from None
 
     def _detokenize(self, data: bytes | bytearray) -> Json:
         body = DETOKENIZE_FORMAT.read(data)
@@ -255,18 +259,22 @@ class OpenAIRoutes:
         except RequestError as error:
             raise asked.error(error) from None
         for choice in choices:
-            choice.names = {name: asked.name(own) for name, own in choice.names.items()}
+            choice.names = {name: asked.places.get(own, own) for name, own in choice.names.items()}
         ready = [self._generations.submission(choice, call) for choice in choices]
         return Work(ready, body.choices, prompt_tokens, asked.answer(choices[0].form, prompt_tokens), bool(body.stream))
 
 
-def _salt(request: Request) -> str | None:
-    """Read the only parameter that a query may have here; raises RequestError."""
-    given = request.query_params
-    if unknown := [name for name in given if name != SALT]:
+def _check_query(request: Request, *known: str) -> None:
+    """Raise FieldError if a query has other parameters."""
+    if unknown := [name for name in request.query_params if name not in known]:
         name = shortened(unknown[0])
         raise FieldError(name, f"{name}: there is no such parameter; leave it out", "unknown_parameter")
-    salt = given.get(SALT)
+
+
+def _salt(request: Request) -> str | None:
+    """Read the only parameter that a query may have here; raises RequestError."""
+    _check_query(request, SALT)
+    salt = request.query_params.get(SALT)
     if salt is not None:
         check_text(SALT, salt, MAX_SALT)
     return salt

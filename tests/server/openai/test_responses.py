@@ -213,6 +213,8 @@ def test_responses_are_kept_shown_and_forgotten(script: Script, server: RunningS
         with pytest.raises(openai.NotFoundError, match=f"Previous response with id '{absent}' not found") as caught:
             script.create("Yes.", previous_response_id=absent)
         assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+    with pytest.raises(openai.BadRequestError, match="there is no such parameter"):
+        script.client.responses.retrieve(kept.id, include=["message.output_text.logprobs"])
     script.client.responses.delete(kept.id)
     with pytest.raises(openai.NotFoundError):
         script.client.responses.retrieve(kept.id)
