@@ -24,10 +24,12 @@ from .translation import (
     NAMED_EVENT,
     Asked,
     Blocks,
+    as_json,
     check_values,
     decoders,
-    json_list,
     named_event,
+    nested_call,
+    nested_tool,
     read_blocks,
     read_text,
 )
@@ -165,7 +167,7 @@ class MessagesBody(CommonFields, kw_only=True):
         wanted = None if is_absent(self.tool_choice) else decode("tool_choice", _choice, self.tool_choice)
         chat = ChatBody(
             **{field.name: getattr(self, field.name) for field in msgspec.structs.fields(CommonFields)},
-            messages=msgspec.Raw(msgspec.json.encode(texts)),
+            messages=as_json(texts),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             tools=_tools(self.tools),
@@ -183,8 +185,7 @@ class MessagesBody(CommonFields, kw_only=True):
         fields: Json = {"reasoning_effort": output.effort}
         if output.format is not None:
             schema = {"name": "output", "schema": output.format.schema}
-            shape = {"type": "json_schema", "json_schema": schema}
-            fields["response_format"] = msgspec.Raw(msgspec.json.encode(shape))
+            fields["response_format"] = as_json({"type": "json_schema", "json_schema": schema})
         if is_absent(self.thinking):
             return fields
         thinking: ThinkingFields = decode("thinking", _thinking, self.thinking)
@@ -232,8 +233,8 @@ def _written(place: str, message: InputMessage) -> list[Json]:
         elif isinstance(block, ThinkingBlock):
             own["reasoning"] = own.get("reasoning", "") + block.thinking
         else:
-            function = {"name": block.name, "arguments": bytes(block.input).decode("utf-8", "replace")}
-            own.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+            call = nested_call(block.id, block.name, bytes(block.input).decode("utf-8", "replace"))
+            own.setdefault("tool_calls", []).append(call)
     return [own]
 
 
@@ -259,19 +260,13 @@ def _is_begun(message: Json) -> bool:
 def _tools(raw: msgspec.Raw) -> msgspec.Raw:
     if is_absent(raw):
         return ABSENT
-    written = []
-    for tool in read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own", "custom"):
-        function = {"name": tool.name, "description": tool.description, "strict": tool.strict}
-        if not is_absent(tool.input_schema):
-            function["parameters"] = tool.input_schema
-        written.append(msgspec.json.encode({"type": "function", "function": function}))
-    return json_list(written)
+    tools: list[CustomTool] = read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own", "custom")
+    return as_json([nested_tool(each.name, each.description, each.input_schema, each.strict) for each in tools])
 
 
 def _wanted(choice: Choice) -> msgspec.Raw:
     named = {"type": "function", "function": {"name": choice.name or ""}}
-    wanted = {"any": "required", "tool": named}.get(choice.type, choice.type)
-    return msgspec.Raw(msgspec.json.encode(wanted))
+    return as_json({"any": "required", "tool": named}.get(choice.type, choice.type))
 
 
 def anthropic_error(error: Exception) -> tuple[int, bytes]:

@@ -434,11 +434,11 @@ FORMAT = "response_format"
 ANY_OBJECT = '{"type": "object"}'  # OpenAI's json_object
 
 
-class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A schema, with what OpenAI shows of it to the model, or has for its own use: without effect here."""
 
     name: str
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = ABSENT
     description: str | None = None
     strict: bool | None = None  # the answer follows the schema in any case
 

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.http.content import first_character
 from kvseek.server.requests.keys import Tenant
 
 from .answers import AnswerForm
-from .bodies import WITHOUT_EFFECT, ChatBody, CommonFields, StreamOptions, check_logprobs
+from .bodies import WITHOUT_EFFECT, ChatBody, CommonFields, JsonSchema, StreamOptions, check_logprobs
 from .choices import Json, Piece, chat_logprobs
 from .fields import ABSENT, BodyFormat, FieldError, decode, is_absent, openai_error, require
 from .kept_responses import KeptResponses
@@ -24,9 +25,12 @@ from .translation import (
     NAMED_EVENT,
     Asked,
     Blocks,
+    as_json,
     decoders,
     json_list,
     named_event,
+    nested_call,
+    nested_tool,
     read_block,
     read_blocks,
     read_text,
@@ -251,7 +255,6 @@ PLACES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tool_choice.function": "tool_choice",
@@ -263,35 +266,24 @@ def nested_tools(raw: msgspec.Raw) -> msgspec.Raw:
     """Write tools as a chat has them."""
     if is_absent(raw):
         return ABSENT
-    found: list[FlatTool] = read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own")
-    return json_list([_nested(each, "function", each.type) for each in found])
+    tools: list[FlatTool] = read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own")
+    return as_json([nested_tool(each.name, each.description, each.parameters, each.strict) for each in tools])
 
 
 def nested_choice(raw: msgspec.Raw) -> msgspec.Raw:
     """Write the choice of a tool as a chat has it."""
-    if is_absent(raw) or bytes(memoryview(raw)[:1]) == b'"':
+    if is_absent(raw) or first_character(raw) == '"':
         return raw
     named: FlatChoice = read_block("tool_choice", raw, CHOICES, 'send "none", "auto", "required" or a function')
-    return msgspec.Raw(_nested(named, "function", named.type))
+    return as_json({"type": named.type, "function": {"name": named.name}})
 
 
 def nested_format(given: TextFormat) -> msgspec.Raw:
     """Write the form of the text as a chat has it."""
-    if given.type == "json_schema":
-        return msgspec.Raw(_nested(given, given.type, given.type))
-    return msgspec.Raw(msgspec.json.encode(_set(given)))
-
-
-def _nested(given: msgspec.Struct, name: str, kind: str) -> bytes:
-    own = {field: value for field, value in _set(given).items() if field != "type"}
-    return msgspec.json.encode({"type": kind, name: own})
-
-
-def _set(given: msgspec.Struct) -> Json:
-    """Return the fields that a client has set."""
-    fields = {name: getattr(given, name) for name in given.__struct_fields__}
-    absent = (value is None or (isinstance(value, msgspec.Raw) and is_absent(value)) for value in fields.values())
-    return {name: value for (name, value), left_out in zip(fields.items(), absent, strict=True) if not left_out}
+    if given == TextFormat(given.type) and given.type != "json_schema":
+        return as_json({"type": given.type})
+    schema = JsonSchema(given.name or "", given.schema, given.description, given.strict)
+    return as_json({"type": given.type, "json_schema": schema})
 
 
 def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str]]:
@@ -302,7 +294,7 @@ def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str
     """
     if is_absent(raw):
         raise FieldError("input", "input is missing: must be a text or items; add it")
-    if bytes(memoryview(raw)[:1]) == b'"':
+    if first_character(raw) == '"':
         return [{"role": "user", "content": read_text("input", raw, INPUT_TEXT)}], {f"messages[{before}]": "input"}
     items = read_blocks("input", raw, ITEMS, "kvseek has no tools of its own, and keeps no items", "message")
     require(bool(items), "input", [], "at least one item", "send a message")
@@ -320,7 +312,7 @@ def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str
             places[f"messages[{before + len(messages) - 1}]"] = place
         if isinstance(item, FunctionCall):
             calls = answer.setdefault("tool_calls", [])
-            calls.append(_call(item))
+            calls.append(nested_call(item.call_id, item.name, item.arguments))
             where = f"messages[{before + len(messages) - 1}].tool_calls[{len(calls) - 1}]"
             places |= {f"{where}.function": place, where: place}
         elif isinstance(item, FunctionCallOutput):
@@ -342,10 +334,6 @@ def _message(place: str, item: Any) -> tuple[Json, str]:
         case ReasoningItem():
             return {"role": "assistant", "reasoning": _thoughts(place, item)}, "reasoning"
     return {"role": "assistant"}, "tool_calls"
-
-
-def _call(item: FunctionCall) -> Json:
-    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
 def _thoughts(place: str, item: ReasoningItem) -> str:

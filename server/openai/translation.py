@@ -19,8 +19,9 @@ from kvseek.server.http.content import first_character
 from .answers import AnswerForm
 from .bodies import Body
 from .choices import Json, Piece
-from .fields import FieldError, decode, is_absent, require
+from .fields import ABSENT, FieldError, decode, is_absent, require
 from .tool_formats import ARGUMENTS, CALL
+from .tools import FunctionFields
 
 MAX_VALUES = 1 << 15  # texts, names and commas of messages: a value takes up to thirty times as much memory as its JSON
 NAMED_EVENT = b"%b"  # events that have their name and their end
@@ -126,6 +127,23 @@ def read_text(place: str, raw: msgspec.Raw, kinds: Decoders) -> str:
     if first_character(raw) == '"':
         return str(decode(place, _text, raw))
     return "".join(part.text for part in read_blocks(place, raw, kinds, "kvseek reads text alone"))
+
+
+def as_json(value: Any) -> msgspec.Raw:
+    """Write JSON of a chat's field."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def nested_tool(name: str, description: str | None, parameters: msgspec.Raw, strict: bool | None) -> Json:
+    """Write a tool as a chat has it."""
+    if is_absent(parameters):
+        parameters = ABSENT
+    return {"type": "function", "function": FunctionFields(name, description, parameters, strict)}
+
+
+def nested_call(call_id: str, name: str, arguments: str) -> Json:
+    """Write a call as a chat has it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def json_list(items: Sequence[bytes]) -> msgspec.Raw:
