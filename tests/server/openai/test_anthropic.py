@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from tests.conftest import BuildEngine, RandomModel
+from tests.conftest import BuildEngine
 from tests.support.door_processes import write_keys
-from tests.support.tool_models import add_tags, template, written_call
+from tests.support.tool_models import written_call
 from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
@@ -34,11 +33,8 @@ ASK = {"role": "user", "content": "Is the light lit?"}
 
 
 @pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "hermes"
-    shutil.copytree(random_model("llama", vocab_size=400, max_position_embeddings=8000), folder)
-    add_tags(folder, template("hermes"))
-    return build_engine(folder, "full", "--max_batch_size", "4", "--max_seq_len", "8000")
+def directory(hermes: Path, build_engine: BuildEngine) -> Path:
+    return build_engine(hermes, "full", "--max_batch_size", "4", "--max_seq_len", "8000")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 import requests
 from openai import OpenAI
 from pydantic import BaseModel
-from tests.conftest import BuildEngine, RandomModel
-from tests.support.tool_models import add_tags, template, written_call
+from tests.conftest import BuildEngine
+from tests.support.tool_models import written_call
 from tests.support.waiting import SECONDS
 
 from kvseek.core.errors import CodedError, ErrorCode, RequestError
@@ -47,11 +46,8 @@ ANSWER = "<think>\nI look.\n</think>\n\nYes.\n" + written_call("hermes", "note",
 
 
 @pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "hermes"
-    shutil.copytree(random_model("llama", vocab_size=400, max_position_embeddings=8000), folder)
-    add_tags(folder, template("hermes"))
-    return build_engine(folder, "full", "--max_batch_size", "4", "--max_seq_len", "8000")
+def directory(hermes: Path, build_engine: BuildEngine) -> Path:
+    return build_engine(hermes, "full", "--max_batch_size", "4", "--max_seq_len", "8000")
 
 
 class Script:
