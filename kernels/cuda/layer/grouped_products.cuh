@@ -37,10 +37,14 @@ struct Shape {
     static constexpr int ROWS = PARTS * 8;
     static constexpr int TILES = ROW_TILES * COLUMN_TILES;
     static_assert(BLOCK % Format::GROUP == 0, "a block has whole groups");
+    static_assert(AHEAD <= CELLS, "cells ahead are of the next block at most");
 
     __device__ __forceinline__ static constexpr int channel(int part) { return (GATED ? part / 2 : part) * 8; }
     __device__ __forceinline__ static int channel_of_all(int part) {
         return blockIdx.x * channel(PARTS) + channel(part);
+    }
+    __device__ __forceinline__ static int input(int block, int cell) {
+        return block * BLOCK + cell * CELL + threadIdx.x % 4 * 8;
     }
 };
 
@@ -141,37 +145,6 @@ class Blocks {
     int channels_;
     const unsigned* scales_;
     Stage<S>* stages_;
-};
-
-// The rows of x that a lane multiplies: row g of each tile.
-template <class S>
-class Columns {
-  public:
-    __device__ __forceinline__ Columns(const LinearArguments& a)
-        : x_(static_cast<const char*>(a.x)), inputs_(a.inputs) {
-#pragma unroll
-        for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
-            const int row = tile * 8 + threadIdx.x % 32 / 4;
-            const int read = row < a.rows ? row : a.rows - 1;  // what is beyond the last is not stored
-            starts_[tile] = static_cast<unsigned>(read * inputs_) * sizeof(Number);
-        }
-    }
-
-    // A lane's eight inputs of a cell. Beyond a row's end, where weights and scales are zeros, its last ones.
-    __device__ __forceinline__ RowEights<S> load(int block, int cell) const {
-        const int input = block * S::BLOCK + cell * CELL + threadIdx.x % 4 * 8;
-        const char* from = x_ + min(input, inputs_ - 8) * sizeof(Number);
-        RowEights<S> loaded;
-#pragma unroll
-        for (int tile = 0; tile < S::COLUMN_TILES; ++tile)
-            loaded.rows[tile] = *reinterpret_cast<const uint4*>(from + starts_[tile]);
-        return loaded;
-    }
-
-  private:
-    const char* x_;
-    int inputs_;
-    unsigned starts_[S::COLUMN_TILES];  // in bytes
 };
 
 __device__ __forceinline__ unsigned ones(__nv_bfloat16) {

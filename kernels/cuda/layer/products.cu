@@ -68,6 +68,10 @@ struct Shape {
     __device__ __forceinline__ static int channel_of_all(int part) {
         return blockIdx.x * channel(PARTS) + channel(part);
     }
+    // The first of a lane's inputs of an eight: those of its pieces of weights.
+    __device__ __forceinline__ static int input(int block, int eight) {
+        return block * BLOCK + (eight / PIECE_EIGHTS * 4 + threadIdx.x % 4) * PIECE + eight % PIECE_EIGHTS * 8;
+    }
 };
 
 // Shared memory: of each warp a block that is multiplied and one on its way; at the end the warps' sums.
@@ -148,11 +152,9 @@ class Columns {
         }
     }
 
-    // Channels that belong to a lane's pieces of weights. Beyond a row's end, where weights are zeros, its last ones.
+    // A lane's eight inputs. Beyond a row's end, where weights and scales are zeros, its last ones.
     __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
-        const int piece = eight / S::PIECE_EIGHTS * 4 + threadIdx.x % 4;
-        const int input = block * S::BLOCK + piece * S::PIECE + eight % S::PIECE_EIGHTS * 8;
-        const char* from = x_ + min(input, inputs_ - 8) * sizeof(Number);
+        const char* from = x_ + min(S::input(block, eight), inputs_ - 8) * sizeof(Number);
         RowEights<S> loaded;
 #pragma unroll
         for (int tile = 0; tile < S::COLUMN_TILES; ++tile)
@@ -367,14 +369,17 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
 
 #if KVSEEK_WEIGHT == 3
 using Layers = Int4;
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 2, 2, 2, 4)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 2, 2, 1, 4)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 2, 2, 1, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 4, 2, 2, 0, 2)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 8, 1, 3, 2, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 8, 1, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 8, 2, 2, 0, 1)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 2, 2, 8, 4)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 4, 2, 4, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 4, 2, 0, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 4, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 1, 3, 4, 4)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 1, 2, 4, 3)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 2, 2, 1, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 8, 1, 2, 8, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 8, 1, 2, 1, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 8, 2, 2, 1, 1)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 8, 2, 2, 1, 1)
 KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 8, 4, 2, 2, 2, 4)
 KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 16, 4, 2, 2, 1, 4)
 KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 32, 4, 2, 2, 1, 3)

@@ -124,8 +124,9 @@ SHAPES: dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
         (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
     "int4_linear": (
-        (64, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
-        (0, (Shape(8, 8, 1, 3), Shape(16, 8, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
+        (64, (Shape(8, 4, 2), Shape(16, 4, 4), Shape(32, 4, 4), Shape(64, 4, 2))),
+        (40, (Shape(8, 4, 1, 3), Shape(16, 4, 1), Shape(32, 4, 2), Shape(64, 4, 2))),
+        (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
     "int8_groups_linear": ((0, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),),
     "fp8_groups_linear": (
