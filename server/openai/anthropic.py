@@ -16,7 +16,7 @@ from kvseek.server.requests.keys import Tenant
 from .answers import AnswerForm
 from .bodies import ChatBody, CommonFields
 from .choices import Json, Piece
-from .fields import ABSENT, TOO_LONG, BodyFormat, FieldError, decode, is_absent, openai_error
+from .fields import ABSENT, TOO_LONG, BodyFormat, FieldError, decode, is_absent, openai_error, require
 from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
 from .tools import MAX_TOOLS
@@ -239,8 +239,9 @@ def _written(place: str, message: InputMessage) -> list[Json]:
 
 
 def _users(place: str, raw: msgspec.Raw) -> list[Json]:
-    messages = list[Json]()
-    for number, block in enumerate(read_blocks(place, raw, USER, "kvseek reads text alone")):
+    messages, blocks = list[Json](), read_blocks(place, raw, USER, "kvseek reads text alone")
+    require(bool(blocks), place, [], "at least one block", "send a text")
+    for number, block in enumerate(blocks):
         if isinstance(block, ToolResult):
             where = f"{place}[{number}].content"
             content = "" if is_absent(block.content) else read_text(where, block.content, TEXT)

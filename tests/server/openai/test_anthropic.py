@@ -180,6 +180,7 @@ def test_choices_thinking_and_schemas(asks: Asks) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type = 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content = []: must be at least one block"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type = 'bash_20250124'"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name = 'a b'"),

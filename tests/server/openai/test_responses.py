@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -14,16 +15,19 @@ import requests
 from openai import OpenAI
 from pydantic import BaseModel
 from tests.conftest import BuildEngine
+from tests.server.fuzz.mutations import mutated_json
 from tests.support.tool_models import written_call
 from tests.support.waiting import SECONDS
 
-from kvseek.core.errors import CodedError, ErrorCode, RequestError
+from kvseek.core.config import EngineConfig
+from kvseek.core.errors import CodedError, ErrorCode, KvseekError, RequestError
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.errors import HttpError
 from kvseek.server.launch import RunningServer
-from kvseek.server.openai.answers import AnswerForm
-from kvseek.server.openai.anthropic import MESSAGES_FORMAT
-from kvseek.server.openai.fields import FieldError
+from kvseek.server.openai.answers import AnswerForm, AnswerForms
+from kvseek.server.openai.anthropic import MESSAGES_FORMAT, read_messages
+from kvseek.server.openai.choices import make_choices
+from kvseek.server.openai.fields import FieldError, openai_error
 from kvseek.server.openai.kept_responses import OWN_BYTES, KeptResponses
 from kvseek.server.openai.responses import Responses, read_items
 from kvseek.server.requests.keys import Tenant
@@ -333,3 +337,22 @@ def test_too_many_items_are_refused_before_they_are_built(item: bytes) -> None:
             assert tracemalloc.get_traced_memory()[1] < 100_000 + 2 * len(raw)
         finally:
             tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["responses", "messages"])
+def test_hostile_bodies_are_refused_by_name(kind: str, tokenizer: Tokenizer, config: EngineConfig) -> None:
+    """What a client may do wrong ends with an error that is kvseek's own, mostly of a field."""
+    read = Responses(tokenizer, KeptResponses()).read if kind == "responses" else read_messages
+    random, forms, served, named = Random(5), AnswerForms(tokenizer), 0, 0
+    for _ in range(3000):
+        body = mutated_json(random, kind)
+        try:
+            asked = read(body, Tenant())
+            choices, count = make_choices(asked.body, Tenant(), tokenizer, config, forms)
+            served += len(asked.answer(choices[0].form, count).begin(1)) > 0
+        except KvseekError as error:
+            status, data = openai_error(error)
+            assert status in (400, 404), body
+            named += json.loads(data)["error"]["param"] is not None
+    assert served > 100
+    assert named > 1500
