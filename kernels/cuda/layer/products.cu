@@ -31,6 +31,13 @@ struct LinearArguments {
     int inputs;  // a multiple of the weights in 16 bytes
 };
 
+struct QuantiseArguments {
+    const void* x;  // Number [rows, inputs]
+    void* numbers;  // e4m3 [rows, inputs]
+    float* scales;  // [rows]: what its numbers are multiplied by
+    int inputs;     // a multiple of 16
+};
+
 struct DequantiseArguments {
     const void* weight;  // [outputs, inputs], of 8 or 4 bits
     const void* scale;   // as in LinearArguments
@@ -40,7 +47,8 @@ struct DequantiseArguments {
 
 namespace products {
 
-constexpr int DEQUANTISE_THREADS = 256;
+constexpr int DEQUANTISE_THREADS = 256, QUANTISE_THREADS = 256;
+constexpr float LARGEST_E4M3 = 448.0f;
 constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane multiplies of one block: a row's part is a line
 
 // What a kernel's thread block computes: ROW_TILES * 16 rows of the weight, times up to COLUMN_TILES * 8 rows of x. Its
@@ -352,6 +360,50 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
         }
         reinterpret_cast<uint4*>(out + at)[0] = reinterpret_cast<const uint4*>(numbers)[0];
         reinterpret_cast<uint4*>(out + at)[1] = reinterpret_cast<const uint4*>(numbers)[1];
+    }
+}
+#endif
+
+#if KVSEEK_WEIGHT == 2 && __CUDA_ARCH__ >= 890
+// Writes rows out as e4m3, the largest of a row as 448; a row is blockIdx.x.
+extern "C" __global__ void __launch_bounds__(QUANTISE_THREADS)
+    kvseek_quantise_rows(const __grid_constant__ kvseek::QuantiseArguments a) {
+    constexpr int PIECE = 8, WARPS = QUANTISE_THREADS / 32;
+    const long long row = static_cast<long long>(blockIdx.x) * a.inputs;
+    const Number* x = static_cast<const Number*>(a.x) + row;
+    const auto load = [&](int at, float (&numbers)[PIECE]) {
+        const uint4 piece = *reinterpret_cast<const uint4*>(x + at);
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) numbers[i] = to_float(reinterpret_cast<const Number*>(&piece)[i]);
+    };
+    await_earlier_kernels();
+    float largest = 0.0f, numbers[PIECE];
+    for (int at = threadIdx.x * PIECE; at < a.inputs; at += QUANTISE_THREADS * PIECE) {
+        load(at, numbers);
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) largest = fmaxf(largest, fabsf(numbers[i]));
+    }
+    __shared__ float of_warps[WARPS];
+#pragma unroll
+    for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, of_warps[warp]);
+    const bool zeros = largest == 0.0f;
+    const float factor = zeros ? 1.0f : LARGEST_E4M3 / largest;
+    if (threadIdx.x == 0) a.scales[blockIdx.x] = zeros ? 1.0f : largest / LARGEST_E4M3;
+    unsigned char* to = static_cast<unsigned char*>(a.numbers) + row;
+    for (int at = threadIdx.x * PIECE; at < a.inputs; at += QUANTISE_THREADS * PIECE) {
+        load(at, numbers);
+        unsigned short pairs[PIECE / 2];
+#pragma unroll
+        for (int i = 0; i < PIECE / 2; ++i)
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+                : "=h"(pairs[i])
+                : "f"(numbers[2 * i + 1] * factor), "f"(numbers[2 * i] * factor));
+        *reinterpret_cast<uint2*>(to + at) =
+            make_uint2(pairs[0] | unsigned(pairs[1]) << 16, pairs[2] | unsigned(pairs[3]) << 16);
     }
 }
 #endif

@@ -142,6 +142,8 @@ def written_kernels(
         found |= dict.fromkeys(product_names(kernel), "kvseek::LinearArguments")
     if precision != "none":
         found["kvseek_dequantise"] = "kvseek::DequantiseArguments"
+    if precision == "fp8":  # from compute capability 8.9 on
+        found["kvseek_quantise_rows"] = "kvseek::QuantiseArguments"
     return found
 
 
