@@ -19,6 +19,7 @@ pytestmark = pytest.mark.server
 TURNS = 24
 WINDOW = ("--cache.sink", "4", "--cache.local", "32", "--cache.update", "32")
 Messages = list[dict[str, Any]]
+FRESH = itertools.count()  # salts of which the server knows nothing
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ class Talk:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        salts = self.salt, f"{len(ask)} {id(self)}"
+        salts = self.salt, f"fresh {next(FRESH)}"
         here, fresh = (self.post("chat/completions", **free, cache_salt=salt) for salt in salts)
         assert here["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
