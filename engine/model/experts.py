@@ -91,21 +91,23 @@ class LoopedExperts:
         """See Experts. A row's experts are summed in the order of their numbers, whatever other rows have chosen."""
         weights, chosen = route(logits, self._config)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, rows, places in _by_expert(chosen):
+        for expert, rows, own in _by_expert(weights, chosen):
             activated = self._gate_up[expert].gated(x[rows], silu_mul, prompt=prompt)
-            out = self._down[expert](activated, prompt=prompt)
-            total.index_add_(0, rows, out.float() * weights[rows, places, None])
+            total.index_add_(0, rows, self._down[expert](activated, prompt=prompt) * own)
         mark("down")
         return total.to(x.dtype)
 
 
-def _by_expert(chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that rows have chosen, these rows ascending, and the place of the expert among those of each row."""
-    experts, few = chosen.flatten(), chosen.shape[1]
-    order = experts.argsort(stable=True)
-    found, counts = torch.unique_consecutive(experts[order], return_counts=True)
-    for expert, pairs in zip(found.tolist(), torch.split(order, counts.tolist()), strict=True):
-        yield expert, pairs // few, pairs % few
+def _by_expert(weights: Tensor, chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that rows have chosen, these rows ascending, and its weight in each, float32 [rows, 1]."""
+    experts, order = chosen.flatten().sort(stable=True)
+    found, counts = torch.unique_consecutive(experts, return_counts=True)
+    rows, own = (
+        order // chosen.shape[1],
+        weights.flatten()[order, None],
+    )  # of all: an operator for each expert costs more
+    sizes = counts.tolist()
+    yield from zip(found.tolist(), rows.split(sizes), own.split(sizes), strict=True)
 
 
 class Mixture:

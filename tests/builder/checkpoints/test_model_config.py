@@ -412,11 +412,13 @@ QWEN_3_MOE = QWEN_3 | {
     "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
 }
-QWEN_3_CODER = QWEN_3_MOE | {
+QWEN_3_CODER = {key: value for key, value in QWEN_3_MOE.items() if key != "bos_token_id"} | {
     "intermediate_size": 5472,
     "max_position_embeddings": 262144,
+    "max_window_layers": 28,
     "qkv_bias": False,
     "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
     "shared_expert_intermediate_size": 0,
     "use_qk_norm": True,
 }
@@ -453,7 +455,7 @@ QWEN_15_MOE = QWEN_25 | {
 QWEN_2_57B = QWEN_15_MOE | {
     "hidden_size": 3584,
     "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 131072,
     "max_window_layers": 28,
     "moe_intermediate_size": 2560,
     "num_attention_heads": 28,
@@ -462,7 +464,7 @@ QWEN_2_57B = QWEN_15_MOE | {
     "num_hidden_layers": 28,
     "num_key_value_heads": 4,
     "shared_expert_intermediate_size": 20480,
-    "sliding_window": 65536,
+    "sliding_window": 131072,
 }
 MISTRAL_1 = LLAMA_2 | {
     "architectures": ["MistralForCausalLM"],
@@ -520,7 +522,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         30_532_122_624,
         {"num_kv_heads": 4, "experts": ExpertsConfig(128, 8, 768, norm_topk_prob=True)},
     ),
-    "Qwen3-Coder-30B-A3B": (QWEN_3_CODER, 30_532_122_624, {"architecture": "qwen3_moe", "qk_norm": True}),
+    "Qwen3-Coder-30B-A3B": (QWEN_3_CODER, 30_532_122_624, {"qk_norm": True, "qkv_bias": False, "bos_token_id": None}),
     "Qwen3-235B-A22B": (QWEN_3_235B, 235_093_634_560, {"num_heads": 64, "num_layers": 94}),
     "Qwen1.5-MoE-A2.7B": (
         QWEN_15_MOE,
