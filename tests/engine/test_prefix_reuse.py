@@ -30,6 +30,7 @@ from torch import Tensor
 from kvseek.core.request import FinishReason, Request, RequestStatistics, SamplingConfig
 from kvseek.engine.cache.prefixes.tree import TOKEN_BYTES, Node
 from kvseek.engine.engine import Engine
+from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.plugins.registry import METHODS, method_traits
 
 EXTENT_BYTES = 2 * 1024 * 2 * 32 * 4  # of two layers and one KV head of 32 channels
@@ -128,6 +129,23 @@ def check_prompts_that_begin_alike(engine: Engine, plain: Plain) -> None:
 @pytest.mark.parametrize("method", NAMES)
 def test_a_prompt_that_begins_alike_has_the_same_answer(method: str, load: Load, plain: Plain) -> None:
     check_prompts_that_begin_alike(load(method), plain)
+
+
+@pytest.mark.parametrize(("architecture", "fields"), [("qwen2_moe", {"mlp_only_layers": [0]}), ("qwen3_moe", {})])
+def test_mixtures_of_experts_answer_the_same_behind_a_prefix(
+    architecture: str, fields: dict[str, object], random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path
+) -> None:
+    """In bfloat16, where rows are the same to the bit whatever is read with them, in memory and from disk."""
+    own = random_model(architecture, **SHAPE, **HEADS, head_dim=32, **fields)
+    everything = method_flags("nested", CASES["nested"].everything)
+    directory = build_engine(own, "nested", *WINDOW, *LIMITS, *everything, "--dtype", "bfloat16")
+    plain = known_answers(load_changed(directory, {"reuse": False}))
+    check_prompts_that_begin_alike(load_changed(directory), plain)
+    for reused in (0, len(DOCUMENT)):
+        engine = Engine.load(directory, disk=DiskSettings(tmp_path))
+        ((tokens, statistics),) = ask(engine, request := Request(DOCUMENT + (5,) * (40 if reused else 0), 12))
+        assert (tokens, statistics.reused_tokens) == (plain(request), reused)
+        engine.close()
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
