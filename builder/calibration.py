@@ -35,10 +35,11 @@ from kvseek.core.rope import RotaryEmbedding
 from kvseek.core.weight_only import HEAD, INT4, NONE, QUANTISED
 from kvseek.engine.draws.sampling import overflow_remedy
 from kvseek.engine.model.cpu import HostProducts, bfloat16_works
-from kvseek.engine.model.layer import Head, Layer, Linear, Products
+from kvseek.engine.model.experts import GatedProduct, LoopedExperts
+from kvseek.engine.model.layer import Head, Layer, Linear, Product, Products
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference import TorchOperations, causal_attention
-from kvseek.engine.model.weights import list_weights, load_weights
+from kvseek.engine.model.weights import EXPERTS, SHARED, list_weights, load_weights
 from kvseek.engine.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -234,7 +235,7 @@ class WindowedText:
         layers : callable
             Called once for each layer, in order; the returned weights are dropped before the next call.
         record : dict of str to Tensor, optional
-            Receives the sum of the squares of each input of the layers' matrices, by the names of these.
+            Receives the sums of the squares of each input of the layers' matrices, [1 or experts, inputs], by the names of these.
         """
         hidden = F.embedding(self.ids, embedding).to(self.device)
         rope, kv_heads, dim = RotaryEmbedding(self.model, self.device), self.model.num_kv_heads, self.model.head_dim
@@ -242,10 +243,9 @@ class WindowedText:
         for number in range(self.model.num_layers):
             weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
             layer = Layer(weights, number, self.products, self.model.experts)
-            del weights
             if record is not None:
-                for name in (one for one in QUANTISED if hasattr(layer, one)):  # experts' inputs count all the same
-                    setattr(layer, name, _Recorded(getattr(layer, name), record, f"layers.{number}.{name}.weight"))
+                _record(layer, number, weights, record)
+            del weights
             for start, stop in self.spans:
                 x, tokens = hidden[start:stop], stop - start
                 keys, values = x.new_empty(2, kv_heads, tokens, dim)
@@ -288,14 +288,36 @@ class WindowedText:
 
 
 class _Recorded(Linear):
-    """A product that adds the squares of what it multiplies to `record`."""
+    """A product that adds the squares of what it multiplies to `squares` [inputs]."""
 
-    def __init__(self, product: Linear, record: dict[str, Tensor], name: str) -> None:
-        self._product, self._record, self._name = product, record, name
+    def __init__(self, product: Product, squares: Tensor) -> None:
+        self._product, self._squares = product, squares
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
-        self._record[self._name] = x.float().square().sum(dim=0) + self._record.get(self._name, 0)
+        self._squares += x.float().square().sum(dim=0)
         return self._product(x, prompt=prompt)
+
+
+def _record(layer: Layer, number: int, weights: Mapping[str, Tensor], record: dict[str, Tensor]) -> None:
+    """Make the products of a layer's matrices add to `record`, as hidden_states says; of experts those that a token passes."""
+
+    def watched(name: str, products: Sequence[Product]) -> list[GatedProduct]:
+        full = f"layers.{number}.{name}.weight"
+        inputs, device = weights[full].shape[1], weights[full].device
+        record[full] = torch.zeros(len(products), inputs, device=device)
+        return [_Recorded(one, squares) for one, squares in zip(products, record[full], strict=True)]
+
+    for name in (one for one in QUANTISED if hasattr(layer, one)):
+        setattr(layer, name, watched(name, [getattr(layer, name)])[0])
+    mixture = layer.mixture
+    if mixture is None:
+        return
+    experts = mixture.experts
+    assert isinstance(experts, LoopedExperts), "neither PyTorch's products nor the CPU's group experts"
+    experts.gate_up = watched(f"{EXPERTS}.gate_up", experts.gate_up)
+    experts.down = watched(f"{EXPERTS}.down", experts.down)
+    for place, name in enumerate(("gate_up", "down") if mixture.shared else ()):
+        mixture.shared[place : place + 1] = watched(f"{SHARED}.{name}", [mixture.shared[place]])
 
 
 class Calibrator:
@@ -378,7 +400,8 @@ class Calibrator:
             self._first = self._windows.hidden_states(embedding, layers, advance, record)
         for name, squares in record.items():
             # An input that the text does not use counts a little, too.
-            self.importance[name] = (squares / squares.mean().clamp(min=LEAST) + LITTLE).cpu()
+            means = squares.mean(dim=1, keepdim=True)
+            self.importance[name] = (squares / means.clamp(min=LEAST) + LITTLE).squeeze(0).cpu()
 
     def run(self, checkpoint: Checkpoint, directory: Path, advance: Advance) -> Calibration:
         """Compute with the weights in `directory`, if these are quantised with the weights of the checkpoint, and with `others`.

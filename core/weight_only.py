@@ -73,7 +73,7 @@ def quantise(
 
     INT4 divides the range of a group into 15 equal steps. With `importance`, float32 [inputs] or [1] and positive, scales are
     sought that make the sum of squared errors, an input's times its importance, smaller; that takes six times as long, and the
-    ends of the range may be clipped.
+    ends of the range may be clipped. Where the weight has matrices one after the other, `importance` may be [matrices, inputs].
 
     Returns
     -------
@@ -100,7 +100,11 @@ def quantise(
         rows = slice(start, start + step)
         if precision in GROUPED:
             parts = _groups(weight[rows], groups)
-            quantised[rows], scale[rows] = _quantise_groups(parts, start, precision, importance)
+            own = importance
+            if importance is not None and importance.ndim == 2:  # each row's, of its matrix
+                numbers = torch.arange(weight.shape[0], device=importance.device)[rows]
+                own = importance[numbers * importance.shape[0] // weight.shape[0]]
+            quantised[rows], scale[rows] = _quantise_groups(parts, start, precision, own)
         else:
             parts = _groups(weight[rows], groups).flatten(0, 1)
             numbers, factors = _quantise_rows(parts, start, groups, precision)
@@ -141,7 +145,8 @@ def _quantise_groups(groups: Tensor, first: int, precision: str, importance: Ten
         factor = torch.where(scale > 0, scale, 1.0).float()[..., None]
         return (groups / factor).round().clamp(-127, 127).to(torch.int8).flatten(1), scale
     if importance is not None:
-        scale = _search(groups, least, most, scale, importance.expand(groups[0].numel()).reshape(groups.shape[1:]))
+        each = importance.expand(*importance.shape[:-1], groups[0].numel())
+        scale = _search(groups, least, most, scale, each.reshape(*importance.shape[:-1], *groups.shape[1:]))
     return pack(_nearest(groups, scale).to(torch.uint8).flatten(1)), scale
 
 
@@ -156,7 +161,7 @@ def _search(groups: Tensor, least: Tensor, most: Tensor, scale: Tensor, importan
 
     A group's range is narrowed to its SHRINKS, and its numbers' scales become those of the least squares, as float16; of these
     and of `scale` the best stay. So ends that few weights have are clipped where the others gain by it. An input's errors count
-    by its `importance`, float32 [groups of a row, inputs of a group].
+    by its `importance`, float32 [groups of a row, inputs of a group], or of each row.
     """
     best, chosen = _squared_errors(groups, scale, importance), scale.clone()
     shares = importance / importance.sum(dim=-1, keepdim=True)

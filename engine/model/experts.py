@@ -85,15 +85,15 @@ class LoopedExperts:
     """
 
     def __init__(self, config: ExpertsConfig, gate_up: Sequence[GatedProduct], down: Sequence[GatedProduct]) -> None:
-        self._config, self._gate_up, self._down = config, gate_up, down
+        self._config, self.gate_up, self.down = config, gate_up, down
 
     def __call__(self, x: Tensor, logits: Tensor, silu_mul: SiluMul, mark: Mark, *, prompt: bool = False) -> Tensor:
         """See Experts. A row's experts are summed in the order of their numbers, whatever other rows have chosen."""
         weights, chosen = route(logits, self._config)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, rows, own in _by_expert(weights, chosen):
-            activated = self._gate_up[expert].gated(x[rows], silu_mul, prompt=prompt)
-            total.index_add_(0, rows, self._down[expert](activated, prompt=prompt) * own)
+            activated = self.gate_up[expert].gated(x[rows], silu_mul, prompt=prompt)
+            total.index_add_(0, rows, self.down[expert](activated, prompt=prompt) * own)
         mark("down")
         return total.to(x.dtype)
 
@@ -107,7 +107,7 @@ def _by_expert(weights: Tensor, chosen: Tensor) -> Iterator[tuple[int, Tensor, T
         weights.flatten()[order, None],
     )  # of all: an operator for each expert costs more
     sizes = counts.tolist()
-    yield from zip(found.tolist(), rows.split(sizes), own.split(sizes), strict=True)
+    yield from zip(found.tolist(), torch.split(rows, sizes), torch.split(own, sizes), strict=True)
 
 
 class Mixture:
@@ -132,16 +132,16 @@ class Mixture:
             return products.linear(weight, None, scale)
 
         self._router, self._sum = linear(ROUTER), products.sum
-        self._experts = products.experts(config, parts(f"{EXPERTS}.gate_up"), parts(f"{EXPERTS}.down"))
+        self.experts = products.experts(config, parts(f"{EXPERTS}.gate_up"), parts(f"{EXPERTS}.down"))
         names = (f"{SHARED}.gate_up", f"{SHARED}.down", SHARED_GATE) if config.shared_intermediate_size else ()
-        self._shared = [linear(name) for name in names]
+        self.shared = [linear(name) for name in names]
 
     def __call__(self, ops: LayerOperations, x: Tensor, mark: Mark, *, prompt: bool = False) -> Tensor:
         """Compute the output [rows, hidden] of normalised rows x; `mark` and `prompt` are those of Layer.finish."""
         logits = self._router(x, prompt=prompt)
-        total = self._experts(x, logits, ops.silu_mul, mark, prompt=prompt)
-        if self._shared:
-            gate_up, down, gate = self._shared
+        total = self.experts(x, logits, ops.silu_mul, mark, prompt=prompt)
+        if self.shared:
+            gate_up, down, gate = self.shared
             out = down(gate_up.gated(x, ops.silu_mul, prompt=prompt), prompt=prompt).float()
             total = (total.float() + gate(x, prompt=prompt).float().sigmoid() * out).to(x.dtype)
             mark("down")

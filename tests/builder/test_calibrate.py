@@ -18,7 +18,7 @@ from tests.builder.checkpoints.quantised_checkpoints import quantise_checkpoint
 from tests.conftest import ROOT
 from tests.engine.model.test_logits import load_transformers
 from tests.support.checkpoint_files import edit_tensors, save_dequantised
-from tests.support.random_models import ARCHITECTURES, save_random_model, save_tokenizer
+from tests.support.random_models import ARCHITECTURES, MIXTURES, save_random_model, save_tokenizer
 from torch import Tensor
 
 from kvseek.builder import build, calibration
@@ -330,29 +330,52 @@ def test_a_column_for_each_choice(model: Path, tmp_path: Path, text: Path, capsy
     assert found.int4 is None, "its groups do not divide the inputs"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
 def test_errors_of_int4_count_by_the_texts_activations(architecture: str, text: Path, tmp_path: Path) -> None:
-    """Of what transformers multiplies with each matrix, the mean square of each input, relative to their mean."""
+    """Of what transformers multiplies with each matrix, the mean square of each input, relative to their mean.
+
+    That of an expert is what the tokens have that pass it; with 300 tokens each has some.
+    """
     model = save_random_model(tmp_path / "model", architecture)
     flags = ("--weight_only_precision", "int4", "--calibrate_tokens", "300", "--calibrate_window", "128")
     found = calibrated(model, tmp_path / "engine", text, *flags)
     ids = Tokenizer(tmp_path / "engine").encode(text.read_text(encoding="utf-8"))[:300]
     network, squares = load_transformers(model), dict[str, Tensor]()
     sources = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "gate_up": "mlp.up_proj", "down": "mlp.down_proj"}
+    sources |= {
+        f"shared.{name}": f"mlp.shared_expert.{name.removeprefix('gate_')}_proj" for name in ("gate_up", "down")
+    }
     for number, layer in enumerate(network.model.layers):
+        prefix, modules = f"layers.{number}.", dict(layer.named_modules())
         for name, source in sources.items():
 
-            def record(module: Any, inputs: tuple[Tensor], key: str = f"layers.{number}.{name}.weight") -> None:
-                squares[key] = squares.get(key, 0) + inputs[0][0].square().sum(dim=0)
+            def record(module: Any, inputs: tuple[Tensor], key: str = f"{prefix}{name}.weight") -> None:
+                squares[key] = squares.get(key, 0) + inputs[0].flatten(0, -2).square().sum(dim=0, keepdim=True)
 
-            layer.get_submodule(source).register_forward_pre_hook(record)
+            if source in modules:
+                modules[source].register_forward_pre_hook(record)
+
+        def record_experts(module: Any, inputs: tuple[Tensor, Tensor, Tensor], prefix: str = prefix) -> None:
+            for expert in range(module.num_experts):
+                x = inputs[0][(inputs[1] == expert).any(dim=1)]
+                gate, up = (x @ module.gate_up_proj[expert].T).chunk(2, dim=1)
+                for name, own in (("gate_up", x), ("down", F.silu(gate) * up)):
+                    key = f"{prefix}experts.{name}.weight"
+                    found = squares.setdefault(key, torch.zeros(module.num_experts, own.shape[1]))
+                    found[expert] += own.square().sum(dim=0)
+
+        if "mlp.experts" in modules:
+            modules["mlp.experts"].register_forward_pre_hook(record_experts)
     reference_of(network, ids, 128)
     checkpoint, weights = open_checkpoint(model), load_weights(tmp_path / "engine", CPU)
     read = weight_reader(checkpoint, torch.float32)
-    assert len(squares) == 4 * checkpoint.config.num_layers
+    assert {f"{name}_scale" for name in squares} == {name for name in weights if name.endswith("_scale")}
     for name, each in squares.items():
-        importance = each / each.mean() + calibration.LITTLE
-        expected = quantise(read(name), "int4", 32, importance)
+        means = each / each.mean(dim=1, keepdim=True) + calibration.LITTLE
+        matrices = read(name).chunk(len(means))
+        parts = (quantise(one, "int4", 32, own) for one, own in zip(matrices, means, strict=True))
+        expected = [torch.cat(part) for part in zip(*parts, strict=True)]
+        importance = means.repeat_interleave(matrices[0].shape[0], dim=0)
         same = (weights[name] == expected[0]).double().mean()
         assert same > 0.99, "but for numbers that lie in the middle between two"
         errors = [
