@@ -49,6 +49,7 @@ namespace products {
 
 constexpr int DEQUANTISE_THREADS = 256, QUANTISE_THREADS = 256;
 constexpr float LARGEST_E4M3 = 448.0f;
+constexpr float LEAST_ROUNDED = 0x1p-100f;  // 448 divided by much less is infinite, and zeros times that are NaN
 constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane multiplies of one block: a row's part is a line
 
 // What a kernel's thread block computes: ROW_TILES * 16 rows of the weight, times up to COLUMN_TILES * 8 rows of x. Its
@@ -365,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
 #endif
 
 #if KVSEEK_WEIGHT == 2 && __CUDA_ARCH__ >= 890
-// Writes rows out as e4m3, the largest of a row as 448; a row is blockIdx.x.
+// Writes rows out as e4m3, the largest of a row as 448, unless all are less than LEAST_ROUNDED; a row is blockIdx.x.
 extern "C" __global__ void __launch_bounds__(QUANTISE_THREADS)
     kvseek_quantise_rows(const __grid_constant__ kvseek::QuantiseArguments a) {
     constexpr int PIECE = 8, WARPS = QUANTISE_THREADS / 32;
@@ -390,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(QUANTISE_THREADS)
     __syncthreads();
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, of_warps[warp]);
-    const bool zeros = largest == 0.0f;
+    const bool zeros = largest < LEAST_ROUNDED;
     const float factor = zeros ? 1.0f : LARGEST_E4M3 / largest;
     if (threadIdx.x == 0) a.scales[blockIdx.x] = zeros ? 1.0f : largest / LARGEST_E4M3;
     unsigned char* to = static_cast<unsigned char*>(a.numbers) + row;

@@ -247,7 +247,7 @@ class ProductKernels:
         """Round x [rows, inputs] to float8_e4m3fn, with kernels for weights of fp8 and compute capability 8.9 or later.
 
         Returns the numbers [rows, inputs] and scales, float32 [rows], by which they are multiplied. The largest of a row becomes
-        448; a row of zeros has the scale 1.
+        448; a row of zeros, or of less than 2^-100, becomes zeros with the scale 1.
         """
         rows, inputs = x.shape
         numbers = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)

@@ -89,9 +89,14 @@ def test_random_models(architecture: str, kernels: str, random_model: RandomMode
 SPREAD: list[tuple[str, int, int, dict[str, Any]]] = [
     ("qwen3_moe", 4, 1, {"norm_topk_prob": True}),
     ("qwen3_moe", 64, 8, {"norm_topk_prob": False, "decoder_sparse_step": 2}),
-    ("qwen3_moe", 16, 8, {"mlp_only_layers": [0, 2], "attention_bias": True, "tie_word_embeddings": True}),
+    (
+        "qwen3_moe",
+        16,
+        8,
+        {"norm_topk_prob": True, "mlp_only_layers": [0, 2], "attention_bias": True, "tie_word_embeddings": True},
+    ),
     ("qwen2_moe", 60, 4, {"norm_topk_prob": False, "mlp_only_layers": []}),
-    ("qwen2_moe", 5, 5, {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [0], "qkv_bias": False}),
+    ("qwen2_moe", 5, 4, {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [0], "qkv_bias": False}),
 ]
 
 
