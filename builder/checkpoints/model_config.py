@@ -138,7 +138,8 @@ def _experts(values: dict[str, Any], architecture: str, layers: int) -> dict[str
         return None
     shared, qwen2, name = "shared_expert_intermediate_size", architecture == "qwen2_moe", values["architectures"][0]
     # transformers 5 writes Qwen3-MoE's under another name.
-    count = "num_local_experts" if not qwen2 and "num_experts" not in values else "num_experts"
+    local = not qwen2 and "num_local_experts" in values and "num_experts" not in values
+    count = "num_local_experts" if local else "num_experts"
     ignored = {"num_experts", "num_local_experts", *(() if qwen2 else ("qkv_bias", shared))}  # by transformers
     for key in sorted(ignored - {count}):
         require(not values.get(key), key, values.get(key), f"absent with architectures = {name!r}", USE_ANOTHER)

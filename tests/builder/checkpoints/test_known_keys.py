@@ -344,6 +344,7 @@ DIFFERENT = [
     ("llama", {"model_type": ...}, "transformers cannot read it"),
     ("mistral", {"attention_bias": True}, "qkv_bias: kvseek reads True, transformers .* reads False"),
     ("qwen3_moe", {"num_experts": 4}, r"num_local_experts = 8: must be absent with architectures = 'Qwen3MoeFor"),
+    ("qwen3_moe", {"num_local_experts": ...}, "num_experts is missing; add it from"),
     ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size is missing"),
     ("qwen3_moe", {"qkv_bias": True}, "qkv_bias = True: must be absent with architectures = 'Qwen3MoeForCausalLM'"),
     ("qwen3", {"moe_intermediate_size": 8}, "moe_intermediate_size = 8: must be absent with architectures = 'Qwen3For"),
