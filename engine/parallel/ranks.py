@@ -182,10 +182,6 @@ class RankProducts(Products):
 class RankPartProducts(RankProducts):
     """Makes the products of one rank on a GPU, whose RankLayerKernels sum what row-parallel products compute."""
 
-    def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
-        """Make a product that computes this rank's part of the sum."""
-        return self.linear(weight, bias, scale)
-
     def sum(self, part: Tensor) -> Tensor:
         return part
 
