@@ -124,17 +124,9 @@ class _Build:
     @property
     def notes(self) -> Sequence[str]:
         """What becomes of a quantised checkpoint's numbers."""
-        own, precision = self.own, self.config.weight_only_precision
-        if own is None:
+        if self.own is None:
             return ()
-        by = f"quantised by {self.checkpoint.quantised_by}" if own.stated else "of the GGUF file's blocks"
-        kept = f"rounded to {self.config.dtype}{f': {own.why}' if own.why else ''}"
-        if precision == own.precision != NONE:
-            kept = f"kept as they are, {precision}"
-            kept += f" in groups of {self.config.weight_group}" * (precision == INT4)
-        elif precision != NONE:
-            kept = f"quantised again, to {precision}"
-        return (f"weights {by}: {kept}", *self.checkpoint.notes)
+        return (self.own.describe(self.config, self.checkpoint.quantised_by), *self.checkpoint.notes)
 
     @property
     def alternatives(self) -> dict[str, WeightFormat]:

@@ -203,15 +203,18 @@ def test_groups_of_several_sizes_are_divided(
         assert torch.equal(found.double(), values), "symmetric: the value of 0 is -8 scales, which is exact"
 
 
-def test_a_head_of_four_bits_is_expanded(random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path) -> None:
+def test_a_head_of_four_bits_gets_eight(random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path) -> None:
     quantise_checkpoint(random_model("llama", **WIDE), tmp_path / "m", "awq", own=FOUR_BITS["awq"](128))
     file = tmp_path / "m" / "model.safetensors"
     tensors = load_file(file)
     parts, values = FOUR_BITS["awq"](128)(*tensors.pop("lm_head.weight").shape)
     save_file(tensors | {f"lm_head.{part}": tensor for part, tensor in parts.items()}, file, {"format": "pt"})
     directory = build_engine(tmp_path / "m", "full", *BFLOAT16)
-    assert read_config(directory).weight_only_precision == "int4"
-    assert torch.equal(load_file(next(directory.glob("rank0-*")))["lm_head.weight"], values.float().bfloat16())
+    found = read_config(directory)
+    assert (found.weight_only_precision, found.weight_formats) == ("int4", {"lm_head": "int8_asymmetric"})
+    engine = load_file(next(directory.glob("rank0-*")))
+    head = dequantise(engine["lm_head.weight"], engine["lm_head.weight_scale"], torch.float32)
+    torch.testing.assert_close(head.double(), values, rtol=2.0**-10, atol=2.0**-10 * float(values.abs().max()))
 
 
 def test_a_rank_has_whole_groups(random_model: RandomModel, tmp_path: Path) -> None:
@@ -274,7 +277,8 @@ def test_scales_beyond_float16_are_expanded(random_model: RandomModel, tmp_path:
         change_gate(tmp_path / "m", {"weight_scale": torch.full((256, 3), scale).bfloat16()})
         own = own_numbers(open_checkpoint(tmp_path / "m"), "cpu")
         assert own is not None
-        assert (own.precision, why in own.why) == ("none" if why else "int4", True)
+        assert (own.precision, why in own.why) == ("int4", True)
+        assert own.formats == ({"layers.1.gate_up": "none"} if why else {})
 
 
 def test_the_same_precision_is_the_same_build(
@@ -301,11 +305,17 @@ def test_bits_of_some_modules_are_named() -> None:
 
 
 def test_layers_that_were_left_out_are_read_as_they_are(plain: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
-    for name in ("int8", "awq"):
+    for name, precision in (("int8", "int8"), ("awq", "int4")):
         quantise_checkpoint(plain, tmp_path / name, name, left_out=("layers.0.", "down_proj"))
         own = build_engine(tmp_path / name, "full", *FLAGS)
-        assert read_config(own).weight_only_precision == "none"
         assert tokens_of(own) == tokens_of(build_engine(tmp_path / f"{name}-plain", "full", *FLAGS))
+        found = read_config(build_engine(tmp_path / name, "full", *FLAGS, *BFLOAT16))
+        layers = range(found.model.num_layers)
+        left = {f"layers.0.{part}" for part in ("qkv", "o", "gate_up")} | {f"layers.{layer}.down" for layer in layers}
+        assert (found.weight_only_precision, set(found.weight_formats)) == (precision, left)
+        numbers = own_numbers(open_checkpoint(tmp_path / name), "cpu")
+        assert numbers is not None
+        assert numbers.why == f"{QUERY} is not quantised"
 
 
 def test_a_second_rounding_is_refused(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,8 +324,8 @@ def test_a_second_rounding_is_refused(plain: Path, tmp_path: Path, capsys: pytes
         ("awq", "int8", "int4, which the checkpoint has, or none"),
         ("int8", "fp8", "int8, which the checkpoint has, or none"),
         ("gptq 4 in order of activations", "int4", f"none: {QUERY} has its columns in the order of activations"),
-        ("gptq 3", "int4", f"none: {QUERY} has numbers of 3 bits"),
-        ("nvfp4", "int8", f"none: {QUERY} has numbers of FP4"),
+        ("gptq 3", "int4", "int8_asymmetric, which the checkpoint has, or none"),
+        ("nvfp4", "int8", "int8_asymmetric, which the checkpoint has, or none"),
         ("fp8 a block", "fp8", f"none: {QUERY} has 192 columns in blocks of 32"),
     )
     for name, asked, own in cases:
@@ -347,8 +357,8 @@ def test_a_wrong_scale_of_kept_numbers_is_found(
     quantise_checkpoint(plain, tmp_path / "m", "int8")
     as_stored = QuantisedWeight.as_stored
 
-    def wrong(weight: QuantisedWeight, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers, scales = as_stored(weight, group)
+    def wrong(weight: QuantisedWeight, precision: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = as_stored(weight, precision, group)
         return numbers, scales * 1.25
 
     monkeypatch.setattr(QuantisedWeight, "as_stored", wrong)
