@@ -60,7 +60,9 @@ class Tokenizer:
         Text from `apply_chat_template` already has these tokens. Raises RequestError on lone surrogates.
         """
         check_unicode("text_input", text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: `encode` would hold Python's global lock, and with it every stream of the process, for the whole text.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_inside(self, text: str) -> list[int]:

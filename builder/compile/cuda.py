@@ -135,7 +135,8 @@ def compile_cubin(specialisation: Specialisation, arch: int, roots: Sequence[Pat
     roots = package_roots() if roots is None else roots
     core = _compiler()
     _check_architecture(arch)
-    unit = "".join(f'#include "{name}"\n' for name in unit_sources(specialisation.method, roots))
+    # In quotes they would be looked for in the current folder first.
+    unit = "".join(f"#include <{name}>\n" for name in unit_sources(specialisation.method, roots))
     options = core.ProgramOptions(
         name="kvseek.cu",
         arch=f"sm_{arch}",

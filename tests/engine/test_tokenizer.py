@@ -1,5 +1,6 @@
 """Tokenizer and text streaming: with a byte-level tokenizer made here, with needle's and with SmolLM2's."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,6 +106,24 @@ def test_special_tokens(tiny):
     assert tiny.decode(ids) == "ab"
     assert tiny.decode(ids, skip_special_tokens=False) == "<s>a</s>b<s>"
     assert stream_all(tiny, ids)[0] == "ab"
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised(tiny):
+    """Streams of the same process would stand still for as long as a prompt of 128K tokens takes."""
+    turns, began = 0, threading.Event()
+
+    def tokenise() -> int:
+        began.set()
+        return len(tiny.encode(TEXT * 2_000))
+
+    with ThreadPoolExecutor(1) as pool:
+        tokens = pool.submit(tokenise)
+        began.wait()
+        while not tokens.done():
+            time.sleep(0.001)
+            turns += 1
+    assert tokens.result() > 50_000
+    assert turns > 10, "at most a few if the text takes Python's global lock"
 
 
 @given(data=st.data())

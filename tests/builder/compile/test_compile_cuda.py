@@ -152,6 +152,17 @@ def test_one_cubin_holds_every_kernel(roots: list[Path], arch: int) -> None:
     assert {f".text.kvseek_{name}" for name in ("attention", "layer", "toy")} <= set(sections(image))
 
 
+def test_sources_of_the_current_folder_are_not_taken(
+    roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in (file for root in roots for file in root.rglob("*") if file.is_file()):
+        other = tmp_path / "checkout" / next(file.relative_to(root) for root in roots if file.is_relative_to(root))
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("#error of another checkout\n")
+    monkeypatch.chdir(tmp_path / "checkout")
+    assert "kvseek_toy" in parameter_bytes(compile_cubin(SMALL, 90, roots))
+
+
 def test_macros_reach_the_kernels(roots: list[Path]) -> None:
     (roots[0] / "plugins/toy/kernel.cu").write_text(
         "static_assert(KVSEEK_DTYPE == 2 && KVSEEK_HEAD_DIM == 128 && KVSEEK_GROUP == 4 && EXTRA == 2);\n"

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from tests.conftest import BuildEngine
 from tests.engine.model.test_weight_only import form_flags
-from tests.gpu.engine.test_engine import WINDOW, kernel_model, run_all
+from tests.gpu.engine.test_engine import SLOTS, TOKENS, WINDOW, kernel_model
 from tests.support.checkpoint_files import save_dequantised
+from tests.support.prefill import run_all
 from tests.support.random_models import ARCHITECTURES, save_random_model
 from torch import Tensor
 
@@ -382,8 +383,9 @@ def test_engines_compute_with_dequantised_weights(
     assert isinstance(head, KernelHead if quantize_head else KernelLinear)
     assert head.weight.dtype is (torch.int8 if quantize_head else number)
     assert embedding.dtype is number
-    found, attended = run_all(decoder)
-    expected, expected_attended = run_all(Engine.load(on_gpu(other, "full", "--dtype", dtype)).decoder)
+    found, attended = run_all(decoder, SLOTS, TOKENS)
+    judge = Engine.load(on_gpu(other, "full", "--dtype", dtype)).decoder
+    expected, expected_attended = run_all(judge, SLOTS, TOKENS)
     assert attended == expected_attended
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert errors.max() <= ENGINE_ERROR[dtype]
