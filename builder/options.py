@@ -118,7 +118,10 @@ class EngineOptions:
                 narrow = choices["dtype"] != "float32"
             else:
                 narrow = choices["dtype"] == "bfloat16" or own.precision not in GROUPED
-            whole = all(size % group_inputs(own.precision, WEIGHT_GROUP) == 0 for size in inputs)
+            multiple = group_inputs(own.precision, WEIGHT_GROUP)
+            if choices["device"] == "cuda" and own.precision == INT8_GROUPS:
+                multiple *= 2  # builder/compile/cuda.py says why
+            whole = all(size % multiple == 0 for size in inputs)
             choices[PRECISION] = own.precision if narrow and whole and choices["runtime"] == "torch" else NONE
         if own is not None and choices.get(PRECISION) == own.precision != NONE:
             choices["quantize_lm_head"] |= own.head

@@ -495,8 +495,6 @@ class EngineConfig:
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision
-            limit = "another one with device = 'cuda', which has kernels for all but it"
-            require(value != "int8_groups", name, value, limit, "leave it out, or build with --device cpu")
             fits = value == "none" or self.dtype != "float32"
             require(
                 fits, name, value, "'none' with dtype = 'float32' on cuda", "build with --dtype bfloat16 or float16"

@@ -121,7 +121,9 @@ class GgufBlocks:
 
     def expanded(self, precision: str, device: str) -> str:
         """See NarrowWeight."""
-        return "has blocks of 8 bits, which a CPU multiplies" if device == "cuda" and precision != INT4 else ""
+        columns = _shape(self.found)[1]
+        odd = device == "cuda" and precision == INT8_GROUPS and columns % (2 * WEIGHT_GROUP)
+        return f"has {columns} columns" if odd else ""
 
     def as_stored(self, precision: str, group: int) -> tuple[Tensor, Tensor]:
         """See NarrowWeight. A block is its factor, of Q4_1 also the value of 0, and the numbers; those of Q4_0 are 8 too many.

@@ -116,8 +116,8 @@ BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
             "intermediate_size = 48: must be a multiple of 32 with weight_only_precision = 'int4' in each of 2 ranks; build",
         ),
         (
-            {"device": "cuda", "weight_only_precision": "int8_groups"},
-            "weight_only_precision = 'int8_groups': must be another one with device = 'cuda'",
+            {"weight_only_precision": "int8", "weight_formats": {"layers.0.o": "int8_asymmetric"}},
+            "weight_formats: layers.0.o = 'int8_asymmetric': must be none beside weight_only_precision = 'int8'; build",
         ),
         (
             {"weight_only_precision": "fp8_groups"},

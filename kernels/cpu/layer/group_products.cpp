@@ -286,8 +286,7 @@ void write_nibbles(const GroupProductArguments& a) {
 KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_nibbles)
 KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_nibbles_prompt)
 KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_nibbles)
-KVSEEK_KERNEL(kvseek_zero_byte_product, kvseek::GroupProductArguments,
-              kvseek::multiply_few_rows<kvseek::BytesAndZeros>)
+KVSEEK_KERNEL(kvseek_zero_byte_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::BytesAndZeros>)
 KVSEEK_KERNEL(kvseek_zero_byte_product_prompt, kvseek::GroupProductArguments,
               kvseek::multiply_prompt<kvseek::BytesAndZeros>)
 KVSEEK_KERNEL(kvseek_zero_byte_product_values, kvseek::GroupProductArguments,

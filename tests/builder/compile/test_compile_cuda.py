@@ -112,14 +112,14 @@ def config(
     method: str, dtype: str, head_dim: int, group_size: int, precision: str = "none", settings: Settings = NO_SETTINGS
 ) -> EngineConfig:
     model = ModelConfig("llama", 100, 128, 256, 2, 2 * group_size, 2, head_dim, 1e-6, 1e4, 8192)
-    return EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
+    own = EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
+    return dataclasses.replace(own, weight_formats={"layers.0.o": "int8_asymmetric"} if precision == INT4 else {})
 
 
 def product_names(kernel: str) -> set[str]:
-    """Kernels of products with weights of a format; a head of int8 in groups has no gates."""
+    """Kernels of products with weights of a format."""
     names = {f"{kernel}_{shape.name}" for _, shapes in SHAPES[kernel] for shape in shapes}
-    gates = ("", "gated_") if kernel != "int8_groups_linear" else ("",)
-    return {f"kvseek_{gated}{name}" for gated in gates for name in names}
+    return {f"kvseek_{gated}{name}" for gated in ("", "gated_") for name in names}
 
 
 def written_kernels(
@@ -137,11 +137,12 @@ def written_kernels(
     # kernels/cuda/layer/products.cu makes its kernels by a macro, as tests/kernels/cuda/layer/test_products.py checks.
     if dtype == "float32":
         return found
-    heads = ["int8_groups"] if precision == INT4 else []
-    for kernel in {Format.of(one, 32, torch.bfloat16).kernel for one in ("none", precision, *heads)}:
-        found |= dict.fromkeys(product_names(kernel), "kvseek::LinearArguments")
-    if precision != "none":
-        found["kvseek_dequantise"] = "kvseek::DequantiseArguments"
+    beside = {INT4: ["int8_groups", "int8_asymmetric"]}.get(precision, [])
+    for form in (Format.of(one, 32, torch.bfloat16) for one in {"none", precision, *beside}):
+        found |= dict.fromkeys(product_names(form.kernel), "kvseek::LinearArguments")
+        if form.precision != "none":
+            name = f"kvseek_dequantise{f'_{form.precision}' * (form.group > 1)}"
+            found[name] = "kvseek::DequantiseArguments"
     return found
 
 
@@ -267,6 +268,8 @@ CASES = (
     ("bfloat16", 256, 16, "int8", 120),
     ("float16", 64, 4, INT4, 90),
     ("bfloat16", 128, 4, "fp8_groups", 89),
+    ("bfloat16", 64, 4, "int8_groups", 100),
+    ("float16", 128, 4, "int8_asymmetric", 80),
 )
 
 
