@@ -445,8 +445,10 @@ class EngineConfig:
         ranks = f" in each of {self.tp_size} ranks" * (self.tp_size > 1)
         limit = f"a multiple of {groups} with {PRECISION} = {precision!r}{ranks}"
         inputs = self.model.matrix_inputs(self.tp_size) if groups > 1 else {}
+        others = [str(one) for one in WEIGHT_GROUPS if all(size % one == 0 for size in inputs.values())]
+        smaller = f"--weight_group {' or '.join(others)}" if precision == "int4" and others else f"--{PRECISION} none"
         for name, value in inputs.items():
-            require(value % groups == 0, name, value, limit, f"build with --{PRECISION} none")
+            require(value % groups == 0, name, value, limit, f"build with {smaller}")
 
     def _check_prefill_attention(self) -> None:
         """Refuse sparse attention where attention is inside a plan, and fields that dense attention would ignore."""

@@ -109,7 +109,7 @@ BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             {"weight_only_precision": "int4", "weight_group": 128},
-            "hidden_size = 64: must be a multiple of 128 with weight_only_precision = 'int4'; build with",
+            "hidden_size = 64: must be a multiple of 128 with weight_only_precision = 'int4'; build with --weight_group 32",
         ),
         (
             {"weight_only_precision": "int4", "tp_size": 2},
