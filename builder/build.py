@@ -32,11 +32,11 @@ from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
 from kvseek.builder.inspection import print_engine, print_faults
-from kvseek.builder.options import ENGINE_FIELDS, BuildOptions, FitOptions, Options, largest_group, parse
+from kvseek.builder.options import ENGINE_FIELDS, BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config import EngineConfig, write_config
+from kvseek.core.config import EngineConfig, largest_group, write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require

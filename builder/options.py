@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from kvseek.core.config import (
     ModelConfig,
     TensorRtConfig,
     group_inputs,
+    largest_group,
 )
 from kvseek.core.errors import ConfigError, from_dict, read_fields, refuse_unknown, require
 from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE
@@ -132,11 +133,6 @@ class EngineOptions:
             limit = f"<= {most}, the checkpoint's" if most < WEIGHT_GROUPS[-1] else f"one of {WEIGHT_GROUPS}"
             require(group <= most, "weight_group", group, limit, "leave it out")
         return choices
-
-
-def largest_group(inputs: Collection[int], most: int = WEIGHT_GROUPS[-1]) -> int:
-    """Choose the largest of WEIGHT_GROUPS, up to `most`, that divides the inputs of all matrices; 0 if none does."""
-    return max((one for one in WEIGHT_GROUPS if one <= most and all(size % one == 0 for size in inputs)), default=0)
 
 
 def _refuse_dense_sizes(config: EngineConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +53,11 @@ def group_inputs(precision: str, weight_group: int) -> int:
     """Inputs that share a scale, by EngineConfig's weight_only_precision and weight_group; 1: none do, or all of a row."""
     sizes = (weight_group, WEIGHT_GROUP, ASYMMETRIC_GROUP)
     return {**dict(zip(GROUPED, sizes, strict=True)), FP8_GROUPS: FP8_GROUP}.get(precision, 1)
+
+
+def largest_group(inputs: Collection[int], most: int = WEIGHT_GROUPS[-1]) -> int:
+    """Choose the largest of WEIGHT_GROUPS, up to `most`, that divides the inputs of all matrices; 0 if none does."""
+    return max((one for one in WEIGHT_GROUPS if one <= most and all(size % one == 0 for size in inputs)), default=0)
 
 
 def _require_positive(name: str, value: float | None) -> None:

@@ -280,6 +280,13 @@ class Kept(NamedTuple):
     why: str = ""
 
 
+def beyond_float16(scale: Tensor, precision: str) -> str:
+    """Why scales, float32, are not those of INT4 or INT8_ASYMMETRIC, as "has ..."; empty if float16 has them."""
+    most = torch.finfo(torch.float16).max / (16 if precision == INT4 else 256)  # a value of 0 is up to so many scales
+    close = (scale.half().float() - scale).abs() <= HALF_ROUNDING * scale.abs()
+    return "" if bool((close & (scale.abs() < most)).all()) else "has scales beyond the range of float16"
+
+
 @dataclass(frozen=True)
 class QuantisedWeight:
     """A weight [outputs, inputs] and its parts.
@@ -395,11 +402,7 @@ class QuantisedWeight:
         scale = self._scales() if grouped and "qweight" not in self.parts else self._scale.read().float()
         if not grouped:
             return "" if torch.equal(scale.bfloat16().float(), scale) else "has scales with more digits than bfloat16"
-        # A value of 0 is up to 16 scales, of 8 bits 256.
-        most = torch.finfo(torch.float16).max / (16 if precision == INT4 else 256)
-        close = (scale.half().float() - scale).abs() <= HALF_ROUNDING * scale.abs()
-        fits = bool((close & (scale.abs() < most)).all())
-        return "" if fits else "has scales beyond the range of float16"
+        return beyond_float16(scale, precision)
 
     def as_stored(self, precision: str, group: int) -> tuple[Tensor, Tensor]:
         """See NarrowWeight.

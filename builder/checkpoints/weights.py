@@ -33,7 +33,7 @@ from kvseek.core.weight_only import (
 from kvseek.engine.model.weights import Weight, index_file, list_weights, source_shape
 
 from .checkpoint import Checkpoint
-from .files import FLOAT_TYPES
+from .files import FLOAT_TYPES, naming
 from .quantised import NarrowWeight
 
 NONE_MEASURED: Mapping[str, Tensor] = {}
@@ -152,7 +152,8 @@ def write_weights(
                 _write_header(outputs[rank], tensors)
                 weight_maps[rank] |= dict.fromkeys((stored.name for stored in tensors), files[rank])
             for weight in shard:
-                converted = _converted(checkpoint, weight, weight_format, importance.get(weight.name))
+                with naming(checkpoint.path):
+                    converted = _converted(checkpoint, weight, weight_format, importance.get(weight.name))
                 for stored, tensor in zip(weight_format.stored(weight), converted, strict=True):
                     for rank in ranks:
                         _write_tensor(outputs[rank], rank_part(stored.name, tensor, model, tp_size, rank))
@@ -331,9 +332,9 @@ def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(tensor.dtype).max:
         least, most = tensor.aminmax()  # only the extremes: abs() of all would need memory for a second tensor
-        if (largest := max(-least.item(), most.item())) > limit:
-            if largest == math.inf:
-                raise ConfigError(f"{name} holds infinity: must be finite; {NOT_FINITE}")
+        if not (largest := max(-least.item(), most.item())) <= limit:
+            if not largest < math.inf:
+                raise ConfigError(f"{name} holds infinity or NaN: must be finite; {NOT_FINITE}")
             wider = "bfloat16" if dtype is torch.float16 and largest <= torch.finfo(torch.bfloat16).max else "float32"
             raise ConfigError(
                 f"{name} holds {largest:.6g}: {str(dtype).removeprefix('torch.')} holds at most {limit:.6g}; build with "

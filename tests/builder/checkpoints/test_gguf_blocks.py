@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -291,6 +293,30 @@ def test_plans_and_where_there_is_no_kernel(tmp_path: Path, capsys: pytest.Captu
     assert planned["bytes"]["weights"] == sum(tensor.nbytes for tensor in loaded), (
         "read where they lie, and nothing copied"
     )
+
+
+def test_damage_is_refused_or_was_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever bytes of a mixed file are changed or missing: an error that names the file and a remedy, and no engine, or one."""
+    model, generator = write(tmp_path, q4_k_m, **WIDE, num_hidden_layers=1), np.random.default_rng(0)
+    whole = model.read_bytes()
+    for number in range(40):
+        damaged = bytearray(whole)
+        at, kind = int(generator.integers(len(whole) if number % 3 == 0 else 4000)), number % 4
+        if kind == 0:
+            del damaged[at:]
+        elif kind == 1:
+            damaged[at : at + 64] = b"\xff" * len(damaged[at : at + 64])
+        else:
+            damaged[at] ^= 1 << int(generator.integers(8))
+        model.write_bytes(damaged)
+        code = run(model, tmp_path / "engine", *BFLOAT16, "--force")
+        message = capsys.readouterr().err
+        assert code in (0, 1), message
+        assert (code == 0) == (tmp_path / "engine").exists()
+        if code:
+            assert re.search(r"error: .*\bm\.gguf.*; \S", message), message
+        else:
+            shutil.rmtree(tmp_path / "engine")
 
 
 def test_ranks_have_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
