@@ -43,6 +43,10 @@ from .files import DOWNLOAD_AGAIN, FLOAT_TYPES, StoredTensor
 from .known_keys import KnownKeys
 
 UNQUANTISED = "use the unquantised checkpoint"
+UNREAD = {  # methods that are known and not read, and why
+    "bitsandbytes": "its numbers are entries of a table, which no kernel here multiplies: ",
+    "mxfp4": "it is published of mixtures of experts alone: ",
+}
 WORD = 32  # bits of the numbers that narrower ones are packed into
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where of a word's eight numbers the first column stands, the second, and so on
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1 (OCP Microscaling Formats 1.0, table 5)
@@ -186,7 +190,8 @@ class Quantisation:
         require(isinstance(values, dict), "quantization_config", values, "an object", CHECK_CONFIG)
         method = values.get("quant_method")
         known = isinstance(method, str) and method in RULES
-        require(known, "quantization_config.quant_method", method, f"one of {', '.join(RULES)}", UNQUANTISED)
+        remedy = f"{UNREAD.get(method, '')}{UNQUANTISED}" if isinstance(method, str) else UNQUANTISED
+        require(known, "quantization_config.quant_method", method, f"one of {', '.join(RULES)}", remedy)
         RULES[method].keys.check(values)
         cache = any(values.get(name) is not None for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
         if method in ("awq", "gptq"):
