@@ -595,6 +595,15 @@ def served_and_bare(results: Results) -> Rows:
         yield f"{document['shape']}{layers}, {drawn}", count, f"{port:,.0f}", f"{bare:,.0f}", f"{port / bare:.2f}"
 
 
+def streams_beside(results: Results) -> Rows:
+    """Running streams while prompts arrive."""
+    names = ("what arrives", "TPOT p50, ms", "TPOT p99, ms", "short prompts, TTFT p50, s", "long prompts, TTFT, s")
+    yield names
+    for entry in results("served-beside-h200")["beside"]:
+        alone = " alone" * (not entry["streams"])
+        yield tuple(report.BESIDE[name](entry) + alone * (name == "what arrives") for name in names)
+
+
 DRAWN = ("T 0.6, top_p 0.95, top_k 20", "T 0.7, three penalties", "log probabilities 20", "guided")
 
 
@@ -632,19 +641,13 @@ def load(results: Results) -> Rows:
 
 CODES = {  # what is said of it, and the changes from the defaults under which the result file has it
     "**the defaults: 2 bits find 8 candidates a row, 4 bits choose**": "defaults",
-    "4 candidates a row": "candidates 4",
-    "16 candidates a row": "candidates 16",
     "1 bit finds candidates": "first_bits 1",
-    "candidates by the largest estimate, not over the query's length": "first_reduce largest",
-    "the mean of blocks of 64 keys": "block 64",
     "the mean of the whole region": "block 1073741824",
     "no mean subtracted": "block 0",
     "one pass of 4 bits over all keys": "first_bits 0",
     "one pass of 4 bits, not rotated": "first_bits 0, rotated False",
-    "one pass of 3 bits": "bits 3, first_bits 0",
     "one pass of 2 bits": "bits 2, first_bits 0",
     "codes of 2 bits alone, with a scale and cells of their own": "bits 2, first_bits 0, step 0.25, scale own",
-    "one pass of 1 bit": "bits 1, first_bits 0",
 }
 
 
@@ -777,6 +780,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "server": server,
     "served": served,
     "served beside the bare engine": served_and_bare,
+    "streams beside prompts": streams_beside,
     "steps by how tokens are drawn": drawn_steps,
     "steps of mixed lengths": mixed_steps,
     "load": load,

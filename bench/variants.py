@@ -23,6 +23,7 @@ ENGINE_FIELDS = (
     "weight_group",
     "quantize_lm_head",
     "prefill_attention",
+    "prefill_precision",
     "prefill_chunk_tokens",
 )
 ALL = ("full", *(name for name in (*METHODS, *PEERS) if name != "full"))  # what `--methods all` names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import threading
@@ -110,22 +111,31 @@ def build_prompt(document: str | None, question: str) -> str:
 
 
 def show(chunks: Iterator[Chunk], console: Console) -> tuple[str, AnswerFigures]:
-    """Print an answer as it arrives, after a progress bar of the prefill; returns the text and the figures."""
-    figures, text = AnswerFigures(), ""
+    """Print an answer as it arrives, after a progress bar of the prefill, and paler what the model thinks before it.
+
+    Returns the text, without the thinking, and the figures.
+    """
+    figures, text, thought = AnswerFigures(), "", False
+
+    def counted() -> Iterator[Chunk]:
+        for chunk in chunks:
+            figures.add(chunk)
+            yield chunk
+
+    arriving = counted()
     columns = (TextColumn("reading the prompt"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=not console.is_terminal) as progress:
         task = progress.add_task("prefill", total=1.0)
         first = Chunk("", "cancelled")
-        for first in chunks:
-            figures.add(first)
+        for first in arriving:
             progress.update(task, completed=first.prefill_progress)
             if first.num_output_tokens or first.finish_reason:
                 break
-    text = first.text
-    console.out(text, end="", highlight=False)
-    for chunk in chunks:
-        figures.add(chunk)
-        text += chunk.text
+    for chunk in itertools.chain([first], arriving):
+        if thought and chunk.text and not text:
+            console.out("\n")
+        text, thought = text + chunk.text, thought or bool(chunk.thinking)
+        console.out(chunk.thinking, style="dim", end="", highlight=False)
         console.out(chunk.text, end="", highlight=False)
         console.file.flush()
     console.out("")

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Chunk:
-    """One streamed response. `text` is new text only; `finish_reason` is empty until the last."""
+    """One streamed response: new text of the answer, and of the thinking before it; `finish_reason` is empty until the last."""
 
     text: str
     finish_reason: str = ""
+    thinking: str = ""
     prefill_progress: float = 1.0
     cached_tokens: int = 0
     attended_tokens: float = 0.0

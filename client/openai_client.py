@@ -48,10 +48,11 @@ class OpenAIClient(HttpPort):
             for event in self._events(response):
                 if event["choices"]:
                     choice = event["choices"][0]
-                    text, reason = choice["delta"].get("content") or "", choice["finish_reason"] or ""
-                    pieces += bool(text)
-                    if text:
-                        yield Chunk(text, num_output_tokens=pieces)
+                    text, thinking = (choice["delta"].get(name) or "" for name in ("content", "reasoning"))
+                    reason = choice["finish_reason"] or ""
+                    if text or thinking:
+                        pieces += 1
+                        yield Chunk(text, thinking=thinking, num_output_tokens=pieces)
                 elif counts := event.get("usage"):
                     prompt, output = counts["prompt_tokens"], counts["completion_tokens"]
                     yield Chunk("", reason, num_input_tokens=prompt, num_output_tokens=output)

@@ -41,6 +41,7 @@ CHOICES = {  # the values that EngineConfig's fields of type str allow
     "weight_only_precision": ("none", "int8", "fp8", *GROUPED, FP8_GROUPS),
     "runtime": ("torch", "tensorrt"),
     "prefill_attention": ("dense", "block_sparse"),
+    "prefill_precision": ("none", "fp8"),
 }
 # Fields of CacheConfig, beside None, of engines that keep no rows for later requests.
 NO_REUSE = {"reuse": False, "reuse_host_bytes": None, "cached_prefill": "dense"}
@@ -376,6 +377,7 @@ class EngineConfig:
     `quantize_lm_head` says whether the output head has int8 weights too. `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.
+    `prefill_precision` is "none", or "fp8" for prompts whose rows are rounded to FP8 before products with weights of fp8.
     `tp_size` ranks, processes that each have a part of every layer, compute together (core/ranks.py, docs/parallelism.md).
     """
 
@@ -393,6 +395,7 @@ class EngineConfig:
     runtime: str = "torch"
     tensorrt: TensorRtConfig = field(default_factory=TensorRtConfig)
     prefill_attention: str = "dense"
+    prefill_precision: str = "none"
     block_sparse: BlockSparseConfig = field(default_factory=BlockSparseConfig)
     max_batch_size: int = 4
     max_input_len: int = 8192
@@ -411,6 +414,7 @@ class EngineConfig:
         self._check_device()
         self._check_groups()
         self._check_prefill_attention()
+        self._check_prefill_precision()
         # max_seq_len before max_input_len, which it is the default of: the message is to name the field that was set.
         for name in ("max_batch_size", "max_seq_len", "max_input_len", "prefill_chunk_tokens"):
             least, value = (2 if name == "max_seq_len" else 1), getattr(self, name)
@@ -455,6 +459,16 @@ class EngineConfig:
         smaller = f"--weight_group {' or '.join(others)}" if precision == "int4" and others else f"--{PRECISION} none"
         for name, value in inputs.items():
             require(value % groups == 0, name, value, limit, f"build with {smaller}")
+
+    def _check_prefill_precision(self) -> None:
+        """Refuse FP8 prompts of weights and types that no product takes."""
+        for name, wanted in ((PRECISION, "fp8"), ("dtype", "bfloat16"), ("device", "cuda")):
+            value = getattr(self, name)
+            limit, remedy = (
+                f"{wanted!r} with prefill_precision = 'fp8'",
+                f"build with --{name} {wanted}, or leave that out",
+            )
+            require(value == wanted or self.prefill_precision == "none", name, value, limit, remedy)
 
     def _check_prefill_attention(self) -> None:
         """Refuse sparse attention where attention is inside a plan, and fields that dense attention would ignore."""

@@ -352,7 +352,9 @@ def described(config: EngineConfig, *, with_cache: bool = False) -> str:
     fields, own_cache = method.preset(preset)
     defaults = dataclasses.asdict(method.configure(fields))
     changed = {name: value for name, value in settings.items() if value != defaults[name]}
-    changed |= unusual(config, "weight_only_precision", "quantize_lm_head", "tp_size", "prefill_attention")
+    changed |= unusual(
+        config, "weight_only_precision", "quantize_lm_head", "tp_size", "prefill_attention", "prefill_precision"
+    )
     if config.prefill_attention != DENSE:
         own, usual = dataclasses.asdict(config.block_sparse), dataclasses.asdict(BlockSparseConfig())
         changed |= {f"block_sparse.{name}": value for name, value in own.items() if value != usual[name]}

@@ -106,6 +106,8 @@ def digest(engine_dir: Path, config: EngineConfig) -> str:
         "method": [config.method, config.method_config],
         "cache": [getattr(config.cache, name) for name in ROW_FIELDS],
     }
+    if config.prefill_precision != "none":
+        document["prefill_precision"] = config.prefill_precision
     if config.prefill_attention != "dense":
         document["prefill_attention"] = [config.prefill_attention, dataclasses.asdict(config.block_sparse)]
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]

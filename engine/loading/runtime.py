@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import require
 from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.products import KernelProducts
@@ -66,7 +67,11 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
     else:
         # The same for all short chunks, so that engines with chunks of other lengths compute the same rows.
         chunk = max(config.prefill_chunk_tokens, SHORTEST_BLOCK)
-        products = KernelProducts(few, chunk, logits_at_once(config.model))
+        fp8 = config.prefill_precision == "fp8"
+        capability = torch.cuda.get_device_capability(kernels.device)
+        limit, remedy = "'none' on a GPU of compute capability below 9.0", "leave it out"
+        require(not fp8 or capability >= (9, 0), "prefill_precision", config.prefill_precision, limit, remedy)
+        products = KernelProducts(few, chunk, logits_at_once(config.model), fp8_prompts=fp8)
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
 
 

@@ -369,8 +369,8 @@ def answering(events: list[Any], status: int = 200) -> Iterator[tuple[str, list[
         yield f"http://127.0.0.1:{port}/v1", sent
 
 
-def said(content: str, reason: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": {"content": content}, "finish_reason": reason}]}
+def said(content: str, reason: str | None = None, name: str = "content") -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {name: content}, "finish_reason": reason}]}
 
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
@@ -396,6 +396,15 @@ def test_figures_end_with_the_servers_numbers() -> None:
         chunks = list(OpenAIClient(url).chat_stream([{"role": "user", "content": "x"}], GenerateOptions()))
     assert [chunk.text for chunk in chunks] == ["Salt.", ""]
     assert (chunks[-1].finish_reason, chunks[-1].num_input_tokens, chunks[-1].num_output_tokens) == ("stop", 5, 2)
+
+
+def test_thinking_is_shown_and_not_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "talk.json"
+    thought = [said("It is ", name="reasoning"), said("wet.", name="reasoning")]
+    with answering([*thought, said("Salt"), said("."), said("", "stop"), USAGE, b"[DONE]"]) as (url, _):
+        chat.main(["--openai_url", url, "--conversation", str(file), "--prompt", "What is the sea?"])
+    assert "It is wet.\n\nSalt.\n" in capsys.readouterr().out
+    assert read_messages(file)[-1] == {"role": "assistant", "content": "Salt."}
 
 
 @pytest.mark.parametrize(

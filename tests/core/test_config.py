@@ -120,6 +120,10 @@ BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
             "weight_formats: layers.0.o = 'int8_asymmetric': must be none beside weight_only_precision = 'int8'; build",
         ),
         (
+            {"prefill_precision": "fp8", "weight_only_precision": "fp8"},
+            "dtype = 'float32': must be 'bfloat16' with prefill_precision = 'fp8'; build with --dtype bfloat16, or leave",
+        ),
+        (
             {"weight_only_precision": "fp8_groups"},
             "hidden_size = 64: must be a multiple of 128 with weight_only_precision = 'fp8_groups'",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ FEW_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
 ROW_STEP = 128
 # Rows that are multiplied in parts of each number: sums in another order seldom round differently.
 TRIED_ROWS = 1024
+Multiply = Callable[[Tensor], Tensor]
 
 
 class KernelLinear(Linear):
@@ -31,9 +33,17 @@ class KernelLinear(Linear):
     ----------
     weight, scale : Tensor, Tensor or None
         As they are stored, see core/weight_only.py; without a scale in the dtype of x.
-    counts : RowCounts
-        Numbers of rows with which cuBLAS multiplies prompts.
+    fp8_prompts : bool
+        Whether rows of prompts are rounded to FP8 (ProductKernels.quantise_rows), and multiplied with the weight, which is of FP8
+        too, as it is stored.
+
+    Attributes
+    ----------
+    counts : RowCounts or None
+        Numbers of rows with which cuBLAS multiplies prompts; None: any.
     """
+
+    counts: RowCounts | None = None
 
     def __init__(
         self,
@@ -41,16 +51,30 @@ class KernelLinear(Linear):
         weight: Tensor,
         scale: Tensor | None,
         bias: Tensor | None,
-        counts: RowCounts,
+        *,
+        fp8_prompts: bool = False,
     ) -> None:
         super().__init__(weight, bias)
-        self.scale, self._kernels, self._counts = scale, kernels, counts
+        self.scale, self._kernels, self._fp8_prompts = scale, kernels, fp8_prompts
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         if not prompt:
             return self._kernels.linear(x, self.weight, self.scale, self.bias)
-        weight = self.weight if self.scale is None else self._kernels.dequantise(self.weight, self.scale)
-        return self._counts.multiply(x, weight, self.bias)
+        multiply = self.prompt_product()
+        return multiply(x) if self.counts is None else self.counts.multiply(x, multiply)
+
+    def prompt_product(self) -> Multiply:
+        """What multiplies rows of a prompt, whatever their number."""
+        if self._fp8_prompts and self.scale is not None:
+            weight, scales = self.weight.t(), self.scale[None]
+
+            def multiply(x: Tensor) -> Tensor:
+                rows, factors = self._kernels.quantise_rows(x)
+                return torch._scaled_mm(rows, weight, factors[:, None], scales, self.bias, out_dtype=x.dtype)
+
+            return multiply
+        wide = self.weight if self.scale is None else self._kernels.dequantise(self.weight, self.scale)
+        return partial(F.linear, weight=wide, bias=self.bias)
 
     def gated(self, x: Tensor, silu_mul: Callable[[Tensor], Tensor], *, prompt: bool = False) -> Tensor:
         """See Linear.gated. The kernel does both."""
@@ -93,31 +117,31 @@ class RowCounts:
     alike: tuple[int, ...]
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, most: int) -> RowCounts:
-        """Find the numbers up to `most` for weights of this shape, [outputs, inputs], on a GPU. It takes some 50 ms."""
+    def of(cls, multiply: Multiply, like: Tensor, most: int) -> RowCounts:
+        """Find the numbers up to `most` for rows like `like` [inputs], on a GPU. It takes some 50 ms."""
         most = -(-most // ROW_STEP) * ROW_STEP
-        generator = torch.Generator(weight.device).manual_seed(0)
-        x = torch.randn(most, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
-        whole = F.linear(x, weight, bias)
+        generator = torch.Generator(like.device).manual_seed(0)
+        x = torch.randn(most, *like.shape, generator=generator, device=like.device, dtype=like.dtype)
+        whole = multiply(x)
         few = [rows for rows in FEW_ROWS if rows < most]
         tried = (*few, *range(FEW_ROWS[-1] // ROW_STEP * ROW_STEP + ROW_STEP, most, ROW_STEP))
 
         def same(rows: int) -> bool:
             starts = range(0, min(most, TRIED_ROWS) - rows + 1, rows) or (0,)
-            parts = ((F.linear(x[one : one + rows], weight, bias), whole[one : one + rows]) for one in starts)
+            parts = ((multiply(x[one : one + rows]), whole[one : one + rows]) for one in starts)
             return bool(torch.stack([(part == expected).all() for part, expected in parts]).all())
 
         return cls((*(rows for rows in tried if same(rows)), most))
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply as F.linear, with rows of zeros behind those of x where that makes the number of rows one of these."""
+    def multiply(self, x: Tensor, multiply: Multiply) -> Tensor:
+        """Multiply, with rows of zeros behind those of x where that makes the number of rows one of these."""
         most = self.alike[-1]
         if x.shape[0] > most:
-            return torch.cat([self.multiply(part, weight, bias) for part in torch.split(x, most)])
+            return torch.cat([self.multiply(part, multiply) for part in torch.split(x, most)])
         rows = self.alike[bisect_left(self.alike, x.shape[0])]
         if rows > x.shape[0]:
-            return F.linear(F.pad(x, (0, 0, 0, rows - x.shape[0])), weight, bias)[: x.shape[0]]
-        return F.linear(x, weight, bias)
+            return multiply(F.pad(x, (0, 0, 0, rows - x.shape[0])))[: x.shape[0]]
+        return multiply(x)
 
 
 class KernelProducts(Products):
@@ -129,11 +153,14 @@ class KernelProducts(Products):
         Most rows of a prompt that a layer multiplies at once.
     head_rows : int
         Most rows of prompts that the head multiplies at once.
+    fp8_prompts : bool
+        Whether prompts are multiplied in FP8, see KernelLinear.
     """
 
-    def __init__(self, kernels: ProductKernels, chunk: int, head_rows: int) -> None:
+    def __init__(self, kernels: ProductKernels, chunk: int, head_rows: int, *, fp8_prompts: bool = False) -> None:
         super().__init__(kernels.dtype)
         self._kernels, self._chunk, self._head_rows = kernels, chunk, head_rows
+        self._fp8_prompts = fp8_prompts
         self._counts: dict[tuple[torch.Size, torch.dtype, bool], RowCounts] = {}
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
@@ -145,8 +172,11 @@ class KernelProducts(Products):
         return self._make(weight, None, None, self._head_rows)
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, most: int) -> Linear:
+        made = KernelLinear(self._kernels, weight, scale, bias, fp8_prompts=self._fp8_prompts)
         key = weight.shape, weight.dtype, bias is not None  # two weights of 4 bits lie in one element
         if key not in self._counts:
-            wide = weight if scale is None else self._kernels.dequantise(weight, scale)
-            self._counts[key] = RowCounts.of(wide, bias, most)
-        return KernelLinear(self._kernels, weight, scale, bias, self._counts[key])
+            inputs = weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
+            like = torch.empty(inputs, dtype=self.dtype, device=weight.device)
+            self._counts[key] = RowCounts.of(made.prompt_product(), like, most)
+        made.counts = self._counts[key]
+        return made

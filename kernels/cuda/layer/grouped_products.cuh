@@ -37,10 +37,14 @@ struct Shape {
     static constexpr int ROWS = PARTS * 8;
     static constexpr int TILES = ROW_TILES * COLUMN_TILES;
     static_assert(BLOCK % Format::GROUP == 0, "a block has whole groups");
+    static_assert(AHEAD <= CELLS, "cells ahead are of the next block at most");
 
     __device__ __forceinline__ static constexpr int channel(int part) { return (GATED ? part / 2 : part) * 8; }
     __device__ __forceinline__ static int channel_of_all(int part) {
         return blockIdx.x * channel(PARTS) + channel(part);
+    }
+    __device__ __forceinline__ static int input(int block, int cell) {
+        return block * BLOCK + cell * CELL + threadIdx.x % 4 * (HALVES ? 4 : 8);
     }
 };
 
@@ -150,48 +154,6 @@ class Blocks {
     int channels_;
     const unsigned* scales_;
     Stage<S>* stages_;
-};
-
-// The rows of x that a lane multiplies: row g of each tile.
-template <class S>
-class Columns {
-  public:
-    __device__ __forceinline__ Columns(const LinearArguments& a)
-        : x_(static_cast<const char*>(a.x)), inputs_(a.inputs) {
-#pragma unroll
-        for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
-            const int row = tile * 8 + threadIdx.x % 32 / 4;
-            const int read = row < a.rows ? row : a.rows - 1;  // what is beyond the last is not stored
-            starts_[tile] = static_cast<unsigned>(read * inputs_) * sizeof(Number);
-        }
-    }
-
-    // A lane's eight inputs of a cell. Beyond a row's end, where weights and scales are zeros, its last ones.
-    __device__ __forceinline__ RowEights<S> load(int block, int cell) const {
-        const int first = block * S::BLOCK + cell * CELL, t = threadIdx.x % 4;
-        RowEights<S> loaded;
-        if constexpr (S::HALVES) {
-            const char* low = x_ + min(first + t * 4, inputs_ - 4) * sizeof(Number);
-            const char* high = x_ + min(first + 16 + t * 4, inputs_ - 4) * sizeof(Number);
-#pragma unroll
-            for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
-                const uint2 left = *reinterpret_cast<const uint2*>(low + starts_[tile]);
-                const uint2 right = *reinterpret_cast<const uint2*>(high + starts_[tile]);
-                loaded.rows[tile] = make_uint4(left.x, left.y, right.x, right.y);
-            }
-            return loaded;
-        }
-        const char* from = x_ + min(first + t * 8, inputs_ - 8) * sizeof(Number);
-#pragma unroll
-        for (int tile = 0; tile < S::COLUMN_TILES; ++tile)
-            loaded.rows[tile] = *reinterpret_cast<const uint4*>(from + starts_[tile]);
-        return loaded;
-    }
-
-  private:
-    const char* x_;
-    int inputs_;
-    unsigned starts_[S::COLUMN_TILES];  // in bytes
 };
 
 __device__ __forceinline__ unsigned ones(__nv_bfloat16) {

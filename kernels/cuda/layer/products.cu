@@ -31,6 +31,13 @@ struct LinearArguments {
     int inputs;  // a multiple of the weights in 16 bytes
 };
 
+struct QuantiseArguments {
+    const void* x;  // Number [rows, inputs]
+    void* numbers;  // e4m3 [rows, inputs]
+    float* scales;  // [rows]: what its numbers are multiplied by
+    int inputs;     // a multiple of 16
+};
+
 struct DequantiseArguments {
     const void* weight;  // [outputs, inputs], of 8 or 4 bits
     const void* scale;   // as in LinearArguments
@@ -40,7 +47,8 @@ struct DequantiseArguments {
 
 namespace products {
 
-constexpr int DEQUANTISE_THREADS = 256;
+constexpr int DEQUANTISE_THREADS = 256, QUANTISE_THREADS = 256;
+constexpr float LARGEST_E4M3 = 448.0f;
 constexpr int HALVES = 2;  // pieces of 16 bytes of a row that a lane multiplies of one block: a row's part is a line
 
 // What a kernel's thread block computes: ROW_TILES * 16 rows of the weight, times up to COLUMN_TILES * 8 rows of x. Its
@@ -55,7 +63,7 @@ struct Shape {
     using Weight = Weight_;
     static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
     static constexpr int AHEAD = AHEAD_;  // eights of x that are loaded before they are needed, as registers have room
-    static constexpr bool GATED = GATED_, GROUPED = false;
+    static constexpr bool GATED = GATED_, GROUPED = false, HALVES = false;
     static constexpr int PIECE = 16 / sizeof(Weight);  // weights that are loaded at once
     static constexpr int PIECE_EIGHTS = PIECE / 8;
     static constexpr int BLOCK = HALVES * 4 * PIECE;      // weights of a row
@@ -67,6 +75,10 @@ struct Shape {
     __device__ __forceinline__ static constexpr int channel(int part) { return (GATED ? part / 2 : part) * 8; }
     __device__ __forceinline__ static int channel_of_all(int part) {
         return blockIdx.x * channel(PARTS) + channel(part);
+    }
+    // The first of a lane's inputs of an eight: those of its pieces of weights.
+    __device__ __forceinline__ static int input(int block, int eight) {
+        return block * BLOCK + (eight / PIECE_EIGHTS * 4 + threadIdx.x % 4) * PIECE + eight % PIECE_EIGHTS * 8;
     }
 };
 
@@ -148,12 +160,23 @@ class Columns {
         }
     }
 
-    // Channels that belong to a lane's pieces of weights. Beyond a row's end, where weights are zeros, its last ones.
+    // A lane's eight inputs, with HALVES four and the four that are 16 behind. Beyond a row's end, where weights and
+    // scales are zeros, its last ones.
     __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
-        const int piece = eight / S::PIECE_EIGHTS * 4 + threadIdx.x % 4;
-        const int input = block * S::BLOCK + piece * S::PIECE + eight % S::PIECE_EIGHTS * 8;
-        const char* from = x_ + min(input, inputs_ - 8) * sizeof(Number);
         RowEights<S> loaded;
+        const int input = S::input(block, eight);
+        if constexpr (S::HALVES) {
+            const char* low = x_ + min(input, inputs_ - 4) * sizeof(Number);
+            const char* high = x_ + min(input + 16, inputs_ - 4) * sizeof(Number);
+#pragma unroll
+            for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
+                const uint2 left = *reinterpret_cast<const uint2*>(low + starts_[tile]);
+                const uint2 right = *reinterpret_cast<const uint2*>(high + starts_[tile]);
+                loaded.rows[tile] = make_uint4(left.x, left.y, right.x, right.y);
+            }
+            return loaded;
+        }
+        const char* from = x_ + min(input, inputs_ - 8) * sizeof(Number);
 #pragma unroll
         for (int tile = 0; tile < S::COLUMN_TILES; ++tile)
             loaded.rows[tile] = *reinterpret_cast<const uint4*>(from + starts_[tile]);
@@ -354,6 +377,50 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
 }
 #endif
 
+#if KVSEEK_WEIGHT == 2 && __CUDA_ARCH__ >= 890
+// Writes rows out as e4m3, the largest of a row as 448; a row is blockIdx.x.
+extern "C" __global__ void __launch_bounds__(QUANTISE_THREADS)
+    kvseek_quantise_rows(const __grid_constant__ kvseek::QuantiseArguments a) {
+    constexpr int PIECE = 8, WARPS = QUANTISE_THREADS / 32;
+    const long long row = static_cast<long long>(blockIdx.x) * a.inputs;
+    const Number* x = static_cast<const Number*>(a.x) + row;
+    const auto load = [&](int at, float (&numbers)[PIECE]) {
+        const uint4 piece = *reinterpret_cast<const uint4*>(x + at);
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) numbers[i] = to_float(reinterpret_cast<const Number*>(&piece)[i]);
+    };
+    await_earlier_kernels();
+    float largest = 0.0f, numbers[PIECE];
+    for (int at = threadIdx.x * PIECE; at < a.inputs; at += QUANTISE_THREADS * PIECE) {
+        load(at, numbers);
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) largest = fmaxf(largest, fabsf(numbers[i]));
+    }
+    __shared__ float of_warps[WARPS];
+#pragma unroll
+    for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, of_warps[warp]);
+    const bool zeros = largest == 0.0f;
+    const float factor = zeros ? 1.0f : LARGEST_E4M3 / largest;
+    if (threadIdx.x == 0) a.scales[blockIdx.x] = zeros ? 1.0f : largest / LARGEST_E4M3;
+    unsigned char* to = static_cast<unsigned char*>(a.numbers) + row;
+    for (int at = threadIdx.x * PIECE; at < a.inputs; at += QUANTISE_THREADS * PIECE) {
+        load(at, numbers);
+        unsigned short pairs[PIECE / 2];
+#pragma unroll
+        for (int i = 0; i < PIECE / 2; ++i)
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+                : "=h"(pairs[i])
+                : "f"(numbers[2 * i + 1] * factor), "f"(numbers[2 * i] * factor));
+        *reinterpret_cast<uint2*>(to + at) =
+            make_uint2(pairs[0] | unsigned(pairs[1]) << 16, pairs[2] | unsigned(pairs[3]) << 16);
+    }
+}
+#endif
+
 #if KVSEEK_WEIGHT >= 3
 #define KVSEEK_GROUP_PRODUCT_(GATED_NAME, GATED, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS) \
     extern "C" __global__ void __launch_bounds__(SPLIT * 32, BLOCKS)                                          \
@@ -366,14 +433,17 @@ extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
     KVSEEK_GROUP_PRODUCT_(gated_, true, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS)
 
 #if KVSEEK_WEIGHT == 3
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 2, 2, 2, 4)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 2, 2, 1, 4)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 2, 2, 1, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 4, 2, 2, 0, 2)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 8, 1, 3, 2, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 8, 1, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 8, 2, 2, 0, 1)
-KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 2, 2, 8, 4)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 4, 2, 4, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 4, 2, 0, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 4, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 1, 3, 4, 4)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 1, 2, 4, 3)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 2, 2, 1, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 8, 1, 2, 8, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 8, 1, 2, 1, 2)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 8, 2, 2, 1, 1)
+KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 8, 2, 2, 1, 1)
 #endif
 #if KVSEEK_WEIGHT == 3 || KVSEEK_WEIGHT == 5
 KVSEEK_GROUP_PRODUCT(int8_groups_linear, Int8Groups, 8, 4, 2, 2, 2, 4)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
 
 # As in products.cu.
-DEQUANTISE_THREADS = 256
+DEQUANTISE_THREADS, QUANTISE_THREADS = 256, 256
 WARP = 32
 ALIGNMENT = 16  # bytes: alignment of x, weights and products, because lanes load and store so many bytes at once
 
@@ -129,8 +129,9 @@ SHAPES: dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
         (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
     "int4_linear": (
-        (64, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
-        (0, (Shape(8, 8, 1, 3), Shape(16, 8, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
+        (64, (Shape(8, 4, 2), Shape(16, 4, 4), Shape(32, 4, 4), Shape(64, 4, 2))),
+        (40, (Shape(8, 4, 1, 3), Shape(16, 4, 1), Shape(32, 4, 2), Shape(64, 4, 2))),
+        (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
     "int8_groups_linear": ((0, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),),
     # Not measured, as a layer's.
@@ -152,6 +153,7 @@ def choose_shape(kernel: str, rows: int, weight_rows: float) -> Shape:
 
 
 LinearArguments = c_struct("kernels/cuda/layer/products.cu", "LinearArguments")
+QuantiseArguments = c_struct("kernels/cuda/layer/products.cu", "QuantiseArguments")
 DequantiseArguments = c_struct("kernels/cuda/layer/products.cu", "DequantiseArguments")
 
 
@@ -254,6 +256,23 @@ class ProductKernels:
         name = f"kvseek_dequantise{f'_{form.precision}' * (form.group > 1)}"
         self._kernels.launch(name, (outputs, 1, 1), DEQUANTISE_THREADS, arguments, overlap=True)
         return out
+
+    def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Round x [rows, inputs] to float8_e4m3fn, with kernels for weights of fp8 and compute capability 8.9 or later.
+
+        Returns the numbers [rows, inputs] and scales, float32 [rows], by which they are multiplied. The largest of a row becomes
+        448; a row of zeros has the scale 1.
+        """
+        rows, inputs = x.shape
+        numbers = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+        scales = x.new_empty(rows, dtype=torch.float32)
+        if inputs % ALIGNMENT:
+            raise KernelError(f"x of {inputs} channels: must be a multiple of {ALIGNMENT}; leave prefill_precision out")
+        arguments = QuantiseArguments(
+            x=self._aligned("x", x, self.dtype), numbers=numbers.data_ptr(), scales=scales.data_ptr(), inputs=inputs
+        )
+        self._kernels.launch("kvseek_quantise_rows", (rows, 1, 1), QUANTISE_THREADS, arguments, overlap=True)
+        return numbers, scales
 
     def _format(self, weight: Tensor, scale: Tensor | None) -> Format:
         key = weight.dtype, 0 if scale is None else scale.ndim

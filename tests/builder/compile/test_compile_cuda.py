@@ -143,6 +143,8 @@ def written_kernels(
         if form.precision != "none":
             name = f"kvseek_dequantise{f'_{form.precision}' * (form.group > 1)}"
             found[name] = "kvseek::DequantiseArguments"
+    if precision == "fp8":  # from compute capability 8.9 on
+        found["kvseek_quantise_rows"] = "kvseek::QuantiseArguments"
     return found
 
 

@@ -240,15 +240,66 @@ def test_a_prompts_row_depends_on_no_other_row(
     precision: str, dtype: str, products: MakeProducts, device: torch.device
 ) -> None:
     """The narrow matrices are those whose sums cuBLAS cuts into parts, if it multiplies few rows."""
+    kernels = products(precision, dtype)
     for outputs, inputs in ((4096, 14336), (1024, 3072), (256, 8192), (6144, 1024)):
         case = Case(precision, dtype, device, outputs, inputs)
-        made = KernelProducts(products(precision, dtype), 2048, MOST_ROWS)
+        made = KernelProducts(kernels, 2048, MOST_ROWS)
         x = torch.randn(2048, inputs, dtype=case.dtype, device=device)
         of_prompt = [made.head(case.weight, case.scale), made.linear(case.weight, case.bias, case.scale)]
+        if (precision, dtype) == ("fp8", "bfloat16"):
+            rounded = KernelProducts(kernels, 2048, MOST_ROWS, fp8_prompts=True)
+            of_prompt += [rounded.linear(case.weight, bias, case.scale) for bias in (None, case.bias)]
         for product in of_prompt:
             whole = product(x, prompt=True)
             for rows in (*ROWS, 100, 129, 300, 400, 511, 700, 1100, 2047):
                 assert torch.equal(product(x[-rows:], prompt=True), whole[-rows:]), (outputs, inputs, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [16, 4096, 14336])
+def test_rows_of_prompts_are_rounded_to_fp8(
+    inputs: int, dtype: str, products: MakeProducts, device: torch.device
+) -> None:
+    sizes = torch.logspace(-4, 3, 7, device=device)[:, None]
+    x = torch.randn(7, inputs, device=device).mul(sizes).to(getattr(torch, dtype))
+    x[3] = 0
+    numbers, scales = products("fp8", dtype).quantise_rows(x)
+    most = x.float().abs().amax(dim=1)
+    factors = torch.where(most > 0, 448 / most, 1.0)
+    torch.testing.assert_close(scales, 1 / factors, rtol=1e-6, atol=0)
+    expected = (x.float() * factors[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("rows", [1, 100, 2048])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (48, 576)])
+def test_fp8_prompts_are_the_products_of_what_was_rounded(
+    outputs: int, inputs: int, rows: int, products: MakeProducts, device: torch.device
+) -> None:
+    kernels, case = products("fp8", "bfloat16"), Case("fp8", "bfloat16", device, outputs, inputs)
+    made = KernelProducts(kernels, 2048, MOST_ROWS, fp8_prompts=True)
+    x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device)
+    assert case.scale is not None
+    numbers, scales = kernels.quantise_rows(x)
+    whole = (numbers.double() * scales.double()[:, None]) @ dequantise(case.weight, case.scale, torch.float64).T
+    for bias in (None, case.bias):
+        found = made.linear(case.weight, bias, case.scale)(x, prompt=True)
+        expected = whole if bias is None else whole + bias.double()
+        assert (found - expected).norm() <= 3e-3 * expected.norm(), (
+            "half a unit of bfloat16, and sums of the tensor cores"
+        )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_engines_read_prompts_in_fp8(architecture: str, tmp_path: Path, on_gpu: BuildEngine) -> None:
+    model = save_random_model(tmp_path / "model", architecture, **sizes_of_model(architecture, "fp8"))
+    flags = ("--dtype", "bfloat16", *flags_of("fp8", False))
+    whole, rounded = (
+        run_all(Engine.load(on_gpu(model, "full", *flags, *more)).decoder, SLOTS, TOKENS)[0]
+        for more in ((), ("--prefill_precision", "fp8"))
+    )
+    errors = (rounded - whole).norm(dim=1) / whole.norm(dim=1)
+    assert 1e-3 < errors.max() < 0.15, "three bits of fraction"
 
 
 def every_code(precision: str, inputs: int) -> Tensor:

@@ -73,18 +73,16 @@ def test_a_head_of_8_bits_multiplies_rows_in_groups() -> None:
         assert launches.rows == groups
 
 
-def test_rows_of_a_prompt_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_prompt_are_filled_up() -> None:
     """To the next number of rows that is summed in the same order; more than the largest are multiplied in parts."""
-    weight, bias, x = torch.randn(7, 16), torch.randn(7), torch.randn(300, 16)
-    linear, rows = torch.nn.functional.linear, list[int]()
+    weight, x, rows = torch.randn(7, 16), torch.randn(300, 16), list[int]()
 
-    def counted(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def multiply(x: Tensor) -> Tensor:
         rows.append(x.shape[0])
-        return linear(x, weight, bias)
+        return x @ weight.T
 
-    monkeypatch.setattr("kvseek.engine.model.cuda.products.F.linear", counted)
     counts = RowCounts((32, 128))
     for given, filled in ((1, [32]), (32, [32]), (33, [128]), (128, [128]), (300, [128, 128, 128])):
         rows.clear()
-        torch.testing.assert_close(counts.multiply(x[:given], weight, bias), linear(x[:given], weight, bias))
+        torch.testing.assert_close(counts.multiply(x[:given], multiply), x[:given] @ weight.T)
         assert rows == filled
