@@ -174,6 +174,38 @@ def throughput(results: Results) -> Rows:
     return rows(columns, entries)
 
 
+WEIGHTS = {  # what is said of them, and the fields of a variant
+    "16 bits": "",
+    "int8": ":weight_only_precision=int8",
+    "int4, groups of 128": ":weight_only_precision=int4,weight_group=128",
+    "fp8": ":weight_only_precision=fp8",
+    "fp8, `--prefill_precision fp8`": ":weight_only_precision=fp8,prefill_precision=fp8",
+}
+
+
+def weights(results: Results) -> Rows:
+    """What weights of fewer bits gain: a step of one request, tokens a second of eight, a prompt."""
+    alone = one(results("decode-weights-h200")["phases"], offload="never")["cells"][0]
+    eight, read = (results(name)["results"] for name in ("throughput-weights-h200", "prefill-fp8-h200"))
+    yield (
+        "weights",
+        "a step of one request, ms",
+        "8 requests, tokens/s",
+        f"a prompt of {read[0]['tokens']:,} tokens, s",
+    )
+    for words, fields in WEIGHTS.items():
+        row = (
+            [
+                milliseconds(entry["step_seconds"]["median"])
+                for entry in alone["results"]
+                if entry["method"] == "nested" + fields
+            ],
+            [f"{entry['tokens_per_second']:,.0f}" for entry in eight if entry["method"] == "nested" + fields],
+            [f"{entry['seconds']['median']:.2f}" for entry in read if entry["method"] == "full" + fields],
+        )
+        yield (words, *("".join(found) for found in row))
+
+
 def evictions(results: Results) -> Rows:
     columns: Columns = {
         **COLUMNS,
@@ -753,6 +785,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "parts of a step": parts,
     "long contexts": long_contexts,
     "throughput": throughput,
+    "weights": weights,
     "evictions": evictions,
     "selections": selections,
     "prompts": prompts,

@@ -265,7 +265,9 @@ def test_rows_of_prompts_are_rounded_to_fp8(
     x[3] = 0
     numbers, scales = products("fp8", dtype).quantise_rows(x)
     most = x.float().abs().amax(dim=1)
-    factors = torch.where(most > 0, 448 / most, 1.0)
+    factors = torch.where(
+        most > 0, torch.full_like(most, 448) / most, 1.0
+    )  # 448 / most is 448 times a rounded reciprocal
     torch.testing.assert_close(scales, 1 / factors, rtol=1e-6, atol=0)
     expected = (x.float() * factors[:, None]).to(torch.float8_e4m3fn)
     assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
