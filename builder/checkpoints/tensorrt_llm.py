@@ -300,7 +300,8 @@ class Shard:
 
     def is_narrow(self, rank: SafetensorsFile) -> bool:
         """Whether a rank's tensor is quantised."""
-        return rank.stored(self.name).kind in ("F8_E4M3", *PACKED)
+        kind = rank.stored(self.name).kind
+        return kind == "F8_E4M3" or (kind in PACKED and self.part(SCALE) in rank.names)
 
 
 def _numbers(rank: SafetensorsFile, shard: Shard) -> Tensor:
