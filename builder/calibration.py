@@ -241,10 +241,10 @@ class WindowedText:
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention
         for number in range(self.model.num_layers):
             weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
-            layer = Layer(weights, number, self.products)
+            layer = Layer(weights, number, self.products, self.model.experts)
             del weights
             if record is not None:
-                for name in QUANTISED:
+                for name in (one for one in QUANTISED if hasattr(layer, one)):  # experts' inputs count all the same
                     setattr(layer, name, _Recorded(getattr(layer, name), record, f"layers.{number}.{name}.weight"))
             for start, stop in self.spans:
                 x, tokens = hidden[start:stop], stop - start

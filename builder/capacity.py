@@ -43,7 +43,7 @@ from kvseek.engine.loading.memory import HOPPER, DryRun, IndexNeeds, divide_meas
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.activation_memory import work_bytes
 from kvseek.engine.model.cpu import stays_quantised
-from kvseek.engine.model.weights import list_weights
+from kvseek.engine.model.weights import EXPERTS, list_weights
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.plugins.registry import method_traits
 
@@ -310,8 +310,12 @@ def widened_bytes(config: EngineConfig, tp_size: int) -> int:
     """
     if config.dtype == "float32":
         return 0
-    shapes = [rank_shape(weight.name, weight.shape, config.model, tp_size) for weight in list_weights(config.model)]
-    return max(map(math.prod, shapes)) * torch.float32.itemsize
+    experts, sizes = config.model.experts, list[int]()
+    for weight in list_weights(config.model):
+        size = math.prod(rank_shape(weight.name, weight.shape, config.model, tp_size))
+        apart = experts.num_experts if experts is not None and f".{EXPERTS}." in weight.name else 1
+        sizes.append(size // apart)
+    return max(sizes) * torch.float32.itemsize
 
 
 def host_layout(config: EngineConfig, needs: IndexNeeds, weight_bytes: int, work: int) -> MemoryLayout:

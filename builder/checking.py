@@ -394,6 +394,13 @@ def hugging_face_config(model: ModelConfig) -> Any:
 
     names = {ours: theirs for theirs, ours in ARCHITECTURES.items() if theirs != "MistralForCausalLM"}
     config_class = getattr(transformers, names[model.architecture].replace("ForCausalLM", "Config"))
+    experts = model.experts
+    mixture: dict[str, Any] = {}
+    if experts is not None:
+        mixture = {name: getattr(experts, name) for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
+        mixture |= {"moe_intermediate_size": experts.intermediate_size, "mlp_only_layers": list(experts.dense_layers)}
+        if experts.shared_intermediate_size is not None:
+            mixture |= {"shared_expert_intermediate_size": experts.shared_intermediate_size, "qkv_bias": model.qkv_bias}
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "max_position_embeddings")
     biases = {"attention_bias": model.output_bias} | ({"mlp_bias": True} if model.mlp_bias else {})
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -406,6 +413,7 @@ def hugging_face_config(model: ModelConfig) -> Any:
         num_attention_heads=model.num_heads,
         num_key_value_heads=model.num_kv_heads,
         **biases,
+        **mixture,
         tie_word_embeddings=model.tie_word_embeddings,
         rope_parameters={"rope_theta": model.rope_theta, **rope},
     )
@@ -418,6 +426,13 @@ class _Tensors(Mapping[str, Tensor]):
         self._checkpoint, self._names = checkpoint, names
 
     def __getitem__(self, name: str) -> Tensor:
+        prefix, _, fused = name.partition(".experts.")
+        if fused:  # transformers stacks the experts
+            parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+            assert self._checkpoint.config.experts is not None, "transformers has made the model of this configuration"
+            each = [f"{prefix}.experts.{expert}." for expert in range(self._checkpoint.config.experts.num_experts)]
+            read = [[self._checkpoint.tensor(f"{one}{part}.weight") for part in parts] for one in each]
+            return torch.stack([torch.cat(tensors).float() for tensors in read])
         tied = self._checkpoint.config.tie_word_embeddings and name == "lm_head.weight"
         return self._checkpoint.tensor("model.embed_tokens.weight" if tied else name).float()
 

@@ -20,6 +20,8 @@ from .errors import EngineDirectoryError, from_dict, read_fields, refuse_unknown
 FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
 CHECK_CONFIG = "check what the checkpoint states of the model, in config.json or a GGUF file's metadata"
+MODEL_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # of ModelConfig
+MOST_EXPERTS, MOST_CHOSEN = 512, 16  # of a layer, and of those for a token: what a block of the GPU's router takes
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
@@ -122,10 +124,51 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a Llama (or Mistral, which differs in nothing else), Qwen2 or Qwen3 decoder."""
+class ExpertsConfig:
+    """The mixtures of experts of a Qwen2-MoE or Qwen3-MoE decoder: MLPs, of which a router chooses a few for each token.
 
-    architecture: str  # "llama", "qwen2" or "qwen3"
+    Attributes
+    ----------
+    num_experts : int
+        Of each layer with experts.
+    num_experts_per_tok : int
+        Experts that a token passes: those with the largest probabilities, which are the weights of the experts' sum.
+    intermediate_size : int
+        Of each expert.
+    norm_topk_prob : bool
+        Divide the weights of a token by their sum.
+    shared_intermediate_size : int or None
+        Of the shared expert, which all tokens pass, with a gate of its own; None: there is none.
+    dense_layers : tuple of int
+        Layers with an MLP of the model's intermediate_size instead, ascending.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    shared_intermediate_size: int | None = None
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "intermediate_size", "shared_intermediate_size"):
+            size, limit = getattr(self, name), f"between 1 and {MOST_SIZE}"
+            require(size is None or 0 < size <= MOST_SIZE, f"experts.{name}", size, limit, CHECK_CONFIG)
+        most, limit = self.num_experts, f"<= {MOST_EXPERTS}"
+        require(most <= MOST_EXPERTS, "experts.num_experts", most, limit, "choose another model")
+        chosen, limit = (
+            self.num_experts_per_tok,
+            f"between 1 and min(num_experts, {MOST_CHOSEN}) = {min(most, MOST_CHOSEN)}",
+        )
+        name = "experts.num_experts_per_tok"
+        require(0 < chosen <= min(most, MOST_CHOSEN), name, chosen, limit, CHECK_CONFIG)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama (or Mistral, which differs in nothing else), Qwen2 or Qwen3 decoder, with or without experts."""
+
+    architecture: str  # one of MODEL_ARCHITECTURES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -147,10 +190,17 @@ class ModelConfig:
     pad_token_id: int | None = None
     sliding_window: int | None = None
     """Tokens that the model's attention reaches back, itself included; None: all."""
+    experts: ExpertsConfig | None = None
+    """None: every layer has one MLP, of intermediate_size."""
 
     def __post_init__(self) -> None:
-        known = ("llama", "qwen2", "qwen3")
-        require(self.architecture in known, "architecture", self.architecture, f"one of {known}", "convert the model")
+        known, own = MODEL_ARCHITECTURES, self.architecture
+        require(own in known, "architecture", own, f"one of {known}", "convert the model")
+        fits, limit = (
+            (self.experts is not None) == own.endswith("_moe"),
+            f"stated with architecture = {own!r} if that has any",
+        )
+        require(fits, "experts", self.experts, limit, CHECK_CONFIG)
         sizes = (
             "vocab_size",
             "hidden_size",
@@ -199,9 +249,8 @@ class ModelConfig:
         """Raise ConfigError unless the model can be divided among so many ranks (core/ranks.py)."""
         require(tp_size >= 1, "tp_size", tp_size, ">= 1", "set --tp_size")
         remedy = "choose another --tp_size"
-        for name in ("num_heads", "intermediate_size"):
-            limit = f"a divisor of {name} = {getattr(self, name)}"
-            require(getattr(self, name) % tp_size == 0, "tp_size", tp_size, limit, remedy)
+        for name, size in {"num_heads": self.num_heads, **self.mlp_sizes}.items():
+            require(size % tp_size == 0, "tp_size", tp_size, f"a divisor of {name} = {size}", remedy)
         heads = self.num_kv_heads
         limit = f"a divisor or a multiple of num_kv_heads = {heads}"
         require(heads % tp_size == 0 or tp_size % heads == 0, "tp_size", tp_size, limit, remedy)
@@ -209,8 +258,23 @@ class ModelConfig:
     def matrix_inputs(self, tp_size: int = 1) -> dict[str, int]:
         """Inputs of the matrices that each of `tp_size` ranks multiplies with."""
         queries, name = self.num_heads * self.head_dim // tp_size, "num_heads * head_dim"
-        intermediate = self.intermediate_size // tp_size
-        return {"hidden_size": self.hidden_size, name: queries, "intermediate_size": intermediate}
+        intermediate = {name: size // tp_size for name, size in self.mlp_sizes.items()}
+        return {"hidden_size": self.hidden_size, name: queries, **intermediate}
+
+    @property
+    def mlp_sizes(self) -> dict[str, int]:
+        """Intermediate sizes of the MLPs that the layers have, by the names of their fields."""
+        own, experts = {"intermediate_size": self.intermediate_size}, self.experts
+        if experts is None:
+            return own
+        sizes = own if experts.dense_layers else {}
+        sizes = sizes | {"experts.intermediate_size": experts.intermediate_size}
+        shared = experts.shared_intermediate_size
+        return sizes if shared is None else sizes | {"experts.shared_intermediate_size": shared}
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts instead of one MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
     def group_size(self) -> int:
@@ -430,6 +494,7 @@ class EngineConfig:
         limit = f"<= max_position_embeddings = {self.model.max_position_embeddings}"
         fits = self.max_seq_len <= self.model.max_position_embeddings
         require(fits, "max_seq_len", self.max_seq_len, limit, self._why_no_further())
+        self._check_experts()
         window = self.model.sliding_window
         within = window is None or self.max_seq_len <= window
         remedy = f"attention here has no sliding window: build with --max_seq_len {window}, or use another checkpoint"
@@ -439,6 +504,17 @@ class EngineConfig:
         limit = f"<= original_max_position_embeddings = {short} with runtime = 'tensorrt'"
         remedy = f"a plan has longrope's short_factor alone: build with --max_seq_len {short}, or with --runtime torch"
         require(within, "max_seq_len", self.max_seq_len, limit, remedy)
+
+    def _check_experts(self) -> None:
+        """Refuse what experts cannot be computed with."""
+        if self.model.experts is None or self.device == "cpu":
+            return
+        limit = "'torch' with a mixture of experts"
+        require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no experts: leave --runtime out")
+        value, limit = self.prefill_precision, "'none' with a mixture of experts"
+        require(value == "none", "prefill_precision", value, limit, "grouped products take 16 bits: leave it out")
+        limit, remedy = "bfloat16 or float16 with a mixture of experts on cuda", "choose one with --dtype"
+        require(self.dtype != "float32", "dtype", self.dtype, limit, remedy)
 
     def _check_groups(self) -> None:
         """Refuse weights in groups where a matrix, or a rank's part of it, ends within a group."""

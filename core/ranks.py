@@ -1,8 +1,9 @@
 """Tensor parallelism: which part of a model each rank has.
 
-As in Megatron-LM (arXiv:1909.08053, section 3): heads and the MLP's channels are divided, so the products `qkv` and `gate_up`
-are divided by outputs, and `o` and `down` by inputs, whose outputs the ranks sum up. Embedding and head are divided by the
-vocabulary. Rank r has the KV heads that its query heads need; with more ranks than KV heads, several ranks have the same one.
+As in Megatron-LM (arXiv:1909.08053, section 3): heads and the MLPs' channels are divided, also those of each expert. So the
+products `qkv` and `gate_up` are divided by outputs, and `o` and `down` by inputs, whose outputs the ranks sum up. Embedding and
+head are divided by the vocabulary. Rank r has the KV heads that its query heads need; with more ranks than KV heads, several
+ranks have the same one.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ BOUNDS = ("kv_cache_host_memory_bytes", "kv_cache_device_memory_bytes", "reuse_h
 
 def rank_model(model: ModelConfig, tp_size: int) -> ModelConfig:
     """Return the shape of what each rank computes; the vocabulary stays, as its ids do."""
+    experts = model.experts
+    if experts is not None:
+        shared = experts.shared_intermediate_size
+        experts = dataclasses.replace(
+            experts,
+            intermediate_size=experts.intermediate_size // tp_size,
+            shared_intermediate_size=None if shared is None else shared // tp_size,
+        )
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // tp_size,
         num_kv_heads=max(1, model.num_kv_heads // tp_size),
-        intermediate_size=model.intermediate_size // tp_size,
+        intermediate_size=max(1, model.intermediate_size // tp_size),
+        experts=experts,
     )
 
 

@@ -71,7 +71,7 @@ class EngineContestant(Contestant):
         self.engine, self.config, self.fingerprint = engine, engine.config, fingerprint
         size = self.config.tp_size
         super().__init__(name or ranked(self.config.method, size), max(1, threads // size))
-        self._weight_bytes = float(matrix_bytes(self.config))
+        self._weight_bytes = float(matrix_bytes(self.config, requests=1))
         self._request_id = 0
 
     def prefill(self, prompt_ids: list[int], steps: int) -> None:
@@ -172,7 +172,7 @@ class TransformersContestant(Contestant):
 
     def step_bytes(self) -> dict[str, float]:
         return {
-            "weights": float(matrix_bytes(self._config)),
+            "weights": float(matrix_bytes(self._config, requests=1)),
             "rows": self.cached_tokens * row_bytes(self._config),
             "index": 0.0,
         }

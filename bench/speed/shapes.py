@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from kvseek.core.config import FP8_GROUP, FP8_GROUPS, GROUPED, EngineConfig, ModelConfig, RopeScaling
+from kvseek.core.config import FP8_GROUP, FP8_GROUPS, GROUPED, EngineConfig, ExpertsConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE
 from kvseek.engine.model.block_sparse import attended_pairs
@@ -75,7 +75,24 @@ SMOLLM2_135M = ModelConfig(
     tie_word_embeddings=True,
 )
 
-SHAPES = {"smollm2-135m": SMOLLM2_135M, "llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B, "qwen2.5-72b": QWEN2_5_72B}
+# Source: config.json of Qwen/Qwen3-30B-A3B.
+QWEN3_30B_A3B = dataclasses.replace(
+    QWEN3_8B,
+    architecture="qwen3_moe",
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_kv_heads=4,
+    experts=ExpertsConfig(num_experts=128, num_experts_per_tok=8, intermediate_size=768, norm_topk_prob=True),
+)
+
+SHAPES = {
+    "smollm2-135m": SMOLLM2_135M,
+    "llama-3.1-8b": LLAMA_3_1_8B,
+    "qwen3-8b": QWEN3_8B,
+    "qwen2.5-72b": QWEN2_5_72B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+}
 
 
 def get_shape(name: str, positions: int) -> ModelConfig:
@@ -92,10 +109,10 @@ def get_shape(name: str, positions: int) -> ModelConfig:
     return dataclasses.replace(shape, max_position_embeddings=max(positions, shape.max_position_embeddings))
 
 
-def matrix_bytes(config: EngineConfig) -> int:
+def matrix_bytes(config: EngineConfig, requests: int | None = None) -> int:
     """Bytes of the matrices that a decode step multiplies with, as it reads them: every layer's and the output head.
 
-    Scales of rows, a thousandth, do not count; those of groups do.
+    `requests` is that of `matrix_numbers`. Scales of rows, a thousandth, do not count; those of groups do.
     """
     model = config.model
     plain = 8 * getattr(torch, config.dtype).itemsize  # bits
@@ -110,20 +127,32 @@ def matrix_bytes(config: EngineConfig) -> int:
     narrow = by_format.get(config.weight_only_precision, (8.0, 8.0))
     layers_bits, head_bits = narrow if quantised else (plain, plain)
     head_bits = head_bits if config.quantize_lm_head else plain
-    return int(matrix_numbers(model) * layers_bits + head * head_bits) // 8
+    return int(matrix_numbers(model, requests) * layers_bits + head * head_bits) // 8
 
 
-def matrix_numbers(model: ModelConfig) -> int:
-    """Weights of all layers' matrices."""
+def matrix_numbers(model: ModelConfig, requests: int | None = None) -> int:
+    """Weights of all layers' matrices; with `requests`, those that a step of so many reads.
+
+    Of experts it reads those that are chosen: so many as are expected if each is as likely.
+    """
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    return model.num_layers * (attention + 3 * model.intermediate_size * model.hidden_size)
+    experts, plain = model.experts, 3 * model.intermediate_size * model.hidden_size
+    if experts is None:
+        return model.num_layers * (attention + plain)
+    count, mixed = float(experts.num_experts), model.num_layers - len(experts.dense_layers)
+    if requests is not None:
+        count *= 1 - (1 - experts.num_experts_per_tok / experts.num_experts) ** requests
+    router = (experts.num_experts + (experts.shared_intermediate_size is not None)) * model.hidden_size
+    wide = count * experts.intermediate_size + (experts.shared_intermediate_size or 0)
+    mixture = router + round(3 * wide * model.hidden_size)
+    return model.num_layers * attention + len(experts.dense_layers) * plain + mixed * mixture
 
 
 def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:
     """Additions and multiplications for a prompt: of causal attention to what it reads, and of the layers' matrix products."""
     model = config.model
     attention = 4 * model.num_heads * model.head_dim * attended_pairs(config, tokens)
-    return {"attention": attention, "products": 2 * tokens * matrix_numbers(model)}
+    return {"attention": attention, "products": 2 * tokens * matrix_numbers(model, requests=1)}
 
 
 def _kept_on_host(config: EngineConfig) -> bool:

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.config import MODEL_ARCHITECTURES, ExpertsConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.rope import frequencies
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type → architecture
-HAVE_OUTPUT_BIAS = ("llama", "qwen3")  # model types in which attention_bias is a bias of the output projection too
+from .model_config import QK_NORM, dense_layers
+
+ARCHITECTURES = {name: name for name in MODEL_ARCHITECTURES} | {"mistral": "llama"}  # model_type → architecture
+# Model types in which attention_bias is a bias of the output projection too.
+HAVE_OUTPUT_BIAS = ("llama", "qwen3", "qwen3_moe")
+ALWAYS_BIASED = ("qwen2", "qwen2_moe")  # in query, key and value, unless qkv_bias says otherwise
 SAME_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "tie_word_embeddings")
 OTHER_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -126,12 +130,25 @@ def effective_values(config: Any) -> dict[str, Any]:
         **{name: getattr(config, theirs) for name, theirs in OTHER_NAMES.items()},
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rope_theta": config.rope_parameters.get("rope_theta"),
-        "qkv_bias": kind == "qwen2" or (kind in HAVE_OUTPUT_BIAS and biased),
+        "qkv_bias": getattr(config, "qkv_bias", True) if kind in ALWAYS_BIASED else kind in HAVE_OUTPUT_BIAS and biased,
         "output_bias": kind in HAVE_OUTPUT_BIAS and biased,
         "mlp_bias": kind == "llama" and bool(config.mlp_bias),
-        "qk_norm": kind == "qwen3",
-        "sliding_window": getattr(config, "sliding_window", None),
+        "qk_norm": kind in QK_NORM,
+        "sliding_window": getattr(config, "sliding_window", None) or None,
+        "experts": _experts(config) if kind.endswith("_moe") else None,
     }
+
+
+def _experts(config: Any) -> ExpertsConfig:
+    alone, step = config.mlp_only_layers, config.decoder_sparse_step
+    return ExpertsConfig(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.norm_topk_prob,
+        config.shared_expert_intermediate_size if config.model_type == "qwen2_moe" else None,
+        dense_layers(config.num_hidden_layers, step, alone),
+    )
 
 
 def _compare_values(model: ModelConfig, values: Mapping[str, Any], path: Path, remedy: str) -> None:

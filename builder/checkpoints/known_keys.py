@@ -96,7 +96,9 @@ CONFIG = KnownKeys(
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_theta rope_scaling rope_parameters
         original_max_position_embeddings partial_rotary_factor dual_chunk_attention_config attention_bias mlp_bias hidden_act
-        tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types""",
+        tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types use_qk_norm qkv_bias
+        num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob shared_expert_intermediate_size
+        decoder_sparse_step mlp_only_layers""",
     {
         "use_sliding_window": (False,),
         "is_causal": (True,),
@@ -111,11 +113,8 @@ CONFIG = KnownKeys(
         "load_in_4bit": NOT_QUANTISED,
         "load_in_8bit": NOT_QUANTISED,
         "transformers_weights": (None,),
-        "num_experts": NO_EXPERTS,
-        "num_local_experts": NO_EXPERTS,
         "n_routed_experts": NO_EXPERTS,
         "rope_interleaved": (False,),
-        "use_qk_norm": (False,),
         "qk_layernorm": (False,),
         "use_mrope": (False,),
         "clip_qkv": (None,),
@@ -129,14 +128,14 @@ CONFIG = KnownKeys(
         "how the weights were initialised, trained and stored; the tensors' own headers state their types": """
             initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop pretraining_tp gradient_checkpointing
             gradient_checkpointing_kwargs use_gradient_checkpointing neftune_noise_alpha dtype torch_dtype use_bfloat16 bf16 fp16
-            fp32 _pre_quantization_dtype finetuning_task loss_type z_loss_weight""",
+            fp32 _pre_quantization_dtype finetuning_task loss_type z_loss_weight router_aux_loss_coef""",
         "how quantised weights are stored, which quantised.py reads": "quantization_config",
         "the layer from which windows slide, which use_sliding_window = false puts out of use": "max_window_layers",
         "names, and code of the publisher's, which is not run": f"""
             {ORIGINS} auto_map custom_pipelines transformers.js_config is_llama_config""",
         "how transformers runs a model and what it hands out": """
             return_dict torchscript chunk_size_feed_forward tie_last_hidden_states is_decoder tie_encoder_decoder
-            tf_legacy_loss""",
+            tf_legacy_loss output_router_logits""",
         "labels and tasks of other heads than the language model's": """
             id2label label2id problem_type task_specific_params prefix""",
         "a training length, where max_position_embeddings says how far positions reach": """

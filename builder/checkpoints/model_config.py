@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvseek.core.config import CHECK_CONFIG, ModelConfig, RopeScaling
@@ -16,8 +16,23 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",  # the same decoder, with a sliding window in its first versions
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 DEFAULT_MISTRAL_WINDOW = 4096  # tokens; transformers' default for a Mistral config.json without the field
+QK_NORM = ("qwen3", "qwen3_moe")
+HYBRIDS = ("Qwen3Next", "Qwen3_5")  # with whatever follows
+EXPERT_KEYS = (
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "shared_expert_intermediate_size",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "qkv_bias",
+)
 MOST_LAYERS = (
     1024  # many times more than any published model has; with a damaged number the weights would be listed for ever
 )
@@ -45,6 +60,7 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
         If a field is missing, malformed, unknown or asks for something that the decoder does not have; the message names the
         field.
     """
+    _refuse_states(values)
     CONFIG.check(values)
     architecture = _architecture(values)
     _refuse_unsupported(values)
@@ -66,15 +82,18 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "rms_norm_eps": _required(values, "rms_norm_eps"),
             "max_position_embeddings": _integer(values, "max_position_embeddings"),
             **_rope(values),
-            "qkv_bias": attention_bias or architecture == "qwen2",
-            "output_bias": attention_bias and architecture != "qwen2",
+            "qkv_bias": attention_bias
+            or architecture == "qwen2"
+            or _boolean(values, "qkv_bias", architecture == "qwen2_moe"),
+            "output_bias": attention_bias and not architecture.startswith("qwen2"),
             "mlp_bias": _boolean(values, "mlp_bias"),
-            "qk_norm": architecture == "qwen3",
+            "qk_norm": architecture in QK_NORM,
             "tie_word_embeddings": _boolean(values, "tie_word_embeddings"),
             "bos_token_id": values.get("bos_token_id"),
             "eos_token_ids": list(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
             "pad_token_id": None if values.get("pad_token_id") == NO_PADDING else values.get("pad_token_id"),
             "sliding_window": _sliding_window(values),
+            "experts": _experts(values, architecture, layers),
         },
         "model",
     )
@@ -99,12 +118,58 @@ def _architecture(values: dict[str, Any]) -> str:
     return ARCHITECTURES[found]
 
 
+def _refuse_states(values: dict[str, Any]) -> None:
+    """Refuse hybrids before any key of theirs that is unknown, which nobody should remove."""
+    stated = values.get("architectures")
+    name = stated[0] if isinstance(stated, list) and stated else None
+    hybrid, limit = isinstance(name, str) and name.startswith(HYBRIDS), f"one of {', '.join(ARCHITECTURES)}"
+    remedy = (
+        "its Gated DeltaNet layers keep a state and no rows, which kvseek cannot serve yet: use a Qwen3 or Qwen3-MoE"
+    )
+    require(not hybrid, "architectures", name, limit, remedy)
+
+
+def _experts(values: dict[str, Any], architecture: str, layers: int) -> dict[str, Any] | None:
+    """Read the fields of ExpertsConfig; in a decoder without experts, the keys must ask for none."""
+    if not architecture.endswith("_moe"):
+        for name in EXPERT_KEYS:
+            limit = f"absent with architectures = {values['architectures'][0]!r}"
+            require(not values.get(name), name, values.get(name), limit, USE_ANOTHER)
+        return None
+    shared, qwen2, name = "shared_expert_intermediate_size", architecture == "qwen2_moe", values["architectures"][0]
+    # transformers 5 writes Qwen3-MoE's under another name.
+    count = "num_local_experts" if not qwen2 and "num_experts" not in values else "num_experts"
+    ignored = {"num_experts", "num_local_experts", *(() if qwen2 else ("qkv_bias", shared))}  # by transformers
+    for key in sorted(ignored - {count}):
+        require(not values.get(key), key, values.get(key), f"absent with architectures = {name!r}", USE_ANOTHER)
+    step = _integer({"decoder_sparse_step": values.get("decoder_sparse_step", 1)}, "decoder_sparse_step")
+    alone = values.get("mlp_only_layers") or []
+    numbers = isinstance(alone, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in alone)
+    require(numbers, "mlp_only_layers", alone, "a list of numbers of layers", CHECK_CONFIG)
+    return {
+        "num_experts": _integer(values, count),
+        "num_experts_per_tok": _integer(values, "num_experts_per_tok"),
+        "intermediate_size": _integer(values, "moe_intermediate_size"),
+        "norm_topk_prob": _boolean(values, "norm_topk_prob"),
+        "shared_intermediate_size": _integer(values, shared) if qwen2 else None,
+        "dense_layers": dense_layers(layers, step, alone),
+    }
+
+
+def dense_layers(layers: int, step: int, alone: Sequence[int]) -> tuple[int, ...]:
+    """Number the layers without experts, by decoder_sparse_step and mlp_only_layers."""
+    return tuple(layer for layer in range(layers) if layer in alone or (layer + 1) % step)
+
+
 def _refuse_unsupported(values: dict[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
     biased, name = values.get("mlp_bias", False), values["architectures"][0]
     limit = f"false, or absent, with architectures = {name!r}"  # transformers ignores the key there
     require(name == "LlamaForCausalLM" or biased is False, "mlp_bias", biased, limit, USE_ANOTHER)
+    normed, limit = values.get("use_qk_norm", False), f"false, or absent, with architectures = {name!r}"
+    fits = normed is False or (normed is True and ARCHITECTURES[name] in QK_NORM)
+    require(fits, "use_qk_norm", normed, limit, USE_ANOTHER)
     kinds = values.get("layer_types")
     require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
     kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
@@ -131,7 +196,8 @@ def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
 
 def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int) -> int:
     """Read or compute the head size; Qwen3's must be stated, because it does not follow from other fields."""
-    if architecture == "qwen2" and "head_dim" in values:  # transformers computes nothing in its place
+    stated = architecture in ("qwen2", "qwen2_moe", "qwen3_moe") and "head_dim" in values
+    if stated:  # transformers computes nothing in its place
         return _integer(values, "head_dim")
     if architecture != "qwen3" and values.get("head_dim") is None:
         limit = f"a multiple of num_attention_heads = {heads}"
@@ -232,8 +298,8 @@ def _integer(values: dict[str, Any], name: str) -> int:
     return int(value)
 
 
-def _boolean(values: dict[str, Any], name: str) -> bool:
-    """Read a field that is false where it is absent."""
-    value = values.get(name, False)
+def _boolean(values: dict[str, Any], name: str, default: bool = False) -> bool:
+    """Read a field that is `default` where it is absent."""
+    value = values.get(name, default)
     require(isinstance(value, bool), name, value, "true or false", CHECK_CONFIG)
     return bool(value)

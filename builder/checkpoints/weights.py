@@ -30,7 +30,7 @@ from kvseek.core.weight_only import (
     number_format,
     quantise,
 )
-from kvseek.engine.model.weights import Weight, index_file, list_weights, source_shape
+from kvseek.engine.model.weights import EXPERTS, Weight, index_file, list_weights, source_shape
 
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES, naming
@@ -211,7 +211,7 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """Find how an engine computes with a quantised checkpoint's own numbers.
 
     A matrix is kept if the device multiplies its numbers, and all that are fused in it have the same or fit into
-    INT8_ASYMMETRIC; else it is rounded. The engine's precision is the one with which the layers take the fewest bytes. The
+    INT8_ASYMMETRIC; else it is rounded. On a GPU all experts are of one format, or all matrices are rounded. The engine's precision is the one with which the layers take the fewest bytes. The
     embedding may be of any. Groups of several sizes are divided into the smallest of them.
 
     Returns
@@ -234,9 +234,13 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     choices = {}
     for precision in dict.fromkeys(one for formats, _ in kept.values() for one in formats):
         chosen = {weight: _chosen(formats, precision) for weight, (formats, _) in kept.items()}
+        of_experts = {one for weight, one in chosen.items() if device == "cuda" and f".{EXPERTS}." in weight.name}
+        if of_experts - {precision} or (of_experts and precision == INT8_ASYMMETRIC):
+            continue  # kernels multiply all experts with one format, and not with that
         choices[precision] = (sum(_narrow_bytes(weight, one) for weight, one in chosen.items()), chosen)
     why = next((why for _, why in kept.values() if why), "")
     if not choices:
+        why = why or f"{layers[-1].sources[0]} has numbers that kernels of a GPU's experts do not multiply"
         return OwnNumbers(NONE, why=why, stated=stated)
     precision = min(choices, key=lambda one: choices[one][0])
     own = {weight.name.removesuffix(".weight"): one for weight, one in choices[precision][1].items()}
@@ -429,8 +433,10 @@ def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank:
             return tensor if rank == 0 else torch.zeros_like(tensor)
         divided = tensor.ndim > 1  # scales of rows are not
         return tensor.tensor_split(tp_size, dim=1)[rank] if divided else tensor
-    if part == "gate_up":
-        return torch.cat([half.tensor_split(tp_size)[rank] for half in tensor.tensor_split(2)])
+    if part == "gate_up":  # gates, then ups, of each expert
+        experts = model.experts.num_experts if model.experts is not None and f".{EXPERTS}." in name else 1
+        halves = tensor.reshape(experts, 2, tp_size, -1, *tensor.shape[1:])
+        return halves[:, :, rank].flatten(0, 2)
     if part == "qkv":
         return _heads(tensor, model, tp_size, rank)
     return tensor

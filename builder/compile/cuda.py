@@ -58,6 +58,8 @@ class Specialisation:
         Inputs that share the scales of int4.
     asymmetric : bool
         Whether some weights are of int8_asymmetric instead.
+    experts : bool
+        Whether the model has mixtures of experts.
     """
 
     dtype: str
@@ -68,6 +70,7 @@ class Specialisation:
     weight_only_precision: str = NONE
     weight_group: int = WEIGHT_GROUP
     asymmetric: bool = False
+    experts: bool = False
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
@@ -79,6 +82,7 @@ class Specialisation:
             ("KVSEEK_WEIGHT", WEIGHT_NUMBERS[self.weight_only_precision]),
             ("KVSEEK_WEIGHT_GROUP", group_inputs(self.weight_only_precision, self.weight_group)),
             ("KVSEEK_ASYMMETRIC", int(self.asymmetric or self.weight_only_precision == INT8_ASYMMETRIC)),
+            ("KVSEEK_EXPERTS", int(self.experts)),
             *self.defines,
         )
 
@@ -96,8 +100,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         raise ConfigError(f"{fault} with device = 'cuda'; build with --device cpu")
     if config.weight_only_precision != NONE:
         limit = f"a multiple of {INPUTS_MULTIPLE} with weight_only_precision = {config.weight_only_precision!r}"
-        for name in ("hidden_size", "intermediate_size"):  # heads are multiples of 32
-            value = getattr(model, name)
+        for name, value in {"hidden_size": model.hidden_size, **model.mlp_sizes}.items():  # heads are multiples of 32
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
     # Kernels read two scales of a row at a time.
     multiple, sizes = 2 * WEIGHT_GROUP, dict[str, int]()
@@ -118,6 +121,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         config.weight_only_precision,
         config.weight_group,
         INT8_ASYMMETRIC in config.weight_formats.values(),
+        model.experts is not None,
     )
 
 

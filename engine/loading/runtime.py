@@ -25,6 +25,7 @@ from kvseek.engine.parallel.cuda.ranks import DeviceRanks, RankLayerKernels
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
+from kvseek.kernels.cuda.layer.experts import ExpertKernels
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.kernels.cuda.layer.products import product_kernels
 
@@ -71,7 +72,11 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
         capability = torch.cuda.get_device_capability(kernels.device)
         limit, remedy = "'none' on a GPU of compute capability below 9.0", "leave it out"
         require(not fp8 or capability >= (9, 0), "prefill_precision", config.prefill_precision, limit, remedy)
-        products = KernelProducts(few, chunk, logits_at_once(config.model), fp8_prompts=fp8)
+        mixtures = config.model.experts
+        form = config.weight_only_precision, config.weight_group
+        experts = None if mixtures is None else ExpertKernels(kernels, few.dtype, mixtures, *form)
+        rows = logits_at_once(config.model)
+        products = KernelProducts(few, chunk, rows, fp8_prompts=fp8, experts=experts)
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
 from kvseek.engine.cache.prefix import reuses_prefixes
@@ -55,13 +55,29 @@ def _torch_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
     model = config.model
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = 3 * queries + 2 * keys + 2 * model.hidden_size  # qkv, rotated queries, output; norm and projection
-    mlp = 3 * model.intermediate_size + 2 * model.hidden_size
+    mlp = _mlp_elements(model) + 2 * model.hidden_size
     elements = tokens * (model.hidden_size + _row_elements(keys)) + max(
         chunk * attention + _attention_elements(config, tokens, chunk), chunk * mlp
     )
     if config.weight_only_precision != NONE:  # the largest matrix, dequantised
-        elements += model.hidden_size * max(2 * model.intermediate_size, queries + 2 * keys)
+        widest, experts = 2 * max(model.mlp_sizes.values()), model.experts
+        if experts is not None and config.device == "cuda":  # those of a layer together
+            widest = max(widest, 2 * experts.intermediate_size * experts.num_experts)
+        elements += model.hidden_size * max(widest, queries + 2 * keys)
     return elements
+
+
+def _mlp_elements(model: ModelConfig) -> int:
+    """Count the elements of a token within the widest MLP, or the experts that it passes: inputs, gates and ups, outputs, sum."""
+    experts = model.experts
+    if experts is None:
+        return 3 * model.intermediate_size
+    each = 3 * experts.intermediate_size + 2 * model.hidden_size
+    mixed = (
+        experts.num_experts_per_tok * each + 2 * model.hidden_size + 3 * experts.num_experts
+    )  # logits, probabilities, places
+    shared = 3 * (experts.shared_intermediate_size or 0) + 4 * model.hidden_size
+    return max(mixed + shared, 3 * model.mlp_sizes.get("intermediate_size", 0))
 
 
 def _plans_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
@@ -105,7 +121,7 @@ def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     if config.runtime == "tensorrt":  # residual stream in and out, cosines and sines, logits as the plan gives them
         layer += 2 * model.hidden_size + model.head_dim + LOGITS_BYTES // dtype.itemsize * model.vocab_size
     else:
-        layer += 4 * model.hidden_size + 3 * model.intermediate_size
+        layer += 4 * model.hidden_size + _mlp_elements(model)
     # Keys and values of the evicted rows, and a copy of the keys.
     eviction = 3 * model.num_layers * model.num_kv_heads * config.cache.update * model.head_dim
     logits = sum(sizes) * model.vocab_size

@@ -19,6 +19,7 @@ from kvseek.core.streams import to_device
 from kvseek.core.weight_only import HEAD, dequantise
 from kvseek.engine.retrieval import Retrieval
 
+from .experts import Experts, LoopedExperts, Mixture, Parts
 from .prefill import (
     NO_CALLBACKS,
     AttendChunk,
@@ -31,10 +32,11 @@ from .prefill import (
     Stream,
 )
 from .reference import CausalAttention, LayerOperations
+from .weights import ROUTER
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
-    from kvseek.core.config import ModelConfig
+    from kvseek.core.config import ExpertsConfig, ModelConfig
     from kvseek.core.rope import Rotation
 
 
@@ -116,6 +118,21 @@ class Products:
         """Make a product as `linear`, whose inputs are divided among the ranks: each gets the sum of all ranks' outputs."""
         return self.linear(weight, bias, scale)
 
+    def experts(self, config: ExpertsConfig, gate_up: Parts, down: Parts) -> Experts:
+        """Make a layer's experts, whose weights follow each other; with several ranks they give this rank's part of the sum."""
+        made = [
+            [
+                self.linear(*one)
+                for one in zip(*(_each(part, config.num_experts) for part in (weight, None, scale)), strict=True)
+            ]
+            for weight, scale in (gate_up, down)
+        ]
+        return LoopedExperts(config, *made)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Give the sum of all ranks' parts, in place of a product by `row_parallel`."""
+        return part
+
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         """Make the product with the rows of the vocabulary that this rank has; rank 0 gets the outputs of all ranks."""
         return self.linear(weight, None, scale)
@@ -125,7 +142,10 @@ class Products:
         return Embedding(weight)
 
 
-ROW_PARALLEL = ("o", "down")  # products that several ranks divide by inputs (core/ranks.py)
+def _each(part: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if part is None else part.chunk(count)
+
+
 Mark = Callable[[str], None]
 """Takes the name of an operation of a decode step: one of OPS of engine/retrieval.py."""
 
@@ -145,9 +165,17 @@ class Layer:
         Number of the layer, from 0.
     products : Products, optional
         Makes the layer's products; None: with PyTorch's operator, in the dtype of the norms.
+    experts : ExpertsConfig, optional
+        The model's; which layers have them, the weights say.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], number: int, products: Products | None = None) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        number: int,
+        products: Products | None = None,
+        experts: ExpertsConfig | None = None,
+    ) -> None:
         prefix = f"layers.{number}."
         self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
@@ -158,8 +186,12 @@ class Layer:
             assert weight is not None, f"{prefix}{name}.weight is in every engine directory"
             return weight, bias, scale
 
-        self.qkv, self.gate_up = (products.linear(*parts(name)) for name in ("qkv", "gate_up"))
-        self.o, self.down = (products.row_parallel(*parts(name)) for name in ROW_PARALLEL)
+        self.qkv, self.o = products.linear(*parts("qkv")), products.row_parallel(*parts("o"))
+        self.mixture: Mixture | None = None
+        if experts is not None and f"{prefix}{ROUTER}.weight" in weights:
+            self.mixture = Mixture(weights, prefix, experts, products)
+        else:
+            self.gate_up, self.down = products.linear(*parts("gate_up")), products.row_parallel(*parts("down"))
 
     def project(
         self, ops: LayerOperations, x: Tensor, delta: Tensor | None, mark: Mark = _ignore, *, prompt: bool = False
@@ -185,6 +217,8 @@ class Layer:
         mark("o")
         normed = ops.add_rms_norm(x, projected, self.mlp_norm)
         mark("mlp_norm")
+        if self.mixture is not None:
+            return self.mixture(ops, normed, mark, prompt=prompt)
         activated = self.gate_up.gated(normed, ops.silu_mul, prompt=prompt)
         mark("gate_up")
         down = self.down(activated, prompt=prompt)
@@ -300,7 +334,8 @@ class WeightsModel(LayerwiseModel[Stream]):
         super().__init__(retrieval, attention)
         self.ops = ops
         self.embed = products.embedding(weights["embed.weight"])
-        self.layers = [Layer(weights, number, products) for number in range(self.model.num_layers)]
+        experts = self.model.experts
+        self.layers = [Layer(weights, number, products, experts) for number in range(self.model.num_layers)]
         self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
 

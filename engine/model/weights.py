@@ -31,7 +31,9 @@ LAYER_WEIGHTS = {  # weight of a layer of an engine, in the order of the computa
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+ROUTER, EXPERTS, SHARED, SHARED_GATE = "router", "experts", "shared", "shared_gate"  # of layers with experts
 HEAD_NORMS = ("q_norm", "k_norm")  # of models with qk_norm
+MLP = ("gate_up", "down")  # of layers without experts
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,10 @@ def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[
     model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and lm_head.weight. That is left out if
     it is tied to the embedding, unless it is quantised, which the embedding is not.
     A weight that is quantised is followed by its .weight_scale.
+
+    A layer with experts has instead of gate_up and down: router [experts, hidden], experts.gate_up [experts · 2 I, hidden] and
+    experts.down [experts · hidden, I], in which the experts follow each other, and those of a shared expert: shared.gate_up,
+    shared.down and shared_gate [1, hidden].
     """
     embedding = _weight(model, "embed.weight", "model.embed_tokens.weight")
     weights = [embedding]
@@ -148,12 +154,32 @@ def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[
 
 def _layer_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
     biases = {"qkv": model.qkv_bias, "o": model.output_bias, "gate_up": model.mlp_bias, "down": model.mlp_bias}
+    mixed = model.has_experts(layer)
     for name, sources in LAYER_WEIGHTS.items():
-        if name in HEAD_NORMS and not model.qk_norm:
+        if (name in HEAD_NORMS and not model.qk_norm) or (mixed and name in MLP):
             continue
         for kind in ("weight", "bias") if biases.get(name) else ("weight",):
             own = [f"model.layers.{layer}.{source}.{kind}" for source in sources]
             yield _weight(model, f"layers.{layer}.{name}.{kind}", *own)
+    if mixed:
+        yield from _expert_weights(model, layer)
+
+
+def _expert_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
+    experts, prefix, source = model.experts, f"layers.{layer}.", f"model.layers.{layer}.mlp."
+    assert experts is not None, "the layer has experts"
+
+    def weight(name: str, *sources: str) -> Weight:
+        return _weight(model, f"{prefix}{name}.weight", *(f"{source}{one}.weight" for one in sources))
+
+    yield weight(ROUTER, "gate")
+    each = [f"experts.{expert}." for expert in range(experts.num_experts)]
+    yield weight(f"{EXPERTS}.gate_up", *(f"{one}{part}_proj" for one in each for part in ("gate", "up")))
+    yield weight(f"{EXPERTS}.down", *(f"{one}down_proj" for one in each))
+    if experts.shared_intermediate_size is not None:
+        yield weight(f"{SHARED}.gate_up", "shared_expert.gate_proj", "shared_expert.up_proj")
+        yield weight(f"{SHARED}.down", "shared_expert.down_proj")
+        yield weight(SHARED_GATE, "shared_expert_gate")
 
 
 def _weight(model: ModelConfig, name: str, *sources: str) -> Weight:
@@ -163,7 +189,12 @@ def _weight(model: ModelConfig, name: str, *sources: str) -> Weight:
 
 def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
     """Return the shape of a model's tensor with this Hugging Face name; raises KeyError if the decoder has no such tensor."""
-    *_, module, kind = name.split(".")
+    *parents, module, kind = name.split(".")
+    intermediate, experts = model.intermediate_size, model.experts
+    if experts is not None and "experts" in parents:
+        intermediate = experts.intermediate_size
+    elif experts is not None and "shared_expert" in parents:
+        intermediate = experts.shared_intermediate_size or 0
     hidden, queries = model.hidden_size, model.num_heads * model.head_dim
     keys, vocabulary = model.num_kv_heads * model.head_dim, (model.vocab_size, hidden)
     shapes: dict[str, tuple[int, ...]] = {
@@ -176,9 +207,11 @@ def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
         "k_norm": (model.head_dim,),
         "o_proj": (hidden, queries),
         "post_attention_layernorm": (hidden,),
-        "gate_proj": (model.intermediate_size, hidden),
-        "up_proj": (model.intermediate_size, hidden),
-        "down_proj": (hidden, model.intermediate_size),
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+        "gate": (0 if experts is None else experts.num_experts, hidden),
+        "shared_expert_gate": (1, hidden),
         "norm": (hidden,),
         "lm_head": vocabulary,
     }

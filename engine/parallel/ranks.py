@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from kvseek.core.config import ExpertsConfig
 from kvseek.core.errors import ConfigError
+from kvseek.engine.model.experts import Experts, Parts
 from kvseek.engine.model.layer import Embedding, Linear, Product, Products
 
 from .nodes import LOOPBACK, interface_to
@@ -145,12 +147,19 @@ class RankProducts(Products):
 
     def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
         """See Products. The ranks' outputs have been rounded to the engine's dtype when they are summed."""
-        own, ranks = self.linear(weight, bias, scale), self._ranks
+        own = self.linear(weight, bias, scale)
 
         def product(x: Tensor, *, prompt: bool = False) -> Tensor:
-            return ranks.sum(own(x, prompt=prompt))
+            return self.sum(own(x, prompt=prompt))
 
         return product
+
+    def experts(self, config: ExpertsConfig, gate_up: Parts, down: Parts) -> Experts:
+        self._tell()
+        return self._products.experts(config, gate_up, down)
+
+    def sum(self, part: Tensor) -> Tensor:
+        return self._ranks.sum(part)
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         self._tell()
@@ -176,6 +185,9 @@ class RankPartProducts(RankProducts):
     def row_parallel(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Product:
         """Make a product that computes this rank's part of the sum."""
         return self.linear(weight, bias, scale)
+
+    def sum(self, part: Tensor) -> Tensor:
+        return part
 
 
 class RankEmbedding(Embedding):

@@ -315,11 +315,11 @@ def on_cpu(
     return ["--plan", "--model", str(model), "--method", method, *own, *flags]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_what_is_planned_is_built_and_loaded(tp_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "tp_size"), [("llama", 1), ("llama", 2), ("llama", 4), ("qwen2_moe", 2)])
+def test_what_is_planned_is_built_and_loaded(architecture: str, tp_size: int, tmp_path: Path) -> None:
     """Weights, windows and rows of each rank of an engine; with 4 ranks, two have the same KV head."""
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    model = save_random_model(tmp_path / "model", "llama", **shape)
+    model = save_random_model(tmp_path / "model", architecture, **shape)
     limits = ("--max_seq_len", "4096", "--max_batch_size", "3", "--tp_size", str(tp_size))
     own = search(on_cpu(model, *limits, method="full", dtype="float32"))
     engine = tmp_path / "engine"

@@ -16,6 +16,7 @@ from kvseek.core.config import (
     PRETRAINED,
     CacheConfig,
     EngineConfig,
+    ExpertsConfig,
     ModelConfig,
     RopeScaling,
     read_config,
@@ -26,6 +27,12 @@ from kvseek.plugins.registry import get_method
 
 MODEL = ModelConfig(
     "qwen3", 100, 64, 96, 2, 4, 2, 16, 1e-6, 1e6, 8192, RopeScaling("yarn", 4.0, 2048), eos_token_ids=(2, 6)
+)
+MIXTURE = dataclasses.replace(
+    MODEL,
+    intermediate_size=128,
+    architecture="qwen3_moe",
+    experts=ExpertsConfig(8, 2, 48, norm_topk_prob=True, dense_layers=(1,)),
 )
 OBJECTS = ("pretrained_config", "build_config")
 
@@ -54,7 +61,7 @@ ON_CPU = EngineConfig(MODEL, "pariskv", {"top_k": 7}, CacheConfig(sink=3), dtype
 NEVER = CacheConfig(offload="never", kv_cache_device_memory_bytes=1 << 40)
 
 
-@pytest.mark.parametrize("config", [ON_CPU, EngineConfig(MODEL, "full", cache=NEVER, dtype="float16", device="cuda")])
+@pytest.mark.parametrize("config", [ON_CPU, EngineConfig(MIXTURE, "full", cache=NEVER, dtype="float16", device="cuda")])
 def test_round_trip(tmp_path: Path, config: EngineConfig) -> None:
     write_config(config, tmp_path)
     assert read_config(tmp_path) == config
@@ -238,6 +245,57 @@ def test_how_far_dynamic_and_longrope_reach() -> None:
     )
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model, "full", max_seq_len=2049, **tensorrt)
+
+
+EXPERTS: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts": 0}, "experts.num_experts = 0: must be between 1 and"),
+    ({"num_experts": 1000}, "experts.num_experts = 1000: must be <= 512; choose another model"),
+    ({"num_experts_per_tok": 9}, r"experts.num_experts_per_tok = 9: must be between 1 and min\(num_experts, 16\) = 8"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), EXPERTS)
+def test_bad_experts_are_named(change: dict[str, Any], message: str) -> None:
+    assert MIXTURE.experts is not None
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(MIXTURE, experts=dataclasses.replace(MIXTURE.experts, **change))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp_size": 5}, "tp_size = 5: must be a divisor of num_heads = 4"),
+        ({"tp_size": 2, "weight_only_precision": "int4"}, "experts.intermediate_size = 24: must be a multiple of 32"),
+        (
+            {"device": "cuda"},
+            "dtype = 'float32': must be bfloat16 or float16 with a mixture of experts on cuda; choose",
+        ),
+        (
+            {"device": "cuda", "dtype": "bfloat16", "runtime": "tensorrt"},
+            "runtime = 'tensorrt': must be 'torch' with a mixture of experts; plans have no experts",
+        ),
+        (
+            {"device": "cuda", "dtype": "bfloat16", "weight_only_precision": "fp8", "prefill_precision": "fp8"},
+            "prefill_precision = 'fp8': must be 'none' with a mixture of experts; grouped products take 16 bits",
+        ),
+    ],
+)
+def test_what_experts_cannot_be_computed_with(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(MIXTURE, "full", **fields)
+    apart = dataclasses.replace(MIXTURE, num_heads=6, num_kv_heads=3, intermediate_size=96)
+    assert apart.experts is not None
+    apart = dataclasses.replace(apart, experts=dataclasses.replace(apart.experts, intermediate_size=50))
+    with pytest.raises(ConfigError, match=r"tp_size = 3: must be a divisor of experts\.intermediate_size = 50; choose"):
+        apart.check_ranks(3)
+
+
+def test_experts_belong_to_their_architectures() -> None:
+    for model, other in ((MODEL, MIXTURE.experts), (MIXTURE, None)):
+        with pytest.raises(
+            ConfigError, match=f"must be stated with architecture = '{model.architecture}' if that has any"
+        ):
+            dataclasses.replace(model, experts=other)
 
 
 def test_unknown_scaling_kind() -> None:

@@ -96,6 +96,25 @@ def test_logits_do_not_depend_on_how_the_prompt_was_read(
     flags = (*WINDOW, *LIMITS, *method_flags(method, CASES[method].sparse), *numbers_of_16_bits)
     directory = build_engine(model, method, *flags)
     check_equal_bits(directory)
+    check_steps(directory)
+
+
+@pytest.mark.parametrize(("architecture", "precision"), [("qwen2_moe", "none"), ("qwen3_moe", "int4")])
+def test_experts_that_others_choose_change_nothing(
+    architecture: str, precision: str, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096}
+    sizes = {name: size for name, size in sizes.items() if not name.startswith("shared") or architecture == "qwen2_moe"}
+    model = random_model(architecture, num_hidden_layers=2, **sizes)
+    directory = build_engine(
+        model, "full", *WINDOW, *LIMITS, "--dtype", "bfloat16", "--weight_only_precision", precision
+    )
+    check_equal_bits(directory)
+    check_steps(directory)
+
+
+def check_steps(directory: Path) -> None:
     engine = Engine.load(directory)
     prompts = [numbers(size, size) for size in (700, 40, 900)]
     alone = [ask(engine, prompt)[0] for prompt in prompts]

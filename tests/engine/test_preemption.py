@@ -29,7 +29,12 @@ from kvseek.plugins.registry import METHODS, method_traits
 
 EXTENT_BYTES = 2 * 1024 * 2 * 32 * 4  # of two layers and one KV head of 32 channels, in float32
 LIMITS = ("--max_batch_size", "8", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
-NAMES = {**{name: (name, ()) for name in METHODS}, "ctkvr-rows": ("ctkvr", method_flags("ctkvr", BY_KEYS))}
+EXPERTS = "nested with experts"
+NAMES = {
+    **{name: (name, ()) for name in METHODS},
+    EXPERTS: ("nested", ()),
+    "ctkvr-rows": ("ctkvr", method_flags("ctkvr", BY_KEYS)),
+}
 Told = list[tuple[object, ...]]
 Make = Callable[..., Engine]
 SAMPLED = SamplingConfig(
@@ -67,7 +72,8 @@ def make(random_model: RandomModel, build_engine: BuildEngine) -> Make:
     def load(name: str = "full", extents: int = 6, **fields: object) -> Engine:
         method, own = NAMES[name]
         few = method_flags(method, CASES[method].sparse)
-        directory = build_engine(random_model("llama", **SHAPE, **HEADS), method, *WINDOW, *LIMITS, *few, *own)
+        model = random_model("qwen3_moe" if name == EXPERTS else "llama", **SHAPE, **HEADS)
+        directory = build_engine(model, method, *WINDOW, *LIMITS, *few, *own)
         return load_changed(directory, {"kv_cache_host_memory_bytes": extents * EXTENT_BYTES, **fields})
 
     return load

@@ -7,6 +7,7 @@ with the emulation included first. Kernels with other machine instructions canno
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -27,9 +28,11 @@ SOURCES = {
     "ctkvr": ("probe.cu", "recall.cu", "coded.cu", "rerank.cu"),
 }
 DRAW = "kernels/cuda/draw/draw.cu"
+EXPERTS = ("kernels/cuda/layer/routing.cu", "kernels/cuda/layer/products.cu")
+EXPERTS_KERNELS = (EXPERTS[0], "kernels/cuda/layer/experts.cuh")
 HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
 STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "kernels/cuda/instructions.cuh")
-DYNAMIC = "extern __shared__ __align__(16) unsigned char dynamic_memory[];"
+DYNAMIC = re.compile(r"extern __shared__ __align__\(16\) unsigned char (\w+)\[\];")
 DYNAMIC_BYTES = 256 << 10
 MULTIPROCESSORS = 12  # several blocks for each request and KV head, and few enough to be quick
 # Libraries of several shapes define the same symbols, and must not share them.
@@ -84,7 +87,18 @@ def emulated_draw(dtype: str) -> EmulatedKernels:
         return EmulatedKernels(_compile(Specialisation(dtype, 64, 1, ""), [DRAW], folder))
 
 
-def _compile(unit: Specialisation, names: Sequence[str], within: str) -> ctypes.CDLL:
+@cache
+def emulated_experts(dtype: str, precision: str) -> EmulatedKernels:
+    """Compile the kernels of mixtures of experts; those of int4 cannot be emulated."""
+    with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
+        unit = Specialisation(dtype, 64, 1, "", weight_only_precision=precision, experts=True)
+        return EmulatedKernels(_compile(unit, EXPERTS, folder, EXPERTS_KERNELS))
+
+
+def _compile(
+    unit: Specialisation, names: Sequence[str], within: str, launched: Sequence[str] | None = None
+) -> ctypes.CDLL:
+    """Compile sources; those in `launched` have the kernels that are launched, if not all of them have."""
     folder = Path(within)
     (root,) = package_roots()
     for path in (path for room in ("kernels", "plugins") for path in (root / room).rglob("*.*")):
@@ -92,13 +106,13 @@ def _compile(unit: Specialisation, names: Sequence[str], within: str) -> ctypes.
             continue
         copy = folder / path.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        memory = f"alignas(16) static unsigned char dynamic_memory[{DYNAMIC_BYTES}];"
-        copy.write_text(path.read_text(encoding="utf-8").replace(DYNAMIC, memory), encoding="utf-8")
+        memory = rf"alignas(16) static unsigned char \1[{DYNAMIC_BYTES}];"
+        copy.write_text(DYNAMIC.sub(memory, path.read_text(encoding="utf-8")), encoding="utf-8")
     for name in STAND_INS:
         (folder / name).write_text("")  # the emulation is included before all
     sources = [folder / name for name in names]
     given = {name for name, value in unit.macros if value}
-    texts = [compiled_part(path.read_text(encoding="utf-8"), given) for path in sources]
+    texts = [compiled_part((folder / name).read_text(encoding="utf-8"), given) for name in launched or names]
     includes = "".join(f'#include "{path}"\n' for path in sources)
     launches = (LAUNCH.format(name=kernel, arguments=a) for text in texts for kernel, a in KERNEL.findall(text))
     (folder / "unit.cpp").write_text(includes + "".join(launches))

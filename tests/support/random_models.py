@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+MIXTURES = ("qwen2_moe", "qwen3_moe")
 VOCABULARY = 384
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>")  # ids 0, 1, 2
 CORPUS = ("the harbour master wrote the log", "the light was lit at dusk", "one ship, two ships, three ships in 1931")
@@ -34,6 +35,21 @@ ARCHITECTURE_SHAPE: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 192, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
     "mistral": {"head_dim": 32, "sliding_window": None},
+    "qwen2_moe": {
+        "hidden_size": 192,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 96,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -43,7 +59,7 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     Parameters
     ----------
     architecture : str
-        One of ARCHITECTURES, or mistral. Six query heads and two KV heads of 32 channels, three layers, 1,024 positions.
+        One of ARCHITECTURES, MIXTURES, or mistral. Six query heads, two KV heads of 32 channels, three layers, 1,024 positions.
     max_shard_size : str
         As save_pretrained takes it; a small one makes several shards.
     **config
@@ -51,7 +67,7 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     """
     import transformers
 
-    prefix = architecture.capitalize()
+    prefix = class_prefix(architecture)
     config_class = getattr(transformers, f"{prefix}Config")
     values = {**SHAPE, **ARCHITECTURE_SHAPE[architecture], **config}
     torch.manual_seed(20)
@@ -60,6 +76,11 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     save_tokenizer(directory)
     return directory
+
+
+def class_prefix(architecture: str) -> str:
+    """What the names of transformers' classes begin with."""
+    return "".join(part.capitalize() for part in architecture.split("_"))
 
 
 def _randomise(model: torch.nn.Module) -> None:

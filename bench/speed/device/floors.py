@@ -103,7 +103,7 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     away = (heads * costs.rows * (1 - step.hit_rate) + keys / 2) * on_host * row
     whole = heads * dense_on_host * step.retrieval * row
     return Work(
-        weights=float(matrix_bytes(config)),
+        weights=float(matrix_bytes(config, step.batch)),
         scan=heads * selecting * costs.index_bytes,
         rerank=heads * selecting * costs.rerank_bytes + keys * (selecting - on_host) * row / 2,
         device_rows=at_home * row,

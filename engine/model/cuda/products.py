@@ -11,8 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.config import ExpertsConfig
+from kvseek.engine.model.experts import Experts, Parts
 from kvseek.engine.model.layer import Linear, Product, Products
+from kvseek.kernels.cuda.layer.experts import ExpertKernels
 from kvseek.kernels.cuda.layer.products import MOST_ROWS, ProductKernels
+
+from .experts import KernelExperts, multiplies_groups
 
 # Numbers of rows that RowCounts tries: these, and then multiples of ROW_STEP, the rows of a tile of a matrix.
 FEW_ROWS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
@@ -155,16 +160,32 @@ class KernelProducts(Products):
         Most rows of prompts that the head multiplies at once.
     fp8_prompts : bool
         Whether prompts are multiplied in FP8, see KernelLinear.
+    experts : ExpertKernels, optional
+        Those of a model with experts.
     """
 
-    def __init__(self, kernels: ProductKernels, chunk: int, head_rows: int, *, fp8_prompts: bool = False) -> None:
+    def __init__(
+        self,
+        kernels: ProductKernels,
+        chunk: int,
+        head_rows: int,
+        *,
+        fp8_prompts: bool = False,
+        experts: ExpertKernels | None = None,
+    ) -> None:
         super().__init__(kernels.dtype)
+        self._experts = experts
         self._kernels, self._chunk, self._head_rows = kernels, chunk, head_rows
         self._fp8_prompts = fp8_prompts
         self._counts: dict[tuple[torch.Size, torch.dtype, bool], RowCounts] = {}
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
         return self._make(weight, bias, scale, self._chunk)
+
+    def experts(self, config: ExpertsConfig, gate_up: Parts, down: Parts) -> Experts:
+        assert self._experts is not None, "the model has experts"
+        looped = None if multiplies_groups(gate_up[0], self.dtype) else super().experts(config, gate_up, down)
+        return KernelExperts(self._experts, gate_up, down, self._kernels.dequantise, looped)
 
     def head(self, weight: Tensor, scale: Tensor | None = None) -> Product:
         if scale is not None:

@@ -176,8 +176,7 @@ def norm_threads(hidden: int) -> int:
 
 def check_sizes(model: ModelConfig) -> None:
     """Raise ConfigError unless the kernels support the model's sizes: multiples of PIECE, hidden_size up to MAX_HIDDEN."""
-    for name in ("hidden_size", "intermediate_size"):
-        value = getattr(model, name)
+    for name, value in {"hidden_size": model.hidden_size, **model.mlp_sizes}.items():
         if value % PIECE:
             raise ConfigError(f"{name} = {value}: must be a multiple of {PIECE} on a GPU; build with --device cpu")
     if model.hidden_size > MAX_HIDDEN:

@@ -516,4 +516,8 @@ KVSEEK_DEQUANTISE(int8_asymmetric, Int8Asymmetric)
 
 }  // namespace products
 }  // namespace kvseek
+
+#if KVSEEK_EXPERTS
+#include "kernels/cuda/layer/experts.cuh"
+#endif
 #endif

@@ -134,6 +134,13 @@ struct Bytes {
 using Int8Groups = Bytes<__half, 32>;
 using Int8Asymmetric = Bytes<__half2, 16, true>;
 using Fp8Groups = Bytes<float, 128>;
+#if KVSEEK_WEIGHT == 3
+using Layers = Int4;  // of experts, too
+#elif KVSEEK_WEIGHT == 4
+using Layers = Fp8Groups;
+#elif KVSEEK_WEIGHT == 5
+using Layers = Int8Groups;
+#endif
 #endif
 
 }  // namespace products

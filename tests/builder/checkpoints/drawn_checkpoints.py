@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tests.support.random_models import class_prefix
 
 from kvseek.builder.build import build_engine
 from kvseek.builder.checking import generated_logits, greedy
@@ -23,9 +24,11 @@ from kvseek.core.errors import KvseekError
 from kvseek.engine.leading.leader import load_decoder
 
 Tensors = dict[str, torch.Tensor]
+BIASED = ("qwen2", "qwen2_moe")
 ABSENT = "(absent)"  # a value that takes the key out of config.json
 LAYERS = 2
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+EXPERT_SIZE, SHARED_SIZE = 24, 16  # intermediate sizes
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 PROMPT = [3, 17, 90, 4, 55, 3, 62, 8, 71, 29, 44, 13, 80, 6, 37, 91, 22, 58, 2, 66, 49, 11, 75, 30]
 GREEDY_TOKENS = 16
 MOST = 1e-4  # difference of logits, whose spread is about 1; measured: some 8e-6
@@ -54,6 +57,10 @@ class Shape:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    experts: int = 0
+    chosen: int = 1
+    normalised: bool = False
+    dense: tuple[int, ...] = ()  # layers without experts
     head: str = "own"  # lm_head.weight: "own", "embedding" (equal to it) or "none"
 
 
@@ -92,7 +99,7 @@ def save_case(case: Case, directory: Path) -> None:
 
 def _plain_config(shape: Shape) -> dict[str, Any]:
     return {
-        "architectures": [f"{shape.model_type.capitalize()}ForCausalLM"],
+        "architectures": [f"{class_prefix(shape.model_type)}ForCausalLM"],
         "model_type": shape.model_type,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -106,7 +113,26 @@ def _plain_config(shape: Shape) -> dict[str, Any]:
         "hidden_act": "silu",
         "bos_token_id": 0,
         "eos_token_id": 1,
+    } | (_mixture(shape) if shape.experts else {})
+
+
+def _mixture(shape: Shape) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": SHARED_SIZE} if shape.model_type == "qwen2_moe" else {}
+    return shared | {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "norm_topk_prob": shape.normalised,
+        "moe_intermediate_size": EXPERT_SIZE,
+        "mlp_only_layers": list(shape.dense),
     }
+
+
+def _mlps(shape: Shape, layer: int) -> dict[str, int]:
+    """Intermediate size of each MLP of a layer, by its name."""
+    if not shape.experts or layer in shape.dense:
+        return {"mlp": shape.intermediate_size}
+    shared = {"mlp.shared_expert": SHARED_SIZE} if shape.model_type == "qwen2_moe" else {}
+    return shared | {f"mlp.experts.{expert}": EXPERT_SIZE for expert in range(shape.experts)}
 
 
 def _tensors(shape: Shape, seed: int) -> Tensors:
@@ -125,15 +151,16 @@ def _tensors(shape: Shape, seed: int) -> Tensors:
         own = matrix(shape.vocab_size, hidden)
         found["lm_head.weight"] = own if shape.head == "own" else found["model.embed_tokens.weight"].clone()
     for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
+        prefix, mlps = f"model.layers.{layer}.", _mlps(shape, layer)
         for name, rows, columns in (
             ("self_attn.q_proj", queries, hidden),
             ("self_attn.k_proj", keys, hidden),
             ("self_attn.v_proj", keys, hidden),
             ("self_attn.o_proj", hidden, queries),
-            ("mlp.gate_proj", shape.intermediate_size, hidden),
-            ("mlp.up_proj", shape.intermediate_size, hidden),
-            ("mlp.down_proj", hidden, shape.intermediate_size),
+            *((f"{mlp}.{name}_proj", size, hidden) for mlp, size in mlps.items() for name in ("gate", "up")),
+            *((f"{mlp}.down_proj", hidden, size) for mlp, size in mlps.items()),
+            *([] if "mlp" in mlps else [("mlp.gate", shape.experts, hidden)]),
+            *([("mlp.shared_expert_gate", 1, hidden)] if "mlp.shared_expert" in mlps else []),
         ):
             found[f"{prefix}{name}.weight"] = matrix(rows, columns)
             output, attention = name.endswith("o_proj"), name.startswith("self_attn")
@@ -141,7 +168,7 @@ def _tensors(shape: Shape, seed: int) -> Tensors:
                 found[f"{prefix}{name}.bias"] = torch.randn(rows, generator=generator) / 2
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"{prefix}{name}.weight"] = norm(hidden)
-        if shape.model_type == "qwen3":
+        if shape.model_type.startswith("qwen3"):
             for name in ("q_norm", "k_norm"):
                 found[f"{prefix}self_attn.{name}.weight"] = norm(shape.head_dim)
     return found
@@ -298,6 +325,13 @@ _EDITS: dict[str, list[Any]] = {
     "attn_logit_softcapping": [50.0],
     "rope_interleaved": [True],
     "num_experts": [0, 4],
+    "num_experts_per_tok": [ABSENT, 1, 9],
+    "norm_topk_prob": [True, ABSENT, None],
+    "moe_intermediate_size": [ABSENT, 24],
+    "shared_expert_intermediate_size": [ABSENT, 0, 16],
+    "decoder_sparse_step": [ABSENT, 1, 2, 0],
+    "mlp_only_layers": [ABSENT, None, [0], [0, 1], [7], "1"],
+    "qkv_bias": [False, True],
     "quantization_config": [None, {"quant_method": "fp8"}],
     "eos_token_id": [[1, 2], ABSENT, None],
     "pad_token_id": [2, -1, 5000],
@@ -310,6 +344,7 @@ _EDITS: dict[str, list[Any]] = {
 def _shapes(draw: st.DrawFn) -> Shape:
     model_type = draw(st.sampled_from(MODEL_TYPES))
     heads = draw(st.sampled_from([2, 4]))
+    experts = draw(st.sampled_from([3, 4, 9])) if model_type.endswith("_moe") else 0
     return Shape(
         model_type=model_type,
         vocab_size=draw(st.sampled_from([96, 100])),
@@ -318,7 +353,11 @@ def _shapes(draw: st.DrawFn) -> Shape:
         heads=heads,
         kv_heads=draw(st.sampled_from([1, 2, heads])),
         head_dim=draw(st.sampled_from([8, 16])),
-        qkv_bias=model_type == "qwen2" or draw(st.sampled_from([False, False, True])),
+        experts=experts,
+        chosen=min(experts, draw(st.sampled_from([1, 2, 3]))),
+        normalised=draw(st.booleans()),
+        dense=draw(st.sampled_from([(), (), (0,), (1,)])),
+        qkv_bias=model_type in BIASED or draw(st.sampled_from([False, False, True])),
         mlp_bias=model_type == "llama" and draw(st.sampled_from([False, False, True])),
         head=draw(st.sampled_from(["own", "own", "embedding", "none"])),
     )
@@ -328,7 +367,7 @@ def _shapes(draw: st.DrawFn) -> Shape:
 def cases(draw: st.DrawFn) -> Case:
     """Mostly checkpoints that run, with up to two fields edited and sometimes a fault in the tensors."""
     shape = draw(_shapes())
-    bias = shape.qkv_bias and shape.model_type != "qwen2"
+    bias = shape.qkv_bias and shape.model_type not in BIASED
     shape = dataclasses.replace(shape, output_bias=bias)
     config: dict[str, Any] = {"attention_bias": True} if bias else {}
     config |= {"mlp_bias": True} if shape.mlp_bias else {}
@@ -336,7 +375,7 @@ def cases(draw: st.DrawFn) -> Case:
     config |= {"sliding_window": draw(st.sampled_from([None, 4096]))} if shape.model_type == "mistral" else {}
     if shape.heads * shape.head_dim == shape.hidden_size and shape.model_type != "qwen3" and draw(st.booleans()):
         config["head_dim"] = ABSENT
-    elif shape.model_type == "qwen2":  # which has no such field: the size follows from others
+    elif shape.model_type in BIASED:  # which has no such field: the size follows from others
         shape = dataclasses.replace(shape, head_dim=shape.hidden_size // shape.heads)
     config |= draw(_ropes(shape.head_dim))
     for name in draw(st.lists(st.sampled_from(sorted(_EDITS)), max_size=2)) if draw(st.booleans()) else ():

@@ -11,9 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LAYERS = tuple(f"self_attn.{name}_proj" for name in "qkvo") + tuple(
-    f"mlp.{name}_proj" for name in ("gate", "up", "down")
-)
+LAYERS = tuple(f"{name}_proj" for name in (*"qkvo", "gate", "up", "down"))
 GROUP = 32
 Packed = tuple[dict[str, Tensor], Tensor]  # the parts of a module, and its weight, float64 [outputs, inputs]
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from gguf import GGUFValueType
 from tests.conftest import RandomModel
 from tests.support.checkpoint_files import LLAMA, edit_gguf, edit_json, finish, write_gguf
-from tests.support.random_models import ARCHITECTURE_SHAPE, SHAPE, save_random_model
+from tests.support.random_models import ARCHITECTURE_SHAPE, SHAPE, class_prefix, save_random_model
 
 from kvseek.builder.checkpoints.effective_config import (
     check_effective_config,
@@ -38,7 +39,15 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
 
-CLASSES = ("PreTrainedConfig", "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")
+CLASSES = (
+    "PreTrainedConfig",
+    "LlamaConfig",
+    "MistralConfig",
+    "Qwen2Config",
+    "Qwen3Config",
+    "Qwen2MoeConfig",
+    "Qwen3MoeConfig",
+)
 LISTS = {"CONFIG": CONFIG, "GENERATION": GENERATION, "GGUF": GGUF, "TENSORRT_LLM": TENSORRT_LLM}
 # Keys of gguf's constants that ask for parts which the decoder lacks; they are refused as unknown.
 OTHER_PARTS = """
@@ -285,9 +294,10 @@ def saved(directory: Path, architecture: str, **changes: Any) -> Path:
     """A directory with a config.json and nothing else."""
     import transformers
 
-    config_class = getattr(transformers, f"{architecture.capitalize()}Config")
+    prefix = class_prefix(architecture)
+    config_class = getattr(transformers, f"{prefix}Config")
     values = {**SHAPE, **ARCHITECTURE_SHAPE[architecture], **changes}
-    config_class(architectures=[f"{architecture.capitalize()}ForCausalLM"], **values).save_pretrained(directory)
+    config_class(architectures=[f"{prefix}ForCausalLM"], **values).save_pretrained(directory)
     return directory
 
 
@@ -308,10 +318,15 @@ def test_every_field_is_compared(architecture: str, changes: dict[str, Any], tmp
         "sliding_window": 512,
         "num_kv_heads": 3,
     }
+    if model.experts is not None:
+        others["architecture"] = "qwen2_moe" if architecture == "qwen3_moe" else "qwen3_moe"
+        others["experts"] = dataclasses.replace(model.experts, dense_layers=(0,))
     for name in names:
         value = getattr(model, name)
+        if name == "experts" and value is None:
+            continue
         other = others[name] if name in others else not value if isinstance(value, bool) else value * 2
-        message = rf"config\.json: {name}: kvseek reads {other!r}, transformers \S+ reads "
+        message = rf"config\.json: {name}: kvseek reads {re.escape(repr(other))}, transformers \S+ reads "
         with pytest.raises(ConfigError, match=message):
             check_effective_config(dataclasses.replace(model, **{name: other}), directory)
     for scaling in (RopeScaling("linear", 2.0), RopeScaling("yarn", 4.0, 64, attention_factor=2.0)):
@@ -328,6 +343,10 @@ DIFFERENT = [
     ("llama", {"model_type": "gpt2"}, "architecture: kvseek reads 'llama', transformers .* reads 'gpt2'"),
     ("llama", {"model_type": ...}, "transformers cannot read it"),
     ("mistral", {"attention_bias": True}, "qkv_bias: kvseek reads True, transformers .* reads False"),
+    ("qwen3_moe", {"num_experts": 4}, r"num_local_experts = 8: must be absent with architectures = 'Qwen3MoeFor"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "shared_expert_intermediate_size is missing"),
+    ("qwen3_moe", {"qkv_bias": True}, "qkv_bias = True: must be absent with architectures = 'Qwen3MoeForCausalLM'"),
+    ("qwen3", {"moe_intermediate_size": 8}, "moe_intermediate_size = 8: must be absent with architectures = 'Qwen3For"),
 ]
 REFUSED_BY_TRANSFORMERS = [
     ("llama", {"initializer_range": "x"}, "initializer_range"),

@@ -20,7 +20,7 @@ from kvseek.builder.checkpoints.effective_config import check_effective_config
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
-from kvseek.core.config import ModelConfig, RopeScaling, read_config
+from kvseek.core.config import ExpertsConfig, ModelConfig, RopeScaling, read_config
 from kvseek.core.errors import ConfigError
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -395,6 +395,75 @@ QWEN_3 = QWEN_25 | {
     "vocab_size": 151936,
 }
 QWEN_3_4B = QWEN_3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+QWEN_3_MOE = QWEN_3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+QWEN_3_CODER = QWEN_3_MOE | {
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "qkv_bias": False,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
+}
+QWEN_3_235B = QWEN_3_MOE | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 94,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
+QWEN_15_MOE = QWEN_25 | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151643,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "vocab_size": 151936,
+}
+QWEN_2_57B = QWEN_15_MOE | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "moe_intermediate_size": 2560,
+    "num_attention_heads": 28,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "shared_expert_intermediate_size": 20480,
+    "sliding_window": 65536,
+}
 MISTRAL_1 = LLAMA_2 | {
     "architectures": ["MistralForCausalLM"],
     "intermediate_size": 14336,
@@ -446,6 +515,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "DeepSeek-R1-Distill-Qwen-7B": (R1_QWEN, 7_615_616_512, {"rope_theta": 1e4, "sliding_window": None}),
     "Qwen3-8B": (QWEN_3, 8_190_735_360, {"architecture": "qwen3", "qk_norm": True, "qkv_bias": False}),
     "Qwen3-4B": (QWEN_3_4B, 4_022_468_096, {"tie_word_embeddings": True}),
+    "Qwen3-30B-A3B": (
+        QWEN_3_MOE,
+        30_532_122_624,
+        {"num_kv_heads": 4, "experts": ExpertsConfig(128, 8, 768, norm_topk_prob=True)},
+    ),
+    "Qwen3-Coder-30B-A3B": (QWEN_3_CODER, 30_532_122_624, {"architecture": "qwen3_moe", "qk_norm": True}),
+    "Qwen3-235B-A22B": (QWEN_3_235B, 235_093_634_560, {"num_heads": 64, "num_layers": 94}),
+    "Qwen1.5-MoE-A2.7B": (
+        QWEN_15_MOE,
+        14_315_784_192,
+        {"qkv_bias": True, "experts": ExpertsConfig(60, 4, 1408, norm_topk_prob=False, shared_intermediate_size=5632)},
+    ),
+    "Qwen2-57B-A14B": (QWEN_2_57B, 57_408_658_944, {"head_dim": 128, "output_bias": False}),
     "Mistral-7B-v0.1": (MISTRAL_1, 7_241_732_096, {"architecture": "llama", "sliding_window": 4096}),
     "Mistral-7B-Instruct-v0.2": (MISTRAL_2, 7_241_732_096, {"rope_theta": 1e6, "sliding_window": None}),
     "Mistral-Nemo-2407": (MISTRAL_NEMO, 12_247_782_400, {"head_dim": 128, "num_heads": 32}),
@@ -484,10 +566,17 @@ OTHER_REACH: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 # Refused, and why: the decoder lacks the part that the key asks for.
 PUBLISHED_MODELS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Qwen3-30B-A3B": (QWEN_3 | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts = 128"),
     "Mixtral-8x7B": (
         MISTRAL_2 | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
-        "num_local_experts = 8",
+        "architectures = 'MixtralForCausalLM': must be one of",
+    ),
+    "Qwen3-Next-80B-A3B": (
+        QWEN_3_MOE | {"architectures": ["Qwen3NextForCausalLM"], "linear_conv_kernel_dim": 4},
+        "architectures = 'Qwen3NextForCausalLM': .*Gated DeltaNet layers keep a state",
+    ),
+    "Qwen3.5-35B-A3B": (
+        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": {}},
+        "architectures = 'Qwen3_5MoeForConditionalGeneration': .*use a Qwen3 or Qwen3-MoE",
     ),
     "Gemma-2-9B": (
         LLAMA_3 | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0},

@@ -107,7 +107,7 @@ def tokens_of(directory: Path) -> list[int]:
         engine.close()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen2_moe"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_engines_compute_with_the_numbers(
     name: str, architecture: str, random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path

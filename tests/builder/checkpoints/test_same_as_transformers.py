@@ -125,6 +125,10 @@ RUN = [
     Case(MISTRAL, {"sliding_window": None, "rope_scaling": LINEAR}),
     Case(QWEN2),
     Case(Shape("qwen3", head_dim=16)),
+    Case(Shape("qwen2_moe", qkv_bias=True, experts=4, chosen=3), files=Files("bfloat16", "shards")),
+    Case(Shape("qwen2_moe", qkv_bias=True, experts=5, chosen=5, normalised=True, dense=(0,))),
+    Case(Shape("qwen3_moe", experts=9, chosen=2, normalised=True, dense=(1,))),
+    Case(Shape("qwen3_moe", experts=4, qkv_bias=True, output_bias=True), {"attention_bias": True}),
     *(Case(config=own) for own in ROPE.values()),
     Case(files=Files(layout="both")),  # a single file beside the shards of an index: transformers reads the single file
 ]

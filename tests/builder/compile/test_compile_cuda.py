@@ -21,7 +21,7 @@ from tests.support.structs import KERNEL, NVRTC_OFFSET, ROOT, compiled_part, dec
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
 from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
-from kvseek.core.config import EngineConfig, ModelConfig, read_config
+from kvseek.core.config import EngineConfig, ExpertsConfig, ModelConfig, read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.core.weight_only import INT4
@@ -109,9 +109,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(
-    method: str, dtype: str, head_dim: int, group_size: int, precision: str = "none", settings: Settings = NO_SETTINGS
+    method: str,
+    dtype: str,
+    head_dim: int,
+    group_size: int,
+    precision: str = "none",
+    settings: Settings = NO_SETTINGS,
+    *,
+    experts: bool = False,
 ) -> EngineConfig:
     model = ModelConfig("llama", 100, 128, 256, 2, 2 * group_size, 2, head_dim, 1e-6, 1e4, 8192)
+    if experts:
+        mixture = ExpertsConfig(4, 2, 128, norm_topk_prob=True)
+        model = dataclasses.replace(model, architecture="qwen3_moe", experts=mixture)
     own = EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
     return dataclasses.replace(own, weight_formats={"layers.0.o": "int8_asymmetric"} if precision == INT4 else {})
 
@@ -123,16 +133,17 @@ def product_names(kernel: str) -> set[str]:
 
 
 def written_kernels(
-    method: str, dtype: str, precision: str = "none", settings: Settings = NO_SETTINGS
+    method: str, dtype: str, precision: str = "none", settings: Settings = NO_SETTINGS, *, experts: bool = False
 ) -> dict[str, str]:
     """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes, with namespaces.
 
     Those of products are there for numbers of 16 bits, those of weights of 8 bits with such weights alone, and those of an
     option with its macro.
     """
-    macros = macro_names(method, settings)
+    macros = macro_names(method, settings) | ({"KVSEEK_EXPERTS"} if experts else set())
     names = compile_cuda.unit_sources(method, [ROOT])
     texts = [compiled_part((ROOT / name).read_text(), macros) for name in names if not name.endswith("/products.cu")]
+    texts += [(ROOT / "kernels/cuda/layer/experts.cuh").read_text()] * experts
     found = {kernel: arguments for text in texts for kernel, arguments in KERNEL.findall(text)}
     # kernels/cuda/layer/products.cu makes its kernels by a macro, as tests/kernels/cuda/layer/test_products.py checks.
     if dtype == "float32":
@@ -312,7 +323,8 @@ def test_kernels_compile_and_lie_in_memory_as_python_thinks(
     monkeypatch.setattr(core, "ProgramOptions", partial(core.ProgramOptions, ofast_compile="max"))
     method, settings = VARIANTS[number % len(VARIANTS)]
     dtype, dim, group, precision, arch = CASES[(number + 1) % len(CASES)]
-    written = written_kernels(method, dtype, precision, settings)
+    experts = dtype != "float32" and precision != "int8_asymmetric" and number % 2 == 0
+    written = written_kernels(method, dtype, precision, settings, experts=experts)
     of_gpus = [structs for source, structs in declared_structs().items() if source.endswith((".cu", ".cuh"))]
     made = {name: one for structs in of_gpus for name, one in structs.items()}
     checks = tmp_path / "plugins" / method / "zz_layout.cu"  # the unit's last source
@@ -320,7 +332,7 @@ def test_kernels_compile_and_lie_in_memory_as_python_thinks(
     checks.write_text(
         "".join(layout_assertions(name, made[name], NVRTC_OFFSET) for name in sorted(set(written.values())))
     )
-    unit = specialise(config(method, dtype, dim, group, precision, settings))
+    unit = specialise(config(method, dtype, dim, group, precision, settings, experts=experts))
     sizes = parameter_bytes(compile_cubin(unit, arch, [ROOT, tmp_path]))
     assert sizes == {kernel: ctypes.sizeof(made[name]) for kernel, name in written.items()}
 

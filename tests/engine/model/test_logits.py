@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
+from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill
-from tests.support.random_models import ARCHITECTURES
+from tests.support.random_models import ARCHITECTURES, MIXTURES
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
+from kvseek.plugins.registry import METHODS
 
 MAX_DIFFERENCE = 2e-4
 GREEDY_TOKENS = 64
@@ -74,13 +76,49 @@ def test_needle_model(needle_folder: Path, build_engine: BuildEngine) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
 def test_random_models(architecture: str, kernels: str, random_model: RandomModel, build_engine: BuildEngine) -> None:
     model = random_model(architecture)
     # A short window and small chunks: the prompt crosses chunk borders and the ring wraps while decoding.
     window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--prefill_chunk_tokens", "50")
     directory = build_engine(model, "full", "--kernels", kernels, *window)
     compare(model, directory, torch.arange(180).mul(7).remainder(100).tolist())
+
+
+# Experts of a layer and of a token, and how config.json spreads them over three layers.
+SPREAD: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("qwen3_moe", 4, 1, {"norm_topk_prob": True}),
+    ("qwen3_moe", 64, 8, {"norm_topk_prob": False, "decoder_sparse_step": 2}),
+    ("qwen3_moe", 16, 8, {"mlp_only_layers": [0, 2], "attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen2_moe", 60, 4, {"norm_topk_prob": False, "mlp_only_layers": []}),
+    ("qwen2_moe", 5, 5, {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [0], "qkv_bias": False}),
+]
+
+
+@pytest.mark.parametrize("tokens", [5, 700, 3000])
+@pytest.mark.parametrize(("architecture", "experts", "chosen", "fields"), SPREAD)
+def test_mixtures_of_experts(
+    architecture: str,
+    experts: int,
+    chosen: int,
+    fields: dict[str, Any],
+    tokens: int,
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+) -> None:
+    sizes = {"num_experts": experts, "num_experts_per_tok": chosen, "max_position_embeddings": 4096}
+    model = random_model(architecture, **sizes, **fields)
+    directory = build_engine(model, "full", "--prefill_chunk_tokens", "512")
+    compare(model, directory, torch.arange(tokens).mul(7).remainder(379).tolist())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_with_experts(method: str, random_model: RandomModel, build_engine: BuildEngine) -> None:
+    """With budgets of as many rows as there are."""
+    model = random_model("qwen3_moe")
+    window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "0")
+    directory = build_engine(model, method, *window, *method_flags(method, CASES[method].everything))
+    compare(model, directory, torch.arange(300).mul(7).remainder(379).tolist())
 
 
 @pytest.mark.parametrize("head_dim", [12, 80, 100])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.test_equal_bits import LIMITS, SHAPE, WINDOW, ask, check_equal_bits, numbers
@@ -35,8 +37,33 @@ def test_logits_do_not_depend_on_the_batch(
     model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64, **SHAPE)
     method, few = METHODS[name]
     numbers_of_16_bits = ("--dtype", dtype, "--weight_only_precision", precision)
-    engine = Engine.load(on_gpu(model, method, *WINDOW, *LIMITS, *few, *numbers_of_16_bits))
+    check_batches(on_gpu(model, method, *WINDOW, *LIMITS, *few, *numbers_of_16_bits))
+
+
+def check_batches(directory: Path) -> None:
+    engine = Engine.load(directory)
     prompts = [numbers(size, size) for size in (2500, 20, 700, 90, 1500, 300, 1100, 33)]
     alone = [ask(engine, prompt)[0] for prompt in prompts]
     for chosen in ([0, 1], [3, 2], [4, 6, 1], [7, 5, 3, 1, 2], [*range(8)], [*reversed(range(8))]):
         assert ask(engine, *(prompts[number] for number in chosen)) == [alone[number] for number in chosen], chosen
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "precision"),
+    [
+        ("qwen2_moe", "bfloat16", "none"),
+        ("qwen3_moe", "bfloat16", "int4"),
+        ("qwen3_moe", "bfloat16", "int8"),
+        ("qwen3_moe", "float16", "none"),
+    ],
+)
+def test_experts_that_others_choose_change_nothing(
+    architecture: str, dtype: str, precision: str, random_model: RandomModel, on_gpu: BuildEngine
+) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 32, "num_experts_per_tok": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
+    model = random_model(architecture, num_hidden_layers=2, **sizes)
+    numbers_of_16_bits = ("--dtype", dtype, "--weight_only_precision", precision)
+    directory = on_gpu(model, "full", *WINDOW, *LIMITS, *numbers_of_16_bits)
+    check_equal_bits(directory)
+    check_batches(directory)

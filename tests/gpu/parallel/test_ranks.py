@@ -77,7 +77,19 @@ def test_tokens_are_those_of_one_rank(
 @pytest.mark.parametrize("precision", ["none", "int8", "int8 --quantize_lm_head", "fp8", INT4_ALIKE])
 def test_logits_are_close_in_sixteen_bits(precision: str, random_model: RandomModel, on_gpu: BuildEngine) -> None:
     """Rank 0 alone adds biases; rows of the vocabulary are left over; sums of parts are rounded to bfloat16."""
-    model = model_of(random_model, "llama", attention_bias=True, mlp_bias=True, vocab_size=401)
+    check_close(model_of(random_model, "llama", attention_bias=True, mlp_bias=True, vocab_size=401), precision, on_gpu)
+
+
+@pytest.mark.parametrize(("architecture", "precision"), [("qwen2_moe", "none"), ("qwen3_moe", "int8")])
+def test_logits_of_experts_are_close(
+    architecture: str, precision: str, random_model: RandomModel, on_gpu: BuildEngine
+) -> None:
+    """Rounding chooses other experts only where two are nearly as likely: here each token has them all."""
+    model = model_of(random_model, architecture, num_experts=4, num_experts_per_tok=4)
+    check_close(model, precision, on_gpu)
+
+
+def check_close(model: Path, precision: str, on_gpu: BuildEngine) -> None:
     flags = (*FLAGS, *WINDOW, "--dtype", "bfloat16", "--weight_only_precision", *precision.split())
     expected, found = (logits_of(on_gpu(model, "full", *flags, *more)) for more in ((), ("--tp_size", "2")))
     assert found.shape == expected.shape

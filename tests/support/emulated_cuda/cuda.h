@@ -59,6 +59,9 @@ struct alignas(16) uint4 {
 inline float2 make_float2(float x, float y) {
     return {x, y};
 }
+inline float4 make_float4(float x, float y, float z, float w) {
+    return {x, y, z, w};
+}
 inline int4 make_int4(int x, int y, int z, int w) {
     return {x, y, z, w};
 }
@@ -254,6 +257,14 @@ inline int __reduce_add_sync(unsigned, int value) {
     for (int i = 0; i < emulated::WARP; i++) sum += emulated::unpacked<int>(values[i]);
     return sum;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const uint64_t* values = emulated::exchange(value);
+    return static_cast<unsigned>(*std::max_element(values, values + emulated::WARP));
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+    const uint64_t* values = emulated::exchange(value);
+    return static_cast<unsigned>(*std::min_element(values, values + emulated::WARP));
+}
 inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     const uint64_t* values = emulated::exchange(value);
     unsigned bits = 0;
@@ -349,6 +360,12 @@ struct __half {
 struct __nv_bfloat16 {
     uint16_t bits;
 };
+struct __half2 {
+    __half x, y;
+};
+struct __nv_bfloat162 {
+    __nv_bfloat16 x, y;
+};
 inline float __half2float(__half x) {
     return _cvtsh_ss(x.bits);
 }
@@ -370,6 +387,39 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
     return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+inline __half2 __floats2half2_rn(float x, float y) {
+    return {__float2half_rn(x), __float2half_rn(y)};
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
+
+inline __half2 __float2half2_rn(float x) {
+    return __floats2half2_rn(x, x);
+}
+inline float2 __half22float2(__half2 x) {
+    return {__half2float(x.x), __half2float(x.y)};
+}
+inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) {
+    return {bits};
+}
+inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) {
+    return {x, y};
+}
+inline __half2 __hmul2(__half2 x, __half2 y) {
+    return __floats2half2_rn(__half2float(x.x) * __half2float(y.x), __half2float(x.y) * __half2float(y.y));
+}
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 x, __nv_bfloat162 y) {
+    return __floats2bfloat162_rn(__bfloat162float(x.x) * __bfloat162float(y.x),
+                                 __bfloat162float(x.y) * __bfloat162float(y.y));
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+    unsigned found = 0;
+    for (int i = 0; i < 4; i++) found |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return found;
+}
+
 // As kernels/cuda/instructions.cuh describes them.
 namespace kvseek {
 
@@ -385,6 +435,18 @@ inline unsigned load_once_4(const void* from) {
 inline void prefetch_line(const void*) {}
 inline void copy_async_16(void* to, const void* from) {
     std::memcpy(to, from, 16);
+}
+inline void copy_async_4_or_zeros(void* to, const void* from, bool exists) {
+    if (exists)
+        std::memcpy(to, from, 4);
+    else
+        std::memset(to, 0, 4);
+}
+inline void copy_once_16_or_zeros(void* to, const void* from, bool exists) {
+    if (exists)
+        std::memcpy(to, from, 16);
+    else
+        std::memset(to, 0, 16);
 }
 inline void close_copy_group() {}
 template <int PENDING>

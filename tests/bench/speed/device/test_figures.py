@@ -29,7 +29,7 @@ from kvseek.bench.speed.device.memory_plan import (
 )
 from kvseek.bench.speed.device.options import parse
 from kvseek.bench.speed.parts import part_groups
-from kvseek.bench.speed.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, row_numbers
+from kvseek.bench.speed.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_bytes, matrix_numbers, row_numbers
 from kvseek.bench.timing import Samples
 from kvseek.bench.variants import WeightForm
 from kvseek.builder.checkpoints.weights import WeightFormat
@@ -72,6 +72,12 @@ def test_shapes_are_of_their_size() -> None:
     assert [row_numbers(model) * 2 for model in sizes] == [128 * KIB, 144 * KIB]
     assert get_shape("llama-3.1-8b", 1 << 20).max_position_embeddings == 1 << 20
     assert get_shape("llama-3.1-8b", 10) == LLAMA_3_1_8B
+    mixture = get_shape("qwen3-30b-a3b", 10)
+    embeddings, norms = 151_936 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048  # of 30.5 billion weights, 3.3 for a token
+    assert matrix_numbers(mixture) == 30_532_122_624 - 2 * embeddings - norms
+    attention, router, expert = 2 * (32 + 4) * 128 * 2048, 128 * 2048, 3 * 768 * 2048
+    assert matrix_numbers(mixture, 1) == 48 * (attention + router + 8 * expert)
+    assert matrix_numbers(mixture, 2) == 48 * (attention + router + round((16 - 0.5) * expert))
     with pytest.raises(ConfigError, match="--shape = 'gpt': must be one of"):
         get_shape("gpt", 10)
 
