@@ -211,8 +211,9 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """Find how an engine computes with a quantised checkpoint's own numbers.
 
     A matrix is kept if the device multiplies its numbers, and all that are fused in it have the same or fit into
-    INT8_ASYMMETRIC; else it is rounded. On a GPU all experts are of one format, or all matrices are rounded. The engine's precision is the one with which the layers take the fewest bytes. The
-    embedding may be of any. Groups of several sizes are divided into the smallest of them.
+    INT8_ASYMMETRIC; else it is rounded. On a GPU all experts must be of one format, or all matrices are rounded. The engine's
+    precision is the one with which the layers take the fewest bytes. The embedding may be of any. Groups of several sizes are
+    divided into the smallest of them.
 
     Returns
     -------

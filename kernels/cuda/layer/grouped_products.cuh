@@ -29,7 +29,7 @@ struct Shape {
     static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
     static constexpr int STAGES = STAGES_;  // of blocks: one that is multiplied, the others on their way
     static constexpr int AHEAD = AHEAD_;    // cells of x that are loaded before they are needed
-    static constexpr bool GATED = GATED_, GROUPED = true, HALVES = Format::GROUP < CELL;
+    static constexpr bool GATED = GATED_, GROUPED = true, TWO_GROUPS = Format::GROUP < CELL;
     static constexpr int BLOCK = 128 * 8 / Format::BITS;  // weights of a row
     static constexpr int CELLS = BLOCK / CELL;
     static constexpr int SCALE_WORDS = BLOCK / Format::GROUP * sizeof(Scale) / 4;  // of a row and a block
@@ -44,7 +44,7 @@ struct Shape {
         return blockIdx.x * channel(PARTS) + channel(part);
     }
     __device__ __forceinline__ static int input(int block, int cell) {
-        return block * BLOCK + cell * CELL + threadIdx.x % 4 * (HALVES ? 4 : 8);
+        return block * BLOCK + cell * CELL + threadIdx.x % 4 * (TWO_GROUPS ? 4 : 8);
     }
 };
 
@@ -110,7 +110,7 @@ class Blocks {
     __device__ __forceinline__ void eight(int stage, int part, int cell, unsigned (&numbers)[4]) const {
         const int row = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const uint4(&chunks)[8] = stages_[stage].chunks[part * 8 + row];
-        if constexpr (S::HALVES) {  // four weights of each group
+        if constexpr (S::TWO_GROUPS) {  // four weights of each group
             const uint4 *low = &chunks[2 * cell ^ Format::swizzle(row)],
                         *high = &chunks[2 * cell + 1 ^ Format::swizzle(row)];
             const uint2 words =
@@ -250,7 +250,7 @@ __device__ __forceinline__ void multiply(Sums<S>& sums, GroupSums<S>& group, con
 template <class S>
 __device__ __forceinline__ void multiply_cell(Sums<S>& sums, GroupSums<S>& group, const Blocks<S>& blocks, int stage,
                                               int cell, const RowEights<S>& x) {
-    if constexpr (S::HALVES)
+    if constexpr (S::TWO_GROUPS)
         multiply_halves<S>(sums, blocks, stage, cell, x);
     else
         multiply<S>(sums, group, blocks, stage, cell, x);

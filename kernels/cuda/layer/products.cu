@@ -63,7 +63,7 @@ struct Shape {
     using Weight = Weight_;
     static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
     static constexpr int AHEAD = AHEAD_;  // eights of x that are loaded before they are needed, as registers have room
-    static constexpr bool GATED = GATED_, GROUPED = false, HALVES = false;
+    static constexpr bool GATED = GATED_, GROUPED = false, TWO_GROUPS = false;
     static constexpr int PIECE = 16 / sizeof(Weight);  // weights that are loaded at once
     static constexpr int PIECE_EIGHTS = PIECE / 8;
     static constexpr int BLOCK = HALVES * 4 * PIECE;      // weights of a row
@@ -160,12 +160,12 @@ class Columns {
         }
     }
 
-    // A lane's eight inputs, with HALVES four and the four that are 16 behind. Beyond a row's end, where weights and
-    // scales are zeros, its last ones.
+    // A lane's eight inputs, with TWO_GROUPS four and the four that are 16 behind. Beyond a row's end, where weights
+    // and scales are zeros, its last ones.
     __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
         RowEights<S> loaded;
         const int input = S::input(block, eight);
-        if constexpr (S::HALVES) {
+        if constexpr (S::TWO_GROUPS) {
             const char* low = x_ + min(input, inputs_ - 4) * sizeof(Number);
             const char* high = x_ + min(input + 16, inputs_ - 4) * sizeof(Number);
 #pragma unroll
