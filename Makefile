@@ -116,7 +116,8 @@ test-agents: install $(AGENTS) ## programs of others that call tools, unchanged,
 
 $(AGENTS): | install
 	$(PYTHON) -m venv .cache/agents
-	.cache/agents/bin/pip install -q $(PIP_ARGS) litellm==1.110.2 langchain-openai==1.7.4 'pydantic-ai-slim[openai]==2.68.0'
+	.cache/agents/bin/pip install -q $(PIP_ARGS) litellm==1.110.2 langchain-openai==1.7.4 'pydantic-ai-slim[openai]==2.68.0' \
+	    anthropic==2.14.0
 
 # mypy has one thread, so it runs beside the tests; lint has made the links that it needs.
 check: lint model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls

@@ -485,7 +485,7 @@ def ranks_steps(results: Results) -> Rows:
 
 def ranks_prompts(results: Results) -> Rows:
     yield ("", "1 rank, s", "2 ranks, s", "× 1 rank")
-    found = {}  # the later file has newer times of a method
+    found: dict[str, list[dict[str, Any]]] = {}  # the later file has newer times of a method
     for name in ("ranks-h200-prefill", "ranks-h200-prefill-chunks"):
         entries = results(name)["results"]
         found |= {entry["method"]: entries for entry in entries}

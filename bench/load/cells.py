@@ -59,12 +59,19 @@ class Answer:
     """When a request was sent, and when each piece of its answer arrived; seconds of one clock.
 
     A piece is an event with text. The server may put several tokens into one, so that `tokens`, which the server counts, may be
-    more than there are pieces.
+    more than there are pieces. So it does those of the prompt, and those of them that it had read before.
     """
 
     sent: float
     arrivals: tuple[float, ...]
     tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens of the prompt that the server had to read."""
+        return self.prompt_tokens - self.cached_tokens
 
     @property
     def ttft(self) -> float:

@@ -28,10 +28,18 @@ class Choice(msgspec.Struct):
     text: str = ""
 
 
+class Cached(msgspec.Struct, frozen=True):
+    """Tokens of a prompt that were not read."""
+
+    cached_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
     """Tokens that the server has counted."""
 
     completion_tokens: int
+    prompt_tokens: int = 0
+    prompt_tokens_details: Cached = Cached()
 
 
 class Fault(msgspec.Struct):
@@ -76,16 +84,18 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def answer(self, prompt: str, tokens: int, arrivals: list[float] | None = None) -> Answer:
+    async def answer(self, prompt: str, tokens: int, arrivals: list[float] | None = None, **fields: Any) -> Answer:
         """Send a prompt and read an answer of exactly so many tokens; raises LoadTestError.
 
         Parameters
         ----------
         arrivals : list, optional
             Gets the time of each piece of text as it arrives, for those who look before the end.
+        **fields
+            What this request has besides.
         """
-        arrivals, counted, rest = [] if arrivals is None else arrivals, 0, b""
-        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True, **self._fields}
+        arrivals, counted, rest = [] if arrivals is None else arrivals, Usage(0), b""
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True, **self._fields, **fields}
         body["stream_options"] = {"include_usage": True}
         sent = time.perf_counter()
         try:
@@ -104,12 +114,13 @@ class Client:
                         if any(choice.text for choice in event.choices):
                             arrivals.append(now)
                         if event.usage is not None:
-                            counted = event.usage.completion_tokens
+                            counted = event.usage
         except aiohttp.ClientError as error:
             raise LoadTestError(f"{self._url}: {type(error).__name__}: {error}; see the server's log") from None
         if not arrivals:
             raise LoadTestError(f"{self._url}: an answer of {tokens} tokens without text; see the server's log")
-        return Answer(sent, tuple(arrivals), counted)
+        cached = counted.prompt_tokens_details.cached_tokens
+        return Answer(sent, tuple(arrivals), counted.completion_tokens, counted.prompt_tokens, cached)
 
 
 async def send(cell: Cell, ask: Ask, seconds: float, seed: int = 0) -> list[Answer]:

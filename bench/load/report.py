@@ -61,6 +61,25 @@ BESIDE: Mapping[str, Figure] = {  # of beside.py
 }
 
 
+def _turn(name: str) -> Figure:
+    """What a column says of one turn of a conversation."""
+    return lambda result: f"{result[name]['read_tokens']:,}; {result[name]['ttft_seconds']:.3g}"
+
+
+CONVERSATION: Mapping[str, Figure] = {  # of conversation.py
+    "method": SERVED["method"],
+    "turns": lambda result: str(result["turns"]),
+    "tokens": lambda result: f"{result['tokens']:,}",
+    "read a turn, p99": lambda result: f"{result['read_tokens']['p99']:,.0f}",
+    "as many alone, TTFT, s": _percentile("fresh_ttft_seconds", "p50"),
+    "a turn, TTFT p50, s": _percentile("ttft_seconds", "p50"),
+    "beyond alone, p99, s": _percentile("beyond_seconds", "p99"),
+    "max, s": _percentile("beyond_seconds", "max"),
+    "edited: read; TTFT, s": _turn("edited"),
+    "forked: read; TTFT, s": _turn("forked"),
+}
+
+
 def comparisons(document: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
     """Method, what is compared, and the ratio: the server over the bare engine, and streams and prompts disturbed over not."""
 

@@ -8,7 +8,8 @@ client of the same machine asks for streams (client.py). --loads are some of
 - mixture: lengths as in a published trace (`mixture`), for each --concurrency;
 - arrivals: the same, sent at random times, for each of --rates;
 - reasoning: prompts of 300 tokens and answers of 8,000, for each --concurrency;
-- beside: running streams alone, with short prompts arriving, with prompts of 128K tokens arriving, and with both.
+- beside: running streams alone, with short prompts arriving, with prompts of 128K tokens arriving, and with both;
+- conversation, alone: --turns turns of one, each with all that was said before, in an engine that keeps what it has read.
 
 --bare repeats a concurrency with the engine in a process of its own, without server and text. The run ends when --seconds have
 passed and its server has ended; each method has its share of them, and cells that were not measured then are named below the
@@ -24,6 +25,7 @@ import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,12 @@ from kvseek.server.settings import ServeSettings
 from .beside import PIECE, Streams, measure_beside
 from .cells import Answer, Cell, LoadTestError, figures, prompts
 from .client import Client, send
-from .report import BARE, BESIDE, DOOR, SERVED, SERVER, captions, comparisons
+from .conversation import Conversation, measure_conversation
+from .report import BARE, BESIDE, CONVERSATION, DOOR, SERVED, SERVER, captions, comparisons
 from .targets import MODEL, bare_answers, openai_server, processor_seconds
 
 LOADS = ("mixture", "arrivals", "reasoning", "beside")
+CONVERSATION_LOAD, TURN = "conversation", (450, 50)  # tokens that a turn says and is answered: 200 turns are 100K
 REASONING = (300, 8000)  # tokens of prompt and answer
 STREAM_PROMPT, STREAM_ANSWER = 4096, 30_000  # of the load beside: more than full_threshold; more than its parts take
 LONG_PROMPT, SHORT_PROMPT = 131_072, 300
@@ -77,7 +81,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--methods", type=parse_variants, default="full,nested", help="bench/README.md says how to write them"
     )
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="default: all")
+    names = (*LOADS, CONVERSATION_LOAD)
+    parser.add_argument("--loads", nargs="+", choices=names, default=list(LOADS), help="default: all but conversation")
     for name, kind, numbers, text in (
         ("concurrency", int, [1, 8, 32, 64], "requests at a time, of mixture and reasoning"),
         ("rates", float, [0.5, 1.0, 2.0], "requests a second, of arrivals"),
@@ -93,6 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("requests", int, 8, "least of a mixture; it has 2 for each at a time"),
         ("arrival_seconds", float, 45.0, "so long requests arrive"),
         ("streams", int, 8, "that run in the load beside"),
+        ("turns", int, 200, "of the conversation"),
         ("window", float, 10.0, "seconds of each of its parts, at least"),
         ("scale", float, 1.0, "of the lengths of all loads, for a trial"),
         ("temperature", float, 0.6, "0: greedy"),
@@ -108,7 +114,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=read, default=default, help=f"{text} (default: %(default)s)")
     add_output_flags(parser, ", after each cell")
     arguments = parser.parse_args(argv)
-    at_least_one(arguments, "concurrency", "requests", "streams", "max_batch_size")
+    at_least_one(arguments, "concurrency", "requests", "streams", "turns", "max_batch_size")
+    if CONVERSATION_LOAD in arguments.loads and len(arguments.loads) > 1:
+        raise LoadTestError(f"--loads = {' '.join(arguments.loads)}: conversation must be alone; run it for itself")
     for name in ("rates", "arrival_seconds", "window", "scale", "seconds"):
         value = getattr(arguments, name)
         least = min(value) if isinstance(value, list) else value
@@ -170,11 +178,19 @@ def beside_load(arguments: argparse.Namespace) -> Streams:
     return Streams(arguments.streams, prompt, answer, long, short, arguments.window)
 
 
+def talk(arguments: argparse.Namespace) -> Conversation:
+    """The load conversation."""
+    said, answered = (scaled(tokens, arguments.scale) for tokens in TURN)
+    return Conversation(arguments.turns, said, answered)
+
+
 def engine_config(arguments: argparse.Namespace, variant: Variant) -> EngineConfig:
     """The engine of a method; see served_config."""
-    longest = scaled(LONG_PROMPT + max(ANSWERS), arguments.scale) + ROOM
+    talks = CONVERSATION_LOAD in arguments.loads
+    longest = ROOM + (talk(arguments).tokens if talks else scaled(LONG_PROMPT + max(ANSWERS), arguments.scale))
     model = get_shape(arguments.shape, longest)
-    return served_config(arguments, variant, model, arguments.max_batch_size, longest, longest)
+    config = served_config(arguments, variant, model, arguments.max_batch_size, longest, longest)
+    return replace(config, cache=replace(config.cache, reuse=True)) if talks else config
 
 
 class Run:
@@ -206,6 +222,12 @@ class Run:
     async def _served(self, url: str, door: int, found: Found) -> None:
         fields = {"model": MODEL, **sampling(self.arguments)}
         async with Client(url, fields) as client:
+            if CONVERSATION_LOAD in self.arguments.loads:
+                with found.left_out(self.variant, CONVERSATION_LOAD):
+                    async with asyncio.timeout(self.seconds):
+                        result = await measure_conversation(client, self.tokenizer, self.text, talk(self.arguments))
+                    found.add_conversation(self.variant, result)
+                return
 
             async def answers(cell: Cell) -> list[Answer]:
                 texts = prompts(self.tokenizer, self.text, cell)
@@ -262,6 +284,7 @@ class Found:
             "sampling": sampling(arguments),
             "results": [],
             "beside": [],
+            "conversations": [],
             "left_out": [],
         }
         if arguments.device == "cuda":
@@ -285,6 +308,10 @@ class Found:
 
     def add_beside(self, variant: Variant, results: Sequence[dict[str, Any]]) -> None:
         self.document["beside"] += [{"method": variant.label, **result} for result in results]
+        self._save()
+
+    def add_conversation(self, variant: Variant, result: dict[str, Any]) -> None:
+        self.document["conversations"].append({"method": variant.label, **result})
         self._save()
 
     @contextlib.contextmanager
@@ -315,7 +342,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             run = Run(arguments, variant, engine_dir, end)
             run.served(found)
             run.bare(found)
-    if not found.document["results"] and not found.document["beside"]:
+    if not any(found.document[name] for name in ("results", "beside", "conversations")):
         reasons = "; ".join(f"{one['method']}: {one['what']}: {one['why']}" for one in found.document["left_out"])
         raise LoadTestError(f"nothing could be measured: {reasons}")
     return found.document
@@ -324,7 +351,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def print_table(document: dict[str, Any]) -> None:
     """Print what was measured of, the tables, and what was left out."""
     print(" ".join(captions(document)))
-    for columns, results in (({**SERVED, **DOOR}, document["results"]), (BESIDE, document["beside"])):
+    tables = (({**SERVED, **DOOR}, "results"), (BESIDE, "beside"), (CONVERSATION, "conversations"))
+    for columns, results in ((columns, document.get(name, [])) for columns, name in tables):
         if results:
             print(f"\n{markdown(rows(columns, results))}")
     compared = (f"{method}: {what}: {ratio:.3f}" for method, what, ratio in comparisons(document))

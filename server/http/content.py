@@ -265,8 +265,8 @@ class Writer:
         headers = [(b"content-type", JSON.encode()), (b"content-length", b"%d" % len(data))]
         await self._deliver(data, len(data), {"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def stream(self, events: AsyncIterator[bytes], form: ErrorForm) -> None:
-        """Write a stream of events.
+    async def stream(self, events: AsyncIterator[bytes], form: ErrorForm, frame: bytes = b"data: %b\n\n") -> None:
+        """Write a stream of events, each of them put into `frame`.
 
         An error before the first is raised, and gets a status from the server; a later one is the last event.
         """
@@ -274,7 +274,7 @@ class Writer:
         await self._begin()
         try:
             while data is not None:
-                event, size = b"data: %b\n\n" % data, len(data)
+                event, size = frame % data, len(data)
                 del data  # the client may leave the event unread for long, and the next one may be long in coming
                 if size > PIECE_BYTES or not self._connection.write_now(event):
                     await self._deliver(event, size)
@@ -283,7 +283,7 @@ class Writer:
         except ConnectionError:
             raise
         except Exception as error:
-            await self._deliver(b"data: " + form(error)[1] + b"\n\n", 0)  # for an error there is always room
+            await self._deliver(frame % form(error)[1], 0)  # for an error there is always room
         await self._end()
 
     async def empty_stream(self) -> None:

@@ -14,7 +14,7 @@ import socket
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
@@ -47,6 +47,7 @@ LAST_SECONDS = 1.0  # time for answers that are being written when the server en
 BACKLOG = 1024
 CONNECTION, TENANT = "connection", "tenant"  # in the state of a request: its connection, and whose it is
 REQUEST_ID = "x-request-id"
+API_KEY = "x-api-key"  # Anthropic's header
 METHODS = ("GET", "POST", "DELETE")  # that pages of other origins may use, if any
 FULL = "the server has as many open connections as it may have; try again later"
 NOT_HTTP = HttpError(400, "the request is not HTTP/1.1; send such")
@@ -273,6 +274,8 @@ class HttpServer:
         that are among them are served however many others there are.
     form : callable
         Writes errors.
+    forms : mapping
+        What writes those of paths that begin so, in place of `form`.
     default : ASGI application, optional
         Answers what no route matches.
     header_seconds : float
@@ -299,9 +302,10 @@ class HttpServer:
         keys: Keys = NO_KEYS,
         is_open: Callable[[str], bool] = lambda _: False,
         cors_origins: Collection[str] = (),
+        forms: Mapping[str, ErrorForm] | None = None,
     ) -> None:
         self._router = Router(routes, redirect_slashes=False, default=default)
-        self._endpoints, self._max_connections, self.form = endpoints, max_connections, form
+        self._endpoints, self._max_connections, self.form, self._forms = endpoints, max_connections, form, forms or {}
         self._write_seconds, self._keys, self._is_open = write_seconds, keys, is_open
         self._app: ASGIApp = self._answer
         if cors_origins:
@@ -448,7 +452,8 @@ class HttpServer:
                 raise
             # Not left to uvicorn, whose answer is plain text.
             logger.error("%s %s could not be answered", scope["method"], scope["path"], exc_info=error)
-            await error_response(self.form, HttpError(500, INTERNAL, "internal_error"), True)(scope, receive, write)
+            failure = HttpError(500, INTERNAL, "internal_error")
+            await error_response(self._form_of(scope), failure, True)(scope, receive, write)
         finally:
             if connection.answering is task:  # else the next request is being answered
                 connection.answering = None
@@ -470,7 +475,7 @@ class HttpServer:
                 if not begun:
                     raise RuntimeError("the endpoint has not answered")
             else:
-                await error_response(self.form, refusal, close=True)(scope, receive, note)
+                await error_response(self._form_of(scope), refusal, close=True)(scope, receive, note)
         except ConnectionError:
             raise
         except Exception as error:
@@ -484,7 +489,8 @@ class HttpServer:
 
     def _refusal(self, scope: Scope) -> HttpError | None:
         """Note whose request it is; returns why one is refused that has no key, or no connection to spare."""
-        tenant = self._keys.tenant(Headers(scope=scope).get("authorization", ""))
+        headers = Headers(scope=scope)
+        tenant = self._keys.tenant(headers.get("authorization", f"Bearer {headers.get(API_KEY, '')}"))
         scope["state"][TENANT] = tenant
         if tenant is None and not (scope["method"] in ("GET", "HEAD") and self._is_open(scope["path"])):
             return HttpError(401, REFUSAL, "invalid_api_key")
@@ -497,9 +503,12 @@ class HttpServer:
 
     def _response_to(self, scope: Scope, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
-            return error_response(self.form, error)
+            return error_response(self._form_of(scope), error)
         allow = {name: ", ".join(sorted(value.split(", "))) for name, value in (error.headers or {}).items()}
-        return error_response(self.form, self._routing_error(scope, error), more=allow)
+        return error_response(self._form_of(scope), self._routing_error(scope, error), more=allow)
+
+    def _form_of(self, scope: Scope) -> ErrorForm:
+        return next((form for path, form in self._forms.items() if scope["path"].startswith(path)), self.form)
 
     def _routing_error(self, scope: Scope, error: HTTPException) -> HttpError:
         path = shortened(scope["path"])

@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Send
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import shortened
+from kvseek.core.errors import RequestError, shortened
 from kvseek.core.manifest import read_manifest
 from kvseek.core.request import MAX_SALT, MAX_SESSION_ID, check_text
 from kvseek.engine.tokenizer import Tokenizer
@@ -34,18 +34,22 @@ from kvseek.server.requests.generations import Call, Generations, Submission
 from kvseek.server.requests.keys import Tenant
 from kvseek.server.settings import ServeSettings
 
-from .answers import AnswerForms
-from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, DETOKENIZE_FORMAT, TOKENIZE_FORMAT, Body
+from . import anthropic
+from .answers import AnswerForm, AnswerForms
+from .bodies import CHAT_FORMAT, COMPLETION_FORMAT, DETOKENIZE_FORMAT, TOKENIZE_FORMAT
 from .choices import Json, Piece, Reply, make_choices, token_text, usage
 from .fields import FieldError, openai_error
+from .kept_responses import KeptResponses
+from .responses import Responses
+from .translation import Answer, Asked
 
 HEALTH, MODELS = "/health", "/v1/models"
 ENDPOINTS = (
-    "/v1/models, /v1/chat/completions, /v1/completions, /v1/sessions/ID, /tokenize, /detokenize, /health and /metrics"
+    "/v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/sessions/ID, /tokenize, /detokenize, "
+    "/health and /metrics"
 )
 SALT = "cache_salt"
 FINGERPRINT_CHARACTERS = 16
-DONE = b"[DONE]"
 MANY_TOKENS = 512  # whose log probabilities take some 2 ms to write
 MANY_BYTES = 1 << 17  # of selected rows, of which the same holds
 FOLDER = Path(__file__).parent / "ui"
@@ -64,6 +68,7 @@ HEADERS = {
 }
 Handler = Callable[[Request], Awaitable[Response]]
 Pieces = AsyncIterator[tuple[int, Piece]]  # a choice's number and its next piece
+Read = Callable[[bytes | bytearray, Tenant], Asked]  # makes a request of a body
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,8 @@ class Work:
     choices: Sequence[Submission]
     answers: int
     prompt_tokens: int
-    reply: Reply
+    reply: Answer
     streaming: bool
-    usage_in_stream: bool
 
 
 class OpenAIRoutes:
@@ -105,6 +109,7 @@ class OpenAIRoutes:
         self._model = settings.served_model_name or manifest.source_model
         self._fingerprint = f"fp_{manifest.fingerprint[:FINGERPRINT_CHARACTERS]}"  # changes when answers may change
         self._started = int(time.time())
+        self._kept = KeptResponses()
 
     def server(self, ready: Handler, metrics: Handler, open_models: bool = False) -> HttpServer:
         """Make the port.
@@ -127,16 +132,27 @@ class OpenAIRoutes:
             keys=settings.keys,
             is_open=lambda path: path in open_paths,
             cors_origins=settings.cors_origins,
+            forms={anthropic.PATH: anthropic.anthropic_error},
         )
 
     def _routes(self) -> list[BaseRoute]:
         """Make the routes of the endpoints that the port has for itself."""
-        chat, completion = (Endpoint(partial(self._complete, chat=chat)) for chat in (True, False))
+        reads: tuple[Read, ...] = (
+            partial(self._asked, chat=True),
+            partial(self._asked, chat=False),
+            Responses(self._tokenizer, self._kept).read,
+            anthropic.read_messages,
+        )
+        chat, completion, responses, messages = (Endpoint(partial(self._complete, read=read)) for read in reads)
         return [
             Route(MODELS, self._models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses/{response_id}", self._response, methods=["GET", "DELETE"]),
+            Route(anthropic.PATH, messages, methods=["POST"]),
+            Route(f"{anthropic.PATH}/count_tokens", partial(self._convert, self._count), methods=["POST"]),
             Route("/tokenize", partial(self._convert, self._tokenize), methods=["POST"]),
             Route("/detokenize", partial(self._convert, self._detokenize), methods=["POST"]),
             Route("/v1/sessions/{session_id:path}", self._end_session, methods=["DELETE"]),
@@ -169,6 +185,15 @@ class OpenAIRoutes:
         own = {"id": session_id, "object": "session.deleted", "deleted": True}
         return _json(own | dataclasses.asdict(ended))
 
+    async def _response(self, request: Request) -> Response:
+        """Show a response that is kept, or forget it."""
+        _check_query(request)
+        response_id, tenant = request.path_params["response_id"], tenant_of(request)
+        if request.method != "DELETE":
+            return Response(self._kept.get(response_id, tenant), media_type=JSON)
+        self._kept.delete(response_id, tenant)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
     async def _convert(self, convert: Callable[[bytes | bytearray], Json], request: Request) -> Response:
         """Answer by what one function makes of the body, in a worker thread."""
         async with self._bodies.read(request, largest_body(self._config, self._tokenizer)) as data:
@@ -181,50 +206,75 @@ class OpenAIRoutes:
         texts = [token_text(token, tokenizer) for token in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": self._config.max_seq_len, "tokens": ids, "token_strs": texts}
 
+    def _count(self, data: bytes | bytearray) -> Json:
+        asked = anthropic.read_messages(data, Tenant(), answers=False)
+        self._check_model(asked.body.model or self._model)
+        try:
+            return {"input_tokens": len(asked.body.prompts(self._tokenizer, self._config, self._forms)[0].ids)}
+        except RequestError as error:
+            raise asked.error(error) from None
+
     def _detokenize(self, data: bytes | bytearray) -> Json:
         body = DETOKENIZE_FORMAT.read(data)
         self._check_model(body.model or self._model)
         return {"prompt": body.text(self._tokenizer, self._config)}
 
-    async def _complete(self, request: Request, send: Send, chat: bool) -> None:
+    async def _complete(self, request: Request, send: Send, read: Read) -> None:
         """Read a request and write its answer."""
         call = Call(time.monotonic(), trace_of(request))
-        work = await self._read(request, call, chat)
+        work = await self._read(request, call, read)
         with self._generations.unread.answer() as answer:
             out = Writer(request.scope, send, answer)
             async with self._generations.generate(work.choices, call, answer) as arriving:
                 if work.streaming:
-                    await out.stream(_events(work, arriving), openai_error)
+                    await out.stream(_events(work, arriving), work.reply.failed, work.reply.frame)
                 else:
                     await out.whole(await _whole(work, arriving))
 
-    async def _read(self, request: Request, call: Call, chat: bool) -> Work:
+    async def _read(self, request: Request, call: Call, read: Read) -> Work:
         limit = largest_body(self._config, self._tokenizer)
         with self._generations.counting_refusals():
             async with self._bodies.read(request, limit) as data:
-                return await self._generations.make(partial(self._make, data, call, tenant_of(request), chat))
+                return await self._generations.make(partial(self._make, data, call, tenant_of(request), read))
 
-    def _make(self, data: bytes | bytearray, call: Call, tenant: Tenant, chat: bool) -> Work:
+    def _asked(self, data: bytes | bytearray, _: Tenant, chat: bool) -> Asked:
+        """Read the body of a chat, or of a completion."""
+        body = CHAT_FORMAT.read(data) if chat else COMPLETION_FORMAT.read(data)
+
+        def answer(form: AnswerForm, _: int) -> Reply:
+            logprobs = body.top() is not None
+            return Reply(chat, self._model, self._fingerprint, self._tokenizer, logprobs, body.usage_in_stream, form)
+
+        return Asked(body, answer)
+
+    def _make(self, data: bytes | bytearray, call: Call, tenant: Tenant, read: Read) -> Work:
         """Make the requests that a body asks for; runs in a worker thread."""
-        body: Body = CHAT_FORMAT.read(data) if chat else COMPLETION_FORMAT.read(data)
+        asked = read(data, tenant)
+        body = asked.body
         if body.model is None:
             raise FieldError("model", f"model is missing: must be {self._model}; add it")
         self._check_model(body.model)
-        choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config, self._forms)
-        with_usage = body.usage_in_stream
-        logprobs, form = body.top() is not None, choices[0].form
-        reply = Reply(chat, self._model, self._fingerprint, self._tokenizer, logprobs, with_usage, form)
+        try:
+            choices, prompt_tokens = make_choices(body, tenant, self._tokenizer, self._config, self._forms)
+        except RequestError as error:
+            raise asked.error(error) from None
+        for choice in choices:
+            choice.names = {name: asked.places.get(own, own) for name, own in choice.names.items()}
         ready = [self._generations.submission(choice, call) for choice in choices]
-        return Work(ready, body.choices, prompt_tokens, reply, bool(body.stream), with_usage)
+        return Work(ready, body.choices, prompt_tokens, asked.answer(choices[0].form, prompt_tokens), bool(body.stream))
+
+
+def _check_query(request: Request, *known: str) -> None:
+    """Raise FieldError if a query has other parameters."""
+    if unknown := [name for name in request.query_params if name not in known]:
+        name = shortened(unknown[0])
+        raise FieldError(name, f"{name}: there is no such parameter; leave it out", "unknown_parameter")
 
 
 def _salt(request: Request) -> str | None:
     """Read the only parameter that a query may have here; raises RequestError."""
-    given = request.query_params
-    if unknown := [name for name in given if name != SALT]:
-        name = shortened(unknown[0])
-        raise FieldError(name, f"{name}: there is no such parameter; leave it out", "unknown_parameter")
-    salt = given.get(SALT)
+    _check_query(request, SALT)
+    salt = request.query_params.get(SALT)
     if salt is not None:
         check_text(SALT, salt, MAX_SALT)
     return salt
@@ -264,9 +314,8 @@ async def _events(work: Work, arriving: Pieces) -> AsyncIterator[bytes]:
             yield event
         piece["tokens"], piece["rows"], piece["prompt"], piece["parts"] = (), (), None, ()  # which take memory
         last[index] = piece
-    if work.usage_in_stream:
-        yield work.reply.end(_usage(work, last))
-    yield DONE
+    for event in work.reply.end(_usage(work, last)):
+        yield event
 
 
 def _usage(work: Work, last: Sequence[Piece]) -> Json:

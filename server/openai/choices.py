@@ -25,7 +25,7 @@ from kvseek.server.requests.translation import with_own_seeds
 
 from .answers import AnswerForm, AnswerForms
 from .bodies import FORMAT, MAX_CHOICES, Body
-from .fields import TOO_LONG, FieldError, is_absent, require
+from .fields import TOO_LONG, FieldError, is_absent, openai_error, require
 from .tool_formats import ARGUMENTS, CALL, CONTENT, REASONING, Part
 
 # OpenAI knows two reasons for which a complete text ends. A time limit cuts a text off, as max_tokens does.
@@ -44,6 +44,7 @@ Json = dict[str, Any]
 Piece = dict[str, Any]  # see Choice
 NO_FIELDS: Json = {}
 PLAIN = AnswerForm()
+DONE = b"[DONE]"
 CHAT = ("chatcmpl", "chat.completion", "chat.completion.chunk")  # beginning of ids, `object` of answers and of events
 COMPLETION = ("cmpl", "text_completion", "text_completion")
 OFFSET_BYTES = 40  # a number in a list
@@ -84,7 +85,7 @@ class Choice:
     - `token_ids`: new tokens, if they are asked for, and `prompt_ids` with the first piece;
     - `count`: tokens generated so far, and `reasoning`, those of them that are thinking; None: the model does not think;
     - `reused`: tokens of the prompt that were not read, because an earlier prompt began alike;
-    - `finish_reason`: "stop", "tool_calls" or "length" with the last piece, else None.
+    - `finish_reason`: "stop", "tool_calls" or "length" with the last piece, else None; `stop`: the stop text that ended it.
 
     If the client does not want a stream, there is one piece, at the end.
     """
@@ -150,6 +151,7 @@ class Choice:
                 "reasoning": self._reasoning(reason),
                 "reused": 0 if new.statistics is None else new.statistics.reused_tokens,
                 "finish_reason": None if reason is None else self._reason(reason),
+                "stop": new.stop_word,
             }
             self._tokens, new.selected_rows, self._prompt = [], [], None
 
@@ -311,6 +313,8 @@ class Reply:
         Of all choices, in a chat.
     """
 
+    frame = b"data: %b\n\n"
+
     def __init__(
         self,
         chat: bool,
@@ -323,7 +327,7 @@ class Reply:
     ) -> None:
         prefix, kind, event_kind = CHAT if chat else COMPLETION
         self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self._chat, self._tokenizer, self._logprobs = chat, tokenizer, logprobs
+        self._chat, self._tokenizer, self._logprobs, self._usage = chat, tokenizer, logprobs, usage_in_stream
         self._form, self._calls = form, Counter[int]()  # that have begun, of each choice
         self._whole: Json = {
             "id": self.id,
@@ -401,9 +405,14 @@ class Reply:
             own = {"function": {"arguments": text}}
         return {"tool_calls": [{"index": self._calls[index] - 1, **own}]}
 
-    def end(self, counts: Json) -> bytes:
-        """Write the event with the numbers of tokens."""
-        return b'%b[],"usage":%b}' % (self._start, msgspec.json.encode(counts))
+    def end(self, counts: Json) -> list[bytes]:
+        """Write the events with which a stream ends."""
+        return [*([b'%b[],"usage":%b}' % (self._start, msgspec.json.encode(counts))] if self._usage else []), DONE]
+
+    @staticmethod
+    def failed(error: Exception) -> tuple[int, bytes]:
+        """Write the last event of a stream that fails, and the status that a whole answer would have."""
+        return openai_error(error)
 
     def _event(self, index: int, own: Json, piece: Piece | None = None, reason: str | None = None) -> bytes:
         choice = msgspec.json.encode(self._choice(index, own, piece, reason))

@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 NO_ARGUMENTS: Json = {"type": "object", "properties": {}, "additionalProperties": False}  # OpenAI's for no parameters
 
 
-class FunctionFields(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionFields(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A function as a client describes it."""
 
     name: str

@@ -81,6 +81,22 @@ def test_every_load_and_a_method_that_cannot_be_loaded(tmp_path: Path, capsys: p
     assert all(text in printed for text in ("| `nested` | 2 | both |", "left out: full:cache", "temperature 0.6"))
 
 
+@pytest.mark.slow
+@pytest.mark.server
+def test_turns_of_a_conversation_read_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "served.json"
+    flags = ["--loads", "conversation", "--turns", "20", "--scale", "0.1", "--row_memory", "64MiB", "--threads", "1"]
+    assert served.main([*FLAGS, *flags, "--methods", "nested", "--max_batch_size", "2", "--output", str(output)]) == 0
+    ((result,), ()) = (json.loads(output.read_text(encoding="utf-8"))[name] for name in ("conversations", "results"))
+    prompts = [turn["prompt_tokens"] for turn in result["each"]]
+    assert prompts == pytest.approx([45 + 50 * turn for turn in range(20)], abs=3)  # tokens at seams may join
+    assert all(turn["read_tokens"] < 60 for turn in result["each"][13:]), "beyond the window, which is read anew"
+    assert result["edited"]["read_tokens"] == pytest.approx(540, abs=15)
+    assert result["forked"]["prompt_tokens"] == pytest.approx(545, abs=3)
+    assert result["beyond_seconds"]["max"] >= result["beyond_seconds"]["p99"]
+    assert "| `nested` | 20 | 1,0" in capsys.readouterr().out
+
+
 def test_a_run_without_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert served.main([*FLAGS, *SHORT, "--methods", "full", "--seconds", "0.001"]) == 1
     assert "nothing could be measured: full: the engine: not begun" in capsys.readouterr().err
@@ -93,6 +109,7 @@ def test_a_run_without_time(capsys: pytest.CaptureFixture[str]) -> None:
         (["--rates", "1", "-1"], "--rates = -1: must be > 0"),
         (["--bare", "5"], "--bare = 5: must be one of --concurrency"),
         (["--streams", "0"], "--streams = 0: must be >= 1"),
+        (["--loads", "conversation", "beside"], "--loads = conversation beside: conversation must be alone"),
     ],
 )
 def test_flags_that_make_no_load(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,6 +209,24 @@ def test_each_replica_checks_keys_and_each_key_is_a_tenant(service: Service) -> 
         assert requests.get(f"{replica}/metrics", timeout=30).status_code == 401
 
 
+def test_a_session_continues_its_responses(service: Service) -> None:
+    """A response is kept by one replica, and the header leads back to it."""
+
+    def ask(path: str, **body: Any) -> requests.Response:
+        headers = {**BEARER, "x-session-id": "responses"}
+        return requests.post(
+            f"{service.url}/{path}", json={"model": service.model, **body}, headers=headers, timeout=60
+        )
+
+    previous = None
+    for _ in range(6):  # more often than another replica would be spared by chance
+        answer = ask("responses", input="Is it lit?", max_output_tokens=4, previous_response_id=previous)
+        assert answer.status_code == 200, answer.text
+        previous = answer.json()["id"]
+    message = ask("messages", messages=[{"role": "user", "content": "Is it lit?"}], max_tokens=4)
+    assert (message.status_code, message.json().get("type")) == (200, "message"), message.text
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

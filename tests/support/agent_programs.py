@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import httpx
@@ -81,7 +82,13 @@ def litellm(url: str, model: str, script: Scripted) -> Any:
         {"role": "tool", "tool_call_id": call.id, "content": note(**json.loads(call.function.arguments))},
     ]
     last = litellm.completion(messages=messages, **how).choices[0].message
+    try:
+        openai_client = openai.OpenAI(base_url=url, api_key="none")
+        litellm.completion(**how | {"client": openai_client}, messages=[{"role": "user", "content": "lit " * 9000}])
+    except litellm.ContextWindowExceededError:
+        too_long = True
     return {
+        "too_long": too_long,
         "said": message.content,
         "call": call.function.arguments,
         "end": answer.choices[0].finish_reason,
@@ -114,22 +121,24 @@ def langchain(url: str, model: str, script: Scripted) -> Any:
     }
 
 
-def pydantic_ai(url: str, model: str, script: Scripted) -> Any:
+def pydantic_ai(url: str, model: str, script: Scripted, responses: bool = False) -> Any:
     from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     provider = OpenAIProvider(
         base_url=url, api_key="none", http_client=httpx.AsyncClient(transport=AsyncTransport(script))
     )
-    agent = Agent(OpenAIChatModel(model, provider=provider), tools=[note], model_settings={"max_tokens": 400})
+    kind = OpenAIResponsesModel if responses else OpenAIChatModel
+    agent = Agent(kind(model, provider=provider), tools=[note], model_settings={"max_tokens": 400})
 
     async def run() -> Any:
         result = await agent.run(QUESTION)
         parts = [part for message in result.all_messages() for part in message.parts]
         (call,) = [part for part in parts if part.part_kind == "tool-call"]
         said = "".join(part.content for part in parts if part.part_kind == "text")
-        thought = "".join(part.content for part in parts if part.part_kind == "thinking")
+        thoughts = [part for part in parts if part.part_kind == "thinking"]
+        thought = "".join(part.content or "".join(part.provider_details["raw_content"]) for part in thoughts)
         return {
             "said": said.removesuffix(result.output),
             "call": json.dumps(call.args_as_dict()),
@@ -140,7 +149,44 @@ def pydantic_ai(url: str, model: str, script: Scripted) -> Any:
     return asyncio.run(run())
 
 
-PROGRAMS = {"litellm": litellm, "langchain": langchain, "pydantic_ai": pydantic_ai}
+def anthropic(url: str, model: str, script: Scripted) -> Any:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+    schema = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
+        "required": ["text"],
+    }
+    how: Any = {"model": model, "max_tokens": 400, "tools": [{"name": "note", "input_schema": schema}]}
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+
+    def body() -> dict[str, Any]:
+        script.bodies.append({})
+        return {"forced_tokens": script.answers[len(script.bodies) - 1]}
+
+    with client.messages.stream(messages=messages, extra_body=body(), **how) as stream:
+        answer = stream.get_final_message()
+    (call,) = [block for block in answer.content if block.type == "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": note(**call.input)}
+    messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    last = client.messages.create(messages=messages, extra_body=body(), **how)
+    return {
+        "said": "".join(block.text for block in answer.content if block.type == "text"),
+        "thought": "".join(block.thinking for block in answer.content if block.type == "thinking"),
+        "call": json.dumps(call.input),
+        "end": {"tool_use": "tool_calls"}[answer.stop_reason],
+        "last": last.content[0].text,
+    }
+
+
+PROGRAMS = {
+    "litellm": litellm,
+    "langchain": langchain,
+    "pydantic_ai": pydantic_ai,
+    "pydantic_ai_responses": partial(pydantic_ai, responses=True),
+    "anthropic": anthropic,
+}
 
 if __name__ == "__main__":
     program, url, model = sys.argv[1:]

@@ -32,9 +32,29 @@ OTHER_PATHS = (
 OPENAI_PATHS = (
     *("/v1", "/v1/", "/v1/models", "/v1/models/model", "/v1/models/nope", "/v1/models/%00", "/health", "/metrics"),
     "/docs",
-    *("/openapi.json", "/v1/embeddings", "/v1/responses", "/", "//", "*", "/../..", "/é", "/v1/completions/"),
+    *(
+        "/openapi.json",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/responses/resp_0",
+        "/v1/responses/%00",
+        "/v1/messages",
+        "/",
+        "//",
+        "*",
+        "/../..",
+        "/é",
+        "/v1/completions/",
+    ),
     "/v1//models",
 )
+OPENAI_POSTS = {  # what their bodies are; see REQUESTS
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+}
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "post", "BREW", "")
 HEADERS = (
     *("Expect: 100-continue", "Expect: nothing", "Transfer-Encoding: gzip", "Transfer-Encoding: chunked, chunked"),
@@ -117,8 +137,8 @@ class OpenAIFuzzer(HttpFuzzer):
     others = OPENAI_PATHS
 
     def _post(self, random: Random) -> tuple[str, bytes]:
-        kind = random.choice(("chat", "completions"))
-        path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+        path = random.choice(sorted(OPENAI_POSTS))
+        kind = OPENAI_POSTS[path]
         return path, mutated_json(random, kind if random.random() < 0.9 else "chat")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
 import io
 import json
 import re
 import socket
 import time
+from collections.abc import Iterator
 from random import Random
 from typing import Any, Protocol
 
@@ -100,11 +102,72 @@ OPENAI_OPTIONS: dict[str, Any] = {
     "prompt": [5, 6, 7],
     "messages": [{"role": "system", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": ""}],
 }
+ONLY_CHAT = {
+    *("n", "messages", "max_tokens", "prompt", "echo", "tools", "tool_choice", "response_format", "logprobs"),
+    *(
+        "stream_options",
+        "return_selected_rows",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    *("return_token_ids", "reasoning_effort"),
+}
+SHARED_OPTIONS = {name: value for name, value in OPENAI_OPTIONS.items() if name not in ONLY_CHAT}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": ["b", 1]}}}
+RESPONSE: dict[str, Any] = {"model": "model", "input": "the harbour log", "max_output_tokens": 4}
+RESPONSE_OPTIONS: dict[str, Any] = SHARED_OPTIONS | {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]},
+        {"type": "function_call", "call_id": "d", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "e"}]},
+    ],
+    "instructions": "Be short.",
+    "previous_response_id": "resp_0",
+    "store": False,
+    "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}, "verbosity": "medium"},
+    "reasoning": {"effort": "none", "summary": "auto"},
+    "include": ["message.output_text.logprobs"],
+    "metadata": {"a": "b"},
+    "truncation": "disabled",
+    "background": False,
+}
+MESSAGE: dict[str, Any] = {
+    "model": "model",
+    "messages": [{"role": "user", "content": "the harbour log"}],
+    "max_tokens": 4,
+}
+MESSAGE_OPTIONS: dict[str, Any] = SHARED_OPTIONS | {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "b", "signature": ""},
+                {"type": "tool_use", "id": "d", "name": "f", "input": {}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "d", "content": "e"}]},
+    ],
+    "system": [{"type": "text", "text": "a"}],
+    "stop_sequences": ["log"],
+    "tools": [{"name": "f", "input_schema": SCHEMA, "type": "custom"}],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 9},
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    "metadata": {"user_id": "a"},
+}
 REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what is right, and what may be added
     "tensorrt_llm_bls": (TEXT, OPTIONS),
     "tensorrt_llm": (TOKENS, OPTIONS),
     "chat": (CHAT, OPENAI_OPTIONS),
     "completions": (COMPLETION, OPENAI_OPTIONS),
+    "responses": (RESPONSE, RESPONSE_OPTIONS),
+    "messages": (MESSAGE, MESSAGE_OPTIONS),
 }
 STRANGE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, 2**64, 10**40, -(10**40)),
@@ -125,12 +188,22 @@ SNIPPETS: tuple[bytes, ...] = (
 def mutated_fields(random: Random, kind: str) -> dict[str, Any]:
     """Fields of a request of a kind of REQUESTS, most of them right."""
     right, options = REQUESTS[kind]
-    fields: dict[str, Any] = dict(right)
+    fields: dict[str, Any] = copy.deepcopy(right)
     for name in random.sample(sorted(options), random.choice((0, 0, 1, 2, 4))):
-        fields[name] = options[name]
+        fields[name] = copy.deepcopy(options[name])
+    if random.random() < 0.3:
+        _bend(random, random.choice(list(_objects(fields))), sorted(options))
     for _ in range(random.choice((0, 1, 1, 2, 3))):
         _bend(random, fields, sorted(options))
     return fields
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """The objects of JSON."""
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(each)
 
 
 def _bend(random: Random, fields: dict[str, Any], others: list[str]) -> None:

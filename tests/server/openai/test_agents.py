@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import pytest
 import requests
 from openai import OpenAI
 from pydantic import BaseModel
-from tests.conftest import ROOT, BuildEngine, RandomModel
-from tests.support.tool_models import add_tags, template, written_call, written_calls
+from tests.conftest import ROOT, BuildEngine
+from tests.support.tool_models import written_call, written_calls
 from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
@@ -60,11 +59,8 @@ ANSWER = "<think>\nI look.\n</think>\n\nYes.\n" + written_call("hermes", "note",
 
 
 @pytest.fixture(scope="module")
-def directory(random_model: RandomModel, build_engine: BuildEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "hermes"
-    shutil.copytree(random_model("llama", vocab_size=400, max_position_embeddings=8000), folder)
-    add_tags(folder, template("hermes"))
-    return build_engine(folder, "full", "--max_batch_size", "4", "--max_seq_len", "8000")
+def directory(hermes: Path, build_engine: BuildEngine) -> Path:
+    return build_engine(hermes, "full", "--max_batch_size", "4", "--max_seq_len", "8000")
 
 
 def ids(tokenizer: Tokenizer, text: str, ends: bool = True) -> list[int]:
@@ -320,7 +316,7 @@ def test_a_strict_schema_that_cannot_be_followed_is_refused_and_another_followed
 
 
 @pytest.mark.skipif(not AGENTS.exists(), reason="the programs are not installed: run make test-agents")
-@pytest.mark.parametrize("program", ["litellm", "langchain", "pydantic_ai"])
+@pytest.mark.parametrize("program", ["litellm", "langchain", "pydantic_ai", "pydantic_ai_responses", "anthropic"])
 def test_programs_of_others_call_tools(server: RunningServer, model: str, tokenizer: Tokenizer, program: str) -> None:
     answers = json.dumps([ids(tokenizer, ANSWER), ids(tokenizer, "It is noted.")])
     command = [str(AGENTS), str(ROOT / "tests/support/agent_programs.py"), program, server.openai_url, model]
@@ -332,6 +328,7 @@ def test_programs_of_others_call_tools(server: RunningServer, model: str, tokeni
     assert (told["said"], told["last"], told["turns"]) == ("Yes.", "It is noted.", 2)
     assert told.get("end", "tool_calls") == "tool_calls"
     assert told.get("thought", "I look.") == "I look."
+    assert told.get("too_long", True), "the error is the one by which programs shorten a conversation"
 
 
 def test_several_calls_in_one_answer(client: OpenAI, model: str, tokenizer: Tokenizer) -> None:

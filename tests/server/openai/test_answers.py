@@ -19,9 +19,10 @@ from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.openai.answers import AnswerForm, AnswerForms, Thinking, answer_guide
-from kvseek.server.openai.bodies import CHAT_FORMAT, message_texts, read_messages
+from kvseek.server.openai.bodies import CHAT_FORMAT
 from kvseek.server.openai.choices import Choice, Reply, usage
 from kvseek.server.openai.fields import FieldError
+from kvseek.server.openai.prompts import message_texts, read_messages
 from kvseek.server.openai.tool_formats import TOOL_FORMATS, Function, Tags
 
 SCHEMA: dict[str, Any] = {

@@ -24,11 +24,10 @@ from kvseek.server.openai.bodies import (
     COMPLETION_FORMAT,
     COMPLETION_NEUTRAL,
     WITHOUT_EFFECT,
-    message_texts,
-    read_messages,
 )
 from kvseek.server.openai.choices import Choice, make_choices
 from kvseek.server.openai.fields import FieldError, openai_error
+from kvseek.server.openai.prompts import message_texts, read_messages
 from kvseek.server.requests.keys import Tenant
 
 HELLO = [{"role": "user", "content": "the light was lit"}]
@@ -134,6 +133,13 @@ def test_every_field_reaches_the_engine(reader: Reader) -> None:
     assert sampling.forced_tokens == (9, 5)
     assert sampling.bad_words == reader.tokenizer.spellings("harbour")
     assert sampling.prompt_ignore_length == len(request.prompt_ids), "penalties are about the output alone"
+
+
+def test_cache_control_of_proxies_changes_nothing(reader: Reader) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": HELLO[0]["content"]} | mark
+    for fields in ({"messages": [HELLO[0] | mark]}, {"messages": [{"role": "user", "content": [part]}]}, mark):
+        assert reader.chat(**fields)[0].request.prompt_ids == reader.chat()[0].request.prompt_ids
 
 
 def test_ignore_eos_leaves_the_clients_own_ends(reader: Reader) -> None:

@@ -208,7 +208,9 @@ def test_events_of_a_chat_are_openais(tokenizer: Tokenizer) -> None:
     text, finish = map(json.loads, reply.pieces(1, piece))
     assert text["choices"] == [{"index": 1, "delta": {"content": "x"}, "logprobs": None, "finish_reason": None}]
     assert finish["choices"] == [{"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
-    end = json.loads(reply.end(usage(3, 4, 2)))
+    counts, done = reply.end(usage(3, 4, 2))
+    assert done == b"[DONE]"
+    end = json.loads(counts)
     assert end["choices"] == []
     assert end["usage"]["total_tokens"] == 7
     assert end["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}

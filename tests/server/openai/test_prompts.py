@@ -13,8 +13,8 @@ import transformers
 from kvseek.core.config import EngineConfig, read_config
 from kvseek.engine.chat_template import TEMPLATE_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
-from kvseek.server.openai.bodies import Message, chat_ids, message_texts
 from kvseek.server.openai.fields import FieldError
+from kvseek.server.openai.prompts import Message, chat_ids, message_texts
 
 TALK = [
     {"role": "system", "content": "Keep the log."},

@@ -1,0 +1,533 @@
+"""OpenAI's Responses API: a request becomes a chat's, and its answer a response of items, whole or as typed events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.server.http.content import first_character
+from kvseek.server.requests.keys import Tenant
+
+from .answers import AnswerForm
+from .bodies import WITHOUT_EFFECT, ChatBody, CommonFields, JsonSchema, StreamOptions, check_logprobs
+from .choices import Json, Piece, chat_logprobs
+from .fields import ABSENT, BodyFormat, FieldError, decode, is_absent, openai_error, require
+from .kept_responses import KeptResponses
+from .prompts import TOOL
+from .tool_formats import ARGUMENTS, CONTENT, REASONING
+from .tools import MAX_TOOLS
+from .translation import (
+    NAMED_EVENT,
+    Asked,
+    Blocks,
+    as_json,
+    decoders,
+    json_list,
+    named_event,
+    nested_call,
+    nested_tool,
+    read_block,
+    read_blocks,
+    read_text,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second without effect: thinking comes in clear
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each; OpenAI's
+FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # codes of a response's error; others are the server's
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """A text within a message; all fields but `text` are without effect."""
+
+    text: str
+    type: str | None = None
+    annotations: msgspec.Raw = ABSENT
+    logprobs: msgspec.Raw = ABSENT
+    parsed: msgspec.Raw = ABSENT
+    prompt_cache_breakpoint: msgspec.Raw = ABSENT
+    cache_control: msgspec.Raw = ABSENT
+
+
+class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What items have in common, without effect."""
+
+    type: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(Item, kw_only=True):
+    """A message."""
+
+    role: str
+    content: msgspec.Raw = ABSENT
+    phase: str | None = None
+
+
+class FunctionCall(Item, kw_only=True):
+    """A call that the model has made."""
+
+    call_id: str
+    name: str
+    arguments: str
+    parsed_arguments: msgspec.Raw = ABSENT
+
+
+class FunctionCallOutput(Item, kw_only=True):
+    """What a call has returned."""
+
+    call_id: str
+    output: msgspec.Raw = ABSENT
+
+
+class ReasoningItem(Item, kw_only=True):
+    """Thinking."""
+
+    summary: msgspec.Raw = ABSENT
+    content: msgspec.Raw = ABSENT
+    encrypted_content: str | None = None
+
+
+class FlatTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that may be called."""
+
+    type: str
+    name: str
+    parameters: msgspec.Raw = ABSENT
+    strict: bool | None = None
+    description: str | None = None
+
+
+class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """The function that has to be called."""
+
+    type: str
+    name: str
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the text; see JsonSchema."""
+
+    type: str
+    name: str | None = None
+    schema: msgspec.Raw = ABSENT
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFields(msgspec.Struct, forbid_unknown_fields=True):
+    """How the text is written."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """How the model thinks."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+INPUT_TEXT, OUTPUT_TEXT = decoders(input_text=Part, output_text=Part), decoders(output_text=Part, input_text=Part)
+THOUGHTS = decoders(reasoning_text=Part, summary_text=Part)
+TOOLS, CHOICES = decoders(function=FlatTool), decoders(function=FlatChoice)
+ITEMS = decoders(
+    message=InputMessage,
+    function_call=FunctionCall,
+    function_call_output=FunctionCallOutput,
+    reasoning=ReasoningItem,
+)
+_fields, _reasoning = msgspec.json.Decoder(TextFields), msgspec.json.Decoder(Reasoning)
+
+
+class ResponsesBody(CommonFields, kw_only=True):
+    """Fields of a request for a response that have an effect."""
+
+    input: msgspec.Raw = ABSENT
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    parallel_tool_calls: bool | None = None
+    text: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    stop: str | list[str] | None = None
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    thinking_token_budget: int | None = None
+
+    SAME: ClassVar[tuple[str, ...]] = (
+        *(field.name for field in msgspec.structs.fields(CommonFields)),
+        *("stream_options", "parallel_tool_calls", "stop", "chat_template_kwargs", "thinking_token_budget"),
+    )
+
+    def chat(self, messages: msgspec.Raw) -> ChatBody:
+        """Make the chat; raises FieldError."""
+        text = TextFields() if is_absent(self.text) else decode("text", _fields, self.text)
+        require(
+            text.verbosity in (None, "medium"), "text.verbosity", text.verbosity, '"medium" or null', "leave it out"
+        )
+        thinks = Reasoning() if is_absent(self.reasoning) else decode("reasoning", _reasoning, self.reasoning)
+        for name in ("summary", "generate_summary"):
+            given = getattr(thinks, name)
+            remedy = "kvseek returns the thinking itself, leave it out"
+            require(given in (None, "auto"), f"reasoning.{name}", given, '"auto" or null', remedy)
+        return ChatBody(
+            **{name: getattr(self, name) for name in self.SAME},
+            messages=messages,
+            tools=nested_tools(self.tools),
+            tool_choice=nested_choice(self.tool_choice),
+            response_format=ABSENT if text.format is None else nested_format(text.format),
+            reasoning_effort=thinks.effort,
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs if self.logprobs else None,
+        )
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log probabilities are asked for."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def check(self) -> None:
+        """Raise FieldError on what only this API limits."""
+        for each in self.include or ():
+            require(each in INCLUDED, "include", each, " or ".join(INCLUDED), "leave it out")
+        if self.top_logprobs is not None:
+            check_logprobs("top_logprobs", self.top_logprobs)
+        plain = not self.logprobs or is_absent(self.tools)
+        require(plain, "top_logprobs", self.top_logprobs, "absent with tools", "ask for them without tools")
+        pairs, limit = self.metadata or {}, f"<= {MAX_METADATA} pairs of {MAX_KEY} and {MAX_VALUE} characters"
+        fits = len(pairs) <= MAX_METADATA and all(
+            len(key) <= MAX_KEY and len(value) <= MAX_VALUE for key, value in pairs.items()
+        )
+        require(fits, "metadata", f"{len(pairs)} pairs", limit, "send fewer or shorter ones")
+
+    def repeated(self) -> Json:
+        """Write the fields that a response repeats."""
+        given = {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "store": self.store is not False,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+        }
+        defaults = {
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": None, "summary": None},
+            "tools": [],
+            "tool_choice": "auto",
+        }
+        own = {name: getattr(self, name) for name in defaults}
+        return given | {name: defaults[name] if is_absent(raw) else raw for name, raw in own.items()}
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    **dict.fromkeys(("conversation", "prompt", "max_tool_calls", "moderation", "n", "response_format"), ()),
+}
+RESPONSES_FORMAT = BodyFormat(
+    ResponsesBody,
+    ("input", "instructions"),
+    NEUTRAL,
+    ("cache_control", "prompt_cache_options", *(name for name in WITHOUT_EFFECT if name != "metadata")),
+)
+PLACES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "tool_choice.function": "tool_choice",
+    **{f"tools[{number}].function": f"tools[{number}]" for number in range(MAX_TOOLS + 1)},
+}
+
+
+def nested_tools(raw: msgspec.Raw) -> msgspec.Raw:
+    """Write tools as a chat has them."""
+    if is_absent(raw):
+        return ABSENT
+    tools: list[FlatTool] = read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own")
+    return as_json([nested_tool(each.name, each.description, each.parameters, each.strict) for each in tools])
+
+
+def nested_choice(raw: msgspec.Raw) -> msgspec.Raw:
+    """Write the choice of a tool as a chat has it."""
+    if is_absent(raw) or first_character(raw) == '"':
+        return raw
+    named: FlatChoice = read_block("tool_choice", raw, CHOICES, 'send "none", "auto", "required" or a function')
+    return as_json({"type": named.type, "function": {"name": named.name}})
+
+
+def nested_format(given: TextFormat) -> msgspec.Raw:
+    """Write the form of the text as a chat has it."""
+    if given == TextFormat(given.type) and given.type != "json_schema":
+        return as_json({"type": given.type})
+    schema = JsonSchema(given.name or "", given.schema, given.description, given.strict)
+    return as_json({"type": given.type, "json_schema": schema})
+
+
+def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str]]:
+    """Read the input as messages of a chat, and name their places; raises FieldError.
+
+    Thinking, text and calls of the model that follow each other become one message, as they were one answer. `before` is the
+    number of messages before these.
+    """
+    if is_absent(raw):
+        raise FieldError("input", "input is missing: must be a text or items; add it")
+    if first_character(raw) == '"':
+        return [{"role": "user", "content": read_text("input", raw, INPUT_TEXT)}], {f"messages[{before}]": "input"}
+    items = read_blocks("input", raw, ITEMS, "kvseek has no tools of its own, and keeps no items", "message")
+    require(bool(items), "input", [], "at least one item", "send a message")
+    messages, places = list[Json](), dict[str, str]()
+    answer: Json = {}  # the model's, which further items may continue
+    for number, item in enumerate(items):
+        place = f"input[{number}]"
+        own, joins = _message(place, item)
+        goes_on = joins == "tool_calls" or (joins == "content" and not {"content", "tool_calls"} & answer.keys())
+        if answer and own["role"] == "assistant" and goes_on:
+            answer |= own
+        else:
+            answer = own if own["role"] == "assistant" else {}
+            messages.append(own)
+            places[f"messages[{before + len(messages) - 1}]"] = place
+        if isinstance(item, FunctionCall):
+            calls = answer.setdefault("tool_calls", [])
+            calls.append(nested_call(item.call_id, item.name, item.arguments))
+            where = f"messages[{before + len(messages) - 1}].tool_calls[{len(calls) - 1}]"
+            places |= {f"{where}.function": place, where: place}
+        elif isinstance(item, FunctionCallOutput):
+            places[f"messages[{before + len(messages) - 1}].tool_call_id"] = f"{place}.call_id"
+    return messages, places
+
+
+def _message(place: str, item: Any) -> tuple[Json, str]:
+    """Write an item as a message; returns besides the field with which it continues an answer."""
+    match item:
+        case InputMessage():
+            kinds = OUTPUT_TEXT if item.role == "assistant" else INPUT_TEXT
+            roles = ("user", "assistant", "system", "developer")
+            require(item.role in roles, f"{place}.role", item.role, " or ".join(roles), "kvseek knows no others")
+            return {"role": item.role, "content": read_text(f"{place}.content", item.content, kinds)}, "content"
+        case FunctionCallOutput():
+            output = read_text(f"{place}.output", item.output, INPUT_TEXT)
+            return {"role": TOOL, "tool_call_id": item.call_id, "content": output}, ""
+        case ReasoningItem():
+            return {"role": "assistant", "reasoning": _thoughts(place, item)}, "reasoning"
+    return {"role": "assistant"}, "tool_calls"
+
+
+def _thoughts(place: str, item: ReasoningItem) -> str:
+    for name in ("content", "summary"):
+        raw = getattr(item, name)
+        if not is_absent(raw) and (thoughts := read_text(f"{place}.{name}", raw, THOUGHTS)):
+            return thoughts
+    hidden, limit = item.encrypted_content, "null without content"
+    require(hidden is None, f"{place}.encrypted_content", "set", limit, "kvseek cannot decrypt it, send the content")
+    return ""
+
+
+class Responses:
+    """Reads requests for responses, and keeps responses that may be continued. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, kept: KeptResponses) -> None:
+        self._tokenizer, self._kept = tokenizer, kept
+
+    def read(self, data: bytes | bytearray, tenant: Tenant) -> Asked:
+        """Read a body; raises FieldError, and HttpError if the response that it continues is not kept."""
+        body = RESPONSES_FORMAT.read(data)
+        body.check()
+        earlier = [] if body.previous_response_id is None else self._kept.messages(body.previous_response_id, tenant)
+        first = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+        own, places = read_items(body.input, len(first) + len(earlier))
+        own_json = [msgspec.json.encode(message) for message in own]
+        messages = json_list([*map(msgspec.json.encode, first), *earlier, *own_json])
+        chat, before = body.chat(messages), "instructions" if first else "input"
+        places = {"messages[0]": before, **places, **PLACES}
+
+        def answer(form: AnswerForm, _: int) -> ResponseAnswer:
+            return ResponseAnswer(body, form, self._tokenizer, None if body.store is False else keep)
+
+        def keep(response_id: str, response: bytes, items: Sequence[Json]) -> None:
+            said, _ = read_items(msgspec.Raw(msgspec.json.encode(items)), 0)
+            messages = (*own_json, *map(msgspec.json.encode, said))
+            self._kept.add(response_id, response, messages, body.previous_response_id, tenant)
+
+        return Asked(chat, answer, places)
+
+
+class ResponseAnswer(Blocks):
+    """Writes a response; its blocks are items. See translation.Answer.
+
+    Parameters
+    ----------
+    keep : callable or None
+        Keeps the response, given its id, its JSON and its items, once it has ended.
+    """
+
+    frame = NAMED_EVENT
+
+    def __init__(self, body: ResponsesBody, form: AnswerForm, tokenizer: Tokenizer, keep: Any) -> None:
+        super().__init__()
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._form, self._tokenizer, self._keep = form, tokenizer, keep
+        self._response: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": body.model,
+            **body.repeated(),
+            "truncation": "disabled",
+            "output": self.written,
+            "usage": None,
+        }
+        self._asks_logprobs, self._reason, self._number = body.logprobs, "", 0
+        thinking = form.thinking
+        self._thinks = thinking is not None and thinking.opened  # the next token does
+        self._new_logprobs, self._logprobs = list[Json](), list[Json]()
+        self._item: Json = {}
+
+    def begin(self, choices: int) -> list[bytes]:
+        """See Answer."""
+        return [self._event(f"response.{name}", response=self._response) for name in ("created", "in_progress")]
+
+    def pieces(self, index: int, piece: Piece) -> list[bytes]:
+        """See Answer."""
+        if self._asks_logprobs:
+            new = [each for each in piece["tokens"] if self._is_text(each[0])]
+            self._new_logprobs += chat_logprobs(new, self._tokenizer)["content"]
+        self._reason = piece["finish_reason"]
+        events = self.take(piece)
+        if self._reason not in (None, "length") and not any(item["type"] != "reasoning" for item in self.written):
+            self.kind = CONTENT  # an answer without a word is one all the same
+            events += self.open(CONTENT, "") + self.finish(last=True)
+        return events
+
+    def end(self, counts: Json) -> list[bytes]:
+        """See Answer."""
+        done = self._done(counts)
+        return [self._event(f"response.{done['status']}", response=done)]
+
+    def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
+        """See Answer."""
+        self.pieces(0, pieces[0])
+        return msgspec.json.encode(self._done(counts))
+
+    def failed(self, error: Exception) -> tuple[int, bytes]:
+        """See Answer."""
+        status, data = openai_error(error)
+        told = {"code": FAILURES.get(status, "server_error"), "message": msgspec.json.decode(data)["error"]["message"]}
+        return status, self._event("response.failed", response=self._response | {"status": "failed", "error": told})
+
+    def _done(self, counts: Json) -> Json:
+        whole = self._reason != "length"
+        details = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
+        done = self._response | {
+            "status": "completed" if whole else "incomplete",
+            "completed_at": int(time.time()) if whole else None,
+            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": details,
+                "total_tokens": counts["total_tokens"],
+            },
+        }
+        if self._keep is not None:
+            self._keep(self.id, msgspec.json.encode(done), self.written)
+        return done
+
+    def _is_text(self, token: int) -> bool:
+        """Whether the next token is no thinking."""
+        thinking = self._form.thinking
+        if thinking is not None and token in (thinking.opening, thinking.closing):
+            self._thinks = token == thinking.opening
+            return False
+        return not self._thinks
+
+    def open(self, kind: str, name: str) -> list[bytes]:
+        """See Blocks."""
+        number = uuid.uuid4().hex
+        if kind == REASONING:
+            self._item = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": []}
+        elif kind == CONTENT:
+            self._item = {"id": f"msg_{number}", "type": "message", "role": "assistant", "content": []}
+        else:
+            call: Json = {"call_id": self._form.call_id(), "name": name, "arguments": ""}
+            self._item = {"id": f"fc_{number}", "type": "function_call", **call}
+        self._item["status"] = "in_progress"
+        added = self._event("response.output_item.added", output_index=len(self.written), item=self._item)
+        return [added] if kind == ARGUMENTS else [added, self._of_item("content_part.added", part=self._part(""))]
+
+    def delta(self, text: str) -> list[bytes]:
+        """See Blocks."""
+        return [self._of_item(f"{self._name}.delta", delta=text, **self._taken_logprobs())]
+
+    def close(self, text: str, last: bool) -> tuple[Json, list[bytes]]:
+        """See Blocks."""
+        self._taken_logprobs()
+        logprobs = {"logprobs": self._logprobs} if self.kind == CONTENT else {}
+        own = {"arguments" if self.kind == ARGUMENTS else "text": text}
+        events = [self._of_item(f"{self._name}.done", **own, **logprobs)]
+        if self.kind == ARGUMENTS:
+            content: Json = {"arguments": text}
+        else:
+            part = self._part(text)
+            content = {"content": [part]}
+            events.append(self._of_item("content_part.done", part=part))
+        item = self._item | content | {"status": "incomplete" if last and self._reason == "length" else "completed"}
+        self._logprobs = []
+        return item, [*events, self._event("response.output_item.done", output_index=len(self.written), item=item)]
+
+    @property
+    def _name(self) -> str:
+        return {REASONING: "reasoning_text", CONTENT: "output_text", ARGUMENTS: "function_call_arguments"}[
+            str(self.kind)
+        ]
+
+    def _part(self, text: str) -> Json:
+        if self.kind == REASONING:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
+
+    def _taken_logprobs(self) -> Mapping[str, Any]:
+        """Return the log probabilities that no event has had, as those of a text have to."""
+        if self.kind != CONTENT:
+            return {}
+        new, self._new_logprobs = self._new_logprobs, []
+        self._logprobs += new
+        return {"logprobs": new}
+
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        place = {"item_id": self._item["id"], "output_index": len(self.written)}
+        return self._event(
+            f"response.{kind}", **place, **({} if self.kind == ARGUMENTS else {"content_index": 0}), **fields
+        )
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return named_event(kind, {"sequence_number": self._number - 1, **fields})
