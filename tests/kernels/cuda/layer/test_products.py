@@ -17,7 +17,10 @@ from kvseek.engine.model.cuda.products import KernelHead, RowCounts
 from kvseek.kernels.cuda.layer import products as product_kernels
 from kvseek.kernels.cuda.layer.products import MOST_ROWS, SHAPES, Format, ProductKernels, Shape, choose_shape
 
-FORMATS = (Format.of(name, 32, torch.bfloat16) for name in ("none", "int8", "int4", "int8_groups", "fp8_groups"))
+FORMATS = (
+    Format.of(name, 32, torch.bfloat16)
+    for name in ("none", "int8", "int4", "int8_groups", "int8_asymmetric", "fp8_groups")
+)
 SCALE_WORDS = {form.kernel: form.scale_words for form in FORMATS}
 SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
 
@@ -25,7 +28,7 @@ SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all arch
 def test_shapes_are_those_of_the_source() -> None:
     source = (Path(product_kernels.__file__).parent / "products.cu").read_text(encoding="utf-8")
     for kernel, listed_by_size in SHAPES.items():
-        form = rf"^KVSEEK_(?:GROUP_)?PRODUCT_?\((?:, false, )?{kernel}, \w+, ([\d, ]+), \d+, \d+\)$"
+        form = rf"^KVSEEK_(?:GROUP_)?PRODUCT\({kernel}, \w+, ([\d, ]+), \d+, \d+\)$"
         compiled = re.findall(form, source, re.MULTILINE)
         shapes = {shape for _, listed in listed_by_size for shape in listed}
         assert {Shape(*map(int, numbers.split(", "))) for numbers in compiled} == shapes
