@@ -45,7 +45,7 @@ from .known_keys import KnownKeys
 UNQUANTISED = "use the unquantised checkpoint"
 UNREAD = {  # methods that are known and not read, and why
     "bitsandbytes": "its numbers are entries of a table, which no kernel here multiplies: ",
-    "mxfp4": "it is published of mixtures of experts alone: ",
+    "mxfp4": "it is published of gpt-oss, which kvseek does not serve: ",
 }
 WORD = 32  # bits of the numbers that narrower ones are packed into
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where of a word's eight numbers the first column stands, the second, and so on

@@ -614,7 +614,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt-oss": (
         "awq",
         {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-        "'mxfp4': must be one of .*; it is published of mixtures of experts alone: use the unquantised",
+        "'mxfp4': must be one of .*; it is published of gpt-oss, which kvseek does not serve: use the unquantised",
     ),
     "no object": ("awq", {}, "quant_method = None"),
     "version": ("awq", {"version": "gemv"}, "version = 'gemv': must be one of gemm"),
