@@ -412,9 +412,7 @@ extern "C" __global__ void __launch_bounds__(QUANTISE_THREADS)
         unsigned short pairs[PIECE / 2];
 #pragma unroll
         for (int i = 0; i < PIECE / 2; ++i)
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-                : "=h"(pairs[i])
-                : "f"(numbers[2 * i + 1] * factor), "f"(numbers[2 * i] * factor));
+            pairs[i] = to_e4m3(numbers[2 * i] * factor, numbers[2 * i + 1] * factor);
         *reinterpret_cast<uint2*>(to + at) =
             make_uint2(pairs[0] | unsigned(pairs[1]) << 16, pairs[2] | unsigned(pairs[3]) << 16);
     }
@@ -452,14 +450,14 @@ KVSEEK_GROUP_PRODUCT(int8_groups_linear, Int8Groups, 32, 4, 2, 2, 1, 3)
 KVSEEK_GROUP_PRODUCT(int8_groups_linear, Int8Groups, 64, 4, 2, 2, 0, 2)
 #endif
 #if KVSEEK_WEIGHT == 4
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 4, 2, 2, 2, 4)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 4, 2, 2, 1, 4)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 4, 2, 2, 4, 4)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 4, 2, 2, 2, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 4, 2, 2, 0, 3)
 KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 4, 2, 2, 0, 2)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 8, 1, 3, 2, 3)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 8, 1, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 8, 2, 2, 0, 1)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 8, 1, 2, 4, 2)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 8, 1, 2, 1, 2)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 8, 2, 2, 2, 1)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 8, 2, 2, 1, 1)
 #endif
 #if KVSEEK_ASYMMETRIC
 KVSEEK_GROUP_PRODUCT(int8_asymmetric_linear, Int8Asymmetric, 8, 4, 2, 2, 1, 3)

@@ -138,7 +138,7 @@ SHAPES: dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
     "int8_asymmetric_linear": ((0, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),),
     "fp8_groups_linear": (
         (64, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
-        (0, (Shape(8, 8, 1, 3), Shape(16, 8, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
+        (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
 }
 MOST_ROWS = 64  # of x: those of the largest decode step

@@ -4,6 +4,7 @@
 // KVSEEK_ASYMMETRIC brings beside 3 and 5 (builder/compile/cuda.py). All these numbers fit in bfloat16 and in float16.
 #pragma once
 
+#include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/numbers.cuh"
 
 namespace kvseek {
@@ -105,10 +106,7 @@ struct Int4 {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const unsigned word = i == 0 ? bytes.x : bytes.y;
-            unsigned lower;  // in one instruction, which the compiler makes of constants only if they are in registers
-            asm("lop3.b32 %0, %1, %2, %3, 0xea;"
-                : "=r"(lower)
-                : "r"(__funnelshift_r(word, word, rotation)), "r"(MASK), "r"(ONES));
+            const unsigned lower = choose_bits(__funnelshift_r(word, word, rotation), MASK, ONES);
             numbers[2 * i] = __byte_perm(lower, UPPER, 0x4140);
             numbers[2 * i + 1] = __byte_perm(lower, UPPER, 0x4342);
         }

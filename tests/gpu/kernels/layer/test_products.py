@@ -255,22 +255,26 @@ def test_a_prompts_row_depends_on_no_other_row(
                 assert torch.equal(product(x[-rows:], prompt=True), whole[-rows:]), (outputs, inputs, rows)
 
 
+def check_rounded_rows(kernels: ProductKernels, inputs: int, device: torch.device) -> None:
+    """The nearest numbers of e4m3, of rows of very different sizes and one of zeros."""
+    sizes = torch.logspace(-4, 3, 7, device=device)[:, None]
+    x = torch.randn(7, inputs, device=device).mul(sizes).to(kernels.dtype)
+    x[3] = 0
+    numbers, scales = kernels.quantise_rows(x)
+    most = x.float().abs().amax(dim=1)
+    # 448 / most would be 448 times a rounded reciprocal.
+    factors = torch.where(most > 0, torch.full_like(most, 448) / most, 1.0)
+    torch.testing.assert_close(scales, 1 / factors, rtol=1e-6, atol=0)
+    expected = (x.float() * factors[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [16, 4096, 14336])
 def test_rows_of_prompts_are_rounded_to_fp8(
     inputs: int, dtype: str, products: MakeProducts, device: torch.device
 ) -> None:
-    sizes = torch.logspace(-4, 3, 7, device=device)[:, None]
-    x = torch.randn(7, inputs, device=device).mul(sizes).to(getattr(torch, dtype))
-    x[3] = 0
-    numbers, scales = products("fp8", dtype).quantise_rows(x)
-    most = x.float().abs().amax(dim=1)
-    factors = torch.where(
-        most > 0, torch.full_like(most, 448) / most, 1.0
-    )  # 448 / most is 448 times a rounded reciprocal
-    torch.testing.assert_close(scales, 1 / factors, rtol=1e-6, atol=0)
-    expected = (x.float() * factors[:, None]).to(torch.float8_e4m3fn)
-    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+    check_rounded_rows(products("fp8", dtype), inputs, device)
 
 
 @pytest.mark.parametrize("rows", [1, 100, 2048])
