@@ -146,6 +146,7 @@ ITEMS = decoders(
     reasoning=ReasoningItem,
 )
 _fields, _reasoning = msgspec.json.Decoder(TextFields), msgspec.json.Decoder(Reasoning)
+_repeated = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ResponsesBody(CommonFields, kw_only=True):
@@ -216,9 +217,10 @@ class ResponsesBody(CommonFields, kw_only=True):
         )
         require(fits, "metadata", f"{len(pairs)} pairs", limit, "send fewer or shorter ones")
 
-    def repeated(self) -> Json:
+    def repeated(self) -> bytes:
         """Write the fields that a response repeats."""
         given = {
+            "model": self.model,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
@@ -236,7 +238,8 @@ class ResponsesBody(CommonFields, kw_only=True):
             "tool_choice": "auto",
         }
         own = {name: getattr(self, name) for name in defaults}
-        return given | {name: defaults[name] if is_absent(raw) else raw for name, raw in own.items()}
+        own = {name: defaults[name] if is_absent(raw) else raw for name, raw in own.items()}
+        return msgspec.json.encode(given | own)
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -346,6 +349,13 @@ def _thoughts(place: str, item: ReasoningItem) -> str:
     return ""
 
 
+def said(items: Sequence[Json]) -> list[Json]:
+    """Write the items of an answer as messages of a chat, as read_items does; a call that was cut off has not been made."""
+    plain = [item | {"content": item["content"][0]["text"]} if "content" in item else item for item in items]
+    whole = [item for item in plain if item["type"] != "function_call" or item["status"] == "completed"]
+    return read_items(as_json(whole), 0)[0] if whole else []
+
+
 class Responses:
     """Reads requests for responses, and keeps responses that may be continued. Thread-safe."""
 
@@ -361,18 +371,18 @@ class Responses:
         own, places = read_items(body.input, len(first) + len(earlier))
         own_json = [msgspec.json.encode(message) for message in own]
         messages = json_list([*map(msgspec.json.encode, first), *earlier, *own_json])
-        chat, before = body.chat(messages), "instructions" if first else "input"
-        places = {"messages[0]": before, **places, **PLACES}
-
-        def answer(form: AnswerForm, _: int) -> ResponseAnswer:
-            return ResponseAnswer(body, form, self._tokenizer, None if body.store is False else keep)
+        places = {"messages[0]": "instructions" if first else "input", **places, **PLACES}
+        previous, fields = body.previous_response_id, body.repeated()
 
         def keep(response_id: str, response: bytes, items: Sequence[Json]) -> None:
-            said, _ = read_items(msgspec.Raw(msgspec.json.encode(items)), 0)
-            messages = (*own_json, *map(msgspec.json.encode, said))
-            self._kept.add(response_id, response, messages, body.previous_response_id, tenant)
+            messages = (*own_json, *map(msgspec.json.encode, said(items)))
+            self._kept.add(response_id, response, messages, previous, tenant)
 
-        return Asked(chat, answer, places)
+        def answer(form: AnswerForm, _: int) -> ResponseAnswer:
+            own = (keep, sum(map(len, own_json))) if body.store is not False else (None, 0)
+            return ResponseAnswer(fields, body.logprobs, form, self._tokenizer, *own)
+
+        return Asked(body.chat(messages), answer, places)
 
 
 class ResponseAnswer(Blocks):
@@ -380,15 +390,23 @@ class ResponseAnswer(Blocks):
 
     Parameters
     ----------
+    repeated : bytes
+        JSON of fields of the request; of these alone, as the request's other memory is not counted any more.
+    logprobs : bool
+        Whether log probabilities are asked for.
     keep : callable or None
         Keeps the response, given its id, its JSON and its items, once it has ended.
+    kept_bytes : int
+        What that needs of the request.
     """
 
     frame = NAMED_EVENT
 
-    def __init__(self, body: ResponsesBody, form: AnswerForm, tokenizer: Tokenizer, keep: Any) -> None:
+    def __init__(
+        self, repeated: bytes, logprobs: bool, form: AnswerForm, tokenizer: Tokenizer, keep: Any, kept_bytes: int
+    ) -> None:
         super().__init__()
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.id, self.held_bytes = f"resp_{uuid.uuid4().hex}", len(repeated) + kept_bytes
         self._form, self._tokenizer, self._keep = form, tokenizer, keep
         self._response: Json = {
             "id": self.id,
@@ -398,13 +416,12 @@ class ResponseAnswer(Blocks):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": body.model,
-            **body.repeated(),
+            **_repeated.decode(repeated),
             "truncation": "disabled",
             "output": self.written,
             "usage": None,
         }
-        self._asks_logprobs, self._reason, self._number = body.logprobs, "", 0
+        self._asks_logprobs, self._reason, self._number = logprobs, "", 0
         thinking = form.thinking
         self._thinks = thinking is not None and thinking.opened  # the next token does
         self._new_logprobs, self._logprobs = list[Json](), list[Json]()

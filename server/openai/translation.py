@@ -34,9 +34,12 @@ class Answer(Protocol):
     ----------
     frame : bytes
         How an event becomes a part of the stream.
+    held_bytes : int
+        Bytes of the request that it needs; see ServedRequest.
     """
 
     frame: bytes
+    held_bytes: int
 
     def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
         """Write a complete answer, of one piece for each choice, with the numbers of tokens (choices.usage)."""
@@ -171,6 +174,7 @@ class Blocks:
         self.written, self.kind, self.texts = list[Json](), None, list[str]()
 
     kind: str | None
+    held_bytes = 0
 
     def open(self, kind: str, name: str) -> list[bytes]:
         """Write that a block of a kind begins; `name` is that of a call's function."""

@@ -191,6 +191,13 @@ def test_an_answer_that_is_cut_off_is_incomplete(script: Script, streams: bool) 
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert [item.status for item in response.output] == ["completed", "completed", "incomplete"]
     assert ARGUMENTS.startswith(response.output[2].arguments)
+    assert script.create("Yes.", previous_response_id=response.id).output_text == "Yes.", "without the broken call"
+    for written in ("<think>", "<think>\n"):  # nothing has been said yet
+        begun = script.tokenizer.encode(written, False)
+        few: dict[str, Any] = {"max_output_tokens": len(begun), "extra_body": {"forced_tokens": begun}}
+        empty = script.stream("", **few)[1] if streams else script.create("", **few)
+        assert (empty.status, empty.output) == ("incomplete", [])
+        assert script.create("Yes.", previous_response_id=empty.id).output_text == "Yes."
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -201,6 +208,9 @@ def test_log_probabilities_are_those_of_the_text(script: Script, streams: bool) 
     found = response.output[1].content[0].logprobs
     assert "".join(each.token for each in found).strip() == "Yes."
     assert {len(each.top_logprobs) for each in found} == {2}
+    long = script.create("Yes. " * 300, top_logprobs=20)
+    assert len(long.output[0].content[0].logprobs) > 300, "kept, however many values it has"
+    assert script.client.responses.retrieve(long.id).output_text == long.output_text
 
 
 def test_responses_are_kept_shown_and_forgotten(script: Script, server: RunningServer) -> None:
@@ -302,6 +312,16 @@ def test_a_prompt_that_is_too_long_has_openais_code(server: RunningServer, model
     body = {"model": model, "input": "the light " * 9000}
     error = requests.post(f"{server.openai_url}/responses", json=body, timeout=SECONDS).json()["error"]
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+def test_what_answers_need_of_a_body_is_counted_and_no_more_is_held(tokenizer: Tokenizer) -> None:
+    fields = {"input": "x" * 5000, "instructions": "y" * 3000, "tools": [NOTE], "text": {"format": {"type": "text"}}}
+    for store, held in ((True, 8000), (False, 3000)):
+        body = bytearray(json.dumps({"model": "m", "store": store} | fields).encode())
+        answer = Responses(tokenizer, KeptResponses()).read(body, Tenant()).answer(AnswerForm(), 1)
+        body.clear()  # fails while anything refers to it
+        assert held < answer.held_bytes < held + 1500
+        assert b"yyy" in answer.begin(1)[0]
 
 
 def test_a_stream_that_fails_ends_with_response_failed(tokenizer: Tokenizer) -> None:
