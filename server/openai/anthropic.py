@@ -74,6 +74,8 @@ class ToolUse(Block, kw_only=True):
     id: str
     name: str
     input: msgspec.Raw
+    caller: msgspec.Raw = ABSENT  # without effect, as what kvseek does not support is refused in `tools`
+    toolset_name: None = None
 
 
 class ToolResult(Block, kw_only=True):
@@ -82,6 +84,7 @@ class ToolResult(Block, kw_only=True):
     tool_use_id: str
     content: msgspec.Raw = ABSENT
     is_error: bool | None = None
+    toolset_name: None = None
 
 
 class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -161,9 +164,9 @@ class MessagesBody(CommonFields, kw_only=True):
             texts.append({"role": "system", "content": read_text("system", self.system, TEXT)})
         places = {"messages[0]": "system"} if texts else {}
         for number, message in enumerate(found):
-            own = _written(f"messages[{number}]", message)
-            places |= {f"messages[{len(texts) + n}]": f"messages[{number}]" for n in range(len(own))}
-            texts += own
+            for own, names in _written(f"messages[{number}]", message):
+                places |= {f"messages[{len(texts)}]{field}": name for field, name in names.items()}
+                texts.append(own)
         wanted = None if is_absent(self.tool_choice) else decode("tool_choice", _choice, self.tool_choice)
         chat = ChatBody(
             **{field.name: getattr(self, field.name) for field in msgspec.structs.fields(CommonFields)},
@@ -196,7 +199,7 @@ class MessagesBody(CommonFields, kw_only=True):
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": (),
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "mcp_servers": ([],),
     "speed": ("standard",),
     "diagnostics": (),
@@ -219,37 +222,38 @@ PLACES = {
 }
 
 
-def _written(place: str, message: InputMessage) -> list[Json]:
-    """Write a message as those of a chat: each result of a call is one of its own."""
-    place, raw = f"{place}.content", message.content
+def _written(where: str, message: InputMessage) -> list[tuple[Json, dict[str, str]]]:
+    """Write a message as those of a chat, each result of a call as its own; returns besides the places of their fields."""
+    place, raw, names = f"{where}.content", message.content, {"": where}
     if is_absent(raw) or first_character(raw) == '"' or message.role == "system":
-        return [{"role": message.role, "content": read_text(place, raw, TEXT)}]
+        return [({"role": message.role, "content": read_text(place, raw, TEXT)}, names)]
     if message.role == "user":
-        return _users(place, raw)
+        return _users(where, place, raw)
     own: Json = {"role": "assistant", "content": ""}
-    for block in read_blocks(place, raw, ASSISTANT, "kvseek knows no others"):
+    for number, block in enumerate(read_blocks(place, raw, ASSISTANT, "kvseek knows no others")):
         if isinstance(block, Text):
             own["content"] += block.text
         elif isinstance(block, ThinkingBlock):
             own["reasoning"] = own.get("reasoning", "") + block.thinking
         else:
-            call = nested_call(block.id, block.name, bytes(block.input).decode("utf-8", "replace"))
-            own.setdefault("tool_calls", []).append(call)
-    return [own]
+            calls = own.setdefault("tool_calls", [])
+            names[f".tool_calls[{len(calls)}].function.arguments"] = f"{place}[{number}].input"
+            calls.append(nested_call(block.id, block.name, bytes(block.input).decode("utf-8", "replace")))
+    return [(own, names)]
 
 
-def _users(place: str, raw: msgspec.Raw) -> list[Json]:
-    messages, blocks = list[Json](), read_blocks(place, raw, USER, "kvseek reads text alone")
+def _users(where: str, place: str, raw: msgspec.Raw) -> list[tuple[Json, dict[str, str]]]:
+    messages, blocks = list[tuple[Json, dict[str, str]]](), read_blocks(place, raw, USER, "kvseek reads text alone")
     require(bool(blocks), place, [], "at least one block", "send a text")
     for number, block in enumerate(blocks):
         if isinstance(block, ToolResult):
-            where = f"{place}[{number}].content"
-            content = "" if is_absent(block.content) else read_text(where, block.content, TEXT)
-            messages.append({"role": TOOL, "tool_call_id": block.tool_use_id, "content": content})
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += block.text
+            content = "" if is_absent(block.content) else read_text(f"{place}[{number}].content", block.content, TEXT)
+            own: Json = {"role": TOOL, "tool_call_id": block.tool_use_id, "content": content}
+            messages.append((own, {"": where, ".tool_call_id": f"{place}[{number}].tool_use_id"}))
+        elif messages and messages[-1][0]["role"] == "user":
+            messages[-1][0]["content"] += block.text
         else:
-            messages.append({"role": "user", "content": block.text})
+            messages.append(({"role": "user", "content": block.text}, {"": where}))
     return messages
 
 

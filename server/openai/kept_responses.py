@@ -48,7 +48,7 @@ class KeptResponses:
             if chain is None:
                 message = f"Previous response with id '{shortened(response_id, 80)}' not found."
                 remedy = " It was not stored, is deleted, or has made room for others; send the conversation as input."
-                raise HttpError(404, message + remedy, "previous_response_not_found", "previous_response_id")
+                raise HttpError(400, message + remedy, "previous_response_not_found", "previous_response_id")
             return [message for kept in reversed(chain) for message in kept.messages]
 
     def add(

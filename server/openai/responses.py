@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -55,11 +55,13 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What items have in common, without effect."""
+    """What items have in common, without effect; what clients send as null of kinds of calls that kvseek has not."""
 
     type: str | None = None
     id: str | None = None
     status: str | None = None
+    namespace: None = None
+    caller: None = None
 
 
 class InputMessage(Item, kw_only=True):
@@ -84,6 +86,7 @@ class FunctionCallOutput(Item, kw_only=True):
 
     call_id: str
     output: msgspec.Raw = ABSENT
+    name: str | None = None
 
 
 class ReasoningItem(Item, kw_only=True):
@@ -129,11 +132,11 @@ class TextFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    """How the model thinks."""
+    """How the model thinks. Summaries have no effect: the thinking itself is returned."""
 
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 INPUT_TEXT, OUTPUT_TEXT = decoders(input_text=Part, output_text=Part), decoders(output_text=Part, input_text=Part)
@@ -182,10 +185,6 @@ class ResponsesBody(CommonFields, kw_only=True):
             text.verbosity in (None, "medium"), "text.verbosity", text.verbosity, '"medium" or null', "leave it out"
         )
         thinks = Reasoning() if is_absent(self.reasoning) else decode("reasoning", _reasoning, self.reasoning)
-        for name in ("summary", "generate_summary"):
-            given = getattr(thinks, name)
-            remedy = "kvseek returns the thinking itself, leave it out"
-            require(given in (None, "auto"), f"reasoning.{name}", given, '"auto" or null', remedy)
         return ChatBody(
             **{name: getattr(self, name) for name in self.SAME},
             messages=messages,

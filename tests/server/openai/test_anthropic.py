@@ -132,7 +132,9 @@ def test_a_conversation_with_tools(asks: Asks) -> None:
         {"role": "assistant", "content": message["content"]},
         {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
     ]
-    last = asks.message("Done.", tools=[NOTE], system="You keep the log.", messages=talk)
+    call |= {"caller": None, "toolset_name": None}  # as the client's own types write it
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    last = asks.message("Done.", tools=[NOTE], system="You keep the log.", messages=talk, context_management=kept)
     assert ([block["text"] for block in last["content"]], last["stop_reason"]) == (["Done."], "end_turn")
     counted = asks.post(path="/count_tokens", tools=[NOTE], system="You keep the log.", messages=talk, max_tokens=None)
     assert counted.json() == {"input_tokens": last["usage"]["input_tokens"] + last["usage"]["cache_read_input_tokens"]}
@@ -171,6 +173,10 @@ def test_choices_thinking_and_schemas(asks: Asks) -> None:
     assert few["content"][0]["type"] == "thinking"
 
 
+TEXT, RESULT = {"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "c"}
+CALL = {"type": "tool_use", "id": "c", "name": "note", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -181,6 +187,8 @@ def test_choices_thinking_and_schemas(asks: Asks) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type = 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content = []: must be at least one block"),
+        ({"messages": [ASK, {"role": "assistant", "content": [TEXT, CALL | {"input": []}]}]}, "messages[1].content[1].input = "),
+        ({"messages": [ASK, {"role": "user", "content": [TEXT, RESULT]}]}, "messages[1].content[1].tool_use_id = 'c'"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type = 'bash_20250124'"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name = 'a b'"),

@@ -110,7 +110,9 @@ def test_calls_over_several_responses(script: Script, streams: bool) -> None:
         {"role": "user", "content": "Is the light lit?"},
         *(item.model_dump(exclude_unset=True) for item in first.output),
     ]
-    alone = ask("Done.", tools=[NOTE], input=[*items, output], store=False)
+    items[-1] |= {"namespace": None, "caller": None}
+    summary: Any = {"summary": "detailed"}
+    alone = ask("Done.", tools=[NOTE], input=[*items, output | {"name": "note"}], store=False, reasoning=summary)
     assert alone.usage.input_tokens == second.usage.input_tokens
     third = ask("Yes.", input="Sure?", previous_response_id=second.id)
     assert third.usage.input_tokens > second.usage.input_tokens - 200
@@ -220,7 +222,7 @@ def test_responses_are_kept_shown_and_forgotten(script: Script, server: RunningS
     for absent in (gone.id, "resp_never"):
         with pytest.raises(openai.NotFoundError, match=f"Response with id '{absent}' not found"):
             script.client.responses.retrieve(absent)
-        with pytest.raises(openai.NotFoundError, match=f"Previous response with id '{absent}' not found") as caught:
+        with pytest.raises(openai.BadRequestError, match=f"Previous response with id '{absent}' not found") as caught:
             script.create("Yes.", previous_response_id=absent)
         assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
     with pytest.raises(openai.BadRequestError, match="there is no such parameter"):
@@ -286,7 +288,7 @@ RETURNED = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "text.format.type: Invalid enum value"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "must be"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "can only be switched off"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "returns the thinking itself"),
+        ({"reasoning": {"summary": "long"}}, "reasoning", "reasoning.summary: Invalid enum value"),
         ({"include": ["file_search_call.results"]}, "include", "leave it out"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "16 pairs"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
