@@ -234,7 +234,7 @@ def test_responses_are_kept_shown_and_forgotten(script: Script, server: RunningS
 
 def test_what_is_kept_is_bounded_and_goes_by_use() -> None:
     one, other = Tenant(b"1", "one"), Tenant(b"2", "other")
-    kept = KeptResponses(most=3)
+    kept = KeptResponses(most_bytes=4 * OWN_BYTES - 1)
     kept.add("a", b"A", [b"1"], None, one)
     kept.add("b", b"B", [b"2", b"3"], "a", one)
     kept.add("c", b"C", [b"4"], None, one)
@@ -254,12 +254,21 @@ def test_what_is_kept_is_bounded_and_goes_by_use() -> None:
     assert kept.get("f", one) == b"F"
     with pytest.raises(HttpError, match="Previous response with id 'f' not found"):
         kept.messages("f", one)
-    small = KeptResponses(most_bytes=3 * OWN_BYTES)
-    small.add("a", b"A" * 2000, [], None, one)
-    small.add("b", b"B" * 2000, [], None, one)
-    assert small.get("b", one)
-    with pytest.raises(HttpError, match="not found"):
-        small.get("a", one)
+
+
+def test_an_owner_makes_room_with_its_own_responses() -> None:
+    one, other = Tenant(b"1", "one"), Tenant(b"2", "other")
+    kept = KeptResponses(most_bytes=6 * OWN_BYTES)
+    kept.add("a", b"A", [], None, one)
+    for number in range(9):
+        kept.add(f"{number}", b"B" * OWN_BYTES, [], None, other)
+    kept.add("large", b"B" * 6 * OWN_BYTES, [], None, other)
+    assert kept.get("a", one) == b"A"
+    for lost in ("0", "8", "large"):
+        with pytest.raises(HttpError, match="not found"):
+            kept.get(lost, other)
+    kept.add("small", b"C" * 3 * OWN_BYTES, [], None, other)
+    assert (kept.get("a", one), len(kept.get("small", other))) == (b"A", 3 * OWN_BYTES), "its bytes are counted off"
 
 
 CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
