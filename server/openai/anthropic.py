@@ -24,12 +24,13 @@ from .translation import (
     NAMED_EVENT,
     Asked,
     Blocks,
+    Function,
     as_json,
     check_values,
     decoders,
     named_event,
     nested_call,
-    nested_tool,
+    nested_tools,
     read_blocks,
     read_text,
 )
@@ -94,14 +95,10 @@ class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: msgspec.Raw = ABSENT
 
 
-class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that may be called."""
+class CustomTool(Function):
+    """See Function."""
 
-    name: str
     input_schema: msgspec.Raw = ABSENT
-    description: str | None = None
-    strict: bool | None = None
-    type: str | None = None
     cache_control: msgspec.Raw = ABSENT
     eager_input_streaming: bool | None = None  # without effect: arguments are streamed as they come
 
@@ -139,8 +136,7 @@ class OutputFields(msgspec.Struct, forbid_unknown_fields=True):
 TEXT, TOOLS = decoders(text=Text), decoders(custom=CustomTool)
 USER = decoders(text=Text, tool_result=ToolResult)
 ASSISTANT = decoders(text=Text, thinking=ThinkingBlock, tool_use=ToolUse)
-_messages, _choice = msgspec.json.Decoder(list[InputMessage]), msgspec.json.Decoder(Choice)
-_thinking, _output = msgspec.json.Decoder(ThinkingFields), msgspec.json.Decoder(OutputFields)
+_messages = msgspec.json.Decoder(list[InputMessage])
 
 
 class MessagesBody(CommonFields, kw_only=True):
@@ -151,9 +147,9 @@ class MessagesBody(CommonFields, kw_only=True):
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
     tools: msgspec.Raw = ABSENT
-    tool_choice: msgspec.Raw = ABSENT
-    thinking: msgspec.Raw = ABSENT
-    output_config: msgspec.Raw = ABSENT
+    tool_choice: Choice | None = None
+    thinking: ThinkingFields | None = None
+    output_config: OutputFields | None = None
 
     def asked(self) -> tuple[ChatBody, dict[str, str]]:
         """Make the chat, and name the places of its messages; raises FieldError."""
@@ -167,13 +163,13 @@ class MessagesBody(CommonFields, kw_only=True):
             for own, names in _written(f"messages[{number}]", message):
                 places |= {f"messages[{len(texts)}]{field}": name for field, name in names.items()}
                 texts.append(own)
-        wanted = None if is_absent(self.tool_choice) else decode("tool_choice", _choice, self.tool_choice)
+        wanted = self.tool_choice
         chat = ChatBody(
             **{field.name: getattr(self, field.name) for field in msgspec.structs.fields(CommonFields)},
             messages=as_json(texts),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
-            tools=_tools(self.tools),
+            tools=nested_tools(self.tools, TOOLS, "input_schema", "custom"),
             tool_choice=ABSENT if wanted is None else _wanted(wanted),
             parallel_tool_calls=wanted is None or not wanted.disable_parallel_tool_use,
             continue_final_message=bool(found) and _is_begun(texts[-1]),
@@ -182,19 +178,14 @@ class MessagesBody(CommonFields, kw_only=True):
         return chat, places
 
     def _thinking(self) -> Json:
-        output = (
-            OutputFields() if is_absent(self.output_config) else decode("output_config", _output, self.output_config)
-        )
-        fields: Json = {"reasoning_effort": output.effort}
+        output, thinking = self.output_config or OutputFields(), self.thinking or ThinkingFields("adaptive")
+        fields: Json = {"reasoning_effort": output.effort, "thinking_token_budget": thinking.budget_tokens}
         if output.format is not None:
             schema = {"name": "output", "schema": output.format.schema}
             fields["response_format"] = as_json({"type": "json_schema", "json_schema": schema})
-        if is_absent(self.thinking):
-            return fields
-        thinking: ThinkingFields = decode("thinking", _thinking, self.thinking)
         if thinking.type == "disabled":
             fields["chat_template_kwargs"] = msgspec.Raw(b'{"enable_thinking":false}')
-        return fields | {"thinking_token_budget": thinking.budget_tokens}
+        return fields
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -260,13 +251,6 @@ def _users(where: str, place: str, raw: msgspec.Raw) -> list[tuple[Json, dict[st
 def _is_begun(message: Json) -> bool:
     """Whether a message is an answer that the model goes on with."""
     return message["role"] == "assistant" and "tool_calls" not in message
-
-
-def _tools(raw: msgspec.Raw) -> msgspec.Raw:
-    if is_absent(raw):
-        return ABSENT
-    tools: list[CustomTool] = read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own", "custom")
-    return as_json([nested_tool(each.name, each.description, each.input_schema, each.strict) for each in tools])
 
 
 def _wanted(choice: Choice) -> msgspec.Raw:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -16,7 +16,7 @@ from kvseek.server.requests.keys import Tenant
 from .answers import AnswerForm
 from .bodies import WITHOUT_EFFECT, ChatBody, CommonFields, JsonSchema, StreamOptions, check_logprobs
 from .choices import Json, Piece, chat_logprobs
-from .fields import ABSENT, BodyFormat, FieldError, decode, is_absent, openai_error, require
+from .fields import ABSENT, BodyFormat, FieldError, is_absent, openai_error, require
 from .kept_responses import KeptResponses
 from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
@@ -25,20 +25,24 @@ from .translation import (
     NAMED_EVENT,
     Asked,
     Blocks,
+    Function,
     as_json,
     decoders,
     json_list,
     named_event,
     nested_call,
-    nested_tool,
+    nested_tools,
     read_block,
     read_blocks,
     read_text,
 )
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second without effect: thinking comes in clear
-MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each; OpenAI's
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second without effect
+Key = Annotated[str, msgspec.Meta(max_length=64)]
+Value = Annotated[str, msgspec.Meta(max_length=512)]
+Metadata = Annotated[dict[Key, Value], msgspec.Meta(max_length=16)]  # OpenAI's limits
+Summary = Literal["auto", "concise", "detailed"]
 FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # codes of a response's error; others are the server's
 
 
@@ -97,14 +101,10 @@ class ReasoningItem(Item, kw_only=True):
     encrypted_content: str | None = None
 
 
-class FlatTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that may be called."""
+class FlatTool(Function):
+    """See Function."""
 
-    type: str
-    name: str
     parameters: msgspec.Raw = ABSENT
-    strict: bool | None = None
-    description: str | None = None
 
 
 class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -114,7 +114,7 @@ class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The form of the text; see JsonSchema."""
 
     type: str
@@ -128,15 +128,15 @@ class TextFields(msgspec.Struct, forbid_unknown_fields=True):
     """How the text is written."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     """How the model thinks. Summaries have no effect: the thinking itself is returned."""
 
     effort: str | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 INPUT_TEXT, OUTPUT_TEXT = decoders(input_text=Part, output_text=Part), decoders(output_text=Part, input_text=Part)
@@ -148,7 +148,6 @@ ITEMS = decoders(
     function_call_output=FunctionCallOutput,
     reasoning=ReasoningItem,
 )
-_fields, _reasoning = msgspec.json.Decoder(TextFields), msgspec.json.Decoder(Reasoning)
 _repeated = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -163,12 +162,12 @@ class ResponsesBody(CommonFields, kw_only=True):
     tools: msgspec.Raw = ABSENT
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
-    text: msgspec.Raw = ABSENT
-    reasoning: msgspec.Raw = ABSENT
+    text: TextFields | None = None
+    reasoning: Reasoning | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    include: list[Included] | None = None
+    metadata: Metadata | None = None
     stop: str | list[str] | None = None
     chat_template_kwargs: msgspec.Raw = ABSENT
     thinking_token_budget: int | None = None
@@ -180,18 +179,14 @@ class ResponsesBody(CommonFields, kw_only=True):
 
     def chat(self, messages: msgspec.Raw) -> ChatBody:
         """Make the chat; raises FieldError."""
-        text = TextFields() if is_absent(self.text) else decode("text", _fields, self.text)
-        require(
-            text.verbosity in (None, "medium"), "text.verbosity", text.verbosity, '"medium" or null', "leave it out"
-        )
-        thinks = Reasoning() if is_absent(self.reasoning) else decode("reasoning", _reasoning, self.reasoning)
+        form = None if self.text is None else self.text.format
         return ChatBody(
             **{name: getattr(self, name) for name in self.SAME},
             messages=messages,
-            tools=nested_tools(self.tools),
+            tools=nested_tools(self.tools, TOOLS, "parameters"),
             tool_choice=nested_choice(self.tool_choice),
-            response_format=ABSENT if text.format is None else nested_format(text.format),
-            reasoning_effort=thinks.effort,
+            response_format=ABSENT if form is None else nested_format(form),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs if self.logprobs else None,
@@ -204,17 +199,10 @@ class ResponsesBody(CommonFields, kw_only=True):
 
     def check(self) -> None:
         """Raise FieldError on what only this API limits."""
-        for each in self.include or ():
-            require(each in INCLUDED, "include", each, " or ".join(INCLUDED), "leave it out")
         if self.top_logprobs is not None:
             check_logprobs("top_logprobs", self.top_logprobs)
         plain = not self.logprobs or is_absent(self.tools)
         require(plain, "top_logprobs", self.top_logprobs, "absent with tools", "ask for them without tools")
-        pairs, limit = self.metadata or {}, f"<= {MAX_METADATA} pairs of {MAX_KEY} and {MAX_VALUE} characters"
-        fits = len(pairs) <= MAX_METADATA and all(
-            len(key) <= MAX_KEY and len(value) <= MAX_VALUE for key, value in pairs.items()
-        )
-        require(fits, "metadata", f"{len(pairs)} pairs", limit, "send fewer or shorter ones")
 
     def repeated(self) -> bytes:
         """Write the fields that a response repeats."""
@@ -226,19 +214,15 @@ class ResponsesBody(CommonFields, kw_only=True):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "store": self.store is not False,
+            "text": self.text or {"format": {"type": "text"}},
+            "reasoning": self.reasoning or Reasoning(),
+            "tools": [] if is_absent(self.tools) else self.tools,
+            "tool_choice": "auto" if is_absent(self.tool_choice) else self.tool_choice,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
         }
-        defaults = {
-            "text": {"format": {"type": "text"}},
-            "reasoning": {"effort": None, "summary": None},
-            "tools": [],
-            "tool_choice": "auto",
-        }
-        own = {name: getattr(self, name) for name in defaults}
-        own = {name: defaults[name] if is_absent(raw) else raw for name, raw in own.items()}
-        return msgspec.json.encode(given | own)
+        return msgspec.json.encode(given)
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -262,14 +246,6 @@ PLACES = {
     "tool_choice.function": "tool_choice",
     **{f"tools[{number}].function": f"tools[{number}]" for number in range(MAX_TOOLS + 1)},
 }
-
-
-def nested_tools(raw: msgspec.Raw) -> msgspec.Raw:
-    """Write tools as a chat has them."""
-    if is_absent(raw):
-        return ABSENT
-    tools: list[FlatTool] = read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own")
-    return as_json([nested_tool(each.name, each.description, each.parameters, each.strict) for each in tools])
 
 
 def nested_choice(raw: msgspec.Raw) -> msgspec.Raw:

@@ -93,6 +93,15 @@ class Typed(msgspec.Struct):
     type: str | None = None
 
 
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that may be called, but for the schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    type: str | None = None
+
+
 Decoders = Mapping[str, msgspec.json.Decoder[Any]]
 _raws, _typed, _text = msgspec.json.Decoder(list[msgspec.Raw]), msgspec.json.Decoder(Typed), msgspec.json.Decoder(str)
 
@@ -137,11 +146,16 @@ def as_json(value: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
-def nested_tool(name: str, description: str | None, parameters: msgspec.Raw, strict: bool | None) -> Json:
-    """Write a tool as a chat has it."""
-    if is_absent(parameters):
-        parameters = ABSENT
-    return {"type": "function", "function": FunctionFields(name, description, parameters, strict)}
+def nested_tools(raw: msgspec.Raw, kinds: Decoders, schema: str, default: str | None = None) -> msgspec.Raw:
+    """Write tools, Functions with the field `schema`, as a chat has them; raises FieldError."""
+    if is_absent(raw):
+        return ABSENT
+    tools: list[Function] = read_blocks("tools", raw, kinds, "kvseek has no tools of its own", default)
+    found = [ABSENT if is_absent(raw) else raw for raw in (getattr(each, schema) for each in tools)]
+    own = [
+        FunctionFields(each.name, each.description, raw, each.strict) for each, raw in zip(tools, found, strict=True)
+    ]
+    return as_json([{"type": "function", "function": each} for each in own])
 
 
 def nested_call(call_id: str, name: str, arguments: str) -> Json:
