@@ -32,6 +32,7 @@ from .translation import (
     nested_call,
     nested_tools,
     read_blocks,
+    read_object,
     read_text,
 )
 
@@ -351,17 +352,8 @@ class MessageAnswer(Blocks):
     def close(self, text: str, last: bool) -> tuple[Json, list[bytes]]:
         """See Blocks."""
         field = {REASONING: "thinking", CONTENT: "text", ARGUMENTS: "input"}[str(self.kind)]
-        value: Any = _object(text) if self.kind == ARGUMENTS else text
+        value: Any = read_object(text) if self.kind == ARGUMENTS else text
         return self._block | {field: value}, [self._event("content_block_stop", {})]
 
     def _event(self, kind: str, fields: Json) -> bytes:
         return named_event(kind, {"index": len(self.written), **fields})
-
-
-def _object(text: str) -> Json | None:
-    """Read a call's arguments; None if they are cut off."""
-    try:
-        found: Json = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found

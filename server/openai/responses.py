@@ -34,6 +34,7 @@ from .translation import (
     nested_tools,
     read_block,
     read_blocks,
+    read_object,
     read_text,
 )
 
@@ -436,12 +437,13 @@ class ResponseAnswer(Blocks):
         return status, self._event("response.failed", response=self._response | {"status": "failed", "error": told})
 
     def _done(self, counts: Json) -> Json:
-        whole = self._reason != "length"
+        long = self._reason == "length"
+        whole = not long and all(item["status"] == "completed" for item in self.written)  # a stop text may end a call
         details = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
         done = self._response | {
             "status": "completed" if whole else "incomplete",
             "completed_at": int(time.time()) if whole else None,
-            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "incomplete_details": None if whole else {"reason": "max_output_tokens" if long else None},
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
@@ -464,15 +466,16 @@ class ResponseAnswer(Blocks):
 
     def open(self, kind: str, name: str) -> list[bytes]:
         """See Blocks."""
-        number = uuid.uuid4().hex
-        if kind == REASONING:
-            self._item = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": []}
-        elif kind == CONTENT:
-            self._item = {"id": f"msg_{number}", "type": "message", "role": "assistant", "content": []}
-        else:
-            call: Json = {"call_id": self._form.call_id(), "name": name, "arguments": ""}
-            self._item = {"id": f"fc_{number}", "type": "function_call", **call}
-        self._item["status"] = "in_progress"
+        own: dict[str, tuple[str, Json]] = {
+            REASONING: ("rs", {"type": "reasoning", "summary": [], "content": []}),
+            CONTENT: ("msg", {"type": "message", "role": "assistant", "content": []}),
+            ARGUMENTS: (
+                "fc",
+                {"type": "function_call", "call_id": self._form.call_id(), "name": name, "arguments": ""},
+            ),
+        }
+        prefix, item = own[kind]
+        self._item = {"id": f"{prefix}_{uuid.uuid4().hex}", **item, "status": "in_progress"}
         added = self._event("response.output_item.added", output_index=len(self.written), item=self._item)
         return [added] if kind == ARGUMENTS else [added, self._of_item("content_part.added", part=self._part(""))]
 
@@ -483,24 +486,24 @@ class ResponseAnswer(Blocks):
     def close(self, text: str, last: bool) -> tuple[Json, list[bytes]]:
         """See Blocks."""
         self._taken_logprobs()
-        logprobs = {"logprobs": self._logprobs} if self.kind == CONTENT else {}
-        own = {"arguments" if self.kind == ARGUMENTS else "text": text}
-        events = [self._of_item(f"{self._name}.done", **own, **logprobs)]
+        cut = last and self._reason == "length"
         if self.kind == ARGUMENTS:
-            content: Json = {"arguments": text}
+            own: Json = {"arguments": text}
+            cut = cut or read_object(text) is None
+            events = [self._of_item(f"{self._name}.done", **own)]
         else:
             part = self._part(text)
-            content = {"content": [part]}
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            own, events = {"content": [part]}, [self._of_item(f"{self._name}.done", **told)]
             events.append(self._of_item("content_part.done", part=part))
-        item = self._item | content | {"status": "incomplete" if last and self._reason == "length" else "completed"}
+        item = self._item | own | {"status": "incomplete" if cut else "completed"}
         self._logprobs = []
         return item, [*events, self._event("response.output_item.done", output_index=len(self.written), item=item)]
 
     @property
     def _name(self) -> str:
-        return {REASONING: "reasoning_text", CONTENT: "output_text", ARGUMENTS: "function_call_arguments"}[
-            str(self.kind)
-        ]
+        names = {REASONING: "reasoning_text", CONTENT: "output_text", ARGUMENTS: "function_call_arguments"}
+        return names[str(self.kind)]
 
     def _part(self, text: str) -> Json:
         if self.kind == REASONING:

@@ -7,6 +7,7 @@ as the client knows it.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -161,6 +162,15 @@ def nested_tools(raw: msgspec.Raw, kinds: Decoders, schema: str, default: str | 
 def nested_call(call_id: str, name: str, arguments: str) -> Json:
     """Write a call as a chat has it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_object(text: str) -> Json | None:
+    """Read a call's arguments; None if they are cut off, or no object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def json_list(items: Sequence[bytes]) -> msgspec.Raw:

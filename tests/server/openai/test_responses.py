@@ -194,6 +194,10 @@ def test_an_answer_that_is_cut_off_is_incomplete(script: Script, streams: bool) 
     assert [item.status for item in response.output] == ["completed", "completed", "incomplete"]
     assert ARGUMENTS.startswith(response.output[2].arguments)
     assert script.create("Yes.", previous_response_id=response.id).output_text == "Yes.", "without the broken call"
+    fields = {"tools": [NOTE], "extra_body": {"forced_tokens": script.tokenizer.encode(ANSWER, False), "stop": ["lit"]}}
+    stopped = script.stream("", **fields)[1] if streams else script.create("", **fields)
+    assert (stopped.status, stopped.output[2].status) == ("incomplete", "incomplete"), "within a call"
+    assert script.create("Yes.", previous_response_id=stopped.id).output_text == "Yes."
     for written in ("<think>", "<think>\n"):  # nothing has been said yet
         begun = script.tokenizer.encode(written, False)
         few: dict[str, Any] = {"max_output_tokens": len(begun), "extra_body": {"forced_tokens": begun}}
