@@ -221,17 +221,17 @@ def _written(where: str, message: InputMessage) -> list[tuple[Json, dict[str, st
         return [({"role": message.role, "content": read_text(place, raw, TEXT)}, names)]
     if message.role == "user":
         return _users(where, place, raw)
-    own: Json = {"role": "assistant", "content": ""}
+    own, texts, thoughts = Json(role="assistant"), list[str](), list[str]()
     for number, block in enumerate(read_blocks(place, raw, ASSISTANT, "kvseek knows no others")):
         if isinstance(block, Text):
-            own["content"] += block.text
+            texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
-            own["reasoning"] = own.get("reasoning", "") + block.thinking
+            thoughts.append(block.thinking)
         else:
             calls = own.setdefault("tool_calls", [])
             names[f".tool_calls[{len(calls)}].function.arguments"] = f"{place}[{number}].input"
             calls.append(nested_call(block.id, block.name, bytes(block.input).decode("utf-8", "replace")))
-    return [(own, names)]
+    return [(own | {"content": "".join(texts), "reasoning": "".join(thoughts) or None}, names)]
 
 
 def _users(where: str, place: str, raw: msgspec.Raw) -> list[tuple[Json, dict[str, str]]]:
@@ -240,13 +240,13 @@ def _users(where: str, place: str, raw: msgspec.Raw) -> list[tuple[Json, dict[st
     for number, block in enumerate(blocks):
         if isinstance(block, ToolResult):
             content = "" if is_absent(block.content) else read_text(f"{place}[{number}].content", block.content, TEXT)
-            own: Json = {"role": TOOL, "tool_call_id": block.tool_use_id, "content": content}
+            own: Json = {"role": TOOL, "tool_call_id": block.tool_use_id, "content": [content]}
             messages.append((own, {"": where, ".tool_call_id": f"{place}[{number}].tool_use_id"}))
         elif messages and messages[-1][0]["role"] == "user":
-            messages[-1][0]["content"] += block.text
+            messages[-1][0]["content"].append(block.text)
         else:
-            messages.append(({"role": "user", "content": block.text}, {"": where}))
-    return messages
+            messages.append(({"role": "user", "content": [block.text]}, {"": where}))
+    return [(own | {"content": "".join(own["content"])}, names) for own, names in messages]
 
 
 def _is_begun(message: Json) -> bool:

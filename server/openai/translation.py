@@ -6,9 +6,7 @@ as the client knows it.
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +19,7 @@ from .answers import AnswerForm
 from .bodies import Body
 from .choices import Json, Piece
 from .fields import ABSENT, FieldError, decode, is_absent, require
+from .prompts import VALUES, count_strings
 from .tool_formats import ARGUMENTS, CALL
 from .tools import FunctionFields
 
@@ -114,8 +113,7 @@ def decoders(**kinds: type) -> Decoders:
 
 def check_values(place: str, raw: msgspec.Raw) -> None:
     """Refuse JSON of too many values before it is decoded; raises FieldError."""
-    found = re.finditer(rb'"(?:[^"\\]|\\.)*"|,', memoryview(raw), re.DOTALL)
-    few = next(itertools.islice(found, MAX_VALUES, None), None) is None
+    few = count_strings(raw, MAX_VALUES, VALUES) <= MAX_VALUES
     require(few, place, "more", f"<= {MAX_VALUES} texts and commas", "join texts, or send fewer")
 
 

@@ -15,6 +15,9 @@ from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import RunningServer
+from kvseek.server.openai.anthropic import read_messages
+from kvseek.server.openai.bodies import ChatBody
+from kvseek.server.requests.keys import Tenant
 from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
@@ -138,6 +141,24 @@ def test_a_conversation_with_tools(asks: Asks) -> None:
     assert ([block["text"] for block in last["content"]], last["stop_reason"]) == (["Done."], "end_turn")
     counted = asks.post(path="/count_tokens", tools=[NOTE], system="You keep the log.", messages=talk, max_tokens=None)
     assert counted.json() == {"input_tokens": last["usage"]["input_tokens"] + last["usage"]["cache_read_input_tokens"]}
+
+
+def test_blocks_of_a_kind_become_one_text() -> None:
+    thinking, result = {"type": "thinking", "thinking": "t"}, RESULT | {"content": [TEXT, TEXT]}
+    talk = [
+        {"role": "assistant", "content": [thinking, TEXT, CALL, thinking, TEXT]},
+        {"role": "user", "content": [TEXT, result, TEXT, TEXT]},
+    ]
+    body = json.dumps({"model": "m", "max_tokens": 1, "messages": talk}).encode()
+    chat = read_messages(body, Tenant()).body
+    assert isinstance(chat, ChatBody)
+    assert [(each["role"], each["content"]) for each in json.loads(bytes(chat.messages))] == [
+        ("assistant", "xx"),
+        ("user", "x"),
+        ("tool", "xx"),
+        ("user", "xx"),
+    ]
+    assert json.loads(bytes(chat.messages))[0]["reasoning"] == "tt"
 
 
 def test_how_messages_end(asks: Asks) -> None:
