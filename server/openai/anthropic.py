@@ -21,7 +21,6 @@ from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
 from .tools import MAX_TOOLS
 from .translation import (
-    NAMED_EVENT,
     Asked,
     Blocks,
     Function,
@@ -280,8 +279,6 @@ def read_messages(data: bytes | bytearray, _: Tenant, answers: bool = True) -> A
 
 class MessageAnswer(Blocks):
     """Writes a message; its blocks are those of its content. See translation.Answer."""
-
-    frame = NAMED_EVENT
 
     def __init__(self, model: str | None, form: AnswerForm, prompt_tokens: int) -> None:
         super().__init__()

@@ -22,7 +22,6 @@ from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
 from .tools import MAX_TOOLS
 from .translation import (
-    NAMED_EVENT,
     Asked,
     Blocks,
     Function,
@@ -278,24 +277,23 @@ def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str
     items = read_blocks("input", raw, ITEMS, "kvseek has no tools of its own, and keeps no items", "message")
     require(bool(items), "input", [], "at least one item", "send a message")
     messages, places = list[Json](), dict[str, str]()
-    answer: Json = {}  # the model's, which further items may continue
     for number, item in enumerate(items):
         place = f"input[{number}]"
         own, joins = _message(place, item)
-        goes_on = joins == "tool_calls" or (joins == "content" and not {"content", "tool_calls"} & answer.keys())
-        if answer and own["role"] == "assistant" and goes_on:
-            answer |= own
+        last = messages[-1] if messages else {"role": None}
+        goes_on = joins == "tool_calls" or (joins == "content" and not {"content", "tool_calls"} & last.keys())
+        if own["role"] == last["role"] == "assistant" and goes_on:
+            last |= own
         else:
-            answer = own if own["role"] == "assistant" else {}
             messages.append(own)
-            places[f"messages[{before + len(messages) - 1}]"] = place
+        where = f"messages[{before + len(messages) - 1}]"
+        places.setdefault(where, place)
         if isinstance(item, FunctionCall):
-            calls = answer.setdefault("tool_calls", [])
+            calls = messages[-1].setdefault("tool_calls", [])
+            places[f"{where}.tool_calls[{len(calls)}].function"] = place
             calls.append(nested_call(item.call_id, item.name, item.arguments))
-            where = f"messages[{before + len(messages) - 1}].tool_calls[{len(calls) - 1}]"
-            places |= {f"{where}.function": place, where: place}
         elif isinstance(item, FunctionCallOutput):
-            places[f"messages[{before + len(messages) - 1}].tool_call_id"] = f"{place}.call_id"
+            places[f"{where}.tool_call_id"] = f"{place}.call_id"
     return messages, places
 
 
@@ -375,8 +373,6 @@ class ResponseAnswer(Blocks):
     kept_bytes : int
         What that needs of the request.
     """
-
-    frame = NAMED_EVENT
 
     def __init__(
         self, repeated: bytes, logprobs: bool, form: AnswerForm, tokenizer: Tokenizer, keep: Any, kept_bytes: int

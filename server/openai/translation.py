@@ -24,7 +24,6 @@ from .tool_formats import ARGUMENTS, CALL
 from .tools import FunctionFields
 
 MAX_VALUES = 1 << 15  # texts, names and commas of messages: a value takes up to thirty times as much memory as its JSON
-NAMED_EVENT = b"%b"  # events that have their name and their end
 
 
 class Answer(Protocol):
@@ -196,7 +195,7 @@ class Blocks:
         self.written, self.kind, self.texts = list[Json](), None, list[str]()
 
     kind: str | None
-    held_bytes = 0
+    frame, held_bytes = b"%b", 0  # events that have their name and their end
 
     def open(self, kind: str, name: str) -> list[bytes]:
         """Write that a block of a kind begins; `name` is that of a call's function."""

@@ -10,7 +10,7 @@ import pytest
 import requests
 from tests.conftest import BuildEngine
 from tests.support.door_processes import write_keys
-from tests.support.tool_models import written_call
+from tests.support.tool_models import ANSWER, ARGUMENTS, NOTE_SCHEMA, written_call
 from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
@@ -23,15 +23,12 @@ from kvseek.server.settings import ServeSettings
 pytestmark = pytest.mark.server
 
 KEY = "k" * 32
-SCHEMA = {
-    "type": "object",
-    "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
-    "required": ["text", "count"],
-    "additionalProperties": False,
+NOTE = {
+    "name": "note",
+    "description": "Write a note.",
+    "input_schema": NOTE_SCHEMA,
+    "cache_control": {"type": "ephemeral"},
 }
-NOTE = {"name": "note", "description": "Write a note.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
-ARGUMENTS = '{"text": "It is „lit“ \\"⚓\\"", "count": 2}'
-ANSWER = "<think>\nI look.\n</think>\n\nYes.\n" + written_call("hermes", "note", ARGUMENTS)
 ASK = {"role": "user", "content": "Is the light lit?"}
 
 

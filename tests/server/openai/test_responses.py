@@ -16,7 +16,7 @@ from openai import OpenAI
 from pydantic import BaseModel
 from tests.conftest import BuildEngine
 from tests.server.fuzz.mutations import mutated_json
-from tests.support.tool_models import written_call
+from tests.support.tool_models import ANSWER, ARGUMENTS, NOTE_SCHEMA
 from tests.support.waiting import SECONDS
 
 from kvseek.core.config import EngineConfig
@@ -38,15 +38,8 @@ NOTE: dict[str, Any] = {
     "type": "function",
     "name": "note",
     "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
-        "required": ["text", "count"],
-        "additionalProperties": False,
-    },
+    "parameters": NOTE_SCHEMA,
 }
-ARGUMENTS = '{"text": "It is „lit“ \\"⚓\\"", "count": 2}'
-ANSWER = "<think>\nI look.\n</think>\n\nYes.\n" + written_call("hermes", "note", ARGUMENTS)
 
 
 @pytest.fixture(scope="module")
