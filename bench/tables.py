@@ -355,6 +355,15 @@ def long_losses(results: Results) -> Rows:
         yield (f"`{method}`", *(text if rows == budget else f"{text} ({rows})" for budget, (rows, text) in own))
 
 
+def drift(results: Results) -> Rows:
+    """What is lost the further an answer has come."""
+    found = results("long-answers-cpu-smollm2")
+    tokens, parts = found["tokens"], len(found["results"][0]["by_part"])
+    yield ("", *(f"to {tokens * (part + 1) // parts:,}" for part in range(parts)))
+    for entry in found["results"][1:]:
+        yield (f"`{entry['name']}`", *(f"{percent:+.1f}" for percent in entry["by_part"]))
+
+
 def peer_losses(results: Results) -> Rows:
     """Loss of perplexity of all methods and competing systems, by budget; those that lose least first."""
     losses = dict[str, dict[int, dict[str, Any]]]()
@@ -387,17 +396,14 @@ def _lost(document: dict[str, Any], method: str, rows: int) -> str:
 
 
 def loss_and_time(results: Results) -> Rows:
-    """What settings lose of perplexity beside what their steps take, where both were measured, then where only the loss was."""
+    """What settings lose of perplexity beside what their steps take, where both were measured."""
     losses, times = results(PERPLEXITY[0])["results"], results("budgets-h200")
     yield ("", "perplexity over `full`, %", "on the worst text, %", "a step, rows in GPU memory", "rows in host memory")
     settings = {entry["name"]: parse_variants(entry["name"])[0] for entry in losses[1:]}
     for entry in sorted(losses[1:], key=lambda one: _method_and_rows(settings[one["name"]])):
-        if entry["name"].endswith("candidates=8"):  # which was not timed, and loses what three lose
+        if entry["name"] not in times["methods"]:
             continue
-        timed = entry["name"] in times["methods"]
-        steps = [
-            with_ratio(step(times, entry["name"], place, 128 * K)) if timed else "" for place in ("never", "always")
-        ]
+        steps = [with_ratio(step(times, entry["name"], place, 128 * K)) for place in ("never", "always")]
         worst = max(text["percent"] for text in entry["by_text"])
         yield (f"`{entry['name']}`", rise(entry), f"{worst:+.1f}", *steps)
 
@@ -448,8 +454,8 @@ def cached_prompts(results: Results) -> Rows:
 def prefixes_on_disk(results: Results) -> Rows:
     found = results("prefixes-on-disk-cpu-smollm2")
 
-    def middle(name: str, cached: bool) -> str:
-        values = sorted(load[name] for load in found["loads"] if load["cached"] == cached)
+    def middle(name: str) -> str:
+        values = sorted(load[name] for load in found["loads"] if not load["cached"])
         return f"{values[len(values) // 2]:.2f} s"
 
     def slowest(name: str) -> str:
@@ -460,13 +466,10 @@ def prefixes_on_disk(results: Results) -> Rows:
     return [
         ("", ""),
         (f"reading the document ({found['tokens']:,} tokens), with a question", f"{found['read_seconds']:.1f} s"),
-        ("loading it, files in the page cache", middle("load_seconds", True)),
-        ("loading it, from the disk", middle("load_seconds", False)),
-        ("time to first token of another question, loaded from the disk", middle("ttft_seconds", False)),
+        ("loading it from the disk", middle("load_seconds")),
+        ("time to first token of another question, loaded from the disk", middle("ttft_seconds")),
         ("writing it, behind the answer", f"{found['write_seconds']:.2f} s"),
-        ("its files", f"{found['files']}, {found['bytes'] / 1e6:.0f} MB"),
         ("another request's steps, alone", slowest("alone")),
-        ("while the document is written", slowest("writing")),
         ("while it is loaded", slowest("loading")),
     ]
 
@@ -796,6 +799,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "losses": losses,
     "loss and time": loss_and_time,
     "losses at 64K": long_losses,
+    "losses within long answers": drift,
     "losses of competing systems": peer_losses,
     "wide tasks": wide_tasks,
     "lists of ctkvr": ctkvr_lists,

@@ -32,11 +32,11 @@ from kvseek.builder.compile.cuda import cached_cubins, specialise
 from kvseek.builder.fingerprint import fingerprint, up_to_date
 from kvseek.builder.flags import FlagParser
 from kvseek.builder.inspection import print_engine, print_faults
-from kvseek.builder.options import ENGINE_FIELDS, BuildOptions, FitOptions, Options, largest_group, parse
+from kvseek.builder.options import ENGINE_FIELDS, BuildOptions, FitOptions, Options, parse
 from kvseek.builder.preflight import available_room, needed_room, refuse_too_little
 from kvseek.builder.weight_storage import weight_storage
 from kvseek.core.command_line import Parser, tells_errors
-from kvseek.core.config import EngineConfig, write_config
+from kvseek.core.config import EngineConfig, largest_group, write_config
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import KERNELS_FOLDER, cubin_path
 from kvseek.core.errors import require
@@ -124,17 +124,9 @@ class _Build:
     @property
     def notes(self) -> Sequence[str]:
         """What becomes of a quantised checkpoint's numbers."""
-        own, precision = self.own, self.config.weight_only_precision
-        if own is None:
+        if self.own is None:
             return ()
-        by = f"quantised by {self.checkpoint.quantised_by}" if own.stated else "of the GGUF file's blocks"
-        kept = f"rounded to {self.config.dtype}{f': {own.why}' if own.why else ''}"
-        if precision == own.precision != NONE:
-            kept = f"kept as they are, {precision}"
-            kept += f" in groups of {self.config.weight_group}" * (precision == INT4)
-        elif precision != NONE:
-            kept = f"quantised again, to {precision}"
-        return (f"weights {by}: {kept}", *self.checkpoint.notes)
+        return (self.own.describe(self.config, self.checkpoint.quantised_by), *self.checkpoint.notes)
 
     @property
     def alternatives(self) -> dict[str, WeightFormat]:

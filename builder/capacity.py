@@ -358,7 +358,8 @@ def print_fit(options: FitOptions, console: Console) -> None:
 def fit_document(options: FitOptions) -> Document:
     """The whole report as JSON values; sizes in bytes."""
     checkpoint = open_checkpoint(options.model, options.tokenizer)
-    search = FitSearch(options, checkpoint.config, own_numbers(checkpoint, options.choices["device"]))
+    own = own_numbers(checkpoint, options.choices["device"])
+    search = FitSearch(options, checkpoint.config, own)
     asked = search.asked
     attempt = search.attempt(asked.max_seq_len, asked.max_batch_size)
     return {
@@ -374,6 +375,7 @@ def fit_document(options: FitOptions) -> Document:
         "dtype": asked.dtype,
         "weight_only_precision": asked.weight_only_precision,
         "weight_group": asked.weight_group,
+        "weight_formats": asked.weight_formats,
         "quantize_lm_head": asked.quantize_lm_head,
         "gpu": dataclasses.asdict(HOPPER) if search.on_gpu else None,
         "gpu_memory_bytes": options.gpu_memory,
@@ -395,7 +397,7 @@ def fit_document(options: FitOptions) -> Document:
             {"batch": batch, **_most_document(search.longest_context(batch), "context", search)}
             for batch in search.batches
         ],
-        "notes": _notes(search),
+        "notes": [*([] if own is None else [own.describe(asked, checkpoint.quantised_by)]), *_notes(search)],
     }
 
 

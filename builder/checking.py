@@ -29,7 +29,7 @@ from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_num
 from kvseek.core.config import EXTENT_TOKENS, FP8_GROUPS, EngineConfig, ModelConfig, read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
-from kvseek.core.weight_only import INT4, INT8_GROUPS, NOT_FINITE
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NOT_FINITE
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.cpu import bfloat16_works
 from kvseek.engine.model.decoder import Decoder
@@ -57,6 +57,7 @@ PRECISION_LIMITS = {
     FP8_GROUPS: 2.0,
     INT4: 5.0,
     INT8_GROUPS: 0.0,
+    INT8_ASYMMETRIC: 0.0,
 }  # beside the dtype's
 
 

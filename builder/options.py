@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,9 +25,10 @@ from kvseek.core.config import (
     ModelConfig,
     TensorRtConfig,
     group_inputs,
+    largest_group,
 )
 from kvseek.core.errors import ConfigError, from_dict, read_fields, refuse_unknown, require
-from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE
 from kvseek.plugins.registry import METHODS, PEERS, get_method
 
 DEFAULT_MAX_SEQ_LEN = 131_072  # tokens; a longer default would reserve host memory that few requests use
@@ -35,6 +36,7 @@ BUILD_ONLY, PLAN_ONLY = ("force", "quiet"), ("gpu_memory", "host_memory")
 CALIBRATE = ("calibrate", "calibrate_tokens", "calibrate_window")
 ENGINE_FIELDS = (*CHOICES, "weight_group", "quantize_lm_head")  # of EngineConfig, each with a flag of its name
 OF_CHECKPOINT = (PRECISION, "weight_group")  # of these, those whose default is the checkpoint's
+OF_FILES = (INT8_GROUPS, INT8_ASYMMETRIC)  # weight_only_precisions that nothing is rounded to
 MODES = ("plan", "inspect", "verify")
 NEEDED = {"tensorrt": ("runtime", "tensorrt"), "block_sparse": ("prefill_attention", "block_sparse")}  # for their flags
 GROUPS = ("cache", *NEEDED)  # of flags, by what comes before the dot; the chosen method is another one
@@ -107,28 +109,30 @@ class EngineOptions:
         if own is not None and own.stated and asked not in (None, NONE, precision):
             limit = f"{NONE}: {own.why}" if precision == NONE else f"{precision}, which the checkpoint has, or {NONE}"
             require(False, PRECISION, asked, limit, "the checkpoint is quantised, and would be rounded a second time")
-        limit = "left out: not all matrices of this checkpoint's layers are GGUF's blocks Q8_0"
-        require(asked != INT8_GROUPS or precision == asked, PRECISION, asked, limit, "choose int8, or such a file")
+        fits, limit = (
+            asked not in OF_FILES or asked == precision,
+            "left out: not all layers have such numbers in the file",
+        )
+        require(fits, PRECISION, asked, limit, "choose int8 or int4")
         if own is not None and asked is None:
             if choices["device"] == "cuda":
                 narrow = choices["dtype"] != "float32"
             else:
                 narrow = choices["dtype"] == "bfloat16" or own.precision not in GROUPED
-            whole = all(size % group_inputs(own.precision, WEIGHT_GROUP) == 0 for size in inputs)
+            multiple = group_inputs(own.precision, WEIGHT_GROUP)
+            if choices["device"] == "cuda" and own.precision == INT8_GROUPS:
+                multiple *= 2  # builder/compile/cuda.py says why
+            whole = all(size % multiple == 0 for size in inputs)
             choices[PRECISION] = own.precision if narrow and whole and choices["runtime"] == "torch" else NONE
-        if own is not None and choices.get(PRECISION) == own.precision:
+        if own is not None and choices.get(PRECISION) == own.precision != NONE:
             choices["quantize_lm_head"] |= own.head
+            choices["weight_formats"] = dict(own.formats)
         if choices.get(PRECISION) == INT4:
             most = own.group if own is not None and precision == INT4 else WEIGHT_GROUPS[-1]
             group = choices.setdefault("weight_group", largest_group(inputs, most) or WEIGHT_GROUP)
             limit = f"<= {most}, the checkpoint's" if most < WEIGHT_GROUPS[-1] else f"one of {WEIGHT_GROUPS}"
             require(group <= most, "weight_group", group, limit, "leave it out")
         return choices
-
-
-def largest_group(inputs: Collection[int], most: int = WEIGHT_GROUPS[-1]) -> int:
-    """Choose the largest of WEIGHT_GROUPS, up to `most`, that divides the inputs of all matrices; 0 if none does."""
-    return max((one for one in WEIGHT_GROUPS if one <= most and all(size % one == 0 for size in inputs)), default=0)
 
 
 def _refuse_dense_sizes(config: EngineConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,10 +25,14 @@ MOST_EXPERTS, MOST_CHOSEN = 512, 16  # of a layer, and of those for a token: wha
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
-GROUPED = ("int4", "int8_groups")  # values of weight_only_precision: integers that share their scales in groups
+# Values of weight_only_precision: integers that share their scales in groups.
+GROUPED = ("int4", "int8_groups", "int8_asymmetric")
 FP8_GROUPS = "fp8_groups"  # another one, of float8_e4m3fn
 WEIGHT_GROUP = 32  # inputs of a group of GGUF's blocks (core/weight_only.py), and of INT4's by default
 WEIGHT_GROUPS = (32, 64, 128)  # values of EngineConfig.weight_group
+ASYMMETRIC_GROUP = (
+    16  # inputs of a group of int8_asymmetric: the fewest that share a scale in blocks of GGUF, and in NVFP4
+)
 FP8_GROUP = 128  # inputs of a group of FP8_GROUPS: those of the blocks of published checkpoints
 KEY_BLOCK = 64  # tokens that sparse attention of prompts chooses together
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")  # of RopeScaling
@@ -49,7 +54,13 @@ PRECISION = "weight_only_precision"  # the field of EngineConfig whose default i
 
 def group_inputs(precision: str, weight_group: int) -> int:
     """Inputs that share a scale, by EngineConfig's weight_only_precision and weight_group; 1: none do, or all of a row."""
-    return {"int4": weight_group, "int8_groups": WEIGHT_GROUP, FP8_GROUPS: FP8_GROUP}.get(precision, 1)
+    sizes = (weight_group, WEIGHT_GROUP, ASYMMETRIC_GROUP)
+    return {**dict(zip(GROUPED, sizes, strict=True)), FP8_GROUPS: FP8_GROUP}.get(precision, 1)
+
+
+def largest_group(inputs: Collection[int], most: int = WEIGHT_GROUPS[-1]) -> int:
+    """Choose the largest of WEIGHT_GROUPS, up to `most`, that divides the inputs of all matrices; 0 if none does."""
+    return max((one for one in WEIGHT_GROUPS if one <= most and all(size % one == 0 for size in inputs)), default=0)
 
 
 def _require_positive(name: str, value: float | None) -> None:
@@ -425,7 +436,8 @@ class EngineConfig:
     `device` is "cpu" or "cuda"; `kernels` is "native" (compiled, in the engine directory) or "reference" (PyTorch, on
     the CPU alone); `dtype`, that of weights and cache, is float32, bfloat16 or, on cuda, float16. `weight_only_precision` is
     "none", or "int8" or "fp8" for layers whose matrices have 8 bits a weight, or one of GROUPED or FP8_GROUPS
-    (core/weight_only.py); `weight_group` is the inputs that share the scales of int4;
+    (core/weight_only.py); `weight_group` is the inputs that share the scales of int4; `weight_formats` names matrices of
+    another format, such as "layers.0.down": of int8_asymmetric beside one of GROUPED, or of "none";
     `quantize_lm_head` says whether the output head has int8 weights too. `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.
@@ -442,6 +454,7 @@ class EngineConfig:
     kernels: str = "native"
     weight_only_precision: str = "none"
     weight_group: int = WEIGHT_GROUP
+    weight_formats: dict[str, str] = field(default_factory=dict)
     quantize_lm_head: bool = False
     runtime: str = "torch"
     tensorrt: TensorRtConfig = field(default_factory=TensorRtConfig)
@@ -509,12 +522,19 @@ class EngineConfig:
         require(group in WEIGHT_GROUPS, "weight_group", group, f"one of {WEIGHT_GROUPS}", "set --weight_group")
         fits, limit = precision == "int4" or group == WEIGHT_GROUP, f"left out with {PRECISION} = {precision!r}"
         require(fits, "weight_group", group, limit, "it belongs to int4")
+        remedy = "build the engine again"  # no flag sets it
+        for name, own in self.weight_formats.items():
+            limit = f"none{', int8_asymmetric' * (precision in GROUPED)} beside {PRECISION} = {precision!r}"
+            fits = own == "none" or (own == "int8_asymmetric" and precision in GROUPED)
+            require(fits and precision != "none", f"weight_formats: {name}", own, limit, remedy)
         groups = group_inputs(precision, group)
         ranks = f" in each of {self.tp_size} ranks" * (self.tp_size > 1)
         limit = f"a multiple of {groups} with {PRECISION} = {precision!r}{ranks}"
         inputs = self.model.matrix_inputs(self.tp_size) if groups > 1 else {}
+        others = [str(one) for one in WEIGHT_GROUPS if all(size % one == 0 for size in inputs.values())]
+        smaller = f"--weight_group {' or '.join(others)}" if precision == "int4" and others else f"--{PRECISION} none"
         for name, value in inputs.items():
-            require(value % groups == 0, name, value, limit, f"build with --{PRECISION} none")
+            require(value % groups == 0, name, value, limit, f"build with {smaller}")
 
     def _check_prefill_precision(self) -> None:
         """Refuse FP8 prompts of weights and types that no product takes."""
@@ -573,8 +593,6 @@ class EngineConfig:
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision
-            limit = "another one with device = 'cuda', which has kernels for all but it"
-            require(value != "int8_groups", name, value, limit, "leave it out, or build with --device cpu")
             fits = value == "none" or self.dtype != "float32"
             require(
                 fits, name, value, "'none' with dtype = 'float32' on cuda", "build with --dtype bfloat16 or float16"

@@ -6,12 +6,15 @@ Weights of 8 bits have a scale for each row of a matrix. Others have scales in g
 |---|---|---|---|---|
 | INT4 | uint8, two a byte | float16 [..., 2]: the factor, and the value of 0 | 32, 64, 128 | Q4_1 of GGUF, AWQ, GPTQ |
 | INT8_GROUPS | int8 | float16 | 32 | Q8_0 of GGUF; the output head beside INT4 |
+| INT8_ASYMMETRIC | int8 | float16 [..., 2], as of INT4 | 16 | holds Q6_K and most other integers, NVFP4 |
 | FP8_GROUPS | float8_e4m3fn | float32 | 128 | FP8 in blocks of 128 x 128 of DeepSeek and Qwen |
 
 `dequantise` defines the value of the weights; kernels may multiply first and scale the sum, which rounds less.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from kvseek.core.config import FP8_GROUPS, GROUPED, WEIGHT_GROUP, group_inputs
 from kvseek.core.errors import ConfigError
 
 NONE = "none"
-INT4, INT8_GROUPS = GROUPED  # values of EngineConfig.weight_only_precision, too
+INT4, INT8_GROUPS, INT8_ASYMMETRIC = GROUPED  # values of EngineConfig.weight_only_precision, too
 PRECISIONS = {  # values of EngineConfig.weight_only_precision with a scale a row: dtype of the weights, and its largest number
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
@@ -29,17 +32,21 @@ QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer
 # With EngineConfig.quantize_lm_head a matrix of its own in tied models too: the embedding stays.
 HEAD = "lm_head.weight"
 NOT_FINITE = "use another checkpoint, or download it again if that of its publisher is whole"  # remedy of a weight
+ALIKE: Mapping[str, str] = {}  # weight_formats of an engine whose matrices have one format
 NUMBERS = 1 << 22  # weights quantised at a time, in whole rows: a few float32 copies of them take memory meanwhile
 PACKED = 32  # inputs whose INT4 bytes lie together, whatever their group
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's range, which are tried
 INPUTS_MULTIPLE = 16  # a row must have a multiple of so many weights, because kernels load so many at once
 
 
-def number_format(name: str, precision: str, *, quantize_lm_head: bool = False) -> str:
+def number_format(
+    name: str, precision: str, *, quantize_lm_head: bool = False, weight_formats: Mapping[str, str] = ALIKE
+) -> str:
     """The format of a weight of an engine of these fields: one of PRECISIONS or GROUPED, FP8_GROUPS, or NONE."""
     if precision == NONE or not is_quantised(name, quantize_lm_head=quantize_lm_head):
         return NONE
-    return INT8_GROUPS if precision == INT4 and name == HEAD else precision
+    usual = INT8_GROUPS if precision == INT4 and name == HEAD else precision
+    return weight_formats.get(name.removesuffix(".weight"), usual)
 
 
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -55,8 +62,8 @@ def layout(shape: tuple[int, ...], precision: str, weight_group: int = WEIGHT_GR
     groups = (outputs, inputs // group_inputs(precision, weight_group))
     if precision == INT4:
         return ((outputs, inputs // 2), torch.uint8), ((*groups, 2), torch.float16)
-    if precision == INT8_GROUPS:
-        return (shape, torch.int8), (groups, torch.float16)
+    if precision in (INT8_GROUPS, INT8_ASYMMETRIC):
+        return (shape, torch.int8), ((*groups, 2) if precision == INT8_ASYMMETRIC else groups, torch.float16)
     if precision == FP8_GROUPS:
         return (shape, torch.float8_e4m3fn), (groups, torch.float32)
     return (shape, PRECISIONS[precision][0]), ((outputs,), torch.float32)
@@ -71,9 +78,9 @@ def quantise(
     float8_e4m3fn; there is no zero point. The row's other weights are rounded to the nearest number, ties to even. The scale is
     rounded to bfloat16 first, so that kernels which take it in 16 bits multiply with the same number.
 
-    INT4 divides the range of a group into 15 equal steps. With `importance`, float32 [inputs] or [1] and positive, scales are
-    sought that make the sum of squared errors, an input's times its importance, smaller; that takes six times as long, and the
-    ends of the range may be clipped.
+    INT4 divides the range of a group into 15 equal steps, INT8_ASYMMETRIC into 255. With `importance`, float32 [inputs] or [1]
+    and positive, scales of INT4 are sought that make the sum of squared errors, an input's times its importance, smaller; that
+    takes six times as long, and the ends of the range may be clipped.
 
     Returns
     -------
@@ -129,10 +136,12 @@ def _groups(weight: Tensor, groups: int) -> Tensor:
 
 def _quantise_groups(groups: Tensor, first: int, precision: str, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     groups = groups.float()
+    least, most = groups.aminmax(dim=-1)
     if precision == INT8_GROUPS:
         scale = (groups.abs().amax(dim=-1) / 127).half()
+    elif precision == INT8_ASYMMETRIC:  # numbers from -128 on
+        scale = torch.stack(((most - least) / 255, (most - least) * (128 / 255) + least), dim=-1).half()
     else:
-        least, most = groups.aminmax(dim=-1)
         scale = torch.stack(((most - least) / 15, least), dim=-1).half()
     if not scale.isfinite().all():
         row = first + int((~scale.flatten(1).isfinite().all(dim=1)).nonzero()[0])
@@ -140,15 +149,17 @@ def _quantise_groups(groups: Tensor, first: int, precision: str, importance: Ten
     if precision == INT8_GROUPS:
         factor = torch.where(scale > 0, scale, 1.0).float()[..., None]
         return (groups / factor).round().clamp(-127, 127).to(torch.int8).flatten(1), scale
+    if precision == INT8_ASYMMETRIC:
+        return _nearest(groups, scale, -128, 127).to(torch.int8).flatten(1), scale
     if importance is not None:
         scale = _search(groups, least, most, scale, importance.expand(groups[0].numel()).reshape(groups.shape[1:]))
     return pack(_nearest(groups, scale).to(torch.uint8).flatten(1)), scale
 
 
-def _nearest(groups: Tensor, scale: Tensor) -> Tensor:
-    """The numbers from 0 to 15, as floats, whose values are nearest to the weights."""
+def _nearest(groups: Tensor, scale: Tensor, least: int = 0, most: int = 15) -> Tensor:
+    """The numbers from `least` to `most`, as floats, whose values are nearest to the weights."""
     factor = torch.where(scale[..., 0] > 0, scale[..., 0], 1.0).float()[..., None]
-    return ((groups - scale[..., 1:].float()) / factor).round_().clamp_(0, 15)
+    return ((groups - scale[..., 1:].float()) / factor).round_().clamp_(least, most)
 
 
 def _search(groups: Tensor, least: Tensor, most: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
@@ -194,8 +205,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 def dequantise(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the weights [outputs, inputs] in `dtype` from the results of `quantise`: in float32, rounded once."""
-    if weight.dtype is torch.uint8:
-        numbers = _groups(unpack(weight), scale.shape[1]).float()
+    if scale.ndim == 3:
+        numbers = _groups(unpack(weight) if weight.dtype is torch.uint8 else weight, scale.shape[1]).float()
         return (numbers * scale[..., :1].float() + scale[..., 1:].float()).flatten(1).to(dtype)
     if scale.ndim == 2:
         numbers = _groups(weight, scale.shape[1]).float()
@@ -209,10 +220,16 @@ def is_quantised(name: str, *, quantize_lm_head: bool = False) -> bool:
 
 
 def stored_weight(
-    name: str, weight: Tensor, precision: str, *, weight_group: int = WEIGHT_GROUP, quantize_lm_head: bool = False
+    name: str,
+    weight: Tensor,
+    precision: str,
+    *,
+    weight_group: int = WEIGHT_GROUP,
+    quantize_lm_head: bool = False,
+    weight_formats: Mapping[str, str] = ALIKE,
 ) -> dict[str, Tensor]:
     """A weight as an engine of these fields of EngineConfig keeps it: quantised with its scale, or itself."""
-    own = number_format(name, precision, quantize_lm_head=quantize_lm_head)
+    own = number_format(name, precision, quantize_lm_head=quantize_lm_head, weight_formats=weight_formats)
     if own == NONE:
         return {name: weight}
     quantised, scale = quantise(weight, own, weight_group)

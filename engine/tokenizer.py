@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from kvseek.core.errors import EngineDirectoryError, RequestError, check_unicode
 
 from .chat_template import TEMPLATE_FILE, ChatTemplate
+from .kept_encodings import KeptEncodings
 
 TOKENIZER_FOLDER = "tokenizer"  # inside an engine directory
 TOKENIZER_FILE = "tokenizer.json"  # in the folder, as the library tokenizers writes it
@@ -53,6 +55,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # of the tokens that `token_bytes` was asked for
         self._texts: dict[int, bytes] = {}  # of those that `text_bytes` was asked for
         self._template: ChatTemplate | None = None
+        self._kept: KeptEncodings | None = None  # None: a part of a text could have other tokens than within it
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text as token ids; `add_special_tokens` adds the tokens with which the model expects a text to begin.
@@ -64,6 +67,13 @@ class Tokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_conversation(self, text: str, salt: str | None) -> list[int]:
+        """Encode a text from `apply_chat_template`; see kept_encodings.py, also for `salt`. Raises RequestError as `encode`."""
+        check_unicode("text_input", text)
+        if self._tokenizer and self._kept:
+            return self._kept.encode(text, salt)
+        return self.encode(text, add_special_tokens=False)
 
     def encode_inside(self, text: str) -> list[int]:
         """Encode a text as it stands behind another one, of which it begins a line.
@@ -283,6 +293,10 @@ class Tokenizer:
             for token in added.values()
         )
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        first = {number: token for number, token in added.items() if not token.normalized}
+        if self._joins_bytes and not any(each.lstrip or each.rstrip or each.single_word for each in first.values()):
+            encode = partial(self.encode, add_special_tokens=False)
+            self._kept = KeptEncodings(encode, {token.content: number for number, token in first.items()})
         self._loaded = loaded
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kvseek.core.config import FP8_GROUP, FP8_GROUPS, GROUPED, EngineConfig, ExpertsConfig, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
-from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_GROUPS, NONE
+from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE
 from kvseek.engine.model.block_sparse import attended_pairs
 
 # Source: config.json of meta-llama/Llama-3.1-8B.
@@ -121,6 +121,7 @@ def matrix_bytes(config: EngineConfig, requests: int | None = None) -> int:
     by_format = {
         INT4: (4 + 2 * 16 / config.weight_group, 8.5),
         INT8_GROUPS: (8.5, 8.5),
+        INT8_ASYMMETRIC: (10.0, 10.0),
         FP8_GROUPS: (8 + 32 / FP8_GROUP, plain),
     }
     narrow = by_format.get(config.weight_only_precision, (8.0, 8.0))

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvseek.core.config import WEIGHT_GROUP, ModelConfig
+from kvseek.core.config import ASYMMETRIC_GROUP, WEIGHT_GROUP, ModelConfig
 from kvseek.core.errors import ConfigError, require
 from kvseek.core.rope import frequencies
-from kvseek.core.weight_only import INT4, INT8_GROUPS, NOT_FINITE, pack
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NOT_FINITE, pack
 
 from .checkpoint import Checkpoint
 from .effective_config import check_gguf_metadata
@@ -32,12 +32,23 @@ from .tokenizer import ModelTokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry
-BLOCKS = {
-    "Q4_0": INT4,
-    "Q4_1": INT4,
-    "Q4_K": INT4,
-    "Q8_0": INT8_GROUPS,
-}  # that an engine may keep, and the format that does
+ONE = (0x00, 0x3C)  # 1 as float16
+SIXTHS = (*[1] * 4, *[0] * 4, *[1] * 4)  # factors of 1 and values of 0 of 0, in Q4_K and Q5_K
+# Blocks that an engine may keep as INT8_ASYMMETRIC; what makes all factors 1 and values of 0 0, so that a block's values are its
+# numbers: bytes, by where they begin. From ggml's ggml-common.h.
+UNITS: dict[str, dict[int, tuple[int, ...]]] = {
+    "Q4_0": {0: ONE},
+    "Q4_1": {0: (*ONE, 0, 0)},
+    "Q5_0": {0: ONE},
+    "Q5_1": {0: (*ONE, 0, 0)},
+    "Q8_0": {0: ONE},
+    "Q2_K": {0: (1,) * 16, 80: (*ONE, 0, 0)},
+    "Q3_K": {96: (*[0x11] * 8, *[0xAA] * 4, *ONE)},
+    "Q4_K": {0: (*ONE, 0, 0, *SIXTHS)},
+    "Q5_K": {0: (*ONE, 0, 0, *SIXTHS)},
+    "Q6_K": {192: (*[1] * 16, *ONE)},
+}
+NARROWEST = {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4, "Q8_0": INT8_GROUPS}  # formats that keep them in less room
 K_BLOCK, K_HEAD = 144, 16  # bytes of a block of 256 weights of Q4_K, and of its scales before the numbers
 REMEDY = "use the model's Hugging Face directory"
 BLOCK_WEIGHTS = 4 << 20  # weights that are dequantised at a time
@@ -100,20 +111,25 @@ class GgufBlocks:
     found: Any
     head_dim: int | None
     group = WEIGHT_GROUP
+    why = ""
 
     @property
-    def precision(self) -> str:
+    def precisions(self) -> tuple[str, ...]:
         """See NarrowWeight."""
-        return BLOCKS[self.found.tensor_type.name]
+        narrowest = NARROWEST.get(self.found.tensor_type.name)
+        return (INT8_ASYMMETRIC,) if narrowest is None else (narrowest, INT8_ASYMMETRIC)
 
-    def expanded(self, device: str) -> str:
+    def expanded(self, precision: str, device: str) -> str:
         """See NarrowWeight."""
-        return "has blocks of 8 bits, which a CPU multiplies" if device == "cuda" and self.precision != INT4 else ""
+        columns = _shape(self.found)[1]
+        odd = device == "cuda" and precision == INT8_GROUPS and columns % (2 * WEIGHT_GROUP)
+        return f"has {columns} columns" if odd else ""
 
-    def as_stored(self, group: int) -> tuple[Tensor, Tensor]:
+    def as_stored(self, precision: str, group: int) -> tuple[Tensor, Tensor]:
         """See NarrowWeight. A block is its factor, of Q4_1 also the value of 0, and the numbers; those of Q4_0 are 8 too many.
 
-        Of Q4_K factors and values of 0 are products of a half and 6 bits, which are rounded to float16, by 2^-11 of themselves.
+        Blocks of 256 weights have factors and values of 0 that are products of a half and 4 to 8 bits. They are rounded to
+        float16, by 2^-11 of themselves, or by 2^-25 if that is more.
         """
         rows, kind = _shape(self.found)[0], self.found.tensor_type.name
         with self.path.open("rb") as file:
@@ -121,17 +137,19 @@ class GgufBlocks:
             read = torch.from_numpy(np.fromfile(file, np.uint8, self.found.n_bytes)).view(rows, -1)
         if self.head_dim is not None:
             read = split_halves(read, self.head_dim)
-        if kind == "Q4_K":
+        if precision == INT8_ASYMMETRIC:
+            numbers, scale = _any_blocks(read, self.found.tensor_type)
+        elif kind == "Q4_K":
             numbers, scale = _k_blocks(read)
         else:
             blocks = read.view(rows, -1, int(self.found.n_bytes * WEIGHT_GROUP / self.found.n_elements))
             start = 4 if kind == "Q4_1" else 2
             numbers, scale = blocks[..., start:].flatten(1), blocks[..., :start].contiguous().view(torch.float16)
-        if kind == "Q4_0":
+        if kind == "Q4_0" and precision == INT4:
             scale = torch.cat((scale, -8 * scale), dim=-1)
         where = f"{self.path}: {self.found.name}: factors of blocks"
         require(bool(scale.isfinite().all()), where, "infinity or NaN", "numbers of float16", NOT_FINITE)
-        return (numbers.view(torch.int8), scale[..., 0].contiguous()) if kind == "Q8_0" else (numbers, scale)
+        return (numbers.view(torch.int8), scale[..., 0].contiguous()) if precision == INT8_GROUPS else (numbers, scale)
 
 
 class GgufCheckpoint(Checkpoint):
@@ -207,7 +225,7 @@ class GgufCheckpoint(Checkpoint):
     def quantised(self, name: str) -> GgufBlocks | None:
         """See Checkpoint.quantised."""
         found = self._tensors.get(self._gguf_name(name))
-        if found is None or found.tensor_type.name not in BLOCKS:
+        if found is None or found.tensor_type.name not in UNITS:
             return None
         return GgufBlocks(self._file_of(found.name), found, self._reordered(name))
 
@@ -354,15 +372,59 @@ def split_halves(tensor: Tensor, head_dim: int) -> Tensor:
 
 def _k_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Turn rows of Q4_K, uint8, into INT4's numbers and scales, in groups of 32: two lie in the low and high bits of 32 bytes."""
-    from gguf.quants import Q4_K
-
     blocks = rows.reshape(-1, K_BLOCK)
-    halves = blocks[:, :4].contiguous().view(torch.float16).float()
-    sixths = [torch.from_numpy(part) for part in Q4_K.get_scale_min(blocks[:, 4:K_HEAD].numpy())]
-    factors, zeros = halves[:, :1] * sixths[0], -halves[:, 1:] * sixths[1]
     pairs = blocks[:, K_HEAD:].reshape(rows.shape[0], -1, WEIGHT_GROUP)
     numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
-    return pack(numbers), torch.stack((factors, zeros), dim=-1).half().view(rows.shape[0], -1, 2)
+    return pack(numbers), torch.stack(_factors(blocks, "Q4_K"), dim=-1).half().view(rows.shape[0], -1, 2)
+
+
+def _any_blocks(rows: Tensor, kind: Any) -> tuple[Tensor, Tensor]:
+    """Turn rows of blocks of any of UNITS, uint8, into INT8_ASYMMETRIC's numbers and scales, some rows at a time."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    weights, size = GGML_QUANT_SIZES[kind]
+    count = rows.shape[1] // size
+    numbers = torch.empty(rows.shape[0], count * weights, dtype=torch.int8)
+    scale = torch.empty(rows.shape[0], count * weights // ASYMMETRIC_GROUP, 2, dtype=torch.float16)
+    step = max(1, BLOCK_WEIGHTS // (count * weights))
+    for start in range(0, rows.shape[0], step):
+        blocks = rows[start : start + step].reshape(-1, size)
+        factors = torch.stack(_factors(blocks, kind.name), dim=-1).half()
+        scale[start : start + step] = factors.repeat_interleave(
+            weights // ASYMMETRIC_GROUP // factors.shape[1], 1
+        ).view(-1, *scale.shape[1:])
+        units = blocks.clone()
+        for at, unit in UNITS[kind.name].items():
+            units[:, at : at + len(unit)] = torch.tensor(unit, dtype=torch.uint8)
+        values = torch.from_numpy(dequantize(units.view(-1, rows.shape[1]).numpy(), kind))
+        numbers[start : start + step] = values.to(torch.int8)
+    return numbers, scale
+
+
+def _factors(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Factors and values of 0 of blocks, float32 [blocks, groups], in order."""
+    from gguf.quants import Q4_K
+
+    def halves(at: int, count: int = 1) -> Tensor:
+        return blocks[:, at : at + 2 * count].contiguous().view(torch.float16).float()
+
+    if kind == "Q2_K":  # 4 bits each
+        return halves(80) * (blocks[:, :16] & 15), -halves(82) * (blocks[:, :16] >> 4)
+    if kind == "Q3_K":  # 6 bits, 32 too many: the lower 4 of all, then the upper 2
+        low, high = blocks[:, 96:104], blocks[:, 104:108]
+        lower = torch.cat((low & 15, low >> 4), dim=1).int()
+        upper = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=1).int()
+        factors = halves(108) * ((lower | upper << 4) - 32)
+    elif kind in ("Q4_K", "Q5_K"):
+        sixths = [torch.from_numpy(part) for part in Q4_K.get_scale_min(blocks[:, 4:K_HEAD].numpy())]
+        return halves(0) * sixths[0], -halves(2) * sixths[1]
+    elif kind == "Q6_K":
+        factors = halves(208) * blocks[:, 192:208].contiguous().view(torch.int8)
+    elif kind in ("Q4_1", "Q5_1"):
+        return halves(0), halves(2)
+    else:
+        factors = halves(0)
+    return factors, torch.zeros_like(factors)
 
 
 def _shape(found: Any) -> tuple[int, ...]:

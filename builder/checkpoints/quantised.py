@@ -27,14 +27,26 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvseek.core.config import CHECK_CONFIG, FP8_GROUP, FP8_GROUPS, WEIGHT_GROUP, WEIGHT_GROUPS
+from kvseek.core.config import (
+    ASYMMETRIC_GROUP,
+    CHECK_CONFIG,
+    FP8_GROUP,
+    FP8_GROUPS,
+    WEIGHT_GROUP,
+    WEIGHT_GROUPS,
+    group_inputs,
+)
 from kvseek.core.errors import require
-from kvseek.core.weight_only import INT4, NOT_FINITE, NUMBERS, pack
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, NOT_FINITE, NUMBERS, pack
 
 from .files import DOWNLOAD_AGAIN, FLOAT_TYPES, StoredTensor
 from .known_keys import KnownKeys
 
 UNQUANTISED = "use the unquantised checkpoint"
+UNREAD = {  # methods that are known and not read, and why
+    "bitsandbytes": "its numbers are entries of a table, which no kernel here multiplies: ",
+    "mxfp4": "it is published of gpt-oss, which kvseek does not serve: ",
+}
 WORD = 32  # bits of the numbers that narrower ones are packed into
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where of a word's eight numbers the first column stands, the second, and so on
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1 (OCP Microscaling Formats 1.0, table 5)
@@ -178,7 +190,8 @@ class Quantisation:
         require(isinstance(values, dict), "quantization_config", values, "an object", CHECK_CONFIG)
         method = values.get("quant_method")
         known = isinstance(method, str) and method in RULES
-        require(known, "quantization_config.quant_method", method, f"one of {', '.join(RULES)}", UNQUANTISED)
+        remedy = f"{UNREAD.get(method, '')}{UNQUANTISED}" if isinstance(method, str) else UNQUANTISED
+        require(known, "quantization_config.quant_method", method, f"one of {', '.join(RULES)}", remedy)
         RULES[method].keys.check(values)
         cache = any(values.get(name) is not None for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
         if method in ("awq", "gptq"):
@@ -246,26 +259,37 @@ class NarrowWeight(Protocol):
     """A weight that is stored quantised."""
 
     @property
-    def precision(self) -> str | None:
-        """The format of core/weight_only.py that keeps the numbers as they are; None if none does."""
+    def precisions(self) -> tuple[str, ...]:
+        """Formats of core/weight_only.py that keep the numbers as they are, that of the fewest bytes first."""
+
+    @property
+    def why(self) -> str:
+        """Why there is no such format, as "it has ..."; empty if there is one."""
 
     @property
     def group(self) -> int:
         """With INT4, one of WEIGHT_GROUPS that divides the inputs that share a scale."""
 
-    def expanded(self, device: str) -> str:
-        """Why an engine on a device keeps the values instead of the numbers, as "it has ..."; empty if it keeps the numbers."""
+    def expanded(self, precision: str, device: str) -> str:
+        """Why an engine on a device cannot keep the numbers in one of `precisions`, as `why`; empty if it can."""
 
-    def as_stored(self, group: int) -> tuple[Tensor, Tensor]:
-        """Read what `quantise` makes, with INT4 in groups of `group`, a divisor of its own; only if `precision` is not None."""
+    def as_stored(self, precision: str, group: int) -> tuple[Tensor, Tensor]:
+        """Read what `quantise` makes with one of `precisions`, with INT4 in groups of `group`, a divisor of its own."""
 
 
 class Kept(NamedTuple):
-    """What keeps a weight's numbers: see `precision` and `group` of NarrowWeight, and why nothing does."""
+    """What keeps a weight's numbers: see NarrowWeight."""
 
-    precision: str | None
+    precisions: tuple[str, ...] = ()
     group: int = WEIGHT_GROUP
     why: str = ""
+
+
+def beyond_float16(scale: Tensor, precision: str) -> str:
+    """Why scales, float32, are not those of INT4 or INT8_ASYMMETRIC, as "has ..."; empty if float16 has them."""
+    most = torch.finfo(torch.float16).max / (16 if precision == INT4 else 256)  # a value of 0 is up to so many scales
+    close = (scale.half().float() - scale).abs() <= HALF_ROUNDING * scale.abs()
+    return "" if bool((close & (scale.abs() < most)).all()) else "has scales beyond the range of float16"
 
 
 @dataclass(frozen=True)
@@ -310,9 +334,14 @@ class QuantisedWeight:
         return shape
 
     @property
-    def precision(self) -> str | None:
+    def precisions(self) -> tuple[str, ...]:
         """See NarrowWeight."""
-        return self._kept.precision
+        return self._kept.precisions
+
+    @property
+    def why(self) -> str:
+        """See NarrowWeight."""
+        return self._kept.why
 
     @property
     def group(self) -> int:
@@ -323,90 +352,94 @@ class QuantisedWeight:
     def _kept(self) -> Kept:
         """By the shapes of the parts, and the order of the columns; says nothing of parts that contradict each other."""
         scale = self._scale
-        if self.first.kind == "U8":
-            return Kept(None, why="has numbers of FP4")
-        if "weight" not in self.parts:
-            return self._kept_of_4_bits()
-        if scale is None or len(self.parts) > 2:  # beside the numbers
-            return Kept(None, why="has zero points, or several scales")
-        if self.rules.block is not None and scale.shape != (self.shape[0], 1):
+        simple = scale is not None and math.prod(scale.shape) in (1, self.shape[0])
+        if self.first.kind == "F8_E4M3":
+            if scale is None or len(self.parts) > 2:  # beside the numbers
+                return Kept(why="has zero points, or several scales")
+            if self.rules.block is None or scale.shape == (self.shape[0], 1):
+                return Kept(("fp8",)) if simple else Kept(why="has groups")
             wide, inputs = self.rules.block[1], self.shape[1]
-            fits = self.first.kind == "F8_E4M3" and wide % FP8_GROUP == 0 and inputs % FP8_GROUP == 0
-            return Kept(FP8_GROUPS if fits else None, why="" if fits else f"has {inputs} columns in blocks of {wide}")
-        simple = math.prod(scale.shape) in (1, self.shape[0])
-        return Kept({"I8": "int8", "F8_E4M3": "fp8"}[self.first.kind]) if simple else Kept(None, why="has groups")
+            fits = wide % FP8_GROUP == 0 and inputs % FP8_GROUP == 0
+            return Kept((FP8_GROUPS,)) if fits else Kept(why=f"has {inputs} columns in blocks of {wide}")
+        kept = self._kept_of_integers()
+        alone = self.first.kind == "I8" and len(self.parts) == 2 and simple
+        return kept._replace(precisions=("int8", *kept.precisions), why="") if alone else kept
 
     @property
     def _scale(self) -> StoredTensor | None:
         return next((self.parts[name] for name in SCALE_NAMES if name in self.parts), None)
 
-    def _kept_of_4_bits(self) -> Kept:
+    def _kept_of_integers(self) -> Kept:
+        """Of numbers of FP4, too, which are halves of integers."""
         columns = self.shape[1]
-        awq_or_gptq = "qweight" in self.parts
-        bits = self._bits if awq_or_gptq else self.first.shape[1] * WORD / max(1, columns)
-        if bits != 4:
-            return Kept(None, why=f"has numbers of {bits:g} bits")
-        assert self._scale is not None, "QuantisedTensors.find has looked"
+        turned = "qweight" in self.parts  # AWQ's and GPTQ's, whose columns are outputs
+        bits = self._bits if turned else self.first.shape[1] * WORD / max(1, columns)
+        packed = turned or ("weight_packed" in self.parts and self.first.kind == "I32")
+        if packed and not 1 <= bits <= 8:
+            return Kept(why=f"has numbers of {bits:g} bits")
+        if self._scale is None or self.rules.block is not None:
+            return Kept(why="has no scale, or blocks of them")
         scales = self._scale.shape
-        count = max(1, scales[0 if awq_or_gptq else 1]) if len(scales) == 2 else 1
-        group = next((one for one in reversed(WEIGHT_GROUPS) if columns % (count * one) == 0), 0)
-        if not group:
-            return Kept(None, why=f"has groups of {columns / count:g} columns")
+        count = max(1, scales[0 if turned else 1]) if len(scales) == 2 else 1
+        if columns % (count * ASYMMETRIC_GROUP):
+            return Kept(why=f"has groups of {columns / count:g} columns")
         order = self.parts.get("g_idx", self.parts.get("weight_g_idx"))
         if order is not None:
             groups = order.read().long().flatten()
             in_order = torch.equal(groups, torch.arange(columns) // (columns // count)) or bool((groups == -1).any())
             if not in_order:
-                return Kept(None, why="has its columns in the order of activations")
-        return Kept(INT4, group)
+                return Kept(why="has its columns in the order of activations")
+        group = next((one for one in reversed(WEIGHT_GROUPS) if columns % (count * one) == 0), 0)
+        if packed and bits == 4 and group:
+            return Kept((INT4, INT8_ASYMMETRIC), group)
+        return Kept((INT8_ASYMMETRIC,))
 
-    def expanded(self, device: str) -> str:
-        """See NarrowWeight. Kernels of the CPU take scales of rows in bfloat16, and INT4 has its scales in float16."""
-        precision = self.precision
-        if precision is None:
-            return self._kept.why
+    def expanded(self, precision: str, device: str) -> str:
+        """See NarrowWeight. Kernels of the CPU take scales of rows in bfloat16; INT4 and INT8_ASYMMETRIC have float16."""
         if precision == FP8_GROUPS:
             return "" if device == "cuda" else "has FP8 in blocks, which a GPU multiplies"
-        if precision != INT4 and device == "cuda":
+        grouped = precision in (INT4, INT8_ASYMMETRIC)
+        if device == "cuda" and not grouped:
             return ""
-        assert self._scale is not None, "by its precision"
-        if precision == INT4 and self._scale.kind == "F16":
+        assert self._scale is not None, "by its precisions"
+        if grouped and self._scale.kind == "F16":
             return ""
-        scale = self._scale.read().float()
-        if precision != INT4:
+        scale = self._scales() if grouped and "qweight" not in self.parts else self._scale.read().float()
+        if not grouped:
             return "" if torch.equal(scale.bfloat16().float(), scale) else "has scales with more digits than bfloat16"
-        # A value of 0 is up to 16 scales.
-        close = (scale.half().float() - scale).abs() <= HALF_ROUNDING * scale.abs()
-        fits = bool((close & (scale.abs() < torch.finfo(torch.float16).max / 16)).all())
-        return "" if fits else "has scales beyond the range of float16"
+        return beyond_float16(scale, precision)
 
-    def as_stored(self, group: int) -> tuple[Tensor, Tensor]:
+    def as_stored(self, precision: str, group: int) -> tuple[Tensor, Tensor]:
         """See NarrowWeight.
 
-        Integers and scales are the checkpoint's. The value of 0 of INT4, -z s, is rounded to float16, by at most 2^-11 of itself
-        (HALF_ROUNDING), or 2^-25 if that is more; so is s, by at most 2^-11 of itself, where it has more digits than float16.
-        Rounding the weights to bfloat16 would move them by 2^-9.
+        Integers and scales are the checkpoint's. The value of 0 of INT4 and INT8_ASYMMETRIC, -z s, is rounded to float16, by at
+        most 2^-11 of itself (HALF_ROUNDING), or 2^-25 if that is more; so is s, by at most 2^-11 of itself, where it has more
+        digits than float16. Rounding the weights to bfloat16 would move them by 2^-9.
         """
-        if self.precision == INT4:
-            return self._as_int4(group)
+        if precision in (INT4, INT8_ASYMMETRIC):
+            return self._with_zeros(precision, group)
         numbers, scale = self.first.read(), self._scales()
-        scale = self._of_blocks(scale)[0] if self.precision == FP8_GROUPS else scale.reshape(-1)
-        if self.precision == FP8_GROUPS:
-            assert self.rules.block is not None, "by its precision"
+        scale = self._of_blocks(scale)[0] if precision == FP8_GROUPS else scale.reshape(-1)
+        if precision == FP8_GROUPS:
+            assert self.rules.block is not None, "by its precisions"
             scale = scale.repeat_interleave(self.rules.block[1] // FP8_GROUP, 1)[:, : self.shape[1] // FP8_GROUP]
         sound = bool(scale.isfinite().all()) and not (numbers.is_floating_point() and bool(numbers.isnan().any()))
         require(sound, f"{self.place}: a weight", "infinity or NaN", "finite", NOT_FINITE)
         return numbers, scale.contiguous() if scale.ndim > 1 else scale.expand(self.shape[0]).contiguous()
 
-    def _as_int4(self, group: int) -> tuple[Tensor, Tensor]:
+    def _with_zeros(self, precision: str, group: int) -> tuple[Tensor, Tensor]:
         numbers, zeros, scales, _ = self._numbers()
-        middle = 0 if "qweight" in self.parts else 8  # compressed-tensors' numbers, and their zero points, begin at -8
+        if self.first.kind == "U8":  # FP4
+            numbers, scales = numbers * 2, scales / 2
+        turned = "qweight" in self.parts  # whose numbers, and zero points, begin at 0, those of others at -8 or -128
+        shift = (0 if turned else 8) if precision == INT4 else (-128 if turned and self._bits == 8 else 0)
         zeros = scales.new_zeros(()) if zeros is None else self._points(zeros, scales)
         scales = self._by_row(scales)
-        scale = torch.stack((scales, -(zeros + middle) * scales), dim=-1).half()
+        scale = torch.stack((scales, -(zeros + shift) * scales), dim=-1).half()
         require(bool(scale.isfinite().all()), f"{self.place}: a scale", "infinity or NaN", "finite", NOT_FINITE)
-        repeats = self.shape[1] // group // scales.shape[1]
-        return pack((numbers + middle).to(torch.uint8)), scale.repeat_interleave(repeats, 1)
+        stored = numbers.add_(shift).to(torch.uint8 if precision == INT4 else torch.int8)
+        repeats = self.shape[1] // group_inputs(precision, group) // scales.shape[1]
+        return pack(stored) if precision == INT4 else stored, scale.repeat_interleave(repeats, 1)
 
     def _points(self, zeros: Tensor, scales: Tensor) -> Tensor:
         zeros = self._by_row(zeros)

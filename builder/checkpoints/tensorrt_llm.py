@@ -2,6 +2,10 @@
 
 Names and defaults of the configuration are those of TensorRT-LLM's PretrainedConfig, LLaMAConfig, QWenConfig and Mapping. Tensors
 are joined over the ranks when they are read, and returned under their Hugging Face names.
+
+Quantised ones are as ModelOpt exports them (modelopt/torch/export/quant_utils.py): E4M3 with a scale a module and rank; with
+W4A16_AWQ integers from -8 to 7, those of rows 2i and 2i + 1 in the low and high bits of a byte, with a scale for each row and
+group of inputs, and maybe a factor for each input.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import itertools
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,15 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.config import WEIGHT_GROUP, ModelConfig, group_inputs, largest_group
 from kvseek.core.errors import ConfigError, require
-from kvseek.core.weight_only import HEAD
+from kvseek.core.weight_only import HEAD, INT4, INT8_ASYMMETRIC, NOT_FINITE, pack
 from kvseek.engine.model.weights import source_shape
 
 from .checkpoint import OWN_DTYPE, Checkpoint
 from .files import Header, SafetensorsFile, generation_ends, metadata_files, naming, read_object
 from .known_keys import TENSORRT_LLM, USE_ANOTHER
 from .model_config import model_config
+from .quantised import beyond_float16
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
 LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -52,12 +57,15 @@ LLAMA3_DEFAULTS = {
     "original_max_position_embeddings": 8192,
 }
 CHECK = "check the checkpoint's config.json"
-NOT_QUANTISED = "convert the model with FP8, or without quantisation"
+NOT_QUANTISED = "convert the model with FP8 or W4A16_AWQ, or without quantisation"
+# Algorithms whose files hold weights in the order of the kernels of one GPU, which the files do not name.
+REORDERED = ("W8A16", "W4A16", "W8A16_GPTQ", "W4A16_GPTQ")
+PACKED = ("I8", "U8")  # types of weights of 4 bits
 COPY_AGAIN = "copy the checkpoint again, or convert the model again"
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
 # Of a KV cache and of activations, which an engine keeps in its own type.
 OTHER_SCALES = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor", "activation_scaling_factor")
-SCALE = "weights_scaling_factor"  # of a module's E4M3 weight in a rank's file: one number
+SCALE, INPUT_FACTORS = "weights_scaling_factor", "prequant_scaling_factor"  # of a module's weight, and of its inputs
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one tensor of each rank, in this order
 # By the Hugging Face name of a layer's module: TensorRT-LLM's name, and the axis along which ranks share its weight; None: each
 # holds it whole. In a gated MLP TensorRT-LLM calls the projection that goes through the activation `fc`, and the projection that
@@ -80,7 +88,7 @@ ENDS: dict[str, tuple[str, int | None]] = {  # the same of what the last pipelin
 
 
 class TensorRtLlmCheckpoint(Checkpoint):
-    """A directory with TensorRT-LLM's config.json and rank0.safetensors, rank1.safetensors, ..., its weights in FP8 or plain."""
+    """A directory with TensorRT-LLM's config.json and rank0.safetensors, rank1.safetensors, ..., of weights of any width."""
 
     reading_copies = 1  # the ranks' parts beside the joined tensor
 
@@ -114,7 +122,12 @@ class TensorRtLlmCheckpoint(Checkpoint):
     def unused(self, names: set[str]) -> set[str]:
         """Return the tensors that are not in `names`, as "NAME of FILE", without scales, of which `tensor` reads the weights'."""
         shards = list(map(self._locate, names))
-        expected = {(rank.path, name) for shard in shards for rank in shard.ranks for name in (shard.name, shard.scale)}
+        expected = {
+            (rank.path, name)
+            for shard in shards
+            for rank in shard.ranks
+            for name in (shard.name, shard.part(SCALE), shard.part(INPUT_FACTORS))
+        }
         return {
             f"{name} of {rank.path.name}"
             for rank in self._ranks
@@ -144,9 +157,7 @@ class TensorRtLlmCheckpoint(Checkpoint):
         self.header(name)
         shard, parts = self._locate(name), list[Tensor]()
         for number, rank in enumerate(shard.ranks):
-            part = rank.tensor(shard.name, shard.rows)
-            if part.dtype is torch.float8_e4m3fn:
-                part = part.float() * rank.tensor(shard.scale)
+            part = _values(rank, shard) if shard.is_narrow(rank) else rank.tensor(shard.name, shard.rows)
             if number % shard.copies == 0:
                 parts.append(part)
             elif not torch.equal(parts[-1], part):
@@ -157,6 +168,16 @@ class TensorRtLlmCheckpoint(Checkpoint):
                 )
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, shard.axis)
         return joined.narrow(shard.axis, 0, source_shape(self.config, name)[shard.axis])  # the rest is padding
+
+    def quantised(self, name: str) -> RankWeights | None:
+        """See Checkpoint.quantised."""
+        if self.quantised_by is None or not name.endswith(".weight"):
+            return None
+        shard = self._locate(name)
+        if shard.name not in shard.ranks[0].names or not shard.is_narrow(shard.ranks[0]):
+            return None
+        self.header(name)
+        return RankWeights(shard, source_shape(self.config, name))
 
     def _locate(self, name: str) -> Shard:
         """Locate the tensor with a Hugging Face name in the files of the ranks that share it."""
@@ -273,10 +294,111 @@ class Shard:
     axis: int
     copies: int
 
+    def part(self, kind: str) -> str:
+        """Name of another tensor of the module, such as SCALE."""
+        return f"{self.name.rpartition('.')[0]}.{kind}"
+
+    def is_narrow(self, rank: SafetensorsFile) -> bool:
+        """Whether a rank's tensor is quantised."""
+        kind = rank.stored(self.name).kind
+        return kind == "F8_E4M3" or (kind in PACKED and self.part(SCALE) in rank.names)
+
+
+def _numbers(rank: SafetensorsFile, shard: Shard) -> Tensor:
+    """A rank's rows of a quantised weight: E4M3 or int8 [rows, inputs]."""
+    if rank.stored(shard.name).kind not in PACKED:
+        return rank.tensor(shard.name, shard.rows)
+    packed = rank.tensor(shard.name).view(torch.uint8)
+    numbers = torch.stack((packed & 15, packed >> 4), dim=1).flatten(0, 1)[shard.rows]
+    return (numbers ^ 8).to(torch.int8) - 8
+
+
+def _scales(rank: SafetensorsFile, shard: Shard) -> Tensor:
+    """Scales of a rank's rows, float32 [rows, groups]."""
+    scale = rank.tensor(shard.part(SCALE)).float()
+    if rank.stored(shard.name).kind in PACKED:
+        return scale[shard.rows]
+    return scale.view(1, 1).expand(len(range(shard.shape[0])[shard.rows]), 1)
+
+
+def _values(rank: SafetensorsFile, shard: Shard) -> Tensor:
+    """What a rank's rows of a quantised weight mean, float32: with the factors of its inputs, which are constants, too."""
+    numbers, scales = _numbers(rank, shard), _scales(rank, shard)
+    values = numbers.float() * scales.repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
+    factors = shard.part(INPUT_FACTORS)
+    return values * rank.tensor(factors).float() if factors in rank.names else values
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """A quantised weight; a NarrowWeight.
+
+    Attributes
+    ----------
+    shard : Shard
+        Where its parts are.
+    shape : tuple of int
+    """
+
+    shard: Shard
+    shape: tuple[int, ...]
+
+    def _joined(self, part: Callable[[SafetensorsFile, Shard], Tensor]) -> Tensor:
+        """Numbers or scales of all rows; scales of E4M3 are one a row, or as many as ranks that divide the inputs."""
+        parts = [part(rank, self.shard) for rank in self.shard.ranks[:: self.shard.copies]]
+        return torch.cat(parts, self.shard.axis)[: self.shape[0]]  # the rest is padding
+
+    @cached_property
+    def _group(self) -> int:
+        """Inputs of a group."""
+        return self.shape[1] // self._joined(_scales).shape[1]
+
     @property
-    def scale(self) -> str:
-        """Name of the scale of an E4M3 weight."""
-        return f"{self.name.rpartition('.')[0]}.{SCALE}"
+    def _first(self) -> SafetensorsFile:
+        return self.shard.ranks[0]
+
+    @cached_property
+    def why(self) -> str:
+        """See NarrowWeight."""
+        if self._first.stored(self.shard.name).kind not in PACKED:
+            scales = self._joined(_scales)
+            return "" if bool((scales == scales[:, :1]).all()) else "has other scales in each rank's file"
+        if any(self.shard.part(INPUT_FACTORS) in rank.names for rank in self.shard.ranks):
+            return "has a factor for each input"
+        return "" if self._group % WEIGHT_GROUP == 0 else f"has groups of {self._group} columns"
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """See NarrowWeight."""
+        if self.why:
+            return ()
+        return (INT4, INT8_ASYMMETRIC) if self._first.stored(self.shard.name).kind in PACKED else ("fp8",)
+
+    @property
+    def group(self) -> int:
+        """See NarrowWeight."""
+        return largest_group((self._group,))
+
+    def expanded(self, precision: str, device: str) -> str:
+        """See NarrowWeight."""
+        scales = self._joined(_scales)
+        if precision != "fp8":
+            return beyond_float16(scales, precision)
+        exact = device == "cuda" or torch.equal(scales.bfloat16().float(), scales)
+        return "" if exact else "has scales with more digits than bfloat16"
+
+    def as_stored(self, precision: str, group: int) -> tuple[Tensor, Tensor]:
+        """See NarrowWeight. Scales are rounded to float16 as those of QuantisedWeight."""
+        numbers, scales = self._joined(_numbers), self._joined(_scales)
+        sound = bool(scales.isfinite().all()) and not (numbers.is_floating_point() and bool(numbers.isnan().any()))
+        place = f"{self._first.path}: {self.shard.name}"
+        require(sound, f"{place}: a weight or scale", "infinity or NaN", "finite", NOT_FINITE)
+        if precision == "fp8":
+            return numbers, scales[:, 0].contiguous()
+        zero = -8 * scales if precision == INT4 else torch.zeros_like(scales)
+        repeats = self.shape[1] // group_inputs(precision, group) // scales.shape[1]
+        scale = torch.stack((scales, zero), dim=-1).half().repeat_interleave(repeats, 1)
+        return pack((numbers + 8).to(torch.uint8)) if precision == INT4 else numbers, scale
 
 
 def _header(rank: SafetensorsFile, shard: Shard) -> Header:
@@ -288,12 +410,22 @@ def _header(rank: SafetensorsFile, shard: Shard) -> Header:
         )
         remedy = f"{untied}, else convert the model again" if name == HEAD else COPY_AGAIN
         raise ConfigError(f"{rank.path}: tensor {name} is missing; {remedy}")
-    stored = rank.stored(name)
-    if stored.kind != "F8_E4M3":
+    stored, scale = rank.stored(name), shard.part(SCALE)
+    if not shard.is_narrow(rank):
         return rank.header(name)
-    scales = math.prod(rank.stored(shard.scale).shape) if shard.scale in rank.names else 0
-    require(scales == 1, f"{stored.place}: scales beside it", scales, f"1: {shard.scale}", COPY_AGAIN)
-    return Header(stored.place, stored.shape, torch.float32)
+    found = rank.stored(scale).shape if scale in rank.names else ()
+    if stored.kind == "F8_E4M3":
+        scales = math.prod(found) if scale in rank.names else 0
+        require(scales == 1, f"{stored.place}: scales beside it", scales, f"1: {scale}", COPY_AGAIN)
+        return Header(stored.place, stored.shape, torch.float32)
+    require(len(stored.shape) == 2, f"{stored.place}: shape", stored.shape, "of two numbers", COPY_AGAIN)
+    rows, columns = 2 * stored.shape[0], stored.shape[1]
+    groups = len(found) == 2 and found[0] == rows and found[1] > 0 and columns % found[1] == 0
+    require(groups, f"{stored.place}: shape of {scale}", found, f"({rows}, groups of {columns} columns)", COPY_AGAIN)
+    factors = rank.stored(shard.part(INPUT_FACTORS)).shape if shard.part(INPUT_FACTORS) in rank.names else (columns,)
+    name = f"{stored.place}: shape of {shard.part(INPUT_FACTORS)}"
+    require(factors == (columns,), name, factors, f"({columns},)", COPY_AGAIN)
+    return Header(stored.place, (rows, columns), torch.float32)
 
 
 class Mapping(NamedTuple):
@@ -364,8 +496,13 @@ def _architecture(values: dict[str, Any]) -> str:
 def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
     TENSORRT_LLM.check(values)
     # How TensorRT-LLM stores its KV cache (kv_cache_quant_algo) is no property of the weights.
-    algorithm = _object(values, "quantization").get("quant_algo")
-    require(algorithm in (None, "FP8"), "quantization.quant_algo", algorithm, "FP8 or null", NOT_QUANTISED)
+    quantization = _object(values, "quantization")
+    algorithm, limit = quantization.get("quant_algo"), "FP8, W4A16_AWQ or null"
+    order = "its weights lie in the order of one GPU's kernels, which is not stated: " * (algorithm in REORDERED)
+    fits = algorithm in (None, "FP8", "W4A16_AWQ")
+    require(fits, "quantization.quant_algo", algorithm, limit, f"{order}{NOT_QUANTISED}")
+    zeros = quantization.get("has_zero_point")
+    require(zeros in (None, False), "quantization.has_zero_point", zeros, "false or null", NOT_QUANTISED)
     experts = _object(values, "moe").get("num_experts") or 0
     require(experts == 0, "moe.num_experts", experts, "0: no mixture of experts", USE_ANOTHER)
     window = _object(values, "runtime_defaults").get("max_attention_window")

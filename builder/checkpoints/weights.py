@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,16 +19,28 @@ from torch import Tensor
 from kvseek.core.config import GROUPED, WEIGHT_GROUP, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.ranks import first_kv_head, rank_model, vocabulary_rows
-from kvseek.core.weight_only import INT8_GROUPS, NONE, NOT_FINITE, is_quantised, layout, number_format, quantise
+from kvseek.core.weight_only import (
+    HEAD,
+    INT4,
+    INT8_ASYMMETRIC,
+    NONE,
+    NOT_FINITE,
+    is_quantised,
+    layout,
+    number_format,
+    quantise,
+)
 from kvseek.engine.model.weights import EXPERTS, Weight, index_file, list_weights, source_shape
 
 from .checkpoint import Checkpoint
-from .files import FLOAT_TYPES
+from .files import FLOAT_TYPES, naming
+from .quantised import NarrowWeight
 
 NONE_MEASURED: Mapping[str, Tensor] = {}
 SHARD_BYTES = 4 << 30  # most bytes of a shard, unless a single tensor is larger
 HEADER_ALIGNMENT = 64  # bytes of a cache line, because tensors are read in place from the mapped file
 OTHER_TYPE = {True: "is not quantised", False: "is of another type"}  # of a checkpoint that states it, or a GGUF file
+OTHER = "has other numbers than"
 STORED_NAMES = {  # safetensors' own names
     **{dtype: name for name, dtype in FLOAT_TYPES.items()},
     torch.int8: "I8",
@@ -52,18 +65,22 @@ class Stored:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The format of stored weights: `dtype`, or `precision`, unless it is "none", for those that is_quantised accepts."""
+    """The format of stored weights: `dtype`, or `precision`, unless it is "none", for those that is_quantised accepts.
+
+    `weight_formats` are those of EngineConfig.
+    """
 
     dtype: torch.dtype
     precision: str = NONE
     quantize_lm_head: bool = False
     weight_group: int = WEIGHT_GROUP
+    weight_formats: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: EngineConfig) -> WeightFormat:
         """Return the format of an engine's weights."""
-        dtype = getattr(torch, config.dtype)
-        return cls(dtype, config.weight_only_precision, config.quantize_lm_head, config.weight_group)
+        dtype, own = getattr(torch, config.dtype), config.weight_formats
+        return cls(dtype, config.weight_only_precision, config.quantize_lm_head, config.weight_group, own)
 
     def stored(self, weight: Weight) -> tuple[Stored, ...]:
         """List the tensors that a weight is stored as."""
@@ -88,7 +105,8 @@ class WeightFormat:
 
     def number_format(self, name: str) -> str:
         """The format of a weight, as core/weight_only.py names it."""
-        return number_format(name, self.precision, quantize_lm_head=self.quantize_lm_head)
+        head, own = self.quantize_lm_head, self.weight_formats
+        return number_format(name, self.precision, quantize_lm_head=head, weight_formats=own)
 
 
 def write_weights(
@@ -134,7 +152,8 @@ def write_weights(
                 _write_header(outputs[rank], tensors)
                 weight_maps[rank] |= dict.fromkeys((stored.name for stored in tensors), files[rank])
             for weight in shard:
-                converted = _converted(checkpoint, weight, weight_format, importance.get(weight.name))
+                with naming(checkpoint.path):
+                    converted = _converted(checkpoint, weight, weight_format, importance.get(weight.name))
                 for stored, tensor in zip(weight_format.stored(weight), converted, strict=True):
                     for rank in ranks:
                         _write_tensor(outputs[rank], rank_part(stored.name, tensor, model, tp_size, rank))
@@ -158,8 +177,10 @@ class OwnNumbers:
         Its quantize_lm_head.
     group : int
         Its weight_group, at most.
+    formats : mapping of str to str
+        Its weight_formats.
     why : str
-        Why precision is "none": a weight, and what it has.
+        Why matrices of the layers, or all of them, are rounded: the first weight, and what it has.
     stated : bool
         Whether quantization_config states the quantisation. An engine has these numbers then, or their values.
     """
@@ -167,15 +188,32 @@ class OwnNumbers:
     precision: str
     head: bool = False
     group: int = WEIGHT_GROUP
+    formats: Mapping[str, str] = field(default_factory=dict)
     why: str = ""
     stated: bool = True
+
+    def describe(self, config: EngineConfig, quantised_by: str | None) -> str:
+        """Say what becomes of the numbers in an engine."""
+        precision = config.weight_only_precision
+        by = f"quantised by {quantised_by}" if self.stated else "of the GGUF file's blocks"
+        if precision == NONE or precision != self.precision:
+            again = f"quantised again, to {precision}"
+            rounded = f"rounded to {config.dtype}{f': {self.why}' if self.why else ''}"
+            return f"weights {by}: {rounded if precision == NONE else again}"
+        kept = f"kept as they are, {precision}{f' in groups of {config.weight_group}' * (precision == INT4)}"
+        for name, count in Counter(self.formats.values()).items():
+            rounded = f"in {config.dtype}: {self.why}"
+            kept += f"; {count} matrices {rounded if name == NONE else name}"
+        return f"weights {by}: {kept}"
 
 
 def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """Find how an engine computes with a quantised checkpoint's own numbers.
 
-    Every matrix of the layers must be of one format that the device multiplies. With 4 bits embedding and head may be of any; the
-    latter stays as it is if it is of GGUF's Q8_0. Groups of several sizes are divided into the smallest of them.
+    A matrix is kept if the device multiplies its numbers, and all that are fused in it have the same or fit into
+    INT8_ASYMMETRIC; else it is rounded. On a GPU all experts must be of one format, or all matrices are rounded. The engine's
+    precision is the one with which the layers take the fewest bytes. The embedding may be of any. Groups of several sizes are
+    divided into the smallest of them.
 
     Returns
     -------
@@ -192,30 +230,66 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     stated = checkpoint.quantised_by is not None
     if not stated and not any(found.values()):
         return None
-    layers = [name for weight in weights if is_quantised(weight.name) for name in weight.sources]
-    first, why = found[layers[0]], ""
-    precision = None if first is None else first.precision
-    for name in layers:
-        own = found[name]
-        same = own is None or own.precision in (precision, None)
-        why = (
-            OTHER_TYPE[stated]
-            if own is None
-            else own.expanded(device)
-            if same
-            else f"has other numbers than {layers[0]}"
-        )
-        if why:
-            why = f"{name} {why}"
-            break
-    others = [name for weight in weights if not is_quantised(weight.name) for name in weight.sources if found[name]]
-    if others and not why and precision not in GROUPED:
-        why = f"{others[0]} is quantised, too"
-    if why or precision is None:
+    layers = [weight for weight in weights if is_quantised(weight.name)]
+    kept = {weight: _precisions(weight, found, device, stated) for weight in layers}
+    choices = {}
+    for precision in dict.fromkeys(one for formats, _ in kept.values() for one in formats):
+        chosen = {weight: _chosen(formats, precision) for weight, (formats, _) in kept.items()}
+        of_experts = {one for weight, one in chosen.items() if device == "cuda" and f".{EXPERTS}." in weight.name}
+        if of_experts - {precision} or (of_experts and precision == INT8_ASYMMETRIC):
+            continue  # kernels multiply all experts with one format, and not with that
+        choices[precision] = (sum(_narrow_bytes(weight, one) for weight, one in chosen.items()), chosen)
+    why = next((why for _, why in kept.values() if why), "")
+    if not choices:
+        why = why or f"{layers[-1].sources[0]} has numbers that kernels of a GPU's experts do not multiply"
         return OwnNumbers(NONE, why=why, stated=stated)
-    head = found[weights[0 if checkpoint.config.tie_word_embeddings else -1].sources[0]]
-    group = min(own.group for name in layers if (own := found[name]) is not None)
-    return OwnNumbers(precision, head is not None and head.precision == INT8_GROUPS, group, stated=stated)
+    precision = min(choices, key=lambda one: choices[one][0])
+    own = {weight.name.removesuffix(".weight"): one for weight, one in choices[precision][1].items()}
+    formats = {name: one for name, one in own.items() if one != precision}
+    head = weights[0 if checkpoint.config.tie_word_embeddings else -1]
+    of_head, _ = _precisions(head, found, device, stated)
+    usual = number_format(HEAD, precision, quantize_lm_head=True)
+    keeps_head = precision in (*GROUPED, "int8") and _chosen(of_head, usual) != NONE
+    if keeps_head and usual not in of_head:
+        formats[HEAD.removesuffix(".weight")] = INT8_ASYMMETRIC
+    group = min((one.group for name in found if (one := found[name]) and INT4 in one.precisions), default=WEIGHT_GROUP)
+    return OwnNumbers(precision, keeps_head, group, formats, why if NONE in formats.values() else "", stated)
+
+
+Found = Mapping[str, NarrowWeight | None]
+
+
+def _precisions(weight: Weight, found: Found, device: str, stated: bool) -> tuple[tuple[str, ...], str]:
+    """Formats that keep all numbers of a fused weight on a device; if there are none, why."""
+    parts = {name: found[name] for name in weight.sources}
+    first, why, formats = weight.sources[0], "", []
+    for name, part in parts.items():
+        if part is None:
+            return (), f"{name} {OTHER_TYPE[stated]}"
+        if not part.precisions:
+            return (), f"{name} {part.why}"
+    narrow = {name: part for name, part in parts.items() if part is not None}
+    for precision in narrow[first].precisions:
+        faults = (
+            f"{name} {fault}"
+            for name, part in narrow.items()
+            if (fault := part.expanded(precision, device) if precision in part.precisions else f"{OTHER} {first}")
+        )
+        fault = next(faults, "")
+        formats += [] if fault else [precision]
+        why = why or fault
+    return tuple(formats), "" if formats else why
+
+
+def _chosen(formats: tuple[str, ...], precision: str) -> str:
+    """The format of a matrix that these formats keep, in an engine of a precision."""
+    asymmetric = INT8_ASYMMETRIC in formats and precision in GROUPED
+    return precision if precision in formats else INT8_ASYMMETRIC if asymmetric else NONE
+
+
+def _narrow_bytes(weight: Weight, precision: str) -> int:
+    parts = WeightFormat(torch.bfloat16, precision).stored(weight)
+    return sum(part.nbytes for part in parts)
 
 
 def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
@@ -251,9 +325,9 @@ def _converted(
     """Read a weight as the tensors that it is stored as: a quantised one with its own numbers, if they are of the format."""
     wanted = weight_format.number_format(weight.name)
     if wanted != NONE:
-        parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) and own.precision == wanted]
+        parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) and wanted in own.precisions]
         if len(parts) == len(weight.sources):
-            numbers, scales = zip(*(part.as_stored(weight_format.weight_group) for part in parts), strict=True)
+            numbers, scales = zip(*(part.as_stored(wanted, weight_format.weight_group) for part in parts), strict=True)
             return torch.cat(numbers), torch.cat(scales)
     return weight_format.convert(fuse(checkpoint, weight), weight.name, importance)
 
@@ -263,9 +337,9 @@ def _convert(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(tensor.dtype).max:
         least, most = tensor.aminmax()  # only the extremes: abs() of all would need memory for a second tensor
-        if (largest := max(-least.item(), most.item())) > limit:
-            if largest == math.inf:
-                raise ConfigError(f"{name} holds infinity: must be finite; {NOT_FINITE}")
+        if not (largest := max(-least.item(), most.item())) <= limit:
+            if not largest < math.inf:
+                raise ConfigError(f"{name} holds infinity or NaN: must be finite; {NOT_FINITE}")
             wider = "bfloat16" if dtype is torch.float16 and largest <= torch.finfo(torch.bfloat16).max else "float32"
             raise ConfigError(
                 f"{name} holds {largest:.6g}: {str(dtype).removeprefix('torch.')} holds at most {limit:.6g}; build with "

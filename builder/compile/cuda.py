@@ -17,7 +17,7 @@ from typing import Any
 
 from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUP, EngineConfig, group_inputs
 from kvseek.core.errors import ConfigError, KernelError, require
-from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, NONE
+from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE
 from kvseek.kernels.cuda.attention.attend import LIMITS
 from kvseek.plugins.registry import method_traits
 from kvseek.plugins.sources import files_digest, package_roots
@@ -26,7 +26,8 @@ from .shared import cache_folder, compiling_threads
 
 ARCHITECTURES = (80, 89, 90, 100, 120)  # A100; L4, L40, RTX 40; H100, H200; B200; RTX 50
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/cuda/numbers.cuh
-WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2, INT4: 3, FP8_GROUPS: 4}  # kernels/cuda/layer/weight_formats.cuh
+# Numbers of kernels/cuda/layer/weight_formats.cuh.
+WEIGHT_NUMBERS = {NONE: 0, "int8": 1, "fp8": 2, INT4: 3, FP8_GROUPS: 4, INT8_GROUPS: 5, INT8_ASYMMETRIC: 6}
 # No fast math: softmax relies on infinities, and poisoned rows must show. Contraction into fused multiply-add stays on:
 # kernels whose order of roundings matters say so with intrinsics.
 STANDARD = "c++17"
@@ -52,9 +53,11 @@ class Specialisation:
     defines : tuple of (str, int)
         The method's own macros.
     weight_only_precision : str
-        Format of the weights of products: none, int8, fp8, int4 or fp8_groups.
+        Format of the weights of products: that of EngineConfig.
     weight_group : int
         Inputs that share the scales of int4.
+    asymmetric : bool
+        Whether some weights are of int8_asymmetric instead.
     experts : bool
         Whether the model has mixtures of experts.
     """
@@ -66,6 +69,7 @@ class Specialisation:
     defines: tuple[tuple[str, int], ...] = ()
     weight_only_precision: str = NONE
     weight_group: int = WEIGHT_GROUP
+    asymmetric: bool = False
     experts: bool = False
 
     @property
@@ -77,6 +81,7 @@ class Specialisation:
             ("KVSEEK_GROUP", self.group_size),
             ("KVSEEK_WEIGHT", WEIGHT_NUMBERS[self.weight_only_precision]),
             ("KVSEEK_WEIGHT_GROUP", group_inputs(self.weight_only_precision, self.weight_group)),
+            ("KVSEEK_ASYMMETRIC", int(self.asymmetric or self.weight_only_precision == INT8_ASYMMETRIC)),
             ("KVSEEK_EXPERTS", int(self.experts)),
             *self.defines,
         )
@@ -97,11 +102,15 @@ def specialise(config: EngineConfig) -> Specialisation:
         limit = f"a multiple of {INPUTS_MULTIPLE} with weight_only_precision = {config.weight_only_precision!r}"
         for name, value in {"hidden_size": model.hidden_size, **model.mlp_sizes}.items():  # heads are multiples of 32
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
-    if config.weight_only_precision == INT4 and config.quantize_lm_head:  # kernels read two scales of a row at a time
-        limit, multiple = "a multiple of {} with --quantize_lm_head and int4", 2 * WEIGHT_GROUP
+    # Kernels read two scales of a row at a time.
+    multiple, sizes = 2 * WEIGHT_GROUP, dict[str, int]()
+    if config.weight_only_precision == INT8_GROUPS:
+        sizes, why = model.matrix_inputs(), f"weight_only_precision = {INT8_GROUPS!r}"
+    elif config.weight_only_precision == INT4 and config.quantize_lm_head and "lm_head" not in config.weight_formats:
+        sizes, why = {"hidden_size": model.hidden_size}, "--quantize_lm_head and int4"
+    for name, value in sizes.items():
         remedy = "leave it out, or build with --weight_only_precision none"
-        value = model.hidden_size
-        require(value % multiple == 0, "hidden_size", value, limit.format(multiple), remedy)
+        require(value % multiple == 0, name, value, f"a multiple of {multiple} with {why}", remedy)
     macros = method_traits(config).cuda_macros(model.head_dim, model.group_size)
     return Specialisation(
         config.dtype,
@@ -111,6 +120,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         tuple(sorted(macros.items())),
         config.weight_only_precision,
         config.weight_group,
+        INT8_ASYMMETRIC in config.weight_formats.values(),
         model.experts is not None,
     )
 

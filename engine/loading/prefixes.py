@@ -102,6 +102,7 @@ def digest(engine_dir: Path, config: EngineConfig) -> str:
         "model": dataclasses.asdict(config.model),
         "dtype": config.dtype,
         "weight_only_precision": config.weight_only_precision,
+        "weight_formats": config.weight_formats,
         "method": [config.method, config.method_config],
         "cache": [getattr(config.cache, name) for name in ROW_FIELDS],
     }

@@ -268,6 +268,7 @@ def make_weights(
         precision=config.weight_only_precision,
         weight_group=config.weight_group,
         quantize_lm_head=config.quantize_lm_head,
+        weight_formats=config.weight_formats,
     )
     weights: dict[str, Tensor] = {}
     for name, shape in weight_shapes(config.model, size).items():

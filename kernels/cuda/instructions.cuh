@@ -104,6 +104,22 @@ __device__ __forceinline__ float power_of_two(float x) {
     return y;
 }
 
+// (bits & mask) | set in one instruction, which the compiler makes of constants only if they are in registers.
+__device__ __forceinline__ unsigned choose_bits(unsigned bits, unsigned mask, unsigned set) {
+    unsigned chosen;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(chosen) : "r"(bits), "r"(mask), "r"(set));
+    return chosen;
+}
+
+#if __CUDA_ARCH__ >= 890
+// Two numbers rounded to e4m3, ties to even, and at most to its largest; the first is the lower byte.
+__device__ __forceinline__ unsigned short to_e4m3(float first, float second) {
+    unsigned short both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
+    return both;
+}
+#endif
+
 // c += a b on tensor cores: a [16, 16] by rows, b [16, 8] by columns, c [16, 8] in float32. A register of a or b holds
 // two numbers. With g = lane / 4 and t = lane % 4: a0..a3 are rows g, g+8, g, g+8 and columns 2t, 2t+1 (a0, a1) or
 // 2t+8, 2t+9 (a2, a3); b0, b1 are rows 2t, 2t+1 and 2t+8, 2t+9 of column g; c0..c3 are row g (c0, c1) or g+8 (c2, c3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from kvseek.core.request import (
 from kvseek.core.selected_rows import RowReport
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.content import first_character
+from kvseek.server.requests.translation import Encode
 
 from .answers import AnswerForm, AnswerForms, answer_guide, can_guide
 from .fields import ABSENT, BodyFormat, FieldError, decode, is_absent, require
@@ -235,8 +237,10 @@ class ChatBody(Parameters, kw_only=True):
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
 
-    def prompts(self, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms) -> list[Prompt]:
-        """Tokenise the conversation: one prompt, which the answer never repeats."""
+    def prompts(
+        self, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms, conversation: Encode | None = None
+    ) -> list[Prompt]:
+        """Tokenise the conversation: one prompt, which the answer never repeats. `conversation` may do it instead."""
         tools, text_guide = read_tools(self.tools, self.tool_choice), read_guide(self.response_format)
         messages = message_texts(read_messages(self.messages))
         self._check_tools(tools, messages, forms)
@@ -255,7 +259,10 @@ class ChatBody(Parameters, kw_only=True):
                 "left out: the model's chat template writes nothing of it",
                 UNWRITTEN,
             )
-        ids = encode("messages", text, bool(self.add_special_tokens), tokenizer, config.max_input_len)
+        tokenise: Encode = partial(tokenizer.encode, add_special_tokens=bool(self.add_special_tokens))
+        if conversation is not None and not self.add_special_tokens:
+            tokenise = conversation
+        ids = encode("messages", text, tokenise, config.max_input_len)
         thinking = forms.thinking_of(text, self._budget(forms), bool(self.continue_final_message))
         several = self.parallel_tool_calls is not False and tools.named is None
         form = forms.form(thinking, tools.callable, several)
@@ -364,7 +371,9 @@ class CompletionBody(Parameters, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
 
-    def prompts(self, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms) -> list[Prompt]:
+    def prompts(
+        self, tokenizer: Tokenizer, config: EngineConfig, forms: AnswerForms, conversation: Encode | None = None
+    ) -> list[Prompt]:
         """Return every prompt; texts are tokenised, and token ids decoded for an echo."""
         found, guide = read_prompts(self.prompt), read_guide(self.response_format)
         count = len(found)

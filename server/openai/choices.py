@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -208,7 +209,8 @@ def make_choices(
     sampling = body.sampling(tokenizer, top)
     session = body.session
     ends, streaming = body.end_ids(config), bool(body.stream)
-    prompts = body.prompts(tokenizer, config, forms)
+    conversation = partial(tokenizer.encode_conversation, salt=tenant.salt(body.cache_salt))
+    prompts = body.prompts(tokenizer, config, forms, conversation)
     tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * body.choices
     require(
         count <= MAX_CHOICES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError, renamed
 from kvseek.engine.tokenizer import Tokenizer
-from kvseek.server.requests.translation import PromptTooLongError, encode_prompt, max_text_bytes
+from kvseek.server.requests.translation import Encode, PromptTooLongError, encode_prompt, max_text_bytes
 
 from .fields import ABSENT, PARAMS, TOO_LONG, FieldError, decode, field_of, is_absent, require
 from .tools import read_calls, text_of
@@ -133,7 +134,9 @@ def chat_ids(
     `template` has the arguments that Tokenizer.apply_chat_template has besides.
     """
     text = chat_text(messages, tokenizer, config, template)
-    return encode("messages", text, add_special_tokens, tokenizer, config.max_input_len)
+    return encode(
+        "messages", text, partial(tokenizer.encode, add_special_tokens=add_special_tokens), config.max_input_len
+    )
 
 
 def chat_text(
@@ -156,13 +159,15 @@ def text_ids(prompt: str, add_special_tokens: bool, tokenizer: Tokenizer, config
     """Tokenise a prompt; `add_special_tokens` puts the tokens before it with which the model expects a text to begin."""
     _check_bytes("prompt", (prompt,), tokenizer, config)
     require(bool(prompt), "prompt", prompt, "at least one character", "send a prompt")
-    return encode("prompt", prompt, add_special_tokens, tokenizer, config.max_input_len)
+    return encode(
+        "prompt", prompt, partial(tokenizer.encode, add_special_tokens=add_special_tokens), config.max_input_len
+    )
 
 
-def encode(field: str, text: str, add_special_tokens: bool, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
+def encode(field: str, text: str, tokenise: Encode, max_tokens: int) -> list[int]:
     """Tokenise a text; raises FieldError."""
     try:
-        ids = encode_prompt(tokenizer, text, add_special_tokens, max_tokens, field)
+        ids = encode_prompt(tokenise, text, max_tokens, field)
     except PromptTooLongError as error:
         raise FieldError(field, str(error), TOO_LONG) from None
     except RequestError as error:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from kvseek.core.config import EngineConfig
@@ -28,6 +29,7 @@ from kvseek.core.request import (
 )
 from kvseek.engine.tokenizer import Tokenizer
 
+Encode = Callable[[str], list[int]]  # tokenises a text
 Inputs = Mapping[str, list[Any]]  # values of each input of one prompt, in order, whatever its shape
 
 MAX_SEQUENCES = 8  # most sequences of a prompt: num_return_sequences
@@ -329,7 +331,8 @@ def text_request(inputs: Inputs, tokenizer: Tokenizer, config: EngineConfig) -> 
     use_template = bool(scalar(inputs, "apply_chat_template", False))
     if use_template:
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    prompt_ids = encode_prompt(tokenizer, prompt, not use_template, config.max_input_len)
+    encode = partial(tokenizer.encode, add_special_tokens=not use_template)
+    prompt_ids = encode_prompt(encode, prompt, config.max_input_len)
     ends = end_ids(inputs, config.model.eos_token_ids)
     return make_request(inputs, prompt_ids, "max_tokens", sampling, ends), prompt, stop_words
 
@@ -376,23 +379,21 @@ def _prompt(inputs: Inputs, limit: int) -> str:
     return prompt
 
 
-def encode_prompt(
-    tokenizer: Tokenizer, prompt: str, add_special_tokens: bool, max_tokens: int, name: str = "text_input"
-) -> list[int]:
+def encode_prompt(encode: Encode, prompt: str, max_tokens: int, name: str = "text_input") -> list[int]:
     """Tokenise a prompt, the value of input `name`; raises RequestError, PromptTooLongError for too many tokens.
 
     A prompt with far too many tokens is refused by its beginning, as tokenising all of it could take a minute.
     """
     size = CHARACTERS_PER_TOKEN * max_tokens
     while size < len(prompt):
-        tokens = len(tokenizer.encode(prompt[:size], add_special_tokens))
+        tokens = len(encode(prompt[:size]))
         if tokens > max_tokens + max_tokens // 8 + 8:  # the cut may split one token into several
             raise PromptTooLongError(
                 f"{name} has {tokens:,} tokens in its first {size:,} of {len(prompt):,} characters: "
                 f"must be <= max_input_len = {max_tokens} in all; shorten it or build with a larger max_input_len"
             )
         size *= 2
-    return tokenizer.encode(prompt, add_special_tokens)
+    return encode(prompt)
 
 
 def as_text_model(inputs: Inputs) -> Inputs:

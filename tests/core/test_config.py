@@ -116,15 +116,15 @@ BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             {"weight_only_precision": "int4", "weight_group": 128},
-            "hidden_size = 64: must be a multiple of 128 with weight_only_precision = 'int4'; build with",
+            "hidden_size = 64: must be a multiple of 128 with weight_only_precision = 'int4'; build with --weight_group 32",
         ),
         (
             {"weight_only_precision": "int4", "tp_size": 2},
             "intermediate_size = 48: must be a multiple of 32 with weight_only_precision = 'int4' in each of 2 ranks; build",
         ),
         (
-            {"device": "cuda", "weight_only_precision": "int8_groups"},
-            "weight_only_precision = 'int8_groups': must be another one with device = 'cuda'",
+            {"weight_only_precision": "int8", "weight_formats": {"layers.0.o": "int8_asymmetric"}},
+            "weight_formats: layers.0.o = 'int8_asymmetric': must be none beside weight_only_precision = 'int8'; build",
         ),
         (
             {"prefill_precision": "fp8", "weight_only_precision": "fp8"},

@@ -1,5 +1,6 @@
 """Tokenizer and text streaming: with a byte-level tokenizer made here, with needle's and with SmolLM2's."""
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvseek.core.errors import EngineDirectoryError, RequestError
+from kvseek.engine import kept_encodings
+from kvseek.engine.kept_encodings import MOST_TEXTS, KeptEncodings
 from kvseek.engine.tokenizer import LONGEST_RUN, TextStream, Tokenizer
 
 TEXT = "The lamp was lit at dusk. Größe, naïve, 灯台の光, маяк, 🚢🧭. The end of the log, the end of the year."
@@ -28,7 +31,7 @@ def save_tiny_tokenizer(engine_dir: Path, chat_template: str | None = None) -> N
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
     backend.train_from_iterator([TEXT] * 3, trainer)
-    backend.add_tokens([AddedToken("<plain>", special=False)])
+    backend.add_tokens([AddedToken("<plain>", special=False), AddedToken("<s>s>", normalized=False)])
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     fast.chat_template = chat_template
     fast.save_pretrained(engine_dir / "tokenizer")
@@ -106,6 +109,47 @@ def test_special_tokens(tiny):
     assert tiny.decode(ids) == "ab"
     assert tiny.decode(ids, skip_special_tokens=False) == "<s>a</s>b<s>"
     assert stream_all(tiny, ids)[0] == "ab"
+
+
+PIECES = st.sampled_from(
+    ["</s>", "<s>", "s>", "<plain>", "<", "/s>", " ", "\n", "The lamp", " was lit", "é", "\u0301", "🚢", "x" * 200]
+)
+
+
+@given(texts=st.lists(st.lists(PIECES, max_size=12), min_size=2, max_size=6), data=st.data())
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_conversations_have_the_tokens_of_whole_texts(each, texts, data):
+    """Texts that grow, fork and are edited, cut anywhere by what follows; salts apart."""
+    tokenizer, said = each, [""]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_encodings, "SHORTEST", 1)
+        for pieces in texts:
+            before = data.draw(st.sampled_from(said))
+            said.append(before[: data.draw(st.integers(0, len(before)))] + "".join(pieces))
+            salt = data.draw(st.sampled_from([None, "a"]))
+            assert tokenizer.encode_conversation(said[-1], salt) == tokenizer.encode(said[-1], add_special_tokens=False)
+
+
+def test_a_turn_is_tokenised_by_itself():
+    """Behind the end of what came before, unless somebody else's requests tokenised that, or it was long ago."""
+    texts = list[str]()
+
+    def encode(text: str) -> list[int]:
+        texts.append(text)
+        return [1 if piece == "</s>" else 2 for piece in re.split("(</s>)", text) if piece]
+
+    kept = KeptEncodings(encode, {"</s>": 1})
+    turns = [f"{TEXT * 300}</s>", f"When?</s>{TEXT}", f"</s>{TEXT}"]
+    for count, number in ((1, 2), (2, 5), (3, 7)):
+        assert len(kept.encode("".join(turns[:count]), "own")) == number
+    assert texts == [turns[0], turns[1], TEXT + turns[2]]
+    whole = "".join(turns)
+    kept.encode(whole, "other")
+    assert texts[-1] == whole
+    for number in range(MOST_TEXTS):
+        kept.encode(f"{number}{TEXT * 300}</s>", "own")
+    assert kept.encode(whole, "own") == kept.encode(whole, "other")
+    assert texts[-2:] == [whole, whole]
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenised(tiny):

@@ -10,7 +10,7 @@ import ctypes
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +18,9 @@ import torch
 from tests.support.structs import KERNEL, compiled_part
 
 from kvseek.builder.compile.cuda import Specialisation
+from kvseek.core.weight_only import INT8_ASYMMETRIC, NONE
 from kvseek.engine.loading.memory import HOPPER, UnloadedKernels
+from kvseek.kernels.cuda.layer.products import SHAPES, Format
 from kvseek.plugins.sources import package_roots
 
 SOURCES = {
@@ -34,6 +36,7 @@ HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
 STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "kernels/cuda/instructions.cuh")
 DYNAMIC = re.compile(r"extern __shared__ __align__\(16\) unsigned char (\w+)\[\];")
 DYNAMIC_BYTES = 256 << 10
+NO_MORE: Mapping[str, str] = {}
 MULTIPROCESSORS = 12  # several blocks for each request and KV head, and few enough to be quick
 # Libraries of several shapes define the same symbols, and must not share them.
 FLAGS = ("-std=c++20", "-O1", "-w", "-mavx2", "-mf16c", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
@@ -89,16 +92,43 @@ def emulated_draw(dtype: str) -> EmulatedKernels:
 
 @cache
 def emulated_experts(dtype: str, precision: str) -> EmulatedKernels:
-    """Compile the kernels of mixtures of experts; those of int4 cannot be emulated."""
+    """Compile the kernels of mixtures of experts."""
     with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
         unit = Specialisation(dtype, 64, 1, "", weight_only_precision=precision, experts=True)
         return EmulatedKernels(_compile(unit, EXPERTS, folder, EXPERTS_KERNELS))
 
 
+@cache
+def emulated_products(dtype: str, precision: str, weight_group: int, own: str) -> EmulatedKernels:
+    """Compile the kernels of products with weights of format `own` of an engine of this precision."""
+    form = Format.of(own, weight_group, torch.bfloat16)
+    names = {
+        f"kvseek_{gated}{form.kernel}_{shape.name}"
+        for _, shapes in SHAPES[form.kernel]
+        for shape in shapes
+        for gated in ("", "gated_")
+    }
+    launched = dict.fromkeys(sorted(names), "kvseek::LinearArguments")
+    if own != NONE:
+        launched[f"kvseek_dequantise{f'_{own}' * (form.group > 1)}"] = "kvseek::DequantiseArguments"
+    if own == "fp8":
+        launched["kvseek_quantise_rows"] = "kvseek::QuantiseArguments"
+    with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
+        unit = Specialisation(dtype, 64, 1, "", (), precision, weight_group, asymmetric=own == INT8_ASYMMETRIC)
+        return EmulatedKernels(_compile(unit, EXPERTS[1:], folder, (), launched))
+
+
 def _compile(
-    unit: Specialisation, names: Sequence[str], within: str, launched: Sequence[str] | None = None
+    unit: Specialisation,
+    names: Sequence[str],
+    within: str,
+    launched: Sequence[str] | None = None,
+    more: Mapping[str, str] = NO_MORE,
 ) -> ctypes.CDLL:
-    """Compile sources; those in `launched` have the kernels that are launched, if not all of them have."""
+    """Compile sources; those in `launched` have the kernels that are launched, if not all of them have.
+
+    `more` are kernels that macros make, and the structs that they take.
+    """
     folder = Path(within)
     (root,) = package_roots()
     for path in (path for room in ("kernels", "plugins") for path in (root / room).rglob("*.*")):
@@ -112,11 +142,13 @@ def _compile(
         (folder / name).write_text("")  # the emulation is included before all
     sources = [folder / name for name in names]
     given = {name for name, value in unit.macros if value}
-    texts = [compiled_part((folder / name).read_text(encoding="utf-8"), given) for name in launched or names]
+    launching = names if launched is None else launched
+    texts = [compiled_part((folder / name).read_text(encoding="utf-8"), given) for name in launching]
     includes = "".join(f'#include "{path}"\n' for path in sources)
-    launches = (LAUNCH.format(name=kernel, arguments=a) for text in texts for kernel, a in KERNEL.findall(text))
+    found = dict(pair for text in texts for pair in KERNEL.findall(text)) | more
+    launches = (LAUNCH.format(name=kernel, arguments=struct) for kernel, struct in found.items())
     (folder / "unit.cpp").write_text(includes + "".join(launches))
-    macros = [f"-D{name}={value}" for name, value in unit.macros]
+    macros = [f"-D{name}={value}" for name, value in (*unit.macros, ("__CUDA_ARCH__", 890))]
     command = ["g++", *FLAGS, *macros, f"-I{folder}", "-include", str(HEADER), "unit.cpp", "-o", "kernels.so"]
     subprocess.run(command, check=True, cwd=folder)
     return ctypes.CDLL(str(folder / "kernels.so"))

@@ -19,7 +19,7 @@ from kvseek.bench.methods import load_kernels
 from kvseek.bench.speed.device.floors import elapsed_seconds, timing_event
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUP
-from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE, layout
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE, layout
 from kvseek.kernels.cuda.layer.products import ProductKernels
 
 READ = 4.4e12  # bytes per second: what a plain read of an H200's memory reaches
@@ -38,7 +38,8 @@ FORMATS = {  # precision of the kernels, and that of the weights
     "int8": ("int8", "int8"),
     "fp8": ("fp8", "fp8"),
     INT4: (INT4, INT4),
-    INT8_GROUPS: (INT4, INT8_GROUPS),
+    INT8_GROUPS: (INT8_GROUPS, INT8_GROUPS),
+    INT8_ASYMMETRIC: (INT8_ASYMMETRIC, INT8_ASYMMETRIC),
     FP8_GROUPS: (FP8_GROUPS, FP8_GROUPS),
 }
 

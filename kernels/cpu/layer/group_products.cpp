@@ -1,6 +1,7 @@
 // Products of bfloat16 rows with weights in groups along the inputs, each with numbers of its own by which the weights
 // are scaled: 4 bits in groups of 32, 64 or 128, those of GGUF's blocks Q4_1 (and Q4_0), AWQ and others; 8 bits in
-// groups of 32, those of Q8_0. Weights lie in blocks of 32, of which a group has one, two or four.
+// groups of 32, those of Q8_0; 8 bits with a value of 0 in groups of 16, which hold those of Q6_K and most others.
+// Weights of 4 bits lie in blocks of 32, of which a group has one, two or four; a block of 8 bits is a group.
 //
 // A prompt multiplies integers, as in byte_products.cpp: sums of a group are exact, and scaled and added up as floats.
 #include "few_rows.h"
@@ -10,8 +11,8 @@ namespace kvseek {
 
 struct GroupProductArguments {
     const void* x;          // Bfloat16 [rows, inputs]
-    const uint8_t* weight;  // [outputs, inputs / 32, 32]; 4 bits: [.., 16], input j low and j + 16 high
-    const uint16_t* scale;  // Half [outputs, inputs / group]; 4 bits: [.., 2], the factor and the value of 0
+    const uint8_t* weight;  // [outputs, inputs]; 4 bits: [outputs, inputs / 32, 16], input j low and j + 16 high
+    const uint16_t* scale;  // Half [outputs, inputs / group]; with values of 0 [.., 2], the factor and that
     const uint16_t* bias;   // Bfloat16 [outputs], or null
     void* out;              // Bfloat16 [rows, outputs]
     int64_t rows, inputs, outputs, group, threads;
@@ -19,27 +20,33 @@ struct GroupProductArguments {
 
 namespace {
 
-constexpr int BLOCK = 32;  // inputs
-constexpr int VECTORS = BLOCK / LANES;
-
 // Formats of few_rows.h; each weight has exactly the value that it has dequantised.
+template <int BLOCK>
 struct Grouped {
-    static constexpr int INPUTS = BLOCK;
+    static constexpr int INPUTS = BLOCK, VECTORS = BLOCK / LANES;
 
     static float factor(const GroupProductArguments&, int64_t) { return 1.0f; }
 };
 
-struct Bytes : Grouped {
-    static constexpr int BYTES = BLOCK, SHARED = 1, SCALES = 1;
+struct Bytes : Grouped<32> {
+    static constexpr int BYTES = INPUTS, SHARED = 1, SCALES = 1;
 
     static inline void values(const uint8_t* block, const float* scale, Vec* to) {
         for (int v = 0; v < VECTORS; v++) to[v] = widen(block + v * LANES) * scale[0];
     }
 };
 
+struct BytesAndZeros : Grouped<16> {
+    static constexpr int BYTES = INPUTS, SHARED = 1, SCALES = 2;
+
+    static inline void values(const uint8_t* block, const float* scale, Vec* to) {
+        for (int v = 0; v < VECTORS; v++) to[v] = widen(block + v * LANES) * scale[0] + scale[1];
+    }
+};
+
 template <int GROUP>
-struct Nibbles : Grouped {
-    static constexpr int BYTES = BLOCK / 2, SHARED = GROUP / BLOCK, SCALES = 2;
+struct Nibbles : Grouped<32> {
+    static constexpr int BYTES = INPUTS / 2, SHARED = GROUP / INPUTS, SCALES = 2;
 
     static inline void values(const uint8_t* block, const float* scale, Vec* to) {
 #if defined(__AVX512F__)
@@ -66,7 +73,7 @@ struct Nibbles : Grouped {
 // The weights as numbers [outputs, inputs]: Bfloat16 if `rows` is 1, else float.
 template <class Format, class T>
 void write_values(const GroupProductArguments& a) {
-    const int64_t blocks = a.inputs / BLOCK;
+    const int64_t blocks = a.inputs / Format::INPUTS;
     for_each_chunk(a.threads, 1, a.outputs, UNIT_OUTPUTS, [&](int64_t, int64_t first, int64_t last) {
         static thread_local Scratch memory;
         const int64_t scales = blocks / Format::SHARED * Format::SCALES;
@@ -75,10 +82,11 @@ void write_values(const GroupProductArguments& a) {
             widen_halves(a.scale + output * scales, scales, scale);
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t number = output * blocks + block;
-                Vec values[VECTORS];
+                Vec values[Format::VECTORS];
                 Format::values(a.weight + number * Format::BYTES, scale + block / Format::SHARED * Format::SCALES,
                                values);
-                for (int v = 0; v < VECTORS; v++) store(static_cast<T*>(a.out) + number * BLOCK + v * LANES, values[v]);
+                T* to = static_cast<T*>(a.out) + number * Format::INPUTS;
+                for (int v = 0; v < Format::VECTORS; v++) store(to + v * LANES, values[v]);
             }
         }
     });
@@ -89,10 +97,10 @@ void write_values(const GroupProductArguments& a) {
     return a.rows == 1 ? write_values<Format, Bfloat16>(a) : write_values<Format, float>(a);
 }
 
-constexpr int STEPS = BLOCK / Words::PAIR;  // words of an output in a block
-
-// What TILE_OUTPUTS outputs have in one block; outputs that do not exist are zeros.
+// What TILE_OUTPUTS outputs have in one block of inputs; outputs that do not exist are zeros.
+template <int BLOCK>
 struct BlockTile {
+    static constexpr int STEPS = BLOCK / Words::PAIR;  // words of an output
     uint32_t words[STEPS][TILE_OUTPUTS];
     int32_t offsets[TILE_OUTPUTS];  // what 2^7 in every high byte adds, negative
     float factors[TILE_OUTPUTS], zeros[TILE_OUTPUTS];
@@ -101,10 +109,12 @@ struct BlockTile {
 typedef float TileTotals[TILE_ROWS][TILE_OUTPUTS];
 
 // Sums over the blocks of TILE_ROWS rows of bytes, in units of the rows; `sums` are those of each row's blocks.
-void multiply_tile(const uint8_t* bytes, const float* sums, const BlockTile* tiles, int64_t blocks, TileTotals& of) {
+template <int BLOCK>
+void multiply_tile(const uint8_t* bytes, const float* sums, const BlockTile<BLOCK>* tiles, int64_t blocks,
+                   TileTotals& of) {
     std::memset(of, 0, sizeof(of));
     for (int64_t block = 0; block < blocks; block++) {
-        const BlockTile& tile = tiles[block];
+        const BlockTile<BLOCK>& tile = tiles[block];
         for (int r = 0; r < TILE_ROWS; r++)
             for (int output = 0; output < TILE_OUTPUTS; output++) {
                 int32_t total[PLANES] = {tile.offsets[output], 0};
@@ -121,12 +131,13 @@ void multiply_tile(const uint8_t* bytes, const float* sums, const BlockTile* til
 
 #if KVSEEK_LEVEL == 4
 // See multiply_tile_vnni of byte_products.cpp. The high bytes' sums are shifted, and the low bytes' added to them.
-void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const BlockTile* tiles, int64_t blocks,
+template <int BLOCK>
+void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const BlockTile<BLOCK>* tiles, int64_t blocks,
                         TileTotals& of) {
     constexpr int COLUMNS = TILE_OUTPUTS / LANES;
     Vec totals[TILE_ROWS][COLUMNS] = {};
     for (int64_t block = 0; block < blocks; block++) {
-        const BlockTile& tile = tiles[block];
+        const BlockTile<BLOCK>& tile = tiles[block];
         IntVec own[TILE_ROWS][COLUMNS];
 #pragma GCC unroll 6
         for (int r = 0; r < TILE_ROWS; r++)
@@ -141,7 +152,7 @@ void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const BlockTile
             }
             const uint8_t* from = bytes + (plane * blocks + block) * BLOCK;
 #pragma GCC unroll 1
-            for (int step = 0; step < STEPS; step++) {
+            for (int step = 0; step < tile.STEPS; step++) {
                 asm volatile("" ::: "memory");  // else weights of all steps are kept in registers, and sums in memory
                 IntVec weights[COLUMNS];
 #pragma GCC unroll 2
@@ -173,8 +184,9 @@ void multiply_tile_vnni(const uint8_t* bytes, const float* sums, const BlockTile
 
 // Unpack outputs first .. last - 1, at most TILE_OUTPUTS; `packed` is work space.
 template <class Format>
-void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_t* packed, BlockTile* tiles) {
-    const int64_t blocks = a.inputs / BLOCK, row_bytes = blocks * Format::BYTES, count = last - first;
+void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_t* packed,
+            BlockTile<Format::INPUTS>* tiles) {
+    const int64_t blocks = a.inputs / Format::INPUTS, row_bytes = blocks * Format::BYTES, count = last - first;
     const int64_t scales = blocks / Format::SHARED * Format::SCALES;
     float* scale = reinterpret_cast<float*>(packed + row_bytes / Words::PAIR * TILE_OUTPUTS);
     std::memset(scale + count * scales, 0, (TILE_OUTPUTS - count) * scales * sizeof(float));
@@ -182,17 +194,17 @@ void unpack(const GroupProductArguments& a, int64_t first, int64_t last, uint32_
     const int8_t* weight = reinterpret_cast<const int8_t*>(a.weight) + first * row_bytes;
     pack_columns<Words>(Rows<int8_t>{weight, row_bytes, count, row_bytes}, TILE_OUTPUTS, packed);
     for (int64_t block = 0; block < blocks; block++) {
-        BlockTile& tile = tiles[block];
+        BlockTile<Format::INPUTS>& tile = tiles[block];
         int32_t totals[TILE_OUTPUTS] = {};
         for (int step = 0; step < Format::BYTES / Words::PAIR; step++, packed += TILE_OUTPUTS)
             for (int output = 0; output < TILE_OUTPUTS; output++) {
                 const uint32_t word = packed[output];
-                if (Format::BYTES == BLOCK) {
+                if constexpr (Format::BYTES == Format::INPUTS) {
                     tile.words[step][output] = word;
                     for (int k = 0; k < Words::PAIR; k++) totals[output] += static_cast<int8_t>(word >> k * 8);
                 } else {
                     const uint32_t low = word & 0x0f0f0f0f, high = word >> 4 & 0x0f0f0f0f;
-                    tile.words[step][output] = low, tile.words[step + STEPS / 2][output] = high;
+                    tile.words[step][output] = low, tile.words[step + tile.STEPS / 2][output] = high;
                     totals[output] += ((low + high) * 0x01010101u) >> 24;  // the sum of its bytes
                 }
             }
@@ -209,14 +221,15 @@ template <class Format>
 void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded, int64_t from, int64_t to,
                       int64_t first, int64_t last) {
     static thread_local Scratch memory;
-    const int64_t blocks = a.inputs / BLOCK;
+    using Tile = BlockTile<Format::INPUTS>;
+    const int64_t blocks = a.inputs / Format::INPUTS;
     constexpr int64_t PACKED = TILE_OUTPUTS * (Format::BYTES + Format::SCALES * sizeof(float));
-    BlockTile* tiles = static_cast<BlockTile*>(memory.reserve(blocks * (sizeof(BlockTile) + PACKED)));
+    Tile* tiles = static_cast<Tile*>(memory.reserve(blocks * (sizeof(Tile) + PACKED)));
     uint32_t* packed = reinterpret_cast<uint32_t*>(tiles + blocks);
     unpack<Format>(a, first, last, packed, tiles);
-    auto multiply = multiply_tile;
+    auto multiply = multiply_tile<Format::INPUTS>;
 #if KVSEEK_LEVEL == 4
-    if (kvseek_processor_extends(KVSEEK_VNNI)) multiply = multiply_tile_vnni;
+    if (kvseek_processor_extends(KVSEEK_VNNI)) multiply = multiply_tile_vnni<Format::INPUTS>;
 #endif
     float biases[TILE_OUTPUTS] = {};
     for (int64_t output = first; a.bias != nullptr && output < last; output++)
@@ -236,9 +249,10 @@ void multiply_rounded(const GroupProductArguments& a, const RoundedRows& rounded
 
 template <class Format>
 void multiply_prompt(const GroupProductArguments& a) {
-    multiply_prompt(a, BLOCK, [&](const RoundedRows& rounded, int64_t from, int64_t to, int64_t first, int64_t last) {
+    const auto unit = [&](const RoundedRows& rounded, int64_t from, int64_t to, int64_t first, int64_t last) {
         multiply_rounded<Format>(a, rounded, from, to, first, last);
-    });
+    };
+    multiply_prompt(a, Format::INPUTS, unit);
 }
 
 // Call run(format) with the format of 4 bits in groups of a.group.
@@ -272,6 +286,11 @@ void write_nibbles(const GroupProductArguments& a) {
 KVSEEK_KERNEL(kvseek_nibble_product, kvseek::GroupProductArguments, kvseek::multiply_nibbles)
 KVSEEK_KERNEL(kvseek_nibble_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_nibbles_prompt)
 KVSEEK_KERNEL(kvseek_nibble_product_values, kvseek::GroupProductArguments, kvseek::write_nibbles)
+KVSEEK_KERNEL(kvseek_zero_byte_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::BytesAndZeros>)
+KVSEEK_KERNEL(kvseek_zero_byte_product_prompt, kvseek::GroupProductArguments,
+              kvseek::multiply_prompt<kvseek::BytesAndZeros>)
+KVSEEK_KERNEL(kvseek_zero_byte_product_values, kvseek::GroupProductArguments,
+              kvseek::write_values<kvseek::BytesAndZeros>)
 KVSEEK_KERNEL(kvseek_group_byte_product, kvseek::GroupProductArguments, kvseek::multiply_few_rows<kvseek::Bytes>)
 KVSEEK_KERNEL(kvseek_group_byte_product_prompt, kvseek::GroupProductArguments, kvseek::multiply_prompt<kvseek::Bytes>)
 KVSEEK_KERNEL(kvseek_group_byte_product_values, kvseek::GroupProductArguments, kvseek::write_values<kvseek::Bytes>)

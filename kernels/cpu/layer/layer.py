@@ -11,7 +11,7 @@ from torch import Tensor
 from kvseek.core.config import WEIGHT_GROUP, WEIGHT_GROUPS
 from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
-from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_GROUPS, layout
+from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_ASYMMETRIC, INT8_GROUPS, layout
 from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.structs import c_struct
 
@@ -133,12 +133,12 @@ class ByteProduct(_Product):
 
 
 class GroupProduct(_Product):
-    """ByteProduct for weights whose numbers are scaled in groups of inputs: WEIGHT_GROUPS of INT4, else WEIGHT_GROUP.
+    """ByteProduct for weights whose numbers are scaled in groups of inputs: one of GROUPED.
 
     Parameters
     ----------
     weight, scale : Tensor, contiguous
-        As `quantise` makes them with INT4 or INT8_GROUPS.
+        As `quantise` makes them.
     bias : Tensor, bfloat16 [outputs], or None
 
     Raises
@@ -152,14 +152,16 @@ class GroupProduct(_Product):
         inputs = weight.shape[1] * (2 if nibbles else 1)
         group = inputs // max(1, scale.shape[1]) if nibbles else WEIGHT_GROUP
         group = group if group in WEIGHT_GROUPS else WEIGHT_GROUP
-        numbers, scales = layout((weight.shape[0], inputs), INT4 if nibbles else INT8_GROUPS, group)
+        zeros = not nibbles and scale.ndim == 3
+        precision = INT4 if nibbles else INT8_ASYMMETRIC if zeros else INT8_GROUPS
+        numbers, scales = layout((weight.shape[0], inputs), precision, group)
         for name, part, expected in (("weight", weight, numbers), ("scale", scale, scales)):
             if (tuple(part.shape), part.dtype) != expected or not part.is_contiguous():
                 raise KernelError(
                     f"{name}: {part.dtype} {tuple(part.shape)}: must be {expected[1]} {expected[0]}, contiguous; "
                     "quantise it as core/weight_only.py does"
                 )
-        name = f"kvseek_{'nibble' if nibbles else 'group_byte'}_product"
+        name = f"kvseek_{'nibble' if nibbles else 'zero_byte' if zeros else 'group_byte'}_product"
         kernels = [library.function(name + kind, GroupProductArguments) for kind in ("", "_prompt", "_values")]
         super().__init__(GroupProductArguments, kernels, weight, scale, bias, inputs, group=group)
 

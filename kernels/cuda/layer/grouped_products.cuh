@@ -7,7 +7,7 @@ namespace groups {
 
 template <class Format>
 __device__ __forceinline__ float offset() {
-    if constexpr (Format::ZERO) return magic_offset(Number());
+    if constexpr (Format::SHIFTED) return magic_offset(Number());
     return 0.0f;
 }
 
@@ -29,7 +29,7 @@ struct Shape {
     static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
     static constexpr int STAGES = STAGES_;  // of blocks: one that is multiplied, the others on their way
     static constexpr int AHEAD = AHEAD_;    // cells of x that are loaded before they are needed
-    static constexpr bool GATED = GATED_, GROUPED = true;
+    static constexpr bool GATED = GATED_, GROUPED = true, TWO_GROUPS = Format::GROUP < CELL;
     static constexpr int BLOCK = 128 * 8 / Format::BITS;  // weights of a row
     static constexpr int CELLS = BLOCK / CELL;
     static constexpr int SCALE_WORDS = BLOCK / Format::GROUP * sizeof(Scale) / 4;  // of a row and a block
@@ -44,7 +44,7 @@ struct Shape {
         return blockIdx.x * channel(PARTS) + channel(part);
     }
     __device__ __forceinline__ static int input(int block, int cell) {
-        return block * BLOCK + cell * CELL + threadIdx.x % 4 * 8;
+        return block * BLOCK + cell * CELL + threadIdx.x % 4 * (TWO_GROUPS ? 4 : 8);
     }
 };
 
@@ -109,17 +109,26 @@ class Blocks {
     // Eight weights of a lane, of row lane / 4 of a part.
     __device__ __forceinline__ void eight(int stage, int part, int cell, unsigned (&numbers)[4]) const {
         const int row = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        const uint4* chunk = &stages_[stage].chunks[part * 8 + row][Format::chunk(t, cell) ^ Format::swizzle(row)];
-        Format::eight(reinterpret_cast<const uint2*>(chunk)[t % 2], t, numbers);
+        const uint4(&chunks)[8] = stages_[stage].chunks[part * 8 + row];
+        if constexpr (S::TWO_GROUPS) {  // four weights of each group
+            const uint4 *low = &chunks[2 * cell ^ Format::swizzle(row)],
+                        *high = &chunks[2 * cell + 1 ^ Format::swizzle(row)];
+            const uint2 words =
+                make_uint2(reinterpret_cast<const unsigned*>(low)[t], reinterpret_cast<const unsigned*>(high)[t]);
+            Format::eight(words, t, numbers);
+        } else {
+            const uint4* chunk = &chunks[Format::chunk(t, cell) ^ Format::swizzle(row)];
+            Format::eight(reinterpret_cast<const uint2*>(chunk)[t % 2], t, numbers);
+        }
     }
 
-    // The factor of the same row and cell, and the value of 0 less what the numbers' offset makes of it.
-    __device__ __forceinline__ float2 scale(int stage, int part, int cell) const {
-        const int group = cell * CELL / Format::GROUP, row = part * 8 + threadIdx.x % 32 / 4;
+    // The factor of the same row and cell, or half of it, and the value of 0 less what the numbers' offset makes of it.
+    __device__ __forceinline__ float2 scale(int stage, int part, int cell, int half = 0) const {
+        const int group = cell * CELL / Format::GROUP + half, row = part * 8 + threadIdx.x % 32 / 4;
         constexpr int IN_WORD = 4 / sizeof(typename S::Scale);
         const unsigned* word = &stages_[stage].scales[group / IN_WORD][row];
         float2 scale = factor_and_zero(reinterpret_cast<const typename S::Scale*>(word)[group % IN_WORD]);
-        if constexpr (Format::ZERO) scale.y -= offset<Format>() * scale.x;
+        if constexpr (Format::SHIFTED) scale.y -= offset<Format>() * scale.x;
         return scale;
     }
 
@@ -160,6 +169,43 @@ struct GroupSums {
     Sums<S> products;
     float of_x[S::Format::ZERO ? S::COLUMN_TILES : 1][4];
 };
+
+// Of a cell that is two groups.
+template <class S>
+__device__ __forceinline__ void multiply_halves(Sums<S>& sums, const Blocks<S>& blocks, int stage, int cell,
+                                                const RowEights<S>& x) {
+    const unsigned one = ones(Number());
+    float of_x[2][S::COLUMN_TILES][4] = {};
+#pragma unroll
+    for (int column = 0; column < S::COLUMN_TILES; ++column) {
+        const uint4& of_row = x.rows[column];
+        multiply_16x8x16(of_x[0][column], one, one, one, one, of_row.x, of_row.y, Number());
+        multiply_16x8x16(of_x[1][column], one, one, one, one, of_row.z, of_row.w, Number());
+    }
+#pragma unroll
+    for (int tile = 0; tile < S::ROW_TILES; ++tile) {
+        unsigned lower[4], upper[4];  // rows g and g + 8 of the tile
+        blocks.eight(stage, tile * 2, cell, lower);
+        blocks.eight(stage, tile * 2 + 1, cell, upper);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 scales[2] = {blocks.scale(stage, tile * 2, cell, half),
+                                      blocks.scale(stage, tile * 2 + 1, cell, half)};
+#pragma unroll
+            for (int column = 0; column < S::COLUMN_TILES; ++column) {
+                const unsigned left = word(x.rows[column], 2 * half), right = word(x.rows[column], 2 * half + 1);
+                float products[4] = {};
+                multiply_16x8x16(products, lower[2 * half], upper[2 * half], lower[2 * half + 1], upper[2 * half + 1],
+                                 left, right, Number());
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float sum = fmaf(scales[i / 2].x, products[i], sums[tile][column][i]);
+                    sums[tile][column][i] = fmaf(scales[i / 2].y, of_x[half][column][i], sum);
+                }
+            }
+        }
+    }
+}
 
 template <class S>
 __device__ __forceinline__ void multiply(Sums<S>& sums, GroupSums<S>& group, const Blocks<S>& blocks, int stage,
@@ -202,6 +248,15 @@ __device__ __forceinline__ void multiply(Sums<S>& sums, GroupSums<S>& group, con
 }
 
 template <class S>
+__device__ __forceinline__ void multiply_cell(Sums<S>& sums, GroupSums<S>& group, const Blocks<S>& blocks, int stage,
+                                              int cell, const RowEights<S>& x) {
+    if constexpr (S::TWO_GROUPS)
+        multiply_halves<S>(sums, blocks, stage, cell, x);
+    else
+        multiply<S>(sums, group, blocks, stage, cell, x);
+}
+
+template <class S>
 __device__ __forceinline__ void linear(const LinearArguments& a) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
@@ -232,9 +287,9 @@ __device__ __forceinline__ void linear(const LinearArguments& a) {
                 const RowEights<S> current = ahead[cell % S::AHEAD];
                 const int later = cell + S::AHEAD;
                 ahead[cell % S::AHEAD] = columns.load(later < S::CELLS ? block : next, later % S::CELLS);
-                multiply<S>(sums, group, blocks, stage, cell, current);
+                multiply_cell<S>(sums, group, blocks, stage, cell, current);
             } else {
-                multiply<S>(sums, group, blocks, stage, cell, columns.load(block, cell));
+                multiply_cell<S>(sums, group, blocks, stage, cell, columns.load(block, cell));
             }
         }
         free = stage;

@@ -63,7 +63,7 @@ struct Shape {
     using Weight = Weight_;
     static constexpr int SPLIT = SPLIT_, ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_;
     static constexpr int AHEAD = AHEAD_;  // eights of x that are loaded before they are needed, as registers have room
-    static constexpr bool GATED = GATED_, GROUPED = false;
+    static constexpr bool GATED = GATED_, GROUPED = false, TWO_GROUPS = false;
     static constexpr int PIECE = 16 / sizeof(Weight);  // weights that are loaded at once
     static constexpr int PIECE_EIGHTS = PIECE / 8;
     static constexpr int BLOCK = HALVES * 4 * PIECE;      // weights of a row
@@ -160,10 +160,23 @@ class Columns {
         }
     }
 
-    // A lane's eight inputs. Beyond a row's end, where weights and scales are zeros, its last ones.
+    // A lane's eight inputs, with TWO_GROUPS four and the four that are 16 behind. Beyond a row's end, where weights
+    // and scales are zeros, its last ones.
     __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
-        const char* from = x_ + min(S::input(block, eight), inputs_ - 8) * sizeof(Number);
         RowEights<S> loaded;
+        const int input = S::input(block, eight);
+        if constexpr (S::TWO_GROUPS) {
+            const char* low = x_ + min(input, inputs_ - 4) * sizeof(Number);
+            const char* high = x_ + min(input + 16, inputs_ - 4) * sizeof(Number);
+#pragma unroll
+            for (int tile = 0; tile < S::COLUMN_TILES; ++tile) {
+                const uint2 left = *reinterpret_cast<const uint2*>(low + starts_[tile]);
+                const uint2 right = *reinterpret_cast<const uint2*>(high + starts_[tile]);
+                loaded.rows[tile] = make_uint4(left.x, left.y, right.x, right.y);
+            }
+            return loaded;
+        }
+        const char* from = x_ + min(input, inputs_ - 8) * sizeof(Number);
 #pragma unroll
         for (int tile = 0; tile < S::COLUMN_TILES; ++tile)
             loaded.rows[tile] = *reinterpret_cast<const uint4*>(from + starts_[tile]);
@@ -399,9 +412,7 @@ extern "C" __global__ void __launch_bounds__(QUANTISE_THREADS)
         unsigned short pairs[PIECE / 2];
 #pragma unroll
         for (int i = 0; i < PIECE / 2; ++i)
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-                : "=h"(pairs[i])
-                : "f"(numbers[2 * i + 1] * factor), "f"(numbers[2 * i] * factor));
+            pairs[i] = to_e4m3(numbers[2 * i] * factor, numbers[2 * i + 1] * factor);
         *reinterpret_cast<uint2*>(to + at) =
             make_uint2(pairs[0] | unsigned(pairs[1]) << 16, pairs[2] | unsigned(pairs[3]) << 16);
     }
@@ -420,7 +431,6 @@ extern "C" __global__ void __launch_bounds__(QUANTISE_THREADS)
     KVSEEK_GROUP_PRODUCT_(gated_, true, NAME, FORMAT, ROWS, SPLIT, ROW_TILES, STAGES, AHEAD, BLOCKS)
 
 #if KVSEEK_WEIGHT == 3
-using Layers = Int4;
 KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 4, 2, 2, 8, 4)
 KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 4, 4, 2, 4, 2)
 KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 4, 4, 2, 0, 2)
@@ -432,47 +442,74 @@ KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 8, 8, 1, 2, 8, 2)
 KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 16, 8, 1, 2, 1, 2)
 KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 32, 8, 2, 2, 1, 1)
 KVSEEK_GROUP_PRODUCT(int4_linear, Int4, 64, 8, 2, 2, 1, 1)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 8, 4, 2, 2, 2, 4)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 16, 4, 2, 2, 1, 4)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 32, 4, 2, 2, 1, 3)
-KVSEEK_GROUP_PRODUCT_(, false, int8_groups_linear, Int8Groups, 64, 4, 2, 2, 0, 2)
-#else
-using Layers = Fp8Groups;
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 4, 2, 2, 2, 4)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 4, 2, 2, 1, 4)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 4, 2, 2, 1, 3)
+#endif
+#if KVSEEK_WEIGHT == 3 || KVSEEK_WEIGHT == 5
+KVSEEK_GROUP_PRODUCT(int8_groups_linear, Int8Groups, 8, 4, 2, 2, 2, 4)
+KVSEEK_GROUP_PRODUCT(int8_groups_linear, Int8Groups, 16, 4, 2, 2, 1, 4)
+KVSEEK_GROUP_PRODUCT(int8_groups_linear, Int8Groups, 32, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT(int8_groups_linear, Int8Groups, 64, 4, 2, 2, 0, 2)
+#endif
+#if KVSEEK_WEIGHT == 4
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 4, 2, 2, 4, 4)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 4, 2, 2, 2, 3)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 4, 2, 2, 0, 3)
 KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 4, 2, 2, 0, 2)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 8, 1, 3, 2, 3)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 8, 1, 3, 1, 3)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 8, 2, 2, 0, 1)
-KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 8, 2, 2, 0, 1)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 8, 8, 1, 2, 4, 2)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 16, 8, 1, 2, 1, 2)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 32, 8, 2, 2, 2, 1)
+KVSEEK_GROUP_PRODUCT(fp8_groups_linear, Fp8Groups, 64, 8, 2, 2, 1, 1)
+#endif
+#if KVSEEK_ASYMMETRIC
+KVSEEK_GROUP_PRODUCT(int8_asymmetric_linear, Int8Asymmetric, 8, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT(int8_asymmetric_linear, Int8Asymmetric, 16, 4, 2, 2, 1, 3)
+KVSEEK_GROUP_PRODUCT(int8_asymmetric_linear, Int8Asymmetric, 32, 4, 2, 2, 0, 2)
+KVSEEK_GROUP_PRODUCT(int8_asymmetric_linear, Int8Asymmetric, 64, 4, 2, 2, 0, 1)
 #endif
 
 // Writes a matrix out in the engine's type, eight weights a thread; a row is blockIdx.x.
-extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)
-    kvseek_dequantise(const __grid_constant__ kvseek::DequantiseArguments a) {
-    using Scale = Layers::Scale;
+template <class Format>
+__device__ __forceinline__ void dequantise(const DequantiseArguments& a) {
+    using Scale = typename Format::Scale;
     const long long row = blockIdx.x;
-    const Byte* weight = static_cast<const Byte*>(a.weight) + row * a.inputs * Layers::BITS / 8;
-    const Scale* scales = static_cast<const Scale*>(a.scale) + row * (a.inputs / Layers::GROUP);
+    const Byte* weight = static_cast<const Byte*>(a.weight) + row * a.inputs * Format::BITS / 8;
+    const Scale* scales = static_cast<const Scale*>(a.scale) + row * (a.inputs / Format::GROUP);
     Number* out = static_cast<Number*>(a.out) + row * a.inputs;
     await_earlier_kernels();  // what read `out` before, if it is memory used again
     for (int at = threadIdx.x * 8; at < a.inputs; at += DEQUANTISE_THREADS * 8) {
         const int t = at % CELL / 8;
-        const Byte* from = weight + Layers::chunk(t, at / CELL) * 16 + t % 2 * 8;
+        const Byte* from = weight + Format::chunk(t, at / CELL) * 16 + t % 2 * 8;
         unsigned pairs[4];
-        Layers::eight(*reinterpret_cast<const uint2*>(from), t, pairs);
-        const float2 scale = groups::factor_and_zero(scales[at / Layers::GROUP]);
+        Format::eight(*reinterpret_cast<const uint2*>(from), t, pairs);
+        const float2 scale = groups::factor_and_zero(scales[at / Format::GROUP]);
         alignas(16) Number numbers[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             // A number times its factor is exact, or nothing is added to it.
-            const float number = to_float(reinterpret_cast<const Number*>(pairs)[i]) - groups::offset<Layers>();
+            const float number = to_float(reinterpret_cast<const Number*>(pairs)[i]) - groups::offset<Format>();
             numbers[i] = from_float<Number>(number * scale.x + scale.y);
         }
         *reinterpret_cast<uint4*>(out + at) = *reinterpret_cast<const uint4*>(numbers);
     }
 }
+
+#define KVSEEK_DEQUANTISE(NAME, FORMAT)                                                   \
+    extern "C" __global__ void __launch_bounds__(DEQUANTISE_THREADS)                      \
+        kvseek_dequantise_##NAME(const __grid_constant__ kvseek::DequantiseArguments a) { \
+        dequantise<FORMAT>(a);                                                            \
+    }
+
+#if KVSEEK_WEIGHT == 3
+KVSEEK_DEQUANTISE(int4, Int4)
+#endif
+#if KVSEEK_WEIGHT == 3 || KVSEEK_WEIGHT == 5
+KVSEEK_DEQUANTISE(int8_groups, Int8Groups)
+#endif
+#if KVSEEK_WEIGHT == 4
+KVSEEK_DEQUANTISE(fp8_groups, Fp8Groups)
+#endif
+#if KVSEEK_ASYMMETRIC
+KVSEEK_DEQUANTISE(int8_asymmetric, Int8Asymmetric)
+#endif
 #endif
 
 }  // namespace products

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvseek.core.config import WEIGHT_GROUP, group_inputs
 from kvseek.core.errors import KernelError
-from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE, layout
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE, layout
 from kvseek.kernels.arguments import checked_address
 from kvseek.kernels.structs import c_struct
 
@@ -68,7 +68,7 @@ class Format:
     Attributes
     ----------
     precision : str
-        NONE, of PRECISIONS, INT4, INT8_GROUPS or FP8_GROUPS.
+        NONE, of PRECISIONS or GROUPED, or FP8_GROUPS.
     group : int
         Inputs of a group; 1: a scale a row, or none.
     weight, scale : torch.dtype
@@ -89,6 +89,11 @@ class Format:
         kernel = f"{precision}_linear" if group > 1 else "weight_only_linear"
         (_, weight), (_, scale) = layout((1, 128), precision, weight_group)
         return cls(kernel, precision, group, weight, scale)
+
+    @property
+    def scale_axes(self) -> int:
+        """Of the scales; 0 if there are none."""
+        return 0 if self.precision == NONE else len(layout((1, 128), self.precision, WEIGHT_GROUP)[1][0])
 
     def inputs(self, weight: Tensor) -> int:
         """Inputs of a stored weight."""
@@ -129,9 +134,11 @@ SHAPES: dict[str, tuple[tuple[int, tuple[Shape, ...]], ...]] = {
         (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
     "int8_groups_linear": ((0, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),),
+    # Not measured, as a layer's.
+    "int8_asymmetric_linear": ((0, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),),
     "fp8_groups_linear": (
         (64, (Shape(8, 4, 2), Shape(16, 4, 2), Shape(32, 4, 2), Shape(64, 4, 2))),
-        (0, (Shape(8, 8, 1, 3), Shape(16, 8, 1, 3), Shape(32, 8, 2), Shape(64, 8, 2))),
+        (0, (Shape(8, 8, 1), Shape(16, 8, 1), Shape(32, 8, 2), Shape(64, 8, 2))),
     ),
 }
 MOST_ROWS = 64  # of x: those of the largest decode step
@@ -151,27 +158,35 @@ DequantiseArguments = c_struct("kernels/cuda/layer/products.cu", "DequantiseArgu
 
 
 class ProductKernels:
-    """Products with weights in the engine's dtype, and with weights of one precision of fewer bits if there is one.
+    """Products with weights in the engine's dtype, and with weights of a precision of fewer bits if there is one.
 
     Parameters
     ----------
     kernels : CudaKernels
         Compiled for `precision`, `weight_group` and `dtype`.
     precision : str
-        "int8", "fp8", "int4", "fp8_groups" or "none". Beside int4, heads may be of int8 in groups.
+        One of EngineConfig's weight_only_precision. Beside int4, heads may be of int8_groups.
     dtype : torch.dtype
         Dtype of x and of the products: bfloat16 or float16.
     weight_group : int
         Inputs of a group of int4.
+    asymmetric : bool
+        Whether there are weights of int8_asymmetric beside them.
     """
 
     def __init__(
-        self, kernels: CudaKernels, precision: str, dtype: torch.dtype, weight_group: int = WEIGHT_GROUP
+        self,
+        kernels: CudaKernels,
+        precision: str,
+        dtype: torch.dtype,
+        weight_group: int = WEIGHT_GROUP,
+        *,
+        asymmetric: bool = False,
     ) -> None:
         self._kernels, self.dtype = kernels, dtype
-        precisions = (NONE, precision, *((INT8_GROUPS,) if precision == INT4 else ()))
-        formats = [Format.of(one, weight_group, dtype) for one in precisions]
-        self._formats = {(one.weight, one.group > 1): one for one in formats}
+        beside = (*((INT8_GROUPS,) if precision == INT4 else ()), *((INT8_ASYMMETRIC,) if asymmetric else ()))
+        formats = [Format.of(one, weight_group, dtype) for one in (NONE, precision, *beside)]
+        self._formats = {(one.weight, one.scale_axes): one for one in formats}
 
     def linear(
         self,
@@ -230,8 +245,6 @@ class ProductKernels:
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Compute a stored weight [outputs, inputs] of 8 or 4 bits; the result has the products' dtype."""
         form = self._format(weight, scale)
-        if form.precision == INT8_GROUPS:
-            raise KernelError("weight: int8 in groups is multiplied as it is stored: it is of heads; leave it so")
         outputs, inputs = weight.shape[0], form.inputs(weight)
         out = torch.empty(outputs, inputs, dtype=self.dtype, device=weight.device)
         arguments = DequantiseArguments(
@@ -240,7 +253,8 @@ class ProductKernels:
             out=out.data_ptr(),
             inputs=inputs,
         )
-        self._kernels.launch("kvseek_dequantise", (outputs, 1, 1), DEQUANTISE_THREADS, arguments, overlap=True)
+        name = f"kvseek_dequantise{f'_{form.precision}' * (form.group > 1)}"
+        self._kernels.launch(name, (outputs, 1, 1), DEQUANTISE_THREADS, arguments, overlap=True)
         return out
 
     def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,10 +275,10 @@ class ProductKernels:
         return numbers, scales
 
     def _format(self, weight: Tensor, scale: Tensor | None) -> Format:
-        key = weight.dtype, scale is not None and scale.ndim > 1
+        key = weight.dtype, 0 if scale is None else scale.ndim
         if key not in self._formats:
-            groups = " in groups" * key[1]
-            known = " or ".join(f"{dtype}{' in groups' * grouped}" for dtype, grouped in self._formats)
+            groups = " in groups" * (key[1] > 1)
+            known = " or ".join(f"{dtype}{' in groups' * (axes > 1)}" for dtype, axes in self._formats)
             raise KernelError(f"weight: {weight.dtype}{groups}: must be {known}; compile the kernels for its precision")
         return self._formats[key]
 
@@ -306,4 +320,7 @@ def product_kernels(config: EngineConfig, kernels: CudaKernels) -> ProductKernel
     dtype = getattr(torch, config.dtype)
     if dtype is torch.float32:
         return None
-    return ProductKernels(kernels, config.weight_only_precision, dtype, config.weight_group)
+    precision, group = config.weight_only_precision, config.weight_group
+    return ProductKernels(
+        kernels, precision, dtype, group, asymmetric=INT8_ASYMMETRIC in config.weight_formats.values()
+    )

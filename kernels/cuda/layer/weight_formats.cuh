@@ -1,9 +1,10 @@
 // Weights as products read them: in the engine's type, or of 8 or 4 bits with their exact conversion to it.
 // KVSEEK_WEIGHT 1 is int8, 2 is float8_e4m3fn, 3 is 4 bits in groups of KVSEEK_WEIGHT_GROUP inputs, with int8 in groups
-// for an output head, 4 is float8_e4m3fn in groups (builder/compile/cuda.py). All these numbers fit in bfloat16 and in
-// float16.
+// for an output head, 4 is float8_e4m3fn in groups, 5 is int8 in groups, 6 the same with values of 0, which
+// KVSEEK_ASYMMETRIC brings beside 3 and 5 (builder/compile/cuda.py). All these numbers fit in bfloat16 and in float16.
 #pragma once
 
+#include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/numbers.cuh"
 
 namespace kvseek {
@@ -20,7 +21,7 @@ __device__ __forceinline__ unsigned pack(float low, float high, __half) {
     return *reinterpret_cast<const unsigned*>(&both);
 }
 
-#if KVSEEK_WEIGHT == 1 || KVSEEK_WEIGHT == 3
+#if KVSEEK_WEIGHT == 1 || KVSEEK_WEIGHT == 3 || KVSEEK_WEIGHT >= 5
 
 // Byte i of four signed bytes whose sign bits are flipped, which makes them 0 to 255: as the last bits of 2^23 they are
 // a float without a conversion.
@@ -75,8 +76,8 @@ __device__ __forceinline__ void four_numbers(const uint4& piece, int step, unsig
 #endif
 
 // Formats in groups. A cell is 32 inputs of a row; a lane t of four multiplies inputs 8t .. 8t + 7 of it. `chunk` is
-// the 16 bytes of a cell that hold them, in whose lower or upper half they lie. `eight` makes them numbers plus OFFSET,
-// in four registers of two.
+// the 16 bytes of a cell that hold them, in whose lower or upper half they lie. `eight` makes them numbers, plus an
+// offset if they are SHIFTED, in four registers of two. Of groups of 16, lane t multiplies inputs 4t .. 4t + 3 of each.
 constexpr int CELL = 32;
 
 __device__ __forceinline__ float magic_offset(__nv_bfloat16) {
@@ -90,7 +91,7 @@ __device__ __forceinline__ float magic_offset(__half) {
 // A factor, and the value of 0.
 struct Int4 {
     static constexpr int BITS = 4, GROUP = KVSEEK_WEIGHT_GROUP;
-    static constexpr bool ZERO = true;
+    static constexpr bool ZERO = true, SHIFTED = true;
     using Scale = __half2;
 
     __device__ __forceinline__ static int chunk(int, int cell) { return cell; }
@@ -105,10 +106,7 @@ struct Int4 {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const unsigned word = i == 0 ? bytes.x : bytes.y;
-            unsigned lower;  // in one instruction, which the compiler makes of constants only if they are in registers
-            asm("lop3.b32 %0, %1, %2, %3, 0xea;"
-                : "=r"(lower)
-                : "r"(__funnelshift_r(word, word, rotation)), "r"(MASK), "r"(ONES));
+            const unsigned lower = choose_bits(__funnelshift_r(word, word, rotation), MASK, ONES);
             numbers[2 * i] = __byte_perm(lower, UPPER, 0x4140);
             numbers[2 * i + 1] = __byte_perm(lower, UPPER, 0x4342);
         }
@@ -117,11 +115,11 @@ struct Int4 {
 #endif
 
 #if KVSEEK_WEIGHT >= 3
-// One factor.
-template <class Scale_, int GROUP_>
+// A factor, and with ZERO_ the value of 0.
+template <class Scale_, int GROUP_, bool ZERO_ = false>
 struct Bytes {
     static constexpr int BITS = 8, GROUP = GROUP_;
-    static constexpr bool ZERO = false;
+    static constexpr bool ZERO = ZERO_, SHIFTED = false;
     using Scale = Scale_;
 
     __device__ __forceinline__ static int chunk(int t, int cell) { return 2 * cell + t / 2; }
@@ -132,7 +130,15 @@ struct Bytes {
     }
 };
 using Int8Groups = Bytes<__half, 32>;
+using Int8Asymmetric = Bytes<__half2, 16, true>;
 using Fp8Groups = Bytes<float, 128>;
+#if KVSEEK_WEIGHT == 3
+using Layers = Int4;  // of experts, too
+#elif KVSEEK_WEIGHT == 4
+using Layers = Fp8Groups;
+#elif KVSEEK_WEIGHT == 5
+using Layers = Int8Groups;
+#endif
 #endif
 
 }  // namespace products

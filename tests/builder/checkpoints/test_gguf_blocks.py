@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,10 +20,11 @@ from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.builder import build
+from kvseek.builder.checkpoints.gguf import UNITS
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import fuse, own_numbers
+from kvseek.builder.checkpoints.weights import fuse
 from kvseek.core.config import EngineConfig, read_config
-from kvseek.core.weight_only import INT4, INT8_GROUPS, dequantise
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, dequantise
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.weights import list_weights, load_weights
 
@@ -46,8 +49,8 @@ def write(folder: Path, types: Types = head_of_8_bits, architecture: str = "llam
 
     def encode(tensor: Tensor) -> tuple[np.ndarray, Any]:
         kind = gguf.GGMLQuantizationType[types(tuple(tensor.shape))]
-        if kind.name == "Q4_K":
-            return drawn_k_blocks(tensor), kind
+        if kind.name.endswith("_K"):
+            return drawn_k_blocks(tensor, kind), kind
         return gguf.quants.quantize(tensor.numpy(), kind), kind
 
     shape = {**SIZES, "vocab_size": 320, "tie_word_embeddings": True, **sizes}
@@ -57,12 +60,25 @@ def write(folder: Path, types: Types = head_of_8_bits, architecture: str = "llam
     return write_gguf(folder / "m.gguf", model, architecture, encode=encode)
 
 
-def drawn_k_blocks(tensor: Tensor) -> np.ndarray:
-    """Random numbers, which the package gguf cannot round to; a block's halves come first."""
+# Of blocks of 256 weights: where the halves begin, and about how large they are, so that weights are as those of models.
+HALVES = {
+    "Q2_K": (80, 2e-3, 2e-3),
+    "Q3_K": (108, 5e-4),
+    "Q4_K": (0, 1e-4, 4e-4),
+    "Q5_K": (0, 5e-5, 4e-4),
+    "Q6_K": (208, 2e-5),
+}
+
+
+def drawn_k_blocks(tensor: Tensor, kind: Any) -> np.ndarray:
+    """Random numbers, which the package gguf cannot round to."""
+    import gguf
+
     generator = np.random.default_rng(tensor.numel())
-    blocks = generator.integers(0, 256, (tensor.numel() // 256, 144), np.uint8)
-    halves = generator.uniform(1e-4, 3e-4, (len(blocks), 2)) * [1, 4]
-    blocks[:, :4] = halves.astype(np.float16).view(np.uint8)
+    blocks = generator.integers(0, 256, (tensor.numel() // 256, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    start, *sizes = HALVES[kind.name]
+    halves = generator.uniform(1, 3, (len(blocks), len(sizes))) * sizes
+    blocks[:, start : start + 2 * len(sizes)] = halves.astype(np.float16).view(np.uint8)
     return blocks.reshape(len(tensor), -1)
 
 
@@ -166,29 +182,98 @@ def test_what_else_may_be_chosen(tmp_path: Path) -> None:
     assert (logits_of(tmp_path / "rounded head") - expected).norm() <= 2e-2 * expected.norm()
 
 
-def test_other_blocks_are_rounded_to_the_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = (
-        (
-            lambda shape: "Q8_0" if shape[0] == 64 else "Q4_0",
-            "k_proj.weight has other numbers than model.layers.0.self",
-        ),
-        (lambda shape: "Q5_0" if shape[0] == 128 else "Q4_0", "q_proj.weight is of another type"),
-    )
-    for number, (types, why) in enumerate(cases):
-        model = write(tmp_path / str(number), types)
-        own = own_numbers(open_checkpoint(model), "cpu")
-        assert own is not None
-        assert own.precision == "none"
-        assert f"model.layers.0.self_attn.{why}" in own.why
-        assert built(model, tmp_path / str(number) / "engine", *BFLOAT16).weight_only_precision == "none"
-        assert run(model, tmp_path / "refused", *BFLOAT16, "--weight_only_precision", "int8_groups") == 1
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize("kind", UNITS)
+def test_any_block_fits_into_eight_bits(kind: str, tmp_path: Path) -> None:
+    """The numbers exactly, factors and values of 0 rounded by no more than is said: not at all where they are halves."""
+    model = write(tmp_path, lambda shape: kind, **WIDE)
+    checkpoint = open_checkpoint(model)
+    for one in list_weights(checkpoint.config):
+        for name in one.sources:
+            if (narrow := checkpoint.quantised(name)) is None:
+                continue
+            numbers, scale = narrow.as_stored(INT8_ASYMMETRIC, 32)
+            found, expected = dequantise(numbers, scale, torch.float32), checkpoint.tensor(name)
+            limit = 2.0**-11 * (numbers.view(*scale.shape[:2], 16) * scale[..., :1].float()).abs()
+            limit += 2.0**-11 * scale[..., 1:].float().abs() + 40 * 2.0**-25
+            limit *= 1.01 if kind.endswith("K") else 0
+            assert ((found - expected).abs() <= limit.flatten(1)).all()
+
+
+def q4_k_m(shape: tuple[int, ...]) -> str:
+    """As llama.cpp's Q4_K_M: values, the last product of an MLP and the vocabulary in Q6_K."""
+    return "Q6_K" if shape[0] in (64, 320) or shape[1] == 512 else "Q4_K"
+
+
+def q4_k_m_of_odd_columns(shape: tuple[int, ...]) -> str:
+    """As llama.cpp writes it where 256 does not divide a row."""
+    return "Q8_0" if shape[0] == 320 else "Q5_0" if shape[1] == 128 else "Q4_0"
+
+
+def q5_k_m(shape: tuple[int, ...]) -> str:
+    return "Q6_K" if shape[0] == 320 or shape[1] == 512 else "Q5_K"
+
+
+def one_left_out(shape: tuple[int, ...]) -> str:
+    return "F16" if shape[1] == 512 else q4_k_m(shape)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("types", "sizes", "precision", "others"),
+    [
+        (q4_k_m, WIDE, INT4, {"qkv": INT8_ASYMMETRIC, "down": INT8_ASYMMETRIC}),
+        (q4_k_m_of_odd_columns, {}, INT4, {"o": INT8_ASYMMETRIC, "down": INT8_ASYMMETRIC}),
+        (q5_k_m, WIDE, INT8_ASYMMETRIC, {}),
+        (one_left_out, WIDE, INT4, {"qkv": INT8_ASYMMETRIC, "down": "none"}),
+    ],
+)
+def test_each_matrix_has_its_own_format(
+    types: Types, sizes: dict[str, int], precision: str, others: dict[str, str], tied: bool, tmp_path: Path
+) -> None:
+    model = write(tmp_path, types, tie_word_embeddings=tied, **sizes)
+    found = built(model, tmp_path / "own", *BFLOAT16)
+    expected_formats = {f"layers.{layer}.{name}": one for layer in range(3) for name, one in others.items()}
+    if types not in (q5_k_m, q4_k_m_of_odd_columns):
+        expected_formats["lm_head"] = INT8_ASYMMETRIC
+    assert (found.weight_only_precision, found.weight_formats) == (precision, expected_formats)
+    assert found.quantize_lm_head
+    checkpoint, weights = open_checkpoint(model), load_weights(tmp_path / "own", CPU)
+    for one in list_weights(checkpoint.config, quantize_lm_head=True):
+        values = weights[one.name].float()
+        if (scale := weights.get(f"{one.name}_scale")) is not None:
+            values = dequantise(weights[one.name], scale, torch.float32)
+        expected = fuse(checkpoint, one)
+        assert (values - expected).norm() <= (2.0**-11 if scale is not None else 2.0**-8) * expected.norm()
+    built(model, tmp_path / "exact")
+    expected, logits = logits_of(tmp_path / "exact"), logits_of(tmp_path / "own")
+    assert (logits - expected).norm() <= 2e-2 * expected.norm()
+    built(model, tmp_path / "two", *BFLOAT16, "--tp_size", "2")
+    assert (logits_of(tmp_path / "two") - expected).norm() <= 5e-2 * expected.norm()
+
+
+def test_what_is_rounded_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a build and by a plan; numbers that a file has not are refused."""
+    model = write(tmp_path, one_left_out, **WIDE)
+    told = "weights of the GGUF file's blocks: kept as they are, int4 in groups of 32; "
+    told += "4 matrices int8_asymmetric; 3 matrices in bfloat16: model.layers.0.mlp.down_proj.weight is of another type"
+    arguments = ["--model", str(model), "--tokenizer", str(tmp_path / "model"), "--method", "full", *BFLOAT16]
+    assert build.main([*arguments, "--output_dir", str(tmp_path / "engine"), "--no-check"]) == 0
+    assert told in " ".join(capsys.readouterr().err.split())
+    planned = document(["--plan", *arguments, "--device", "cpu", "--host_memory", "64GiB"])
+    assert planned["notes"][0] == told
+    loaded = load_weights(tmp_path / "engine", CPU).values()
+    tied = planned["model"]["vocab_size"] * 256 * 2
+    assert planned["bytes"]["weights"] - sum(tensor.nbytes for tensor in loaded) in (0, tied)
+    for precision in ("int8_groups", "int8_asymmetric"):
         message = (
-            "weight_only_precision = 'int8_groups': must be left out: not all matrices of this checkpoint's layers are"
+            f"weight_only_precision = '{precision}': must be left out: not all layers have such numbers in the file"
         )
-        message += " GGUF's blocks Q8_0; choose int8, or such a file"
-        assert message in capsys.readouterr().err
-    assert run(model.with_name("model"), tmp_path / "refused", "--weight_only_precision", "int8_groups") == 1
-    assert message in capsys.readouterr().err, "of a Hugging Face checkpoint, too"
+        for name in (model, model.with_name("model")):
+            assert run(name, tmp_path / "refused", *BFLOAT16, "--weight_only_precision", precision) == 1
+            assert message in capsys.readouterr().err
 
 
 def test_plans_and_where_there_is_no_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +293,30 @@ def test_plans_and_where_there_is_no_kernel(tmp_path: Path, capsys: pytest.Captu
     assert planned["bytes"]["weights"] == sum(tensor.nbytes for tensor in loaded), (
         "read where they lie, and nothing copied"
     )
+
+
+def test_damage_is_refused_or_was_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever bytes of a mixed file are changed or missing: an error that names the file and a remedy, and no engine, or one."""
+    model, generator = write(tmp_path, q4_k_m, **WIDE, num_hidden_layers=1), np.random.default_rng(0)
+    whole = model.read_bytes()
+    for number in range(40):
+        damaged = bytearray(whole)
+        at, kind = int(generator.integers(len(whole) if number % 3 == 0 else 4000)), number % 4
+        if kind == 0:
+            del damaged[at:]
+        elif kind == 1:
+            damaged[at : at + 64] = b"\xff" * len(damaged[at : at + 64])
+        else:
+            damaged[at] ^= 1 << int(generator.integers(8))
+        model.write_bytes(damaged)
+        code = run(model, tmp_path / "engine", *BFLOAT16, "--force")
+        message = capsys.readouterr().err
+        assert code in (0, 1), message
+        assert (code == 0) == (tmp_path / "engine").exists()
+        if code:
+            assert re.search(r"error: .*\bm\.gguf.*; \S", message), message
+        else:
+            shutil.rmtree(tmp_path / "engine")
 
 
 def test_ranks_have_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.builder.checkpoints.quantised_checkpoints import (
+    CHANNEL,
     FORMATS,
     FOUR_BITS,
     blocks,
+    compressed,
     drawn,
+    fp8,
+    gptq,
+    integers,
+    nvfp4,
     packed,
     quantise_checkpoint,
 )
@@ -60,6 +66,17 @@ def test_numbers_mean_what_their_format_says(name: str, plain: Path, tmp_path: P
         assert found.dtype is torch.float32
         assert checkpoint.header(weight).shape == tuple(values.shape)
         torch.testing.assert_close(found.double(), values, rtol=3e-7, atol=0)
+        narrow = checkpoint.quantised(weight)
+        assert narrow is not None
+        for precision in narrow.precisions:
+            numbers, scale = narrow.as_stored(precision, narrow.group)
+            kept = dequantise(numbers, scale, torch.float64)
+            limit = 2.0**-11 * kept.abs()
+            if scale.ndim == 3:  # a factor and a value of 0, each rounded to float16
+                number = (unpack(numbers) if numbers.dtype is torch.uint8 else numbers).double()
+                factor, zero = scale.double().repeat_interleave(number.shape[1] // scale.shape[1], 1).unbind(-1)
+                limit = 2.0**-11 * (number.abs() * factor + zero.abs()) + (number.abs() + 1) * 2.0**-25
+            assert ((kept - values).abs() <= 1.01 * limit).all(), precision
 
 
 @pytest.mark.parametrize("name", JUDGED)
@@ -203,15 +220,18 @@ def test_groups_of_several_sizes_are_divided(
         assert torch.equal(found.double(), values), "symmetric: the value of 0 is -8 scales, which is exact"
 
 
-def test_a_head_of_four_bits_is_expanded(random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path) -> None:
+def test_a_head_of_four_bits_gets_eight(random_model: RandomModel, build_engine: BuildEngine, tmp_path: Path) -> None:
     quantise_checkpoint(random_model("llama", **WIDE), tmp_path / "m", "awq", own=FOUR_BITS["awq"](128))
     file = tmp_path / "m" / "model.safetensors"
     tensors = load_file(file)
     parts, values = FOUR_BITS["awq"](128)(*tensors.pop("lm_head.weight").shape)
     save_file(tensors | {f"lm_head.{part}": tensor for part, tensor in parts.items()}, file, {"format": "pt"})
     directory = build_engine(tmp_path / "m", "full", *BFLOAT16)
-    assert read_config(directory).weight_only_precision == "int4"
-    assert torch.equal(load_file(next(directory.glob("rank0-*")))["lm_head.weight"], values.float().bfloat16())
+    found = read_config(directory)
+    assert (found.weight_only_precision, found.weight_formats) == ("int4", {"lm_head": "int8_asymmetric"})
+    engine = load_file(next(directory.glob("rank0-*")))
+    head = dequantise(engine["lm_head.weight"], engine["lm_head.weight_scale"], torch.float32)
+    torch.testing.assert_close(head.double(), values, rtol=2.0**-10, atol=2.0**-10 * float(values.abs().max()))
 
 
 def test_a_rank_has_whole_groups(random_model: RandomModel, tmp_path: Path) -> None:
@@ -274,7 +294,8 @@ def test_scales_beyond_float16_are_expanded(random_model: RandomModel, tmp_path:
         change_gate(tmp_path / "m", {"weight_scale": torch.full((256, 3), scale).bfloat16()})
         own = own_numbers(open_checkpoint(tmp_path / "m"), "cpu")
         assert own is not None
-        assert (own.precision, why in own.why) == ("none" if why else "int4", True)
+        assert (own.precision, why in own.why) == ("int4", True)
+        assert own.formats == ({"layers.1.gate_up": "none"} if why else {})
 
 
 def test_the_same_precision_is_the_same_build(
@@ -301,11 +322,17 @@ def test_bits_of_some_modules_are_named() -> None:
 
 
 def test_layers_that_were_left_out_are_read_as_they_are(plain: Path, build_engine: BuildEngine, tmp_path: Path) -> None:
-    for name in ("int8", "awq"):
+    for name, precision in (("int8", "int8"), ("awq", "int4")):
         quantise_checkpoint(plain, tmp_path / name, name, left_out=("layers.0.", "down_proj"))
         own = build_engine(tmp_path / name, "full", *FLAGS)
-        assert read_config(own).weight_only_precision == "none"
         assert tokens_of(own) == tokens_of(build_engine(tmp_path / f"{name}-plain", "full", *FLAGS))
+        found = read_config(build_engine(tmp_path / name, "full", *FLAGS, *BFLOAT16))
+        layers = range(found.model.num_layers)
+        left = {f"layers.0.{part}" for part in ("qkv", "o", "gate_up")} | {f"layers.{layer}.down" for layer in layers}
+        assert (found.weight_only_precision, set(found.weight_formats)) == (precision, left)
+        numbers = own_numbers(open_checkpoint(tmp_path / name), "cpu")
+        assert numbers is not None
+        assert numbers.why == f"{QUERY} is not quantised"
 
 
 def test_a_second_rounding_is_refused(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,8 +341,8 @@ def test_a_second_rounding_is_refused(plain: Path, tmp_path: Path, capsys: pytes
         ("awq", "int8", "int4, which the checkpoint has, or none"),
         ("int8", "fp8", "int8, which the checkpoint has, or none"),
         ("gptq 4 in order of activations", "int4", f"none: {QUERY} has its columns in the order of activations"),
-        ("gptq 3", "int4", f"none: {QUERY} has numbers of 3 bits"),
-        ("nvfp4", "int8", f"none: {QUERY} has numbers of FP4"),
+        ("gptq 3", "int4", "int8_asymmetric, which the checkpoint has, or none"),
+        ("nvfp4", "int8", "int8_asymmetric, which the checkpoint has, or none"),
         ("fp8 a block", "fp8", f"none: {QUERY} has 192 columns in blocks of 32"),
     )
     for name, asked, own in cases:
@@ -347,8 +374,8 @@ def test_a_wrong_scale_of_kept_numbers_is_found(
     quantise_checkpoint(plain, tmp_path / "m", "int8")
     as_stored = QuantisedWeight.as_stored
 
-    def wrong(weight: QuantisedWeight, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers, scales = as_stored(weight, group)
+    def wrong(weight: QuantisedWeight, precision: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = as_stored(weight, precision, group)
         return numbers, scales * 1.25
 
     monkeypatch.setattr(QuantisedWeight, "as_stored", wrong)
@@ -452,8 +479,143 @@ def test_published_configurations_are_read(name: str) -> None:
     assert Quantisation.read(values) == expected
 
 
+AWQ, GPTQ_INT4 = (
+    PUBLISHED["Qwen2.5-7B-Instruct-AWQ"][0],
+    {
+        "batch_size": 1,
+        "bits": 4,
+        "block_name_to_quantize": None,
+        "cache_block_outputs": True,
+        "damp_percent": 0.01,
+        "dataset": None,
+        "desc_act": False,
+        "exllama_config": {"version": 1},
+        "group_size": 128,
+        "max_input_length": None,
+        "model_seqlen": None,
+        "module_name_preceding_first_block": None,
+        "modules_in_block_to_quantize": None,
+        "pad_token_id": None,
+        "quant_method": "gptq",
+        "sym": True,
+        "tokenizer": None,
+        "true_sequential": True,
+        "use_cuda_fp16": False,
+        "use_exllama": True,
+    },
+)
+OBSERVED = {"actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
+FP8_OF_ALL = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
+MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+FOUR, ROWS_FP8 = {name: FOUR_BITS[name](128) for name in FOUR_BITS}, FORMATS["fp8 a row"][1]
+# Most used publications: quantization_config, how their modules are packed, and what they become on a GPU and on a CPU: the
+# format of all matrices of the layers, or words of the reason why they are rounded.
+BECOMES: dict[str, tuple[dict[str, Any], Any, str, str]] = {
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": (AWQ, FOUR["awq"], "int4", "int4"),
+    "Qwen/Qwen3-8B-AWQ": (AWQ, FOUR["awq"], "int4", "int4"),
+    "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4": (AWQ, FOUR["awq"], "int4", "int4"),
+    "TheBloke/Mistral-7B-Instruct-v0.2-AWQ": (
+        {name: AWQ[name] for name in AWQ if name != "modules_to_not_convert"},
+        FOUR["awq"],
+        "int4",
+        "int4",
+    ),
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": (GPTQ_INT4, FOUR["gptq 4"], "int4", "int4"),
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8": (
+        GPTQ_INT4 | {"bits": 8},
+        gptq(8, 1, 128),
+        "int8_asymmetric",
+        "int8_asymmetric",
+    ),
+    "TheBloke/Llama-2-7B-Chat-GPTQ": (
+        PUBLISHED["Llama-2-7B-Chat-GPTQ"][0],
+        gptq(4, 1, 128, shuffled=True),
+        "order of activations",
+        "order of activations",
+    ),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8": (
+        compressed("float-quantized", **OBSERVED, **FP8_OF_ALL, strategy="tensor") | {"quantization_status": "frozen"},
+        fp8("weight_scale", lambda rows: (1,), torch.bfloat16),
+        "fp8",
+        "fp8",
+    ),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic": (
+        compressed("float-quantized", **OBSERVED, **FP8_OF_ALL, strategy="channel"),
+        ROWS_FP8,
+        "fp8",
+        "fp8",
+    ),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8": (
+        compressed("int-quantized", **OBSERVED, **integers(8, **CHANNEL)),
+        FORMATS["int8"][1],
+        "int8",
+        "int8",
+    ),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a16": (
+        compressed("pack-quantized", **OBSERVED, **integers(8, **CHANNEL)),
+        packed(8, None, symmetric=True),
+        "int8_asymmetric",
+        "int8_asymmetric",
+    ),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16": (
+        compressed("pack-quantized", **OBSERVED | integers(4, group_size=128, actorder="weight")),
+        FOUR["packed 4"],
+        "int4",
+        "int4",
+    ),
+    "Qwen/Qwen3-8B-FP8": (BLOCKS, WHOLE_BLOCKS[0], "fp8_groups", "has FP8 in blocks, which a GPU multiplies"),
+    "Qwen/Qwen3-32B-FP8": (BLOCKS, WHOLE_BLOCKS[0], "fp8_groups", "has FP8 in blocks, which a GPU multiplies"),
+    "nvidia/Llama-3.1-8B-Instruct-FP8": (
+        MODELOPT | {"quant_algo": "FP8"},
+        FORMATS["modelopt fp8"][1],
+        "fp8",
+        "has scales with more digits than bfloat16",
+    ),
+    "nvidia/Llama-3.1-8B-Instruct-FP4": (
+        MODELOPT | {"quant_algo": "NVFP4", "group_size": 16},
+        nvfp4(modelopt=True),
+        "int8_asymmetric",
+        "int8_asymmetric",
+    ),
+    "RedHatAI/Qwen3-8B-NVFP4": (
+        PUBLISHED["as llm-compressor writes NVFP4"][0],
+        nvfp4(modelopt=False),
+        "int8_asymmetric",
+        "int8_asymmetric",
+    ),
+    "meta-llama/Llama-3.1-405B-Instruct-FP8": (
+        FORMATS["fbgemm"][0],
+        FORMATS["fbgemm"][1],
+        "fp8",
+        "has scales with more digits than bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BECOMES)
+def test_what_published_checkpoints_become(name: str, random_model: RandomModel, tmp_path: Path) -> None:
+    config, form, on_gpu, on_cpu = BECOMES[name]
+    quantise_checkpoint(random_model("llama", **WIDE), tmp_path / "m", "awq", own=form)
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    for device, expected in (("cuda", on_gpu), ("cpu", on_cpu)):
+        own = own_numbers(open_checkpoint(tmp_path / "m"), device)
+        assert own is not None
+        assert own.formats == {}
+        assert own.precision == expected or (own.precision == "none" and expected in own.why)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "method": ("awq", {"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes': must be one of fp8"),
+    "method": (
+        "awq",
+        {"quant_method": "bitsandbytes"},
+        "quant_method = 'bitsandbytes': must be one of fp8.*; its numbers are entries of a table",
+    ),
+    "gpt-oss": (
+        "awq",
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        "'mxfp4': must be one of .*; it is published of gpt-oss, which kvseek does not serve: use the unquantised",
+    ),
     "no object": ("awq", {}, "quant_method = None"),
     "version": ("awq", {"version": "gemv"}, "version = 'gemv': must be one of gemm"),
     "bits": ("gptq 4", {"bits": 5}, "bits = 5: must be one of 2, 3, 4, 8"),
@@ -561,6 +723,9 @@ def test_damage_of_any_part_raises_nothing_but_config_errors(name: str, plain: P
                 own_numbers(checkpoint, "cpu")
                 check_tensors(checkpoint, list_weights(checkpoint.config))
                 checkpoint.tensor(f"{GATE}.weight")
+                if (narrow := checkpoint.quantised(f"{GATE}.weight")) is not None:
+                    for precision in narrow.precisions:
+                        narrow.as_stored(precision, narrow.group)
             except ConfigError:
                 refused += 1
         change_gate(tmp_path / "m", {part.removeprefix(f"{GATE}."): tensors[part]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvseek.builder.checkpoints.tensorrt_llm import TensorRtLlmCheckpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, own_numbers, write_weights
 from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
+from kvseek.core.weight_only import dequantise
 from kvseek.engine.model.weights import list_weights
 
 # Eight heads are shared by 4 ranks, two KV heads not: they are copied. The vocabulary needs padding.
@@ -137,11 +139,71 @@ def test_weights_in_fp8(models: dict[str, Path], tmp_path: Path) -> None:
     assert found.unused(names) == set()
     found_numbers = own_numbers(found, "cuda")
     assert found_numbers is not None
-    assert found_numbers.precision == "none"
+    alone = {f"layers.{layer}.{part}": "none" for layer in range(found.config.num_layers) for part in ("o", "down")}
+    assert (found_numbers.precision, found_numbers.formats) == ("fp8", alone)
+    assert "o_proj.weight has other scales in each rank's file" in found_numbers.why
+    narrow = found.quantised("model.layers.1.self_attn.k_proj.weight")
+    assert narrow is not None
+    values = dequantise(*narrow.as_stored("fp8", 0), torch.float32)
+    assert torch.equal(values, expected.tensor("model.layers.1.self_attn.k_proj.weight"))
     scale = f"{QKV.removesuffix('weight')}weights_scaling_factor"
     edit_tensors(directory / "rank1.safetensors", lambda tensors: tensors.pop(scale))
     with pytest.raises(ConfigError, match=r"rank1.*attention\.qkv\.weight: scales beside it = 0: must be 1"):
         open_checkpoint(directory).header("model.layers.1.self_attn.q_proj.weight")
+
+
+def test_weights_of_4_bits(tmp_path: Path) -> None:
+    """As ModelOpt writes W4A16_AWQ. What has factors of its inputs is expanded, all else is kept."""
+    model = save_random_model(tmp_path / "model", "llama", **SHAPE, intermediate_size=192)
+    directory = save_tensorrt_llm(tmp_path / "trt", model, tp=2, quantization={"quant_algo": "W4A16_AWQ"})
+    plain = save_tensorrt_llm(tmp_path / "plain", model, tp=2)
+
+    def quantise(tensors: dict[str, torch.Tensor], *, packed: bool) -> None:
+        for name in [name for name in tensors if name.endswith(PRODUCTS)]:
+            weight, module = tensors[name], name.removesuffix("weight")
+            groups = weight.unflatten(1, (-1, 32))
+            scale = (groups.abs().amax(-1) / 7).half().float()
+            numbers = (groups / scale[..., None]).round().clamp(-8, 7).flatten(1)
+            factors = torch.linspace(0.5, 2, weight.shape[1]) if "dense" in name else torch.ones(weight.shape[1])
+            tensors[name] = numbers * scale.repeat_interleave(32, 1) * factors
+            if packed:
+                even, odd = numbers.to(torch.int8).unflatten(0, (-1, 2)).unbind(1)
+                tensors[name] = (even & 15) | (odd << 4)
+                tensors[f"{module}weights_scaling_factor"] = scale
+                tensors |= {f"{module}prequant_scaling_factor": factors} if "dense" in name else {}
+
+    for rank in range(2):
+        for folder, packed in ((directory, True), (plain, False)):
+            edit_tensors(folder / f"rank{rank}.safetensors", partial(quantise, packed=packed))
+    expected, found = open_checkpoint(plain), open_checkpoint(directory)
+    names = names_of(found.config)
+    for tensor in names:
+        assert torch.equal(found.tensor(tensor), expected.tensor(tensor)), tensor
+    assert found.unused(names) == set()
+    own = own_numbers(found, "cuda")
+    assert own is not None
+    layers = range(found.config.num_layers)
+    assert (own.precision, own.group, own.formats) == ("int4", 32, {f"layers.{layer}.o": "none" for layer in layers})
+    assert own.why == "model.layers.0.self_attn.o_proj.weight has a factor for each input"
+    narrow, name = found.quantised("model.layers.1.mlp.down_proj.weight"), "model.layers.1.mlp.down_proj.weight"
+    assert narrow is not None
+    for precision in narrow.precisions:
+        values = dequantise(*narrow.as_stored(precision, 32), torch.float32)
+        assert torch.equal(values, expected.tensor(name)), "scales of float16 are exact, and so is -8 of them"
+    for part, change, message in (
+        (
+            "weights_scaling_factor",
+            lambda it: it[:, :1].repeat(1, 5),
+            r"shape of .*weights_scaling_factor = \(\d+, 5\)",
+        ),
+        ("prequant_scaling_factor", lambda it: it[:-1], r"shape of .*prequant_scaling_factor = \(\d+,\): must be"),
+    ):
+        broken = tmp_path / part
+        shutil.copytree(directory, broken)
+        key = f"transformer.layers.1.attention.dense.{part}"
+        edit_tensors(broken / "rank1.safetensors", lambda it, key=key, change=change: it.update({key: change(it[key])}))
+        with pytest.raises(ConfigError, match=rf"rank1.*attention\.dense\.weight: {message}"):
+            own_numbers(open_checkpoint(broken), "cpu")
 
 
 CONFIGURATIONS = [
@@ -177,8 +239,16 @@ REFUSED = [
     ({"norm_epsilon": None}, "norm_epsilon is missing; convert the model again"),
     ({"rotary_base": None}, "rotary_base is missing"),
     (
-        {"quantization": {"quant_algo": "W4A16_AWQ"}},
-        "quant_algo = 'W4A16_AWQ': must be FP8 or null; convert .* without",
+        {"quantization": {"quant_algo": "W4A8_AWQ"}},
+        "quant_algo = 'W4A8_AWQ': must be FP8, W4A16_AWQ or null; convert .* without",
+    ),
+    (
+        {"quantization": {"quant_algo": "W8A16"}},
+        "quant_algo = 'W8A16': must be FP8, .*; its weights lie in the order of one GPU's kernels, which is not stated",
+    ),
+    (
+        {"quantization": {"quant_algo": "W4A16_AWQ", "has_zero_point": True}},
+        "has_zero_point = True: must be false or null; convert",
     ),
     ({"quantization": "FP8"}, "quantization = 'FP8': must be an object or null"),
     ({"moe": {"num_experts": 8}}, r"moe\.num_experts = 8: must be 0"),

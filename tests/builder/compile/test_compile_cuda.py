@@ -122,14 +122,14 @@ def config(
     if experts:
         mixture = ExpertsConfig(4, 2, 128, norm_topk_prob=True)
         model = dataclasses.replace(model, architecture="qwen3_moe", experts=mixture)
-    return EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
+    own = EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
+    return dataclasses.replace(own, weight_formats={"layers.0.o": "int8_asymmetric"} if precision == INT4 else {})
 
 
 def product_names(kernel: str) -> set[str]:
-    """Kernels of products with weights of a format; a head of int8 in groups has no gates."""
+    """Kernels of products with weights of a format."""
     names = {f"{kernel}_{shape.name}" for _, shapes in SHAPES[kernel] for shape in shapes}
-    gates = ("", "gated_") if kernel != "int8_groups_linear" else ("",)
-    return {f"kvseek_{gated}{name}" for gated in gates for name in names}
+    return {f"kvseek_{gated}{name}" for gated in ("", "gated_") for name in names}
 
 
 def written_kernels(
@@ -148,11 +148,12 @@ def written_kernels(
     # kernels/cuda/layer/products.cu makes its kernels by a macro, as tests/kernels/cuda/layer/test_products.py checks.
     if dtype == "float32":
         return found
-    heads = ["int8_groups"] if precision == INT4 else []
-    for kernel in {Format.of(one, 32, torch.bfloat16).kernel for one in ("none", precision, *heads)}:
-        found |= dict.fromkeys(product_names(kernel), "kvseek::LinearArguments")
-    if precision != "none":
-        found["kvseek_dequantise"] = "kvseek::DequantiseArguments"
+    beside = {INT4: ["int8_groups", "int8_asymmetric"]}.get(precision, [])
+    for form in (Format.of(one, 32, torch.bfloat16) for one in {"none", precision, *beside}):
+        found |= dict.fromkeys(product_names(form.kernel), "kvseek::LinearArguments")
+        if form.precision != "none":
+            name = f"kvseek_dequantise{f'_{form.precision}' * (form.group > 1)}"
+            found[name] = "kvseek::DequantiseArguments"
     if precision == "fp8":  # from compute capability 8.9 on
         found["kvseek_quantise_rows"] = "kvseek::QuantiseArguments"
     return found
@@ -280,6 +281,8 @@ CASES = (
     ("bfloat16", 256, 16, "int8", 120),
     ("float16", 64, 4, INT4, 90),
     ("bfloat16", 128, 4, "fp8_groups", 89),
+    ("bfloat16", 64, 4, "int8_groups", 100),
+    ("float16", 128, 4, "int8_asymmetric", 80),
 )
 
 
@@ -320,7 +323,7 @@ def test_kernels_compile_and_lie_in_memory_as_python_thinks(
     monkeypatch.setattr(core, "ProgramOptions", partial(core.ProgramOptions, ofast_compile="max"))
     method, settings = VARIANTS[number % len(VARIANTS)]
     dtype, dim, group, precision, arch = CASES[(number + 1) % len(CASES)]
-    experts = dtype != "float32" and number % 2 == 0
+    experts = dtype != "float32" and precision != "int8_asymmetric" and number % 2 == 0
     written = written_kernels(method, dtype, precision, settings, experts=experts)
     of_gpus = [structs for source, structs in declared_structs().items() if source.endswith((".cu", ".cuh"))]
     made = {name: one for structs in of_gpus for name, one in structs.items()}

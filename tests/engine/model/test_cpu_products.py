@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError, KernelError
-from kvseek.core.weight_only import INT4, INT8_GROUPS, dequantise, quantise
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, dequantise, quantise
 from kvseek.engine.model import cpu
 from kvseek.engine.model.cpu import (
     FEW_ROWS_OF_BFLOAT16,
@@ -32,7 +32,7 @@ from kvseek.kernels.cpu.layer.layer import ByteProduct, GroupProduct
 ROWS = (1, 2, FEW_ROWS_OF_BFLOAT16, FEW_ROWS_OF_BFLOAT16 + 1, 31, 32, 33, 150)
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((96, 64), (33, 112), (7, 40), (1, 16))
-GROUPS = [(INT4, 32), (INT4, 64), (INT4, 128), (INT8_GROUPS, 32)]
+GROUPS = [(INT4, 32), (INT4, 64), (INT4, 128), (INT8_GROUPS, 32), (INT8_ASYMMETRIC, 16)]
 FORMS = ((False, False), (True, False), (True, True))  # native, integers
 
 
@@ -280,7 +280,7 @@ def test_the_log_says_what_multiplies_prompts(library: CpuLibrary) -> None:
     assert words(torch.bfloat16, True, True) == "oneDNN in bfloat16, with weights of 8 or 4 bits integers by VNNI"
 
 
-@pytest.mark.parametrize("precision", ["int8", INT4, INT8_GROUPS])
+@pytest.mark.parametrize("precision", ["int8", INT4, INT8_GROUPS, INT8_ASYMMETRIC])
 def test_without_a_library_the_weight_is_dequantised(precision: str) -> None:
     stored, scale = quantise(random(48, 64, seed=1), precision)
     linear, x = HostProducts(torch.bfloat16).linear(stored, None, scale), random(3, 64, dtype=torch.bfloat16)
@@ -293,11 +293,12 @@ def test_what_the_kernel_cannot_read_is_refused(library: CpuLibrary) -> None:
         ByteProduct(library, weight[:, :24].contiguous(), scale, None)
     with pytest.raises(KernelError, match=r"bias: torch\.float32: must be bfloat16"):
         ByteProduct(library, weight, scale, scale.float())
-    for wrong in (torch.ones(4, 1), torch.ones(4, 1, 2).half()):
-        with pytest.raises(KernelError, match=r"scale: .*: must be torch\.float16 \(4, 1\), contiguous; quantise it"):
-            GroupProduct(library, weight, wrong, None)
-    with pytest.raises(KernelError, match=r"scale: .*: must be torch\.float16 \(4, 1\), contiguous; quantise it"):
-        GroupProduct(library, weight, torch.ones(4, 2).half(), None)
+    for wrong, shape in (((4, 1), "4, 1"), ((4, 2), "4, 1"), ((4, 1, 2), "4, 2, 2")):
+        one = torch.ones(wrong, dtype=torch.float32 if wrong == (4, 1) else torch.float16)
+        with pytest.raises(
+            KernelError, match=rf"scale: .*: must be torch\.float16 \({shape}\), contiguous; quantise it"
+        ):
+            GroupProduct(library, weight, one, None)
     with pytest.raises(KernelError, match=r"x: torch\.float32 \(1, 32\): must be bfloat16 \[rows, 32\]"):
         ByteProduct(library, weight, scale, None)(torch.ones(1, 32))
 

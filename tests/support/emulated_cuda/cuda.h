@@ -413,6 +413,9 @@ inline __nv_bfloat162 __hmul2(__nv_bfloat162 x, __nv_bfloat162 y) {
     return __floats2bfloat162_rn(__bfloat162float(x.x) * __bfloat162float(y.x),
                                  __bfloat162float(x.y) * __bfloat162float(y.y));
 }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, int shift) {
+    return static_cast<unsigned>(((static_cast<uint64_t>(high) << 32) | low) >> (shift & 31));
+}
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
     unsigned found = 0;
@@ -453,6 +456,21 @@ template <int PENDING>
 void await_copy_groups() {}
 inline float power_of_two(float x) {
     return std::exp2(x);
+}
+inline unsigned choose_bits(unsigned bits, unsigned mask, unsigned set) {
+    return (bits & mask) | set;
+}
+inline unsigned to_e4m3(float x) {
+    const float size = std::min(std::fabs(x), 448.0f), step = std::exp2(std::max(std::ilogb(size), -6) - 3);
+    const float rounded = std::nearbyint(size / step) * step;
+    const int exponent = std::max(std::ilogb(rounded), -6);
+    // Below the least normal number, 2^-6, there is no leading one.
+    const float fraction = rounded / std::exp2(exponent) - (rounded >= std::exp2(-6));
+    const unsigned bits = (rounded >= std::exp2(-6) ? exponent + 7 : 0) << 3 | static_cast<unsigned>(fraction * 8);
+    return std::signbit(x) << 7 | bits;
+}
+inline unsigned short to_e4m3(float first, float second) {
+    return to_e4m3(first) | to_e4m3(second) << 8;
 }
 
 // Number `k` of row g or g + 8 of `a`, times number `k` of column 2t or 2t + 1 of `b`, added up: a register has EACH

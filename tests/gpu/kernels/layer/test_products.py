@@ -9,6 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.builder.checkpoints.test_gguf_blocks import (
+    WIDE,
+    Types,
+    all_of_8_bits,
+    built,
+    logits_of,
+    one_left_out,
+    q4_k_m,
+    q4_k_m_of_odd_columns,
+    q5_k_m,
+    write,
+)
 from tests.conftest import BuildEngine
 from tests.engine.model.test_weight_only import form_flags
 from tests.gpu.engine.test_engine import SLOTS, TOKENS, WINDOW, kernel_model
@@ -23,7 +35,17 @@ from kvseek.builder.calibration import Calibration
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.config import FP8_GROUPS, WEIGHT_GROUP, group_inputs
 from kvseek.core.errors import KernelError
-from kvseek.core.weight_only import INT4, INT8_GROUPS, NONE, PRECISIONS, dequantise, layout, quantise, unpack
+from kvseek.core.weight_only import (
+    INT4,
+    INT8_ASYMMETRIC,
+    INT8_GROUPS,
+    NONE,
+    PRECISIONS,
+    dequantise,
+    layout,
+    quantise,
+    unpack,
+)
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cuda.products import KernelHead, KernelLinear, KernelProducts
 from kvseek.kernels.cuda.layer.products import ALIGNMENT, MOST_ROWS, SHAPES, Format, ProductKernels, choose_shape
@@ -32,7 +54,7 @@ pytestmark = pytest.mark.gpu
 
 MakeProducts = Callable[[str, str], ProductKernels]
 DTYPES = ("bfloat16", "float16")
-GROUPS = ("int4-32", "int4-64", "int4-128", INT8_GROUPS, FP8_GROUPS)
+GROUPS = ("int4-32", "int4-64", "int4-128", INT8_GROUPS, INT8_ASYMMETRIC, FP8_GROUPS)
 WEIGHTS = (NONE, *PRECISIONS, *GROUPS)  # int4 by its groups' inputs
 # weight_only_precision, int4 by its groups' inputs, and quantize_lm_head
 FORMS = [("int8", False), ("int8", True), ("fp8", False), ("int4-32", True), ("int4-128", False), (FP8_GROUPS, False)]
@@ -52,9 +74,11 @@ def products() -> MakeProducts:
     @cache
     def make(precision: str, dtype: str) -> ProductKernels:
         own, group = parts(precision)
-        engine = INT4 if own == INT8_GROUPS else own
-        unit = Specialisation(dtype, 64, 4, "full", weight_only_precision=engine, weight_group=group)
-        return ProductKernels(load_kernels(unit), engine, getattr(torch, dtype), group)
+        # Weights of int8_asymmetric may lie beside those of int4, of which heads may be of int8_groups.
+        beside = own == INT8_ASYMMETRIC
+        engine = INT4 if own == INT8_GROUPS or beside else own
+        unit = Specialisation(dtype, 64, 4, "full", (), engine, group, beside)
+        return ProductKernels(load_kernels(unit), engine, getattr(torch, dtype), group, asymmetric=beside)
 
     return make
 
@@ -104,11 +128,12 @@ class Case:
         x, weight, most = self.x(rows).double(), self.weight.double() if self.scale is None else None, None
         if self.scale is not None:
             weight = dequantise(self.weight, self.scale, torch.float64)
-            if self.weight.dtype is torch.uint8:  # the terms of a weight are larger than itself
+            if self.scale.ndim == 3:  # the terms of a weight are larger than itself
                 factor, zero = (
                     self.scale.double().repeat_interleave(weight.shape[1] // self.scale.shape[1], 1).unbind(-1)
                 )
-                most = (unpack(self.weight) + OFFSET) * factor + zero.abs()
+                packed = self.weight.dtype is torch.uint8
+                most = (unpack(self.weight) + OFFSET if packed else self.weight.double().abs()) * factor + zero.abs()
         assert weight is not None
         expected = x @ weight.T + (0 if bias is None else bias.double())
         size = x.abs() @ (weight.abs() if most is None else most).T + (0 if bias is None else bias.double().abs())
@@ -132,7 +157,7 @@ def test_linear(precision: str, dtype: str, inputs: int, products: MakeProducts,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", [one for one in WEIGHTS if one != INT8_GROUPS])  # of heads alone
+@pytest.mark.parametrize("precision", WEIGHTS)
 def test_gated_products_are_products_and_activations(
     precision: str, dtype: str, products: MakeProducts, device: torch.device
 ) -> None:
@@ -180,9 +205,8 @@ def test_a_steps_row_depends_on_no_other_row(
     for fewest, _ in SHAPES[kernel_of(precision)]:
         case = Case(precision, dtype, device, fewest * multiprocessors + 34, inputs)
         of_step: list[Callable[[Tensor], Tensor]] = [made.head(case.weight, case.scale)]
-        if precision != INT8_GROUPS:
-            linear = [made.linear(case.weight, bias, case.scale) for bias in (None, case.bias)]
-            of_step += [*linear, *(partial(product.gated, silu_mul=silu_mul) for product in linear)]
+        linear = [made.linear(case.weight, bias, case.scale) for bias in (None, case.bias)]
+        of_step += [*linear, *(partial(product.gated, silu_mul=silu_mul) for product in linear)]
         x = case.x(MOST_ROWS)
         for product in of_step:
             alone = torch.cat([product(row) for row in x.split(1)])
@@ -191,7 +215,7 @@ def test_a_steps_row_depends_on_no_other_row(
                     assert torch.equal(product(x[first : first + rows]), alone[first : first + rows]), (fewest, rows)
 
 
-@pytest.mark.parametrize("precision", [*PRECISIONS, INT8_GROUPS, FP8_GROUPS])
+@pytest.mark.parametrize("precision", [*PRECISIONS, INT8_GROUPS, INT8_ASYMMETRIC, FP8_GROUPS])
 def test_a_head_multiplies_any_number_of_rows(precision: str, products: MakeProducts, device: torch.device) -> None:
     """In groups beyond what a kernel has room for, of an odd vocabulary, without a matrix of 16 bits beside it."""
     kernels, outputs, inputs = products(precision, "bfloat16"), 50_001, 512
@@ -221,9 +245,7 @@ def test_a_prompts_row_depends_on_no_other_row(
         case = Case(precision, dtype, device, outputs, inputs)
         made = KernelProducts(kernels, 2048, MOST_ROWS)
         x = torch.randn(2048, inputs, dtype=case.dtype, device=device)
-        of_prompt = [made.head(case.weight, case.scale)]
-        if precision != INT8_GROUPS:
-            of_prompt.append(made.linear(case.weight, case.bias, case.scale))
+        of_prompt = [made.head(case.weight, case.scale), made.linear(case.weight, case.bias, case.scale)]
         if (precision, dtype) == ("fp8", "bfloat16"):
             rounded = KernelProducts(kernels, 2048, MOST_ROWS, fp8_prompts=True)
             of_prompt += [rounded.linear(case.weight, bias, case.scale) for bias in (None, case.bias)]
@@ -233,22 +255,26 @@ def test_a_prompts_row_depends_on_no_other_row(
                 assert torch.equal(product(x[-rows:], prompt=True), whole[-rows:]), (outputs, inputs, rows)
 
 
+def check_rounded_rows(kernels: ProductKernels, inputs: int, device: torch.device) -> None:
+    """The nearest numbers of e4m3, of rows of very different sizes and one of zeros."""
+    sizes = torch.logspace(-4, 3, 7, device=device)[:, None]
+    x = torch.randn(7, inputs, device=device).mul(sizes).to(kernels.dtype)
+    x[3] = 0
+    numbers, scales = kernels.quantise_rows(x)
+    most = x.float().abs().amax(dim=1)
+    # 448 / most would be 448 times a rounded reciprocal.
+    factors = torch.where(most > 0, torch.full_like(most, 448) / most, 1.0)
+    torch.testing.assert_close(scales, 1 / factors, rtol=1e-6, atol=0)
+    expected = (x.float() * factors[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [16, 4096, 14336])
 def test_rows_of_prompts_are_rounded_to_fp8(
     inputs: int, dtype: str, products: MakeProducts, device: torch.device
 ) -> None:
-    sizes = torch.logspace(-4, 3, 7, device=device)[:, None]
-    x = torch.randn(7, inputs, device=device).mul(sizes).to(getattr(torch, dtype))
-    x[3] = 0
-    numbers, scales = products("fp8", dtype).quantise_rows(x)
-    most = x.float().abs().amax(dim=1)
-    factors = torch.where(
-        most > 0, torch.full_like(most, 448) / most, 1.0
-    )  # 448 / most is 448 times a rounded reciprocal
-    torch.testing.assert_close(scales, 1 / factors, rtol=1e-6, atol=0)
-    expected = (x.float() * factors[:, None]).to(torch.float8_e4m3fn)
-    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+    check_rounded_rows(products("fp8", dtype), inputs, device)
 
 
 @pytest.mark.parametrize("rows", [1, 100, 2048])
@@ -307,7 +333,7 @@ def test_dequantise_is_the_reference(
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("precision", [one for one in GROUPS if one != INT8_GROUPS])
+@pytest.mark.parametrize("precision", GROUPS)
 def test_dequantise_of_groups_is_the_reference(
     precision: str, dtype: str, inputs: int, products: MakeProducts, device: torch.device
 ) -> None:
@@ -337,7 +363,7 @@ def test_products_follow_each_other(products: MakeProducts, device: torch.device
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("precision", [*PRECISIONS, "int4-32", FP8_GROUPS])
+@pytest.mark.parametrize("precision", [*PRECISIONS, "int4-32", INT8_ASYMMETRIC, FP8_GROUPS])
 def test_under_a_graph(precision: str, products: MakeProducts, device: torch.device) -> None:
     kernels, case = products(precision, "float16"), Case(precision, "float16", device, 100, 4096)
     inputs = {rows: torch.zeros_like(case.x(rows)) for rows in ROWS}
@@ -471,6 +497,17 @@ def test_logits_of_a_whole_prompt_are_those_of_its_steps(
     certain = rows[1].topk(2, dim=1).values.diff(dim=1).abs()[:, 0] > 2 * (rows[0] - rows[1]).abs().amax(dim=1)
     assert certain.any()
     assert torch.equal(rows[0].argmax(dim=1)[certain], rows[1].argmax(dim=1)[certain]), "greedy tokens"
+
+
+@pytest.mark.parametrize("types", [q4_k_m, q4_k_m_of_odd_columns, q5_k_m, all_of_8_bits, one_left_out])
+def test_engines_of_gguf_files_compute_with_the_files_numbers(types: Types, tmp_path: Path) -> None:
+    """Prompts and steps against float32 on the CPU, whose weights are the file's dequantised ones."""
+    model = write(tmp_path, types, head_dim=64, **WIDE)
+    found = built(model, tmp_path / "own", "--device", "cuda", "--dtype", "bfloat16")
+    assert found.weight_only_precision != NONE
+    built(model, tmp_path / "exact")
+    expected, logits = (logits_of(tmp_path / name) for name in ("exact", "own"))
+    assert (logits.cpu() - expected).norm() <= ENGINE_ERROR["bfloat16"] * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -33,9 +33,11 @@ def test_products(config: ExpertsConfig, dtype: str, prompt: bool) -> None:
     checks.check_products(kernels_of(config, dtype), "cpu", rows=(1, 5, 20), hidden=88, prompt=prompt)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("int8", "bfloat16"), ("fp8", "float16"), ("fp8_groups", "bfloat16")])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("int8", "bfloat16"), ("fp8", "float16"), ("fp8_groups", "bfloat16"), ("int4", "bfloat16")]
+)
 def test_narrow_weights(precision: str, dtype: str) -> None:
-    """Of 8 bits; in groups along the inputs too, as those of 4 are."""
+    """Of 8 bits, and in groups along the inputs."""
     kernels = kernels_of(ExpertsConfig(5, 2, 384, norm_topk_prob=True), dtype, precision)
     for prompt in (False, True):
         checks.check_products(kernels, "cpu", rows=(1, 11), hidden=256, prompt=prompt)

@@ -1,4 +1,4 @@
-"""Kernels of products without a GPU: their shapes are those of the source, and which products they make."""
+"""Kernels of products without a GPU: their shapes, and what they compute with emulated threads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import cast
 
 import pytest
 import torch
+from tests.gpu.kernels.layer import test_products as checks
+from tests.support.emulated_kernels import emulated_products
 from torch import Tensor
+from torch.nn.functional import silu
 
 from kvseek.core.batch import BUCKETS
+from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import KernelError
-from kvseek.core.weight_only import dequantise, quantise
+from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, dequantise, quantise
 from kvseek.engine.model.cuda.products import KernelHead, RowCounts
 from kvseek.kernels.cuda.layer import products as product_kernels
 from kvseek.kernels.cuda.layer.products import MOST_ROWS, SHAPES, Format, ProductKernels, Shape, choose_shape
 
-FORMATS = (Format.of(name, 32, torch.bfloat16) for name in ("none", "int8", "int4", "int8_groups", "fp8_groups"))
+FORMATS = (
+    Format.of(name, 32, torch.bfloat16)
+    for name in ("none", "int8", "int4", "int8_groups", "int8_asymmetric", "fp8_groups")
+)
 SCALE_WORDS = {form.kernel: form.scale_words for form in FORMATS}
 SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all architectures (CUDA guide)
 
@@ -25,7 +32,7 @@ SHARED_BYTES = 99 << 10  # of a block on sm_89 and sm_120, the least of all arch
 def test_shapes_are_those_of_the_source() -> None:
     source = (Path(product_kernels.__file__).parent / "products.cu").read_text(encoding="utf-8")
     for kernel, listed_by_size in SHAPES.items():
-        form = rf"^KVSEEK_(?:GROUP_)?PRODUCT_?\((?:, false, )?{kernel}, \w+, ([\d, ]+), \d+, \d+\)$"
+        form = rf"^KVSEEK_(?:GROUP_)?PRODUCT\({kernel}, \w+, ([\d, ]+), \d+, \d+\)$"
         compiled = re.findall(form, source, re.MULTILINE)
         shapes = {shape for _, listed in listed_by_size for shape in listed}
         assert {Shape(*map(int, numbers.split(", "))) for numbers in compiled} == shapes
@@ -83,3 +90,39 @@ def test_rows_of_a_prompt_are_filled_up() -> None:
         rows.clear()
         torch.testing.assert_close(counts.multiply(x[:given], multiply), x[:given] @ weight.T)
         assert rows == filled
+
+
+def emulated(precision: str, dtype: str) -> ProductKernels:
+    """Kernels of a GPU of one multiprocessor, so that small matrices are multiplied in all ways."""
+    own, group = checks.parts(precision)
+    asymmetric, beside = own == INT8_ASYMMETRIC, own in (INT8_GROUPS, INT8_ASYMMETRIC)
+    engine = INT4 if beside else own
+    kernels = emulated_products(dtype, engine, group, own)
+    kernels.multiprocessors = 1
+    return ProductKernels(cast("CudaKernels", kernels), engine, getattr(torch, dtype), group, asymmetric=asymmetric)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [*((one, "bfloat16") for one in checks.WEIGHTS), ("int4-128", "float16"), ("fp8", "float16")],
+)
+def test_emulated_products(precision: str, dtype: str) -> None:
+    """Of a number of rows for each kernel; a row depends on no other."""
+    kernels, device = emulated(precision, dtype), torch.device("cpu")
+    for fewest, _ in SHAPES[checks.kernel_of(precision)]:
+        case = checks.Case(precision, dtype, device, 2 * (fewest // 2 + 17), 2352)  # two blocks for a warp
+        alone = [kernels.linear(case.x(1), case.weight, case.scale, case.bias, gated=gated) for gated in (False, True)]
+        for rows in (1, 9, 17, 64):
+            found = kernels.linear(case.x(rows), case.weight, case.scale, case.bias)
+            case.check(found, rows, case.bias)
+            gated = kernels.linear(case.x(rows), case.weight, case.scale, case.bias, gated=True)
+            gate, up = found.float().chunk(2, dim=1)
+            info = torch.finfo(case.dtype)
+            torch.testing.assert_close(gated.float(), silu(gate) * up, rtol=info.eps, atol=info.tiny)
+            assert all(torch.equal(one[-1:], other) for one, other in zip((found, gated), alone, strict=True))
+    if case.scale is not None:
+        found = kernels.dequantise(case.weight, case.scale)
+        assert torch.equal(found, dequantise(case.weight, case.scale, case.dtype))
+    if precision == "fp8":
+        checks.check_rounded_rows(kernels, 304, device)
