@@ -21,16 +21,17 @@ from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
 from .tools import MAX_TOOLS
 from .translation import (
-    NAMED_EVENT,
     Asked,
     Blocks,
+    Function,
     as_json,
     check_values,
     decoders,
     named_event,
     nested_call,
-    nested_tool,
+    nested_tools,
     read_blocks,
+    read_object,
     read_text,
 )
 
@@ -74,6 +75,8 @@ class ToolUse(Block, kw_only=True):
     id: str
     name: str
     input: msgspec.Raw
+    caller: msgspec.Raw = ABSENT  # without effect, as what kvseek does not support is refused in `tools`
+    toolset_name: None = None
 
 
 class ToolResult(Block, kw_only=True):
@@ -82,6 +85,7 @@ class ToolResult(Block, kw_only=True):
     tool_use_id: str
     content: msgspec.Raw = ABSENT
     is_error: bool | None = None
+    toolset_name: None = None
 
 
 class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -91,14 +95,10 @@ class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: msgspec.Raw = ABSENT
 
 
-class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that may be called."""
+class CustomTool(Function):
+    """See Function."""
 
-    name: str
     input_schema: msgspec.Raw = ABSENT
-    description: str | None = None
-    strict: bool | None = None
-    type: str | None = None
     cache_control: msgspec.Raw = ABSENT
     eager_input_streaming: bool | None = None  # without effect: arguments are streamed as they come
 
@@ -136,8 +136,7 @@ class OutputFields(msgspec.Struct, forbid_unknown_fields=True):
 TEXT, TOOLS = decoders(text=Text), decoders(custom=CustomTool)
 USER = decoders(text=Text, tool_result=ToolResult)
 ASSISTANT = decoders(text=Text, thinking=ThinkingBlock, tool_use=ToolUse)
-_messages, _choice = msgspec.json.Decoder(list[InputMessage]), msgspec.json.Decoder(Choice)
-_thinking, _output = msgspec.json.Decoder(ThinkingFields), msgspec.json.Decoder(OutputFields)
+_messages = msgspec.json.Decoder(list[InputMessage])
 
 
 class MessagesBody(CommonFields, kw_only=True):
@@ -148,9 +147,9 @@ class MessagesBody(CommonFields, kw_only=True):
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
     tools: msgspec.Raw = ABSENT
-    tool_choice: msgspec.Raw = ABSENT
-    thinking: msgspec.Raw = ABSENT
-    output_config: msgspec.Raw = ABSENT
+    tool_choice: Choice | None = None
+    thinking: ThinkingFields | None = None
+    output_config: OutputFields | None = None
 
     def asked(self) -> tuple[ChatBody, dict[str, str]]:
         """Make the chat, and name the places of its messages; raises FieldError."""
@@ -161,16 +160,16 @@ class MessagesBody(CommonFields, kw_only=True):
             texts.append({"role": "system", "content": read_text("system", self.system, TEXT)})
         places = {"messages[0]": "system"} if texts else {}
         for number, message in enumerate(found):
-            own = _written(f"messages[{number}]", message)
-            places |= {f"messages[{len(texts) + n}]": f"messages[{number}]" for n in range(len(own))}
-            texts += own
-        wanted = None if is_absent(self.tool_choice) else decode("tool_choice", _choice, self.tool_choice)
+            for own, names in _written(f"messages[{number}]", message):
+                places |= {f"messages[{len(texts)}]{field}": name for field, name in names.items()}
+                texts.append(own)
+        wanted = self.tool_choice
         chat = ChatBody(
             **{field.name: getattr(self, field.name) for field in msgspec.structs.fields(CommonFields)},
             messages=as_json(texts),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
-            tools=_tools(self.tools),
+            tools=nested_tools(self.tools, TOOLS, "input_schema", "custom"),
             tool_choice=ABSENT if wanted is None else _wanted(wanted),
             parallel_tool_calls=wanted is None or not wanted.disable_parallel_tool_use,
             continue_final_message=bool(found) and _is_begun(texts[-1]),
@@ -179,24 +178,19 @@ class MessagesBody(CommonFields, kw_only=True):
         return chat, places
 
     def _thinking(self) -> Json:
-        output = (
-            OutputFields() if is_absent(self.output_config) else decode("output_config", _output, self.output_config)
-        )
-        fields: Json = {"reasoning_effort": output.effort}
+        output, thinking = self.output_config or OutputFields(), self.thinking or ThinkingFields("adaptive")
+        fields: Json = {"reasoning_effort": output.effort, "thinking_token_budget": thinking.budget_tokens}
         if output.format is not None:
             schema = {"name": "output", "schema": output.format.schema}
             fields["response_format"] = as_json({"type": "json_schema", "json_schema": schema})
-        if is_absent(self.thinking):
-            return fields
-        thinking: ThinkingFields = decode("thinking", _thinking, self.thinking)
         if thinking.type == "disabled":
             fields["chat_template_kwargs"] = msgspec.Raw(b'{"enable_thinking":false}')
-        return fields | {"thinking_token_budget": thinking.budget_tokens}
+        return fields
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": (),
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "mcp_servers": ([],),
     "speed": ("standard",),
     "diagnostics": (),
@@ -219,50 +213,44 @@ PLACES = {
 }
 
 
-def _written(place: str, message: InputMessage) -> list[Json]:
-    """Write a message as those of a chat: each result of a call is one of its own."""
-    place, raw = f"{place}.content", message.content
+def _written(where: str, message: InputMessage) -> list[tuple[Json, dict[str, str]]]:
+    """Write a message as those of a chat, each result of a call as its own; returns besides the places of their fields."""
+    place, raw, names = f"{where}.content", message.content, {"": where}
     if is_absent(raw) or first_character(raw) == '"' or message.role == "system":
-        return [{"role": message.role, "content": read_text(place, raw, TEXT)}]
+        return [({"role": message.role, "content": read_text(place, raw, TEXT)}, names)]
     if message.role == "user":
-        return _users(place, raw)
-    own: Json = {"role": "assistant", "content": ""}
-    for block in read_blocks(place, raw, ASSISTANT, "kvseek knows no others"):
+        return _users(where, place, raw)
+    own, texts, thoughts = Json(role="assistant"), list[str](), list[str]()
+    for number, block in enumerate(read_blocks(place, raw, ASSISTANT, "kvseek knows no others")):
         if isinstance(block, Text):
-            own["content"] += block.text
+            texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
-            own["reasoning"] = own.get("reasoning", "") + block.thinking
+            thoughts.append(block.thinking)
         else:
-            call = nested_call(block.id, block.name, bytes(block.input).decode("utf-8", "replace"))
-            own.setdefault("tool_calls", []).append(call)
-    return [own]
+            calls = own.setdefault("tool_calls", [])
+            names[f".tool_calls[{len(calls)}].function.arguments"] = f"{place}[{number}].input"
+            calls.append(nested_call(block.id, block.name, bytes(block.input).decode("utf-8", "replace")))
+    return [(own | {"content": "".join(texts), "reasoning": "".join(thoughts) or None}, names)]
 
 
-def _users(place: str, raw: msgspec.Raw) -> list[Json]:
-    messages, blocks = list[Json](), read_blocks(place, raw, USER, "kvseek reads text alone")
+def _users(where: str, place: str, raw: msgspec.Raw) -> list[tuple[Json, dict[str, str]]]:
+    messages, blocks = list[tuple[Json, dict[str, str]]](), read_blocks(place, raw, USER, "kvseek reads text alone")
     require(bool(blocks), place, [], "at least one block", "send a text")
     for number, block in enumerate(blocks):
         if isinstance(block, ToolResult):
-            where = f"{place}[{number}].content"
-            content = "" if is_absent(block.content) else read_text(where, block.content, TEXT)
-            messages.append({"role": TOOL, "tool_call_id": block.tool_use_id, "content": content})
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += block.text
+            content = "" if is_absent(block.content) else read_text(f"{place}[{number}].content", block.content, TEXT)
+            own: Json = {"role": TOOL, "tool_call_id": block.tool_use_id, "content": [content]}
+            messages.append((own, {"": where, ".tool_call_id": f"{place}[{number}].tool_use_id"}))
+        elif messages and messages[-1][0]["role"] == "user":
+            messages[-1][0]["content"].append(block.text)
         else:
-            messages.append({"role": "user", "content": block.text})
-    return messages
+            messages.append(({"role": "user", "content": [block.text]}, {"": where}))
+    return [(own | {"content": "".join(own["content"])}, names) for own, names in messages]
 
 
 def _is_begun(message: Json) -> bool:
     """Whether a message is an answer that the model goes on with."""
     return message["role"] == "assistant" and "tool_calls" not in message
-
-
-def _tools(raw: msgspec.Raw) -> msgspec.Raw:
-    if is_absent(raw):
-        return ABSENT
-    tools: list[CustomTool] = read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own", "custom")
-    return as_json([nested_tool(each.name, each.description, each.input_schema, each.strict) for each in tools])
 
 
 def _wanted(choice: Choice) -> msgspec.Raw:
@@ -291,8 +279,6 @@ def read_messages(data: bytes | bytearray, _: Tenant, answers: bool = True) -> A
 
 class MessageAnswer(Blocks):
     """Writes a message; its blocks are those of its content. See translation.Answer."""
-
-    frame = NAMED_EVENT
 
     def __init__(self, model: str | None, form: AnswerForm, prompt_tokens: int) -> None:
         super().__init__()
@@ -363,17 +349,8 @@ class MessageAnswer(Blocks):
     def close(self, text: str, last: bool) -> tuple[Json, list[bytes]]:
         """See Blocks."""
         field = {REASONING: "thinking", CONTENT: "text", ARGUMENTS: "input"}[str(self.kind)]
-        value: Any = _object(text) if self.kind == ARGUMENTS else text
+        value: Any = read_object(text) if self.kind == ARGUMENTS else text
         return self._block | {field: value}, [self._event("content_block_stop", {})]
 
     def _event(self, kind: str, fields: Json) -> bytes:
         return named_event(kind, {"index": len(self.written), **fields})
-
-
-def _object(text: str) -> Json | None:
-    """Read a call's arguments; None if they are cut off."""
-    try:
-        found: Json = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found

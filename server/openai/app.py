@@ -260,8 +260,10 @@ class OpenAIRoutes:
             raise asked.error(error) from None
         for choice in choices:
             choice.names = {name: asked.places.get(own, own) for name, own in choice.names.items()}
+        reply = asked.answer(choices[0].form, prompt_tokens)
+        choices[0].held_bytes += reply.held_bytes
         ready = [self._generations.submission(choice, call) for choice in choices]
-        return Work(ready, body.choices, prompt_tokens, asked.answer(choices[0].form, prompt_tokens), bool(body.stream))
+        return Work(ready, body.choices, prompt_tokens, reply, bool(body.stream))
 
 
 def _check_query(request: Request, *known: str) -> None:

@@ -315,7 +315,7 @@ class Reply:
         Of all choices, in a chat.
     """
 
-    frame = b"data: %b\n\n"
+    frame, held_bytes = b"data: %b\n\n", 0
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -16,29 +16,33 @@ from kvseek.server.requests.keys import Tenant
 from .answers import AnswerForm
 from .bodies import WITHOUT_EFFECT, ChatBody, CommonFields, JsonSchema, StreamOptions, check_logprobs
 from .choices import Json, Piece, chat_logprobs
-from .fields import ABSENT, BodyFormat, FieldError, decode, is_absent, openai_error, require
+from .fields import ABSENT, BodyFormat, FieldError, is_absent, openai_error, require
 from .kept_responses import KeptResponses
 from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
 from .tools import MAX_TOOLS
 from .translation import (
-    NAMED_EVENT,
     Asked,
     Blocks,
+    Function,
     as_json,
     decoders,
     json_list,
     named_event,
     nested_call,
-    nested_tool,
+    nested_tools,
     read_block,
     read_blocks,
+    read_object,
     read_text,
 )
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second without effect: thinking comes in clear
-MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each; OpenAI's
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second without effect
+Key = Annotated[str, msgspec.Meta(max_length=64)]
+Value = Annotated[str, msgspec.Meta(max_length=512)]
+Metadata = Annotated[dict[Key, Value], msgspec.Meta(max_length=16)]  # OpenAI's limits
+Summary = Literal["auto", "concise", "detailed"]
 FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # codes of a response's error; others are the server's
 
 
@@ -55,11 +59,13 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What items have in common, without effect."""
+    """What items have in common, without effect; what clients send as null of kinds of calls that kvseek has not."""
 
     type: str | None = None
     id: str | None = None
     status: str | None = None
+    namespace: None = None
+    caller: None = None
 
 
 class InputMessage(Item, kw_only=True):
@@ -84,6 +90,7 @@ class FunctionCallOutput(Item, kw_only=True):
 
     call_id: str
     output: msgspec.Raw = ABSENT
+    name: str | None = None
 
 
 class ReasoningItem(Item, kw_only=True):
@@ -94,14 +101,10 @@ class ReasoningItem(Item, kw_only=True):
     encrypted_content: str | None = None
 
 
-class FlatTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that may be called."""
+class FlatTool(Function):
+    """See Function."""
 
-    type: str
-    name: str
     parameters: msgspec.Raw = ABSENT
-    strict: bool | None = None
-    description: str | None = None
 
 
 class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,7 +114,7 @@ class FlatChoice(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The form of the text; see JsonSchema."""
 
     type: str
@@ -125,15 +128,15 @@ class TextFields(msgspec.Struct, forbid_unknown_fields=True):
     """How the text is written."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    """How the model thinks."""
+    """How the model thinks. Summaries have no effect: the thinking itself is returned."""
 
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 INPUT_TEXT, OUTPUT_TEXT = decoders(input_text=Part, output_text=Part), decoders(output_text=Part, input_text=Part)
@@ -145,7 +148,7 @@ ITEMS = decoders(
     function_call_output=FunctionCallOutput,
     reasoning=ReasoningItem,
 )
-_fields, _reasoning = msgspec.json.Decoder(TextFields), msgspec.json.Decoder(Reasoning)
+_repeated = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ResponsesBody(CommonFields, kw_only=True):
@@ -159,12 +162,12 @@ class ResponsesBody(CommonFields, kw_only=True):
     tools: msgspec.Raw = ABSENT
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
-    text: msgspec.Raw = ABSENT
-    reasoning: msgspec.Raw = ABSENT
+    text: TextFields | None = None
+    reasoning: Reasoning | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    include: list[Included] | None = None
+    metadata: Metadata | None = None
     stop: str | list[str] | None = None
     chat_template_kwargs: msgspec.Raw = ABSENT
     thinking_token_budget: int | None = None
@@ -176,22 +179,14 @@ class ResponsesBody(CommonFields, kw_only=True):
 
     def chat(self, messages: msgspec.Raw) -> ChatBody:
         """Make the chat; raises FieldError."""
-        text = TextFields() if is_absent(self.text) else decode("text", _fields, self.text)
-        require(
-            text.verbosity in (None, "medium"), "text.verbosity", text.verbosity, '"medium" or null', "leave it out"
-        )
-        thinks = Reasoning() if is_absent(self.reasoning) else decode("reasoning", _reasoning, self.reasoning)
-        for name in ("summary", "generate_summary"):
-            given = getattr(thinks, name)
-            remedy = "kvseek returns the thinking itself, leave it out"
-            require(given in (None, "auto"), f"reasoning.{name}", given, '"auto" or null', remedy)
+        form = None if self.text is None else self.text.format
         return ChatBody(
             **{name: getattr(self, name) for name in self.SAME},
             messages=messages,
-            tools=nested_tools(self.tools),
+            tools=nested_tools(self.tools, TOOLS, "parameters"),
             tool_choice=nested_choice(self.tool_choice),
-            response_format=ABSENT if text.format is None else nested_format(text.format),
-            reasoning_effort=thinks.effort,
+            response_format=ABSENT if form is None else nested_format(form),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs if self.logprobs else None,
@@ -204,39 +199,30 @@ class ResponsesBody(CommonFields, kw_only=True):
 
     def check(self) -> None:
         """Raise FieldError on what only this API limits."""
-        for each in self.include or ():
-            require(each in INCLUDED, "include", each, " or ".join(INCLUDED), "leave it out")
         if self.top_logprobs is not None:
             check_logprobs("top_logprobs", self.top_logprobs)
         plain = not self.logprobs or is_absent(self.tools)
         require(plain, "top_logprobs", self.top_logprobs, "absent with tools", "ask for them without tools")
-        pairs, limit = self.metadata or {}, f"<= {MAX_METADATA} pairs of {MAX_KEY} and {MAX_VALUE} characters"
-        fits = len(pairs) <= MAX_METADATA and all(
-            len(key) <= MAX_KEY and len(value) <= MAX_VALUE for key, value in pairs.items()
-        )
-        require(fits, "metadata", f"{len(pairs)} pairs", limit, "send fewer or shorter ones")
 
-    def repeated(self) -> Json:
+    def repeated(self) -> bytes:
         """Write the fields that a response repeats."""
         given = {
+            "model": self.model,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "store": self.store is not False,
+            "text": self.text or {"format": {"type": "text"}},
+            "reasoning": self.reasoning or Reasoning(),
+            "tools": [] if is_absent(self.tools) else self.tools,
+            "tool_choice": "auto" if is_absent(self.tool_choice) else self.tool_choice,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
         }
-        defaults = {
-            "text": {"format": {"type": "text"}},
-            "reasoning": {"effort": None, "summary": None},
-            "tools": [],
-            "tool_choice": "auto",
-        }
-        own = {name: getattr(self, name) for name in defaults}
-        return given | {name: defaults[name] if is_absent(raw) else raw for name, raw in own.items()}
+        return msgspec.json.encode(given)
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -260,14 +246,6 @@ PLACES = {
     "tool_choice.function": "tool_choice",
     **{f"tools[{number}].function": f"tools[{number}]" for number in range(MAX_TOOLS + 1)},
 }
-
-
-def nested_tools(raw: msgspec.Raw) -> msgspec.Raw:
-    """Write tools as a chat has them."""
-    if is_absent(raw):
-        return ABSENT
-    tools: list[FlatTool] = read_blocks("tools", raw, TOOLS, "kvseek has no tools of its own")
-    return as_json([nested_tool(each.name, each.description, each.parameters, each.strict) for each in tools])
 
 
 def nested_choice(raw: msgspec.Raw) -> msgspec.Raw:
@@ -299,24 +277,23 @@ def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str
     items = read_blocks("input", raw, ITEMS, "kvseek has no tools of its own, and keeps no items", "message")
     require(bool(items), "input", [], "at least one item", "send a message")
     messages, places = list[Json](), dict[str, str]()
-    answer: Json = {}  # the model's, which further items may continue
     for number, item in enumerate(items):
         place = f"input[{number}]"
         own, joins = _message(place, item)
-        goes_on = joins == "tool_calls" or (joins == "content" and not {"content", "tool_calls"} & answer.keys())
-        if answer and own["role"] == "assistant" and goes_on:
-            answer |= own
+        last = messages[-1] if messages else {"role": None}
+        goes_on = joins == "tool_calls" or (joins == "content" and not {"content", "tool_calls"} & last.keys())
+        if own["role"] == last["role"] == "assistant" and goes_on:
+            last |= own
         else:
-            answer = own if own["role"] == "assistant" else {}
             messages.append(own)
-            places[f"messages[{before + len(messages) - 1}]"] = place
+        where = f"messages[{before + len(messages) - 1}]"
+        places.setdefault(where, place)
         if isinstance(item, FunctionCall):
-            calls = answer.setdefault("tool_calls", [])
+            calls = messages[-1].setdefault("tool_calls", [])
+            places[f"{where}.tool_calls[{len(calls)}].function"] = place
             calls.append(nested_call(item.call_id, item.name, item.arguments))
-            where = f"messages[{before + len(messages) - 1}].tool_calls[{len(calls) - 1}]"
-            places |= {f"{where}.function": place, where: place}
         elif isinstance(item, FunctionCallOutput):
-            places[f"messages[{before + len(messages) - 1}].tool_call_id"] = f"{place}.call_id"
+            places[f"{where}.tool_call_id"] = f"{place}.call_id"
     return messages, places
 
 
@@ -346,6 +323,13 @@ def _thoughts(place: str, item: ReasoningItem) -> str:
     return ""
 
 
+def said(items: Sequence[Json]) -> list[Json]:
+    """Write the items of an answer as messages of a chat, as read_items does; a call that was cut off has not been made."""
+    plain = [item | {"content": item["content"][0]["text"]} if "content" in item else item for item in items]
+    whole = [item for item in plain if item["type"] != "function_call" or item["status"] == "completed"]
+    return read_items(as_json(whole), 0)[0] if whole else []
+
+
 class Responses:
     """Reads requests for responses, and keeps responses that may be continued. Thread-safe."""
 
@@ -361,18 +345,18 @@ class Responses:
         own, places = read_items(body.input, len(first) + len(earlier))
         own_json = [msgspec.json.encode(message) for message in own]
         messages = json_list([*map(msgspec.json.encode, first), *earlier, *own_json])
-        chat, before = body.chat(messages), "instructions" if first else "input"
-        places = {"messages[0]": before, **places, **PLACES}
-
-        def answer(form: AnswerForm, _: int) -> ResponseAnswer:
-            return ResponseAnswer(body, form, self._tokenizer, None if body.store is False else keep)
+        places = {"messages[0]": "instructions" if first else "input", **places, **PLACES}
+        previous, fields = body.previous_response_id, body.repeated()
 
         def keep(response_id: str, response: bytes, items: Sequence[Json]) -> None:
-            said, _ = read_items(msgspec.Raw(msgspec.json.encode(items)), 0)
-            messages = (*own_json, *map(msgspec.json.encode, said))
-            self._kept.add(response_id, response, messages, body.previous_response_id, tenant)
+            messages = (*own_json, *map(msgspec.json.encode, said(items)))
+            self._kept.add(response_id, response, messages, previous, tenant)
 
-        return Asked(chat, answer, places)
+        def answer(form: AnswerForm, _: int) -> ResponseAnswer:
+            own = (keep, sum(map(len, own_json))) if body.store is not False else (None, 0)
+            return ResponseAnswer(fields, body.logprobs, form, self._tokenizer, *own)
+
+        return Asked(body.chat(messages), answer, places)
 
 
 class ResponseAnswer(Blocks):
@@ -380,15 +364,21 @@ class ResponseAnswer(Blocks):
 
     Parameters
     ----------
+    repeated : bytes
+        JSON of fields of the request; of these alone, as the request's other memory is not counted any more.
+    logprobs : bool
+        Whether log probabilities are asked for.
     keep : callable or None
         Keeps the response, given its id, its JSON and its items, once it has ended.
+    kept_bytes : int
+        What that needs of the request.
     """
 
-    frame = NAMED_EVENT
-
-    def __init__(self, body: ResponsesBody, form: AnswerForm, tokenizer: Tokenizer, keep: Any) -> None:
+    def __init__(
+        self, repeated: bytes, logprobs: bool, form: AnswerForm, tokenizer: Tokenizer, keep: Any, kept_bytes: int
+    ) -> None:
         super().__init__()
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.id, self.held_bytes = f"resp_{uuid.uuid4().hex}", len(repeated) + kept_bytes
         self._form, self._tokenizer, self._keep = form, tokenizer, keep
         self._response: Json = {
             "id": self.id,
@@ -398,16 +388,16 @@ class ResponseAnswer(Blocks):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": body.model,
-            **body.repeated(),
+            **_repeated.decode(repeated),
             "truncation": "disabled",
             "output": self.written,
             "usage": None,
         }
-        self._asks_logprobs, self._reason, self._number = body.logprobs, "", 0
+        self._asks_logprobs, self._reason, self._number = logprobs, "", 0
         thinking = form.thinking
         self._thinks = thinking is not None and thinking.opened  # the next token does
-        self._new_logprobs, self._logprobs = list[Json](), list[Json]()
+        # As JSON, which takes a tenth of the memory, and is written several times.
+        self._new_logprobs, self._logprobs = list[msgspec.Raw](), list[msgspec.Raw]()
         self._item: Json = {}
 
     def begin(self, choices: int) -> list[bytes]:
@@ -418,7 +408,7 @@ class ResponseAnswer(Blocks):
         """See Answer."""
         if self._asks_logprobs:
             new = [each for each in piece["tokens"] if self._is_text(each[0])]
-            self._new_logprobs += chat_logprobs(new, self._tokenizer)["content"]
+            self._new_logprobs += map(as_json, chat_logprobs(new, self._tokenizer)["content"])
         self._reason = piece["finish_reason"]
         events = self.take(piece)
         if self._reason not in (None, "length") and not any(item["type"] != "reasoning" for item in self.written):
@@ -443,12 +433,13 @@ class ResponseAnswer(Blocks):
         return status, self._event("response.failed", response=self._response | {"status": "failed", "error": told})
 
     def _done(self, counts: Json) -> Json:
-        whole = self._reason != "length"
+        long = self._reason == "length"
+        whole = not long and all(item["status"] == "completed" for item in self.written)  # a stop text may end a call
         details = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
         done = self._response | {
             "status": "completed" if whole else "incomplete",
             "completed_at": int(time.time()) if whole else None,
-            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "incomplete_details": None if whole else {"reason": "max_output_tokens" if long else None},
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
@@ -471,15 +462,16 @@ class ResponseAnswer(Blocks):
 
     def open(self, kind: str, name: str) -> list[bytes]:
         """See Blocks."""
-        number = uuid.uuid4().hex
-        if kind == REASONING:
-            self._item = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": []}
-        elif kind == CONTENT:
-            self._item = {"id": f"msg_{number}", "type": "message", "role": "assistant", "content": []}
-        else:
-            call: Json = {"call_id": self._form.call_id(), "name": name, "arguments": ""}
-            self._item = {"id": f"fc_{number}", "type": "function_call", **call}
-        self._item["status"] = "in_progress"
+        own: dict[str, tuple[str, Json]] = {
+            REASONING: ("rs", {"type": "reasoning", "summary": [], "content": []}),
+            CONTENT: ("msg", {"type": "message", "role": "assistant", "content": []}),
+            ARGUMENTS: (
+                "fc",
+                {"type": "function_call", "call_id": self._form.call_id(), "name": name, "arguments": ""},
+            ),
+        }
+        prefix, item = own[kind]
+        self._item = {"id": f"{prefix}_{uuid.uuid4().hex}", **item, "status": "in_progress"}
         added = self._event("response.output_item.added", output_index=len(self.written), item=self._item)
         return [added] if kind == ARGUMENTS else [added, self._of_item("content_part.added", part=self._part(""))]
 
@@ -490,24 +482,24 @@ class ResponseAnswer(Blocks):
     def close(self, text: str, last: bool) -> tuple[Json, list[bytes]]:
         """See Blocks."""
         self._taken_logprobs()
-        logprobs = {"logprobs": self._logprobs} if self.kind == CONTENT else {}
-        own = {"arguments" if self.kind == ARGUMENTS else "text": text}
-        events = [self._of_item(f"{self._name}.done", **own, **logprobs)]
+        cut = last and self._reason == "length"
         if self.kind == ARGUMENTS:
-            content: Json = {"arguments": text}
+            own: Json = {"arguments": text}
+            cut = cut or read_object(text) is None
+            events = [self._of_item(f"{self._name}.done", **own)]
         else:
             part = self._part(text)
-            content = {"content": [part]}
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            own, events = {"content": [part]}, [self._of_item(f"{self._name}.done", **told)]
             events.append(self._of_item("content_part.done", part=part))
-        item = self._item | content | {"status": "incomplete" if last and self._reason == "length" else "completed"}
+        item = self._item | own | {"status": "incomplete" if cut else "completed"}
         self._logprobs = []
         return item, [*events, self._event("response.output_item.done", output_index=len(self.written), item=item)]
 
     @property
     def _name(self) -> str:
-        return {REASONING: "reasoning_text", CONTENT: "output_text", ARGUMENTS: "function_call_arguments"}[
-            str(self.kind)
-        ]
+        names = {REASONING: "reasoning_text", CONTENT: "output_text", ARGUMENTS: "function_call_arguments"}
+        return names[str(self.kind)]
 
     def _part(self, text: str) -> Json:
         if self.kind == REASONING:

@@ -6,8 +6,7 @@ as the client knows it.
 
 from __future__ import annotations
 
-import itertools
-import re
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,11 +19,11 @@ from .answers import AnswerForm
 from .bodies import Body
 from .choices import Json, Piece
 from .fields import ABSENT, FieldError, decode, is_absent, require
+from .prompts import VALUES, count_strings
 from .tool_formats import ARGUMENTS, CALL
 from .tools import FunctionFields
 
 MAX_VALUES = 1 << 15  # texts, names and commas of messages: a value takes up to thirty times as much memory as its JSON
-NAMED_EVENT = b"%b"  # events that have their name and their end
 
 
 class Answer(Protocol):
@@ -34,9 +33,12 @@ class Answer(Protocol):
     ----------
     frame : bytes
         How an event becomes a part of the stream.
+    held_bytes : int
+        Bytes of the request that it needs; see ServedRequest.
     """
 
     frame: bytes
+    held_bytes: int
 
     def whole(self, pieces: Sequence[Piece], counts: Json) -> bytes:
         """Write a complete answer, of one piece for each choice, with the numbers of tokens (choices.usage)."""
@@ -90,6 +92,15 @@ class Typed(msgspec.Struct):
     type: str | None = None
 
 
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that may be called, but for the schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    type: str | None = None
+
+
 Decoders = Mapping[str, msgspec.json.Decoder[Any]]
 _raws, _typed, _text = msgspec.json.Decoder(list[msgspec.Raw]), msgspec.json.Decoder(Typed), msgspec.json.Decoder(str)
 
@@ -101,8 +112,7 @@ def decoders(**kinds: type) -> Decoders:
 
 def check_values(place: str, raw: msgspec.Raw) -> None:
     """Refuse JSON of too many values before it is decoded; raises FieldError."""
-    found = re.finditer(rb'"(?:[^"\\]|\\.)*"|,', memoryview(raw), re.DOTALL)
-    few = next(itertools.islice(found, MAX_VALUES, None), None) is None
+    few = count_strings(raw, MAX_VALUES, VALUES) <= MAX_VALUES
     require(few, place, "more", f"<= {MAX_VALUES} texts and commas", "join texts, or send fewer")
 
 
@@ -134,16 +144,30 @@ def as_json(value: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
-def nested_tool(name: str, description: str | None, parameters: msgspec.Raw, strict: bool | None) -> Json:
-    """Write a tool as a chat has it."""
-    if is_absent(parameters):
-        parameters = ABSENT
-    return {"type": "function", "function": FunctionFields(name, description, parameters, strict)}
+def nested_tools(raw: msgspec.Raw, kinds: Decoders, schema: str, default: str | None = None) -> msgspec.Raw:
+    """Write tools, Functions with the field `schema`, as a chat has them; raises FieldError."""
+    if is_absent(raw):
+        return ABSENT
+    tools: list[Function] = read_blocks("tools", raw, kinds, "kvseek has no tools of its own", default)
+    found = [ABSENT if is_absent(raw) else raw for raw in (getattr(each, schema) for each in tools)]
+    own = [
+        FunctionFields(each.name, each.description, raw, each.strict) for each, raw in zip(tools, found, strict=True)
+    ]
+    return as_json([{"type": "function", "function": each} for each in own])
 
 
 def nested_call(call_id: str, name: str, arguments: str) -> Json:
     """Write a call as a chat has it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_object(text: str) -> Json | None:
+    """Read a call's arguments; None if they are cut off, or no object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def json_list(items: Sequence[bytes]) -> msgspec.Raw:
@@ -171,6 +195,7 @@ class Blocks:
         self.written, self.kind, self.texts = list[Json](), None, list[str]()
 
     kind: str | None
+    frame, held_bytes = b"%b", 0  # events that have their name and their end
 
     def open(self, kind: str, name: str) -> list[bytes]:
         """Write that a block of a kind begins; `name` is that of a call's function."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -461,21 +460,6 @@ def test_what_is_printed_of_ranks(small: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_plan_for_the_cpu_has_no_most_requests(small: Path) -> None:
     assert document(on_cpu(small, "--max_batch_size", "100", method="flat"))["engine"]["fits"]
-
-
-def test_the_documented_excerpt_is_what_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    model = save(tmp_path / "Llama-3.1-8B", LLAMA)
-    flags = ("--weight_only_precision", "int8", "--max_batch_size", "2", "--tp_size", "4")
-    assert build.main(on_cpu(model, *flags, method="nested", host="128GiB")) == 0
-    text = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"--tp_size 4\n\n((?:     .*\n|\n)+)", text)
-    lines = [line.strip() for line in shown.splitlines() if line]
-    printed = {line.strip() for line in capsys.readouterr().out.splitlines()}
-    assert len(lines) > 5
-    assert [line for line in lines if line not in printed] == []
 
 
 # TensorRT's plans: bytes of their weights, and prompts that are read whole; no TensorRT is needed

@@ -31,6 +31,13 @@ CALLS = {
     "pythonic": "[{{ call.function.name }}({% for key, value in call.function.arguments | items %}{{ key }}="
     "{{ value | tojson }}{% endfor %})]{# [func_name1(params_name1=params_value1)] #}",
 }
+NOTE_SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
+    "required": ["text", "count"],
+    "additionalProperties": False,
+}
+ARGUMENTS = '{"text": "It is „lit“ \\"⚓\\"", "count": 2}'
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # tokens that are text, too, as Qwen's
 SPECIAL = ("<|python_tag|>", "[TOOL_CALLS]")  # which a decoded text leaves out
 # What `enable_thinking` chooses, as Qwen3's template writes it; and a template that always begins the thinking itself.
@@ -83,3 +90,6 @@ def written_calls(form: str, calls: list[str], tagged: bool = True) -> str:
     if form == "llama3_json":
         return ("<|python_tag|>" if tagged else "") + "; ".join(calls)
     return f"[TOOL_CALLS][{', '.join(calls)}]" if form == "mistral" else "\n".join(calls)
+
+
+ANSWER = "<think>\nI look.\n</think>\n\nYes.\n" + written_call("hermes", "note", ARGUMENTS)

@@ -17,7 +17,7 @@ import requests
 from openai import OpenAI
 from pydantic import BaseModel
 from tests.conftest import ROOT, BuildEngine
-from tests.support.tool_models import written_call, written_calls
+from tests.support.tool_models import ANSWER, ARGUMENTS, written_call, written_calls
 from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
@@ -54,8 +54,6 @@ LIGHT = {
     },
 }
 TALK: list[Any] = [{"role": "user", "content": "Is the light lit?"}]
-CALL = '{"text": "It is „lit“ \\"⚓\\"", "count": 2}'
-ANSWER = "<think>\nI look.\n</think>\n\nYes.\n" + written_call("hermes", "note", CALL)
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +78,14 @@ def test_a_conversation_with_tools(client: OpenAI, model: str, tokenizer: Tokeni
         with client.chat.completions.stream(messages=TALK, stream_options=options, **ask) as events:
             done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
             answer: Any = events.get_final_completion()
-        assert [(event.name, event.arguments) for event in done] == [("note", CALL)]
+        assert [(event.name, event.arguments) for event in done] == [("note", ARGUMENTS)]
     else:
         answer = client.chat.completions.create(messages=TALK, **ask)
     message, usage = answer.choices[0].message, answer.usage
     assert (answer.choices[0].finish_reason, message.content) == ("tool_calls", "Yes.")
     assert message.reasoning_content == message.reasoning == "I look."
     (call,) = message.tool_calls
-    assert (call.type, call.function.name, call.function.arguments) == ("function", "note", CALL)
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "note", ARGUMENTS)
     assert call.id.startswith("call_")
     assert usage.completion_tokens_details.reasoning_tokens == len(tokenizer.encode("\nI look.\n", False))
     talk = [*TALK, message, {"role": "tool", "tool_call_id": call.id, "content": "noted"}]
@@ -144,7 +142,7 @@ def test_an_answer_that_is_cut_off_has_the_arguments_so_far(client: OpenAI, mode
     )  # type: ignore[call-overload]
     assert answer.choices[0].finish_reason == "length"
     (call,) = answer.choices[0].message.tool_calls
-    assert CALL.startswith(call.function.arguments)
+    assert ARGUMENTS.startswith(call.function.arguments)
     assert len(call.function.arguments) > 10
 
 
@@ -324,7 +322,7 @@ def test_programs_of_others_call_tools(server: RunningServer, model: str, tokeni
     done = subprocess.run(command, input=answers, env=own, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
-    assert json.loads(told["call"]) == json.loads(CALL)
+    assert json.loads(told["call"]) == json.loads(ARGUMENTS)
     assert (told["said"], told["last"], told["turns"]) == ("Yes.", "It is noted.", 2)
     assert told.get("end", "tool_calls") == "tool_calls"
     assert told.get("thought", "I look.") == "I look."
@@ -333,7 +331,8 @@ def test_programs_of_others_call_tools(server: RunningServer, model: str, tokeni
 
 def test_several_calls_in_one_answer(client: OpenAI, model: str, tokenizer: Tokenizer) -> None:
     text = written_calls(
-        "hermes", [written_call("hermes", "note", CALL), written_call("hermes", "light", '{"on": true, "kind": "red"}')]
+        "hermes",
+        [written_call("hermes", "note", ARGUMENTS), written_call("hermes", "light", '{"on": true, "kind": "red"}')],
     )
     answer = client.chat.completions.create(
         model=model, messages=TALK, tools=[NOTE, LIGHT], extra_body={"forced_tokens": ids(tokenizer, text)}

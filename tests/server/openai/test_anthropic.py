@@ -10,25 +10,25 @@ import pytest
 import requests
 from tests.conftest import BuildEngine
 from tests.support.door_processes import write_keys
-from tests.support.tool_models import written_call
+from tests.support.tool_models import ANSWER, ARGUMENTS, NOTE_SCHEMA, written_call
 from tests.support.waiting import SECONDS
 
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.launch import RunningServer
+from kvseek.server.openai.anthropic import read_messages
+from kvseek.server.openai.bodies import ChatBody
+from kvseek.server.requests.keys import Tenant
 from kvseek.server.settings import ServeSettings
 
 pytestmark = pytest.mark.server
 
 KEY = "k" * 32
-SCHEMA = {
-    "type": "object",
-    "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
-    "required": ["text", "count"],
-    "additionalProperties": False,
+NOTE = {
+    "name": "note",
+    "description": "Write a note.",
+    "input_schema": NOTE_SCHEMA,
+    "cache_control": {"type": "ephemeral"},
 }
-NOTE = {"name": "note", "description": "Write a note.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
-ARGUMENTS = '{"text": "It is „lit“ \\"⚓\\"", "count": 2}'
-ANSWER = "<think>\nI look.\n</think>\n\nYes.\n" + written_call("hermes", "note", ARGUMENTS)
 ASK = {"role": "user", "content": "Is the light lit?"}
 
 
@@ -132,10 +132,30 @@ def test_a_conversation_with_tools(asks: Asks) -> None:
         {"role": "assistant", "content": message["content"]},
         {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
     ]
-    last = asks.message("Done.", tools=[NOTE], system="You keep the log.", messages=talk)
+    call |= {"caller": None, "toolset_name": None}  # as the client's own types write it
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    last = asks.message("Done.", tools=[NOTE], system="You keep the log.", messages=talk, context_management=kept)
     assert ([block["text"] for block in last["content"]], last["stop_reason"]) == (["Done."], "end_turn")
     counted = asks.post(path="/count_tokens", tools=[NOTE], system="You keep the log.", messages=talk, max_tokens=None)
     assert counted.json() == {"input_tokens": last["usage"]["input_tokens"] + last["usage"]["cache_read_input_tokens"]}
+
+
+def test_blocks_of_a_kind_become_one_text() -> None:
+    thinking, result = {"type": "thinking", "thinking": "t"}, RESULT | {"content": [TEXT, TEXT]}
+    talk = [
+        {"role": "assistant", "content": [thinking, TEXT, CALL, thinking, TEXT]},
+        {"role": "user", "content": [TEXT, result, TEXT, TEXT]},
+    ]
+    body = json.dumps({"model": "m", "max_tokens": 1, "messages": talk}).encode()
+    chat = read_messages(body, Tenant()).body
+    assert isinstance(chat, ChatBody)
+    assert [(each["role"], each["content"]) for each in json.loads(bytes(chat.messages))] == [
+        ("assistant", "xx"),
+        ("user", "x"),
+        ("tool", "xx"),
+        ("user", "xx"),
+    ]
+    assert json.loads(bytes(chat.messages))[0]["reasoning"] == "tt"
 
 
 def test_how_messages_end(asks: Asks) -> None:
@@ -171,6 +191,10 @@ def test_choices_thinking_and_schemas(asks: Asks) -> None:
     assert few["content"][0]["type"] == "thinking"
 
 
+TEXT, RESULT = {"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "c"}
+CALL = {"type": "tool_use", "id": "c", "name": "note", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -181,6 +205,8 @@ def test_choices_thinking_and_schemas(asks: Asks) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type = 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content = []: must be at least one block"),
+        ({"messages": [ASK, {"role": "assistant", "content": [TEXT, CALL | {"input": []}]}]}, "messages[1].content[1].input = "),
+        ({"messages": [ASK, {"role": "user", "content": [TEXT, RESULT]}]}, "messages[1].content[1].tool_use_id = 'c'"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type = 'bash_20250124'"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name = 'a b'"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from kvseek.core.config import EngineConfig, read_config
 from kvseek.engine.chat_template import TEMPLATE_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.openai.fields import FieldError
-from kvseek.server.openai.prompts import Message, chat_ids, message_texts
+from kvseek.server.openai.prompts import VALUES, Message, chat_ids, count_strings, message_texts
 
 TALK = [
     {"role": "system", "content": "Keep the log."},
@@ -150,3 +152,16 @@ def test_the_limit_counts_all_messages(directory: Path) -> None:
     with pytest.raises(FieldError, match="max_input_len") as caught:
         chat_ids(messages([{"role": "user", "content": "one ship, "}] * 100), Tokenizer(directory), config)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_strings_are_counted_in_little_memory() -> None:
+    texts = ["", 'a "quoted" one, and \\', "\\", '\\"', "é,⚓\n", {"name": ["a", 1, None]}]
+    raw = msgspec.Raw(json.dumps(texts).encode())
+    assert (count_strings(raw, 99), count_strings(raw, 99, VALUES), count_strings(raw, 3)) == (7, 7 + 7, 4)
+    long = msgspec.Raw(json.dumps("the \n light " * 20_000).encode())
+    tracemalloc.start()
+    try:
+        assert count_strings(long, 99, VALUES) == 1
+        assert tracemalloc.get_traced_memory()[1] < 50_000
+    finally:
+        tracemalloc.stop()

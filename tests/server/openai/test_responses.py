@@ -16,7 +16,7 @@ from openai import OpenAI
 from pydantic import BaseModel
 from tests.conftest import BuildEngine
 from tests.server.fuzz.mutations import mutated_json
-from tests.support.tool_models import written_call
+from tests.support.tool_models import ANSWER, ARGUMENTS, NOTE_SCHEMA
 from tests.support.waiting import SECONDS
 
 from kvseek.core.config import EngineConfig
@@ -38,15 +38,8 @@ NOTE: dict[str, Any] = {
     "type": "function",
     "name": "note",
     "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
-        "required": ["text", "count"],
-        "additionalProperties": False,
-    },
+    "parameters": NOTE_SCHEMA,
 }
-ARGUMENTS = '{"text": "It is „lit“ \\"⚓\\"", "count": 2}'
-ANSWER = "<think>\nI look.\n</think>\n\nYes.\n" + written_call("hermes", "note", ARGUMENTS)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +103,9 @@ def test_calls_over_several_responses(script: Script, streams: bool) -> None:
         {"role": "user", "content": "Is the light lit?"},
         *(item.model_dump(exclude_unset=True) for item in first.output),
     ]
-    alone = ask("Done.", tools=[NOTE], input=[*items, output], store=False)
+    items[-1] |= {"namespace": None, "caller": None}
+    summary: Any = {"summary": "detailed"}
+    alone = ask("Done.", tools=[NOTE], input=[*items, output | {"name": "note"}], store=False, reasoning=summary)
     assert alone.usage.input_tokens == second.usage.input_tokens
     third = ask("Yes.", input="Sure?", previous_response_id=second.id)
     assert third.usage.input_tokens > second.usage.input_tokens - 200
@@ -191,6 +186,17 @@ def test_an_answer_that_is_cut_off_is_incomplete(script: Script, streams: bool) 
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert [item.status for item in response.output] == ["completed", "completed", "incomplete"]
     assert ARGUMENTS.startswith(response.output[2].arguments)
+    assert script.create("Yes.", previous_response_id=response.id).output_text == "Yes.", "without the broken call"
+    fields = {"tools": [NOTE], "extra_body": {"forced_tokens": script.tokenizer.encode(ANSWER, False), "stop": ["lit"]}}
+    stopped = script.stream("", **fields)[1] if streams else script.create("", **fields)
+    assert (stopped.status, stopped.output[2].status) == ("incomplete", "incomplete"), "within a call"
+    assert script.create("Yes.", previous_response_id=stopped.id).output_text == "Yes."
+    for written in ("<think>", "<think>\n"):  # nothing has been said yet
+        begun = script.tokenizer.encode(written, False)
+        few: dict[str, Any] = {"max_output_tokens": len(begun), "extra_body": {"forced_tokens": begun}}
+        empty = script.stream("", **few)[1] if streams else script.create("", **few)
+        assert (empty.status, empty.output) == ("incomplete", [])
+        assert script.create("Yes.", previous_response_id=empty.id).output_text == "Yes."
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -201,6 +207,9 @@ def test_log_probabilities_are_those_of_the_text(script: Script, streams: bool) 
     found = response.output[1].content[0].logprobs
     assert "".join(each.token for each in found).strip() == "Yes."
     assert {len(each.top_logprobs) for each in found} == {2}
+    long = script.create("Yes. " * 300, top_logprobs=20)
+    assert len(long.output[0].content[0].logprobs) > 300, "kept, however many values it has"
+    assert script.client.responses.retrieve(long.id).output_text == long.output_text
 
 
 def test_responses_are_kept_shown_and_forgotten(script: Script, server: RunningServer) -> None:
@@ -210,7 +219,7 @@ def test_responses_are_kept_shown_and_forgotten(script: Script, server: RunningS
     for absent in (gone.id, "resp_never"):
         with pytest.raises(openai.NotFoundError, match=f"Response with id '{absent}' not found"):
             script.client.responses.retrieve(absent)
-        with pytest.raises(openai.NotFoundError, match=f"Previous response with id '{absent}' not found") as caught:
+        with pytest.raises(openai.BadRequestError, match=f"Previous response with id '{absent}' not found") as caught:
             script.create("Yes.", previous_response_id=absent)
         assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
     with pytest.raises(openai.BadRequestError, match="there is no such parameter"):
@@ -222,7 +231,7 @@ def test_responses_are_kept_shown_and_forgotten(script: Script, server: RunningS
 
 def test_what_is_kept_is_bounded_and_goes_by_use() -> None:
     one, other = Tenant(b"1", "one"), Tenant(b"2", "other")
-    kept = KeptResponses(most=3)
+    kept = KeptResponses(most_bytes=4 * OWN_BYTES - 1)
     kept.add("a", b"A", [b"1"], None, one)
     kept.add("b", b"B", [b"2", b"3"], "a", one)
     kept.add("c", b"C", [b"4"], None, one)
@@ -242,12 +251,21 @@ def test_what_is_kept_is_bounded_and_goes_by_use() -> None:
     assert kept.get("f", one) == b"F"
     with pytest.raises(HttpError, match="Previous response with id 'f' not found"):
         kept.messages("f", one)
-    small = KeptResponses(most_bytes=3 * OWN_BYTES)
-    small.add("a", b"A" * 2000, [], None, one)
-    small.add("b", b"B" * 2000, [], None, one)
-    assert small.get("b", one)
-    with pytest.raises(HttpError, match="not found"):
-        small.get("a", one)
+
+
+def test_an_owner_makes_room_with_its_own_responses() -> None:
+    one, other = Tenant(b"1", "one"), Tenant(b"2", "other")
+    kept = KeptResponses(most_bytes=6 * OWN_BYTES)
+    kept.add("a", b"A", [], None, one)
+    for number in range(9):
+        kept.add(f"{number}", b"B" * OWN_BYTES, [], None, other)
+    kept.add("large", b"B" * 6 * OWN_BYTES, [], None, other)
+    assert kept.get("a", one) == b"A"
+    for lost in ("0", "8", "large"):
+        with pytest.raises(HttpError, match="not found"):
+            kept.get(lost, other)
+    kept.add("small", b"C" * 3 * OWN_BYTES, [], None, other)
+    assert (kept.get("a", one), len(kept.get("small", other))) == (b"A", 3 * OWN_BYTES), "its bytes are counted off"
 
 
 CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -274,11 +292,11 @@ RETURNED = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({"tools": [NOTE], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "one of the tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "an object"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "text.format.type: Invalid enum value"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "must be"),
+        ({"text": {"verbosity": "low"}}, "text", "text.verbosity: Invalid enum value 'low'"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "can only be switched off"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "returns the thinking itself"),
-        ({"include": ["file_search_call.results"]}, "include", "leave it out"),
-        ({"metadata": {"a": "x" * 513}}, "metadata", "16 pairs"),
+        ({"reasoning": {"summary": "long"}}, "reasoning", "reasoning.summary: Invalid enum value"),
+        ({"include": ["file_search_call.results"]}, "include", "include[0]: Invalid enum value"),
+        ({"metadata": {"a": "x" * 513}}, "metadata", "of length <= 512"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"max_output_tokens": 9000}, "max_output_tokens", "max_seq_len"),
         ({"top_logprobs": 21}, "top_logprobs", "[0, 20]"),
@@ -302,6 +320,16 @@ def test_a_prompt_that_is_too_long_has_openais_code(server: RunningServer, model
     body = {"model": model, "input": "the light " * 9000}
     error = requests.post(f"{server.openai_url}/responses", json=body, timeout=SECONDS).json()["error"]
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+def test_what_answers_need_of_a_body_is_counted_and_no_more_is_held(tokenizer: Tokenizer) -> None:
+    fields = {"input": "x" * 5000, "instructions": "y" * 3000, "tools": [NOTE], "text": {"format": {"type": "text"}}}
+    for store, held in ((True, 8000), (False, 3000)):
+        body = bytearray(json.dumps({"model": "m", "store": store} | fields).encode())
+        answer = Responses(tokenizer, KeptResponses()).read(body, Tenant()).answer(AnswerForm(), 1)
+        body.clear()  # fails while anything refers to it
+        assert held < answer.held_bytes < held + 1500
+        assert b"yyy" in answer.begin(1)[0]
 
 
 def test_a_stream_that_fails_ends_with_response_failed(tokenizer: Tokenizer) -> None:
