@@ -48,8 +48,8 @@ class LLM(BaseLLM):
     **build_options
         Further options of `kvseek build` by their names: preset, max_input_len, prefill_chunk_tokens, kernels,
         weight_only_precision, weight_group, quantize_lm_head, runtime, cuda_archs; prefill_attention, prefill_precision;
-        method_config, cache, tensorrt and block_sparse are dictionaries, such as ``method_config={"top_k": 200}`` for
-        ``--nested.top_k 200``.
+        method_config, cache, tensorrt and block_sparse are dictionaries, such as ``method_config={"top_k": 200}``
+        for ``--nested.top_k 200``.
     cache_dir : path, optional
         Folder of the engines that are built; ``~/.cache/kvseek/engines`` if left out.
     threads : int, optional
