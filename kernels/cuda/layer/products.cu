@@ -412,8 +412,7 @@ extern "C" __global__ void __launch_bounds__(QUANTISE_THREADS)
         load(at, numbers);
         unsigned short pairs[PIECE / 2];
 #pragma unroll
-        for (int i = 0; i < PIECE / 2; ++i)
-            pairs[i] = to_e4m3(numbers[2 * i] * factor, numbers[2 * i + 1] * factor);
+        for (int i = 0; i < PIECE / 2; ++i) pairs[i] = to_e4m3(numbers[2 * i] * factor, numbers[2 * i + 1] * factor);
         *reinterpret_cast<uint2*>(to + at) =
             make_uint2(pairs[0] | unsigned(pairs[1]) << 16, pairs[2] | unsigned(pairs[3]) << 16);
     }
