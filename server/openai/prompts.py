@@ -122,30 +122,16 @@ def message_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return texts
 
 
-def chat_ids(
-    messages: Sequence[dict[str, Any]],
-    tokenizer: Tokenizer,
-    config: EngineConfig,
-    template: Mapping[str, Any] | None = None,
-    add_special_tokens: bool = False,
-) -> list[int]:
-    """Write messages with the model's chat template, and tokenise that. The template writes special tokens itself.
-
-    `template` has the arguments that Tokenizer.apply_chat_template has besides.
-    """
-    text = chat_text(messages, tokenizer, config, template)
-    return encode(
-        "messages", text, partial(tokenizer.encode, add_special_tokens=add_special_tokens), config.max_input_len
-    )
-
-
 def chat_text(
     messages: Sequence[dict[str, Any]],
     tokenizer: Tokenizer,
     config: EngineConfig,
     template: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write messages with the model's chat template; see chat_ids."""
+    """Write messages with the model's chat template, which writes special tokens itself.
+
+    `template` has the arguments that Tokenizer.apply_chat_template has besides.
+    """
     arguments = template or {}
     _check_bytes("messages", text_of([*messages, *arguments.get("tools", ())]), tokenizer, config)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvseek.core.config import EngineConfig, read_config
 from kvseek.engine.chat_template import TEMPLATE_FILE
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.server.openai.fields import FieldError
-from kvseek.server.openai.prompts import VALUES, Message, chat_ids, count_strings, message_texts
+from kvseek.server.openai.prompts import VALUES, Message, chat_text, count_strings, encode, message_texts
 
 TALK = [
     {"role": "system", "content": "Keep the log."},
@@ -28,6 +29,12 @@ TALK = [
 
 def messages(talk: Any) -> list[dict[str, str]]:
     return message_texts(msgspec.convert(talk, list[Message]))
+
+
+def chat_ids(talk: list[dict[str, str]], tokenizer: Tokenizer, config: EngineConfig) -> list[int]:
+    """As chats are tokenised."""
+    text = chat_text(talk, tokenizer, config)
+    return encode("messages", text, partial(tokenizer.encode_conversation, salt=None), config.max_input_len)
 
 
 def expected_ids(folder: Path, talk: Any) -> list[int]:
