@@ -30,6 +30,19 @@ def checked_address(name: str, tensor: Tensor | None, dtype: torch.dtype, device
     return tensor.data_ptr()
 
 
+def aligned_address(name: str, tensor: Tensor | None, dtype: torch.dtype, device: torch.device, alignment: int) -> int:
+    """Return what `checked_address` does; raises KernelError, too, unless it is a multiple of `alignment` bytes.
+
+    A kernel's fault would end every request of the process.
+    """
+    address = checked_address(name, tensor, dtype, device)
+    if address % alignment:
+        raise KernelError(
+            f"{name}: address {address:#x}: must be a multiple of {alignment}; copy the tensor before the launch"
+        )
+    return address
+
+
 def require_fit(name: str, tensor: Tensor, context: IndexContext) -> None:
     """Raise KernelError unless a tensor has the dtype, and lies on the kind of device, that an index was made for."""
     wanted = context.device.type

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvseek.core.config import WEIGHT_GROUP
 from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import NONE
-from kvseek.kernels.arguments import checked_address
+from kvseek.kernels.arguments import aligned_address, checked_address
 from kvseek.kernels.structs import c_struct
 
 from .products import ALIGNMENT, MOST_ROWS, WARP, Format, Shape
@@ -213,9 +213,4 @@ class ExpertKernels:
         return addresses | {"scale": checked_address("scale", scale, form.scale, self._kernels.device)}
 
     def _aligned(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
-        address = checked_address(name, tensor, dtype, self._kernels.device)
-        if address % ALIGNMENT:
-            raise KernelError(
-                f"{name}: address {address:#x}: must be a multiple of {ALIGNMENT}; copy it before the launch"
-            )
-        return address
+        return aligned_address(name, tensor, dtype, self._kernels.device, ALIGNMENT)

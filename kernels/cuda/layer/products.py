@@ -15,7 +15,7 @@ from torch import Tensor
 from kvseek.core.config import WEIGHT_GROUP, group_inputs
 from kvseek.core.errors import KernelError
 from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE, layout
-from kvseek.kernels.arguments import checked_address
+from kvseek.kernels.arguments import aligned_address, checked_address
 from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
@@ -307,12 +307,7 @@ class ProductKernels:
         return address
 
     def _aligned(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
-        address = self._address(name, tensor, dtype)
-        if address % ALIGNMENT:  # a kernel's fault would end every request of the process
-            raise KernelError(
-                f"{name}: address {address:#x}: must be a multiple of {ALIGNMENT}; copy the tensor before the launch"
-            )
-        return address
+        return aligned_address(name, tensor, dtype, self._kernels.device, ALIGNMENT)
 
 
 def product_kernels(config: EngineConfig, kernels: CudaKernels) -> ProductKernels | None:
