@@ -50,7 +50,7 @@ class KeptEncodings:
     """
 
     def __init__(self, encode: Callable[[str], list[int]], special: Mapping[str, int]) -> None:
-        self._encode, self._special = encode, special
+        self._encode, self._special, self._numbers = encode, special, frozenset(special.values())
         # Behind others nothing may be cut: what follows could make them a longer token.
         self._whole = {one for one in special if not any(one in other[:-1] for other in special)}
         self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
@@ -72,8 +72,9 @@ class KeptEncodings:
             self._keep(_Kept(salt, text, array(ID, ids), *self._places(text, ids)), None)
             return ids
         end, count = before.ends[place - 1], before.counts[place - 1]
-        new = self._encode(text[end:])
-        ends, counts = self._places(text[end:], new)
+        rest = text[end:]
+        new = self._encode(rest)
+        ends, counts = self._places(rest, new)
         ends = before.ends[:place] + array(ID, (end + each for each in ends))
         counts = before.counts[:place] + array(ID, (count + each for each in counts))
         whole = before.ids[:count] + array(ID, new)
@@ -83,8 +84,7 @@ class KeptEncodings:
     def _places(self, text: str, ids: list[int]) -> tuple[array[int], array[int]]:
         """Find where a text may be cut: nowhere if its special tokens are not those that the tokenizer found."""
         found = list(self._pattern.finditer(text))
-        numbers = set(self._special.values())
-        places = [place for place, token in enumerate(ids) if token in numbers]
+        places = [place for place, token in enumerate(ids) if token in self._numbers]
         if [ids[place] for place in places] != [self._special[each[0]] for each in found]:
             return array(ID), array(ID)
         cuts = [(each.end(), place + 1) for each, place in zip(found, places, strict=True) if each[0] in self._whole]
