@@ -177,6 +177,8 @@ class Traits:
         be made from these entries (`Index.adopt`).
         "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents.
         "copies": no extents. Rows are copied into a request's own extents, and `build` indexes all keys of every prompt.
+    rounded_rows : bool
+        Whether rows may have 8 bits (cache.row_dtype): an index that reads rows itself knows none.
     last_queries : callable
         Takes the retrieval tokens n of a prompt; returns how many of its last queries `build` makes use of. So many of a
         prompt's last tokens are read, and not reused.
@@ -194,6 +196,7 @@ class Traits:
     reports_rows: bool = True
     cpu_library_on_gpu: bool = False
     prefix_reuse: Literal["entries", "rows", "copies"] = "copies"
+    rounded_rows: bool = False
     last_queries: Callable[[int], int] = _no_queries
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks
     cuda_macros: Callable[[int, int], dict[str, int]] = _no_macros

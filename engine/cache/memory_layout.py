@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
+from kvseek.kernels.reference.attention.rounded_rows import SCALE_DTYPE
 from kvseek.plugins.registry import method_traits
 
 
@@ -94,7 +95,12 @@ def extents_wanted(config: EngineConfig) -> int:
 
 def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes of one extent's rows in one layer."""
-    return config.model.num_kv_heads * EXTENT_TOKENS * 2 * config.model.head_dim * dtype.itemsize
+    return config.model.num_kv_heads * EXTENT_TOKENS * 2 * part_bytes(config.cache, config.model.head_dim, dtype)
+
+
+def part_bytes(cache: CacheConfig, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a key or a value in the row pool of an engine of type `dtype`, its scale included."""
+    return head_dim + SCALE_DTYPE.itemsize if cache.row_dtype == "int8" else head_dim * dtype.itemsize
 
 
 def slot_count(config: EngineConfig) -> int:

@@ -104,15 +104,12 @@ class IndexMaker:
 
 def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], library: CpuLibrary | None) -> Retrieval:
     """Make the retrieval of an engine on the CPU."""
+    of_layers = [cache.rows.of_layer(layer) for layer in range(config.model.num_layers)]
     attentions = [
         HostAttention(
-            cache.window[layer],
-            cache.rows.of_layer(layer).pool,
-            config.cache.sink,
-            config.model.head_dim**-0.5,
-            library,
+            cache.window[layer], rows.pool, config.cache.sink, config.model.head_dim**-0.5, library, rows.scales
         )
-        for layer in range(config.model.num_layers)
+        for layer, rows in enumerate(of_layers)
     ]
     return Retrieval(config, cache, indexes, attentions)
 

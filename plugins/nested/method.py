@@ -19,6 +19,7 @@ def traits(config: Config) -> Traits:
         prefix_reuse="entries",
         codebooks=partial(rotation_codebook, config.rotation_seed),
         cuda_macros=cuda_macros,
+        rounded_rows=True,
     )
 
 

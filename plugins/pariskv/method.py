@@ -20,6 +20,7 @@ def traits(config: Config) -> Traits:
         prefix_reuse="entries",
         codebooks=partial(codebook.build_codebooks, config),
         cuda_macros=partial(cuda_macros, config),
+        rounded_rows=True,
     )
 
 
