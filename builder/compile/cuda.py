@@ -60,6 +60,8 @@ class Specialisation:
         Whether some weights are of int8_asymmetric instead.
     experts : bool
         Whether the model has mixtures of experts.
+    rounded_rows : bool
+        Whether rows have 8 bits (cache.row_dtype).
     """
 
     dtype: str
@@ -71,6 +73,7 @@ class Specialisation:
     weight_group: int = WEIGHT_GROUP
     asymmetric: bool = False
     experts: bool = False
+    rounded_rows: bool = False
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
@@ -83,6 +86,7 @@ class Specialisation:
             ("KVSEEK_WEIGHT_GROUP", group_inputs(self.weight_only_precision, self.weight_group)),
             ("KVSEEK_ASYMMETRIC", int(self.asymmetric or self.weight_only_precision == INT8_ASYMMETRIC)),
             ("KVSEEK_EXPERTS", int(self.experts)),
+            ("KVSEEK_ROUNDED_ROWS", int(self.rounded_rows)),
             *self.defines,
         )
 
@@ -122,6 +126,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         config.weight_group,
         INT8_ASYMMETRIC in config.weight_formats.values(),
         model.experts is not None,
+        config.cache.row_dtype == "int8",
     )
 
 

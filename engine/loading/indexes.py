@@ -179,6 +179,7 @@ def make_attentions(
     batch = Batch.of([RequestState(slot=slots, sink_rows=1, length=0, dense=True)], table)
     queries = torch.zeros(1, model.num_heads, model.head_dim, dtype=dtype, device=table.device)
     attentions: list[DeviceAttention] = []
+    rounded = config.cache.row_dtype == "int8"
     scratch: dict[int, AttentionScratch] = {}  # by number of selected rows: layers that select as many share one
     for index in indexes:
         selection = index.select(queries, batch)
@@ -186,7 +187,8 @@ def make_attentions(
         hot, frames, kept = None, index.context.frames, fitting_steps(entries, steps)
         if hot_rows and frames is not None and kept:
             sizes = {"slots": slots, "entries": entries, "steps": kept, "head_dim": model.head_dim}
-            hot = HotRows.make(frames, **sizes, dtype=dtype, shared=index.context.shares_extents)
+            of_rows = torch.int8 if rounded else dtype
+            hot = HotRows.make(frames, **sizes, dtype=of_rows, shared=index.context.shares_extents)
         attentions.append(
             DeviceAttention(
                 kernels,
@@ -201,6 +203,7 @@ def make_attentions(
                 scaling=model.head_dim**-0.5,
                 device=table.device,
                 hot=hot,
+                rounded_rows=rounded,
                 scratch=scratch.get(entries),
             )
         )

@@ -27,7 +27,8 @@ struct AttendArguments {
     int64_t extent_stride, max_extents;
     int64_t entries;
     int64_t bfloat16, float16;  // type of rows, queries and out; neither: float32. Of float16, lse must be wanted
-    int64_t rounded;  // rows are 8-bit integers; behind those of an extent and head are their scales, bfloat16 [1024, 2]
+    int64_t
+        rounded;  // rows are 8-bit integers; behind those of an extent and head are their scales, bfloat16 [1024, 2]
     int64_t threads;
     double scaling;
 };
@@ -57,7 +58,11 @@ constexpr bool is_rounded = false;
 template <class T>
 constexpr bool is_rounded<Rounded<T>> = true;
 
-enum class Part { BOTH, WINDOW, RETRIEVAL };  // of what a request attends to: rows that are rounded are none of the window
+enum class Part {
+    BOTH,
+    WINDOW,
+    RETRIEVAL
+};  // of what a request attends to: rows that are rounded are none of the window
 
 // Walks sink rows and ring rows (in two runs if they wrap), then selected rows one by one, or every row of the region:
 // all but single rows in runs that are contiguous in memory.
