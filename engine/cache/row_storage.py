@@ -58,11 +58,22 @@ class RowForm:
 
     def planes(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """Return views of blocks: rows [extents, layers, G, 1024, 2, D] and, if these are rounded, scales [..., 1024, 2]."""
-        blocks, numbers = blocks.transpose(0, 1), EXTENT_TOKENS * 2 * self.head_dim
-        rows = blocks[..., :numbers].view(*blocks.shape[:3], EXTENT_TOKENS, 2, self.head_dim)
+        rows = _plane(blocks, 0, (2, self.head_dim))
         if not self.rounded:
             return (rows,)
-        return rows, blocks[..., numbers:].view(SCALE_DTYPE).view(*blocks.shape[:3], EXTENT_TOKENS, 2)
+        first = EXTENT_TOKENS * 2 * self.head_dim // SCALE_DTYPE.itemsize
+        return rows, _plane(blocks.view(SCALE_DTYPE), first, (2,))
+
+
+def _plane(blocks: Tensor, first: int, of_row: tuple[int, ...]) -> Tensor:
+    """Return what blocks [layers, extents, G, n] hold from number `first` on, [extents, layers, G, 1024, *of_row].
+
+    Kernels rely on the strides of dimensions of size 1 too, which other views would choose as they like.
+    """
+    layers, extents, heads, size = blocks.shape
+    inner = torch.empty(EXTENT_TOKENS, *of_row, device="meta").stride()
+    shape = (extents, layers, heads, EXTENT_TOKENS, *of_row)
+    return blocks.as_strided(shape, (heads * size, extents * heads * size, size, *inner), first)
 
 
 class HostPool:

@@ -27,8 +27,7 @@ struct AttendArguments {
     int64_t extent_stride, max_extents;
     int64_t entries;
     int64_t bfloat16, float16;  // type of rows, queries and out; neither: float32. Of float16, lse must be wanted
-    int64_t
-        rounded;  // rows are 8-bit integers; behind those of an extent and head are their scales, bfloat16 [1024, 2]
+    int64_t rounded;            // rows have 8 bits: behind an extent's of a head are their scales, bfloat16 [1024, 2]
     int64_t threads;
     double scaling;
 };
