@@ -95,12 +95,14 @@ def extents_wanted(config: EngineConfig) -> int:
 
 def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes of one extent's rows in one layer."""
-    return config.model.num_kv_heads * EXTENT_TOKENS * 2 * part_bytes(config.cache, config.model.head_dim, dtype)
+    return (
+        config.model.num_kv_heads * EXTENT_TOKENS * 2 * part_bytes(config.cache, config.model.head_dim, dtype.itemsize)
+    )
 
 
-def part_bytes(cache: CacheConfig, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a key or a value in the row pool of an engine of type `dtype`, its scale included."""
-    return head_dim + SCALE_DTYPE.itemsize if cache.row_dtype == "int8" else head_dim * dtype.itemsize
+def part_bytes(cache: CacheConfig, head_dim: int, itemsize: int) -> int:
+    """Return the bytes of a key or a value in the row pool, its scale included; of `itemsize` bytes a number in windows."""
+    return head_dim + SCALE_DTYPE.itemsize if cache.row_dtype == "int8" else head_dim * itemsize
 
 
 def slot_count(config: EngineConfig) -> int:

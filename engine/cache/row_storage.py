@@ -25,7 +25,7 @@ from kvseek.kernels.reference.attention.rounded_rows import SCALE_DTYPE, round_r
 PINNED_RESERVE_BYTES = 1 << 30  # left to the system: pinned pages cannot be swapped or reclaimed
 MAX_PITCH_BYTES = 2**31 - 1  # largest stride of a copy, which drivers report as CU_DEVICE_ATTRIBUTE_MAX_PITCH
 
-ROUNDED_AT_ONCE = 1 << 22  # numbers, which are float32 for a moment
+ROUNDED_AT_ONCE = 1 << 24  # numbers, which are float32 for a moment
 STAGED_EXTENTS = 8  # extents of a layer that are copied to the device before their rows are read there
 
 
@@ -237,14 +237,25 @@ class RowStorage:
 
     def write(self, first_layer: int, rows: Tensor, spans: Sequence[Span]) -> None:
         """Write rows [layers, G, n, 2, D] of layers first_layer, ... on the current stream."""
+        if self.rounded:
+            self._write_rounded(first_layer, rows, spans)
+            return
         for extent, inside, source in spans:
-            piece, first = rows[:, :, source], first_layer
-            if not self.rounded:
-                self._write_piece(extent, first, inside, (piece,))
-                continue
-            for some in torch.split(piece, max(1, ROUNDED_AT_ONCE // max(1, piece[0].numel()))):
-                self._write_piece(extent, first, inside, round_rows(some))
-                first += len(some)
+            self._write_piece(extent, first_layer, inside, (rows[:, :, source],))
+
+    def _write_rounded(self, first_layer: int, rows: Tensor, spans: Sequence[Span]) -> None:
+        """Write rows that are rounded in few large pieces, as each takes a dozen launches on a GPU."""
+        extent_numbers = rows.shape[1] * EXTENT_TOKENS * 2 * rows.shape[4]
+        some_layers = max(1, min(rows.shape[0], ROUNDED_AT_ONCE // extent_numbers))
+        some_spans = max(1, ROUNDED_AT_ONCE // (some_layers * extent_numbers))
+        for layer in range(0, rows.shape[0], some_layers):
+            for number in range(0, len(spans), some_spans):
+                own = spans[number : number + some_spans]
+                start, stop = own[0][2].start, own[-1][2].stop
+                parts = round_rows(rows[layer : layer + some_layers, :, start:stop])
+                for extent, inside, source in own:
+                    piece = [part[:, :, source.start - start : source.stop - start] for part in parts]
+                    self._write_piece(extent, first_layer + layer, inside, piece)
 
     def _write_piece(self, extent: int, first_layer: int, inside: slice, parts: Sequence[Tensor]) -> None:
         d, layers = self.layout.device_layers, parts[0].shape[0]
