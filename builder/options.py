@@ -141,10 +141,8 @@ def _refuse_dense_sizes(config: EngineConfig) -> None:
     for name in ("budget", "dense_tail"):
         value, limit = getattr(own, name), f"< max_input_len = {config.max_input_len}"
         require(value < config.max_input_len, f"block_sparse.{name}", value, limit, remedy)
-    layers = config.model.num_layers
-    require(
-        own.dense_layers < layers, "block_sparse.dense_layers", own.dense_layers, f"< num_layers = {layers}", remedy
-    )
+    layers, value = len(config.model.row_layers), own.dense_layers
+    require(value < layers, "block_sparse.dense_layers", value, f"< {layers}, the layers that attend", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

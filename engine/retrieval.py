@@ -30,7 +30,8 @@ from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import LAST_QUERIES, Attention, Index
 from kvseek.plugins.registry import method_traits
 
-# Operations of a step, in order: "begin" and "head" once a step, the others once a layer.
+# Operations of a step, in order: "begin" and "head" once a step, the others once a layer. A layer with a state has neither
+# "rope" nor "select", and its "attend" is the step of the state.
 OPS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "down", "head")
 
 Counts = float | npt.NDArray[np.int32] | npt.NDArray[np.float64]
@@ -84,7 +85,7 @@ class _Regions:
 
 
 class Retrieval:
-    """A cache, and one index and one attention per layer over it.
+    """A cache, and one index and one attention over it per layer that has rows; these layers are numbered from 0.
 
     Parameters
     ----------

@@ -24,6 +24,7 @@ MERGE = "merge it into the model's weights, or remove it and its file"
 MERGE_INTO = "merge it into its base model with peft's merge_and_unload"
 MODELOPT_FILE = "hf_quant_config.json"
 ADAPTER_FILE = "adapter_config.json"
+DRAFTING = "mtp."  # what tensors of a multi-token-prediction head begin with
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -53,7 +54,13 @@ class HuggingFaceCheckpoint(Checkpoint):
     def unused(self, names: set[str]) -> set[str]:
         """Return the tensors that are not in `names`, as "NAME of FILE", without old Llama checkpoints' RoPE frequencies."""
         left = set(self._files) - (names if self._quantised is None else self._quantised.used(names))
+        left -= set(self._drafting)
         return {f"{name} of {self._files[name]}" for name in left if not name.endswith("rotary_emb.inv_freq")}
+
+    @cached_property
+    def _drafting(self) -> list[str]:
+        """Tensors of a hybrid's head that predicts further tokens, with which no step drafts."""
+        return [name for name in self._files if name.startswith(DRAFTING)] if self.config.delta_net is not None else []
 
     @property
     def quantised_by(self) -> str | None:
@@ -72,10 +79,15 @@ class HuggingFaceCheckpoint(Checkpoint):
     @property
     def notes(self) -> Sequence[str]:
         """See Checkpoint.notes."""
-        found = self._quantised
-        if found is None or not (found.rules.cache or found.reduces_activations):
-            return ()
-        return (OWN_DTYPE,)
+        found, notes = self._quantised, []
+        if found is not None and (found.rules.cache or found.reduces_activations):
+            notes.append(OWN_DTYPE)
+        if self._drafting:
+            notes.append(
+                f"{len(self._drafting)} tensors of the multi-token-prediction head ({DRAFTING}*) are not used: nothing is "
+                "drafted with it"
+            )
+        return notes
 
     def header(self, name: str) -> Header:
         """Describe one tensor; raises ConfigError if no file has the tensor, or it is of an unknown type."""

@@ -98,7 +98,8 @@ CONFIG = KnownKeys(
         original_max_position_embeddings partial_rotary_factor dual_chunk_attention_config attention_bias mlp_bias hidden_act
         tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types use_qk_norm qkv_bias
         num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob shared_expert_intermediate_size
-        decoder_sparse_step mlp_only_layers""",
+        decoder_sparse_step mlp_only_layers full_attention_interval linear_num_key_heads linear_num_value_heads
+        linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""",
     {
         "use_sliding_window": (False,),
         "is_causal": (True,),

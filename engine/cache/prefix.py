@@ -86,11 +86,15 @@ class Prefix(Reuse):
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.runtime == "torch" and config.cache.reuse is not False
+    return config.runtime == "torch" and config.cache.reuse is not False and config.model.delta_net is None
 
 
 def why_no_reuse(config: EngineConfig) -> str:
     """Say why an engine for which `reuses_prefixes` is false keeps nothing, and how one that does is built."""
+    if config.model.delta_net is not None:
+        return (
+            "its Gated DeltaNet layers keep a state, not rows, and no state of an earlier request is kept: leave it out"
+        )
     cause = "cache.reuse = False" if config.cache.reuse is False else f"runtime = {config.runtime!r}"
     remedy = "--cache.reuse true" if config.cache.reuse is False else "--runtime torch"
     return f"the engine was built with {cause}: leave it out, or build with {remedy}"

@@ -86,19 +86,19 @@ class IndexMaker:
                     reuses_prefixes=reuses_prefixes(config),
                 )
             )
-            for layer in range(model.num_layers)
+            for layer in range(len(model.row_layers))
         ]
 
     def _keeps_rows(self, rows: list[LayerRows] | None) -> list[bool]:
         """Tell for each layer whether the device keeps copies of rows: if the layer selects rows, and they lie in host memory."""
-        method, layers = method_traits(self.config), range(self.config.model.num_layers)
+        method, layers = method_traits(self.config), range(len(self.config.model.row_layers))
         if self.kernels is None or not method.kept_steps or self.config.cache.offload == "never":
             return [False for _ in layers]
         return [layer >= method.device_layers and (rows is None or rows[layer].on_host) for layer in layers]
 
     def over(self, cache: Cache) -> list[Index]:
         """Make the indexes of a cache."""
-        layers = range(self.config.model.num_layers)
+        layers = range(len(self.config.model.row_layers))
         return self.make(cache.extents, cache.lengths, [cache.rows.of_layer(layer) for layer in layers])
 
 
@@ -112,7 +112,7 @@ def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], lib
             config.model.head_dim**-0.5,
             library,
         )
-        for layer in range(config.model.num_layers)
+        for layer in range(len(config.model.row_layers))
     ]
     return Retrieval(config, cache, indexes, attentions)
 

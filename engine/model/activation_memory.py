@@ -123,7 +123,7 @@ def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     else:
         layer += 4 * model.hidden_size + _mlp_elements(model)
     # Keys and values of the evicted rows, and a copy of the keys.
-    eviction = 3 * model.num_layers * model.num_kv_heads * config.cache.update * model.head_dim
+    eviction = 3 * len(model.row_layers) * model.num_kv_heads * config.cache.update * model.head_dim
     logits = sum(sizes) * model.vocab_size
     if config.cache.cached_prefill == "sparse":  # the steps that read prompts have logits of their own
         logits *= 2

@@ -22,7 +22,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -355,7 +355,7 @@ class TorchModel(WeightsModel):
     ) -> None:
         super().__init__(weights, retrieval, ops, attention, products)
         self.rope = RotaryEmbedding(self.model, retrieval.cache.window.device)
-        self.reader, self.windows = self, retrieval.cache.window.unbind()
+        self.reader = self
 
     def rotate(self, start: int, stop: int, length: int) -> Rotation:
         return self.rope(start, stop, length)
@@ -373,10 +373,7 @@ class TorchModel(WeightsModel):
         mark = self.retrieval.observer.op_launched
         x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
         mark("begin")
-        delta: Tensor | None = None
-        for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
-            delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)
-        assert delta is not None, "a model has layers"
+        delta = self.decode_layers(batch, x, rotation, attend, mark)
         logits = self.head((x + delta)[asked])
         mark("head")
         return logits

@@ -327,11 +327,7 @@ class KernelModel(WeightsModel):
         x, rotation = self.ops.step_begin(batch, self.embed.weight, self.embed.first)
         x = self.embed.complete(x)
         mark("begin")
-        delta: Tensor | None = None
-        for number, layer in enumerate(self.layers):
-            attend = partial(self.retrieval.attend, number, batch=batch)
-            window = self.retrieval.cache.window[number]
-            delta = layer.decode(self.ops, batch, x, delta, rotation, window, attend, mark)
+        delta = self.decode_layers(batch, x, rotation, partial(self.retrieval.attend, batch=batch), mark)
         logits = self.head.project(self.ops.add_rms_norm(x, delta, self.head.norm))
         result = StepResult(logits, self.ops.argmax(logits, batch))
         mark("head")

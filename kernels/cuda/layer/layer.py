@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.core.rope import Rotation, frequency_sets
+from kvseek.core.rope import Rotation, frequency_sets, pair_factors
 from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.structs import c_struct
 
@@ -71,6 +71,7 @@ class LayerKernels(CompiledOperations):
         self._kernels, self._max_batch = kernels, max_batch
         sets, self._factor = frequency_sets(model)
         self._frequencies = sets.to(device)
+        self._factors = pair_factors(self._frequencies, self._factor)
         # Scratch memory of the argmax kernel, which leaves it zero for the next launch.
         self._best = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(max_batch, dtype=torch.int32, device=device)
@@ -102,9 +103,9 @@ class LayerKernels(CompiledOperations):
 
     def rotation(self, start: int, stop: int, length: int) -> Rotation:
         """Compute the rotation of positions start .. stop - 1 of a prompt of `length` tokens, as `step_begin` does."""
-        frequencies = self._frequencies[int(length > self.model.short_reach)]
-        angles = torch.outer(torch.arange(start, stop, device=self.device).float(), frequencies)
-        return angles.cos() * self._factor, angles.sin() * self._factor
+        own = int(length > self.model.short_reach)
+        angles = torch.outer(torch.arange(start, stop, device=self.device).float(), self._frequencies[own])
+        return angles.cos() * self._factors[own], angles.sin() * self._factors[own]
 
     def add(self, x: Tensor, delta: Tensor) -> None:
         """Add `delta` to x [rows, hidden] in place."""
