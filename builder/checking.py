@@ -220,7 +220,7 @@ def check_existing(directory: Path, model: Path | None, console: Console) -> int
                 f"model: {directory} was built from {name}, which is neither in {places[0]} nor in {places[1]}; name the "
                 "checkpoint with --model"
             )
-    found = check_engine(directory, open_checkpoint(model))
+    found = check_engine(directory, open_checkpoint(model, text_only=None))
     console.print(f"{directory}: {found.text}", soft_wrap=True)
     return 0 if found.checked else 1
 

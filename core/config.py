@@ -305,8 +305,9 @@ class ModelConfig:
         """Refuse a scaling that does not fit the heads."""
         scaling, pairs = self.rope_scaling, (self.rotary_dim or self.head_dim) // 2
         if scaling is not None and scaling.kind == "longrope":
+            of = "head_dim" if self.rotary_dim is None else "rotary_dim"
             for name in ("short_factor", "long_factor"):
-                found, limit = len(getattr(scaling, name)), f"rotated pairs = {pairs} numbers"
+                found, limit = len(getattr(scaling, name)), f"{of} / 2 = {pairs} numbers"
                 require(found == pairs, f"length of rope_scaling.{name}", found, limit, CHECK_CONFIG)
         if scaling is not None and scaling.kind == "dynamic":  # whose exponent is head_dim / (head_dim - 2)
             require(pairs > 1, "head_dim", self.head_dim, "> 2 with dynamic RoPE", CHECK_CONFIG)

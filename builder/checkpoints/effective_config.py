@@ -116,6 +116,7 @@ def transformers_config(directory: Path, gguf_file: str | None = None, shown: Pa
         config = AutoConfig.from_pretrained(
             directory, gguf_file=gguf_file, local_files_only=True, trust_remote_code=False
         )
+        config = config.get_text_config()  # of a model that also reads images
         config.standardize_rope_params()  # as models do once more when they are made
     except Exception as error:  # whatever transformers' validation raises: it is of many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -144,6 +145,8 @@ def effective_values(config: Any) -> dict[str, Any]:
         "qk_norm": kind in QK_NORM,
         "sliding_window": getattr(config, "sliding_window", None) or None,
         "experts": _experts(config, kind) if getattr(config, "num_experts", 0) else None,
+        "gated_attention": own in HYBRIDS,
+        "centred_norms": own in HYBRIDS,
         "delta_net": _delta_net(config) if kind in HYBRIDS else None,
         "rotary_dim": _rotary_dim(config) if kind in HYBRIDS else None,
     }

@@ -218,10 +218,14 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
     fits = normed is False or (normed is True and ARCHITECTURES[name] in QK_NORM)
     require(fits, "use_qk_norm", normed, limit, USE_ANOTHER)
     if architecture in HYBRIDS:
+        gated = values.get("attn_output_gate", True)
+        require(gated is True, "attn_output_gate", gated, "true or absent", USE_ANOTHER)
         return
     for name in ("full_attention_interval", *DELTA_KEYS.values()):
         limit = f"absent with architectures = {values['architectures'][0]!r}"
         require(values.get(name) is None, name, values.get(name), limit, USE_ANOTHER)
+    gated = values.get("attn_output_gate")
+    require(not gated, "attn_output_gate", gated, "false or absent", USE_ANOTHER)
     kinds = values.get("layer_types")
     require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
     kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]

@@ -121,14 +121,14 @@ class DeltaPrompt:
     def of_slot(cls, states: DeltaStates, slot: int, tokens: int) -> DeltaPrompt:
         """Copy the state of a slot that has so many tokens."""
         kernel = states.conv.shape[1]
-        rows = [position % kernel for position in range(tokens - kernel + 1, tokens)]
-        return cls(tokens, states.conv[slot, rows], states.recurrent[slot].clone())
+        ring = states.conv[slot].roll(-(tokens + 1) % kernel, dims=0)  # by position, the next token's row last
+        return cls(tokens, ring[: kernel - 1], states.recurrent[slot].clone())
 
     def write(self, states: DeltaStates, slot: int) -> None:
         """Write the state to a slot."""
         kernel = states.conv.shape[1]
-        rows = [position % kernel for position in range(self.tokens - kernel + 1, self.tokens)]
-        states.conv[slot, rows] = self.latest
+        ring = torch.cat((self.latest, self.latest.new_zeros(1, self.latest.shape[1])))
+        states.conv[slot] = ring.roll((self.tokens + 1) % kernel, dims=0)
         states.recurrent[slot] = self.recurrent
 
 

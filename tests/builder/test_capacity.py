@@ -300,7 +300,9 @@ def test_loading_says_what_does_not_fit(small: Path) -> None:
 
     for method in ("full", "clusterkv"):
         own = planner(small, method=method)
-        with pytest.raises(CapacityError, match=r"weights 2,000, windows [\d,]+, work space .* 1,000 are available"):
+        with pytest.raises(
+            CapacityError, match=r"weights 2,000, windows and states [\d,]+, work space .* 1,000 are available"
+        ):
             divide_measured(own.config(8192, 1), IndexNeeds(0, 0), 1000, 2000)
 
 

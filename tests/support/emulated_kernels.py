@@ -31,6 +31,7 @@ SOURCES = {
 }
 DRAW = "kernels/cuda/draw/draw.cu"
 EXPERTS = ("kernels/cuda/layer/routing.cu", "kernels/cuda/layer/products.cu")
+DELTA_NET = "kernels/cuda/layer/delta_net.cu"
 EXPERTS_KERNELS = (EXPERTS[0], "kernels/cuda/layer/experts.cuh")
 HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
 STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "kernels/cuda/instructions.cuh")
@@ -88,6 +89,13 @@ def emulated_draw(dtype: str) -> EmulatedKernels:
     """Compile the kernel that draws tokens, for logits of a dtype."""
     with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
         return EmulatedKernels(_compile(Specialisation(dtype, 64, 1, ""), [DRAW], folder))
+
+
+@cache
+def emulated_delta_net(dtype: str) -> EmulatedKernels:
+    """Compile the kernel of Gated DeltaNet layers."""
+    with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
+        return EmulatedKernels(_compile(Specialisation(dtype, 64, 1, "", delta_net=True), [DELTA_NET], folder))
 
 
 @cache

@@ -94,7 +94,7 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     values = {**SHAPE, **ARCHITECTURE_SHAPE[architecture], **config}
     torch.manual_seed(20)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config_class(**values))
-    _randomise(model)
+    randomise(model)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     save_tokenizer(directory)
     return directory
@@ -105,7 +105,7 @@ def class_prefix(architecture: str) -> str:
     return "".join(part.capitalize() for part in architecture.split("_")).replace("Qwen35", "Qwen3_5")
 
 
-def _randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module) -> None:
     """Give every parameter values that matter: transformers starts biases at 0 and norms at 1, where mistakes hide."""
     for name, parameter in model.named_parameters():
         if "norm" in name:

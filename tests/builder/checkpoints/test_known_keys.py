@@ -47,6 +47,9 @@ CLASSES = (
     "Qwen3Config",
     "Qwen2MoeConfig",
     "Qwen3MoeConfig",
+    "Qwen3NextConfig",
+    "Qwen3_5TextConfig",
+    "Qwen3_5MoeTextConfig",
 )
 LISTS = {"CONFIG": CONFIG, "GENERATION": GENERATION, "GGUF": GGUF, "TENSORRT_LLM": TENSORRT_LLM}
 # Keys of gguf's constants that ask for parts which the decoder lacks; they are refused as unknown.
@@ -294,8 +297,8 @@ def saved(directory: Path, architecture: str, **changes: Any) -> Path:
     """A directory with a config.json and nothing else."""
     import transformers
 
-    prefix = class_prefix(architecture)
-    config_class = getattr(transformers, f"{prefix}Config")
+    prefix, kind = class_prefix(architecture), "Text" * architecture.startswith("qwen3_5")
+    config_class = getattr(transformers, f"{prefix}{kind}Config")
     values = {**SHAPE, **ARCHITECTURE_SHAPE[architecture], **changes}
     config_class(architectures=[f"{prefix}ForCausalLM"], **values).save_pretrained(directory)
     return directory
@@ -321,9 +324,14 @@ def test_every_field_is_compared(architecture: str, changes: dict[str, Any], tmp
     if model.experts is not None:
         others["architecture"] = "qwen2_moe" if architecture == "qwen3_moe" else "qwen3_moe"
         others["experts"] = dataclasses.replace(model.experts, dense_layers=(0,))
+    if model.delta_net is not None:
+        others["delta_net"] = dataclasses.replace(model.delta_net, conv_kernel=3)
+        others["rotary_dim"] = 2
+        # A model of another kind would not have these layers.
+        names = {name: value for name, value in names.items() if name != "architecture"}
     for name in names:
         value = getattr(model, name)
-        if name == "experts" and value is None:
+        if name in ("experts", "delta_net", "rotary_dim") and value is None:
             continue
         other = others[name] if name in others else not value if isinstance(value, bool) else value * 2
         message = rf"config\.json: {name}: kvseek reads {re.escape(repr(other))}, transformers \S+ reads "
