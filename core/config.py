@@ -348,6 +348,15 @@ class ModelConfig:
         """Numbers of the layers that attend and have rows. Cache, indexes and attention number these alone, from 0."""
         return tuple(layer for layer in range(self.num_layers) if not self.has_state(layer))
 
+    def first_layers(self, count: int) -> ModelConfig:
+        """Return the model of the first layers, of which one must attend."""
+        states, experts = self.delta_net, self.experts
+        if states is not None:
+            states = dataclasses.replace(states, layers=tuple(layer for layer in states.layers if layer < count))
+        if experts is not None:
+            experts = dataclasses.replace(experts, dense_layers=tuple(n for n in experts.dense_layers if n < count))
+        return dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts)
+
     def with_row_layers(self, count: int) -> ModelConfig:
         """Return a model of so many layers, which all have rows: what is kept of rows is the same for both."""
         own = "qwen3" if self.delta_net is not None else self.architecture

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
 from kvseek.plugins.registry import method_traits
@@ -115,12 +115,16 @@ def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
 
 def state_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the states of all layers and slots, of layers that keep no rows."""
-    model = config.model.delta_net
-    if model is None:
+    return slot_count(config) * slot_state_bytes(config.model, dtype)
+
+
+def slot_state_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a slot's states in all layers that keep no rows."""
+    states = model.delta_net
+    if states is None:
         return 0
-    recurrent = model.values * model.key_head_dim * torch.float32.itemsize
-    each = recurrent + model.conv_kernel * model.channels * dtype.itemsize
-    return len(model.layers) * slot_count(config) * each
+    recurrent = states.values * states.key_head_dim * torch.float32.itemsize
+    return len(states.layers) * (recurrent + states.conv_kernel * states.channels * dtype.itemsize)
 
 
 def host_rows(config: EngineConfig, dtype: torch.dtype) -> RowLayout:
