@@ -35,6 +35,7 @@ ASYMMETRIC_GROUP = (
     16  # inputs of a group of int8_asymmetric: the fewest that share a scale in blocks of GGUF, and in NVFP4
 )
 FP8_GROUP = 128  # inputs of a group of FP8_GROUPS: those of the blocks of published checkpoints
+STATE_BLOCK = 64  # tokens whose changes of a Gated DeltaNet layer's state are computed together
 KEY_BLOCK = 64  # tokens that sparse attention of prompts chooses together
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")  # of RopeScaling
 CHOICES = {  # the values that EngineConfig's fields of type str allow
@@ -418,6 +419,10 @@ class CacheConfig:
     cached_prefill : str
         What the tokens of a prompt attend to whose beginning is reused: "dense", all tokens before them, or "sparse", what decode
         steps would attend to.
+    reuse_state_tokens : int
+        Of hybrids: while a prompt is read, states are kept after each so many tokens, where a later request can go on.
+    reuse_state_bytes : int
+        Of hybrids: upper bound of the states that are kept in host memory; the least recently used go first.
     """
 
     sink: int = 64
@@ -430,6 +435,8 @@ class CacheConfig:
     reuse: bool | None = None
     reuse_host_bytes: int | None = None
     cached_prefill: str = "dense"
+    reuse_state_tokens: int = 8192
+    reuse_state_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "cache.sink", self.sink, ">= 0", "64 is the default")
@@ -454,6 +461,13 @@ class CacheConfig:
         require(self.cached_prefill in forms, name, self.cached_prefill, f"one of {forms}", "dense is the default")
         idle = self.cached_prefill == "sparse" and self.reuse is False
         require(not idle, name, "sparse", "dense with cache.reuse = False", "no beginning of a prompt is reused then")
+
+        fits, limit = (
+            self.reuse_state_tokens % STATE_BLOCK == 0 < self.reuse_state_tokens,
+            f"a multiple of {STATE_BLOCK}",
+        )
+        require(fits, "cache.reuse_state_tokens", self.reuse_state_tokens, limit, "8192 is the default")
+        require(self.reuse_state_bytes >= 0, "cache.reuse_state_bytes", self.reuse_state_bytes, ">= 0", "0 keeps none")
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -622,16 +636,20 @@ class EngineConfig:
     def _check_states(self) -> None:
         """Refuse what layers with states are not computed with."""
         if self.model.delta_net is None:
+            for name in ("reuse_state_tokens", "reuse_state_bytes"):
+                value, usual = getattr(self.cache, name), getattr(CacheConfig, name)
+                limit = f"left out with architecture = {self.model.architecture!r}"
+                require(value == usual, f"cache.{name}", value, limit, "no layer keeps a state")
             return
         limit = "'torch' with Gated DeltaNet layers"
         require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no such: leave --runtime out")
-        limit, remedy = (
-            "left out with Gated DeltaNet layers",
-            "no request keeps their states for a later one: leave it out",
+        value, remedy = self.cache.cached_prefill, "their states follow a prompt's blocks: leave it out"
+        require(value == "dense", "cache.cached_prefill", value, "'dense' with Gated DeltaNet layers", remedy)
+        fits, limit = (
+            self.tp_size == 1 or not self.cache.reuse,
+            "false, or left out, with Gated DeltaNet layers and tp_size > 1",
         )
-        for name, default in NO_REUSE.items():
-            value = getattr(self.cache, name)
-            require(value in (None, default), f"cache.{name}", value, limit, remedy)
+        require(fits, "cache.reuse", self.cache.reuse, limit, "ranks keep no states for later requests: leave it out")
 
     def _check_groups(self) -> None:
         """Refuse weights in groups where a matrix, or a rank's part of it, ends within a group."""

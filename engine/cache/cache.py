@@ -152,6 +152,8 @@ class Cache:
         self._prepared.pop(slot, None)
         self.prefixes.pop(slot, None)
         self.extents.release(slot)
+        if self.states is not None:
+            self.states.close(slot)
         self.tokens[slot] = self.lengths[slot] = 0
 
     # A prompt, layer by layer.

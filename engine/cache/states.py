@@ -1,26 +1,71 @@
-"""The states of layers that keep no rows, of all slots, on the engine's device."""
+"""The states of layers that keep no rows: of all slots, on the engine's device, and copies that later requests go on from."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
-from kvseek.core.config import EngineConfig
+import torch
+from torch import Tensor
+
+from kvseek.core.config import STATE_BLOCK, DeltaNetConfig, EngineConfig
 from kvseek.core.errors import CapacityError
-from kvseek.kernels.reference.delta_net import DeltaStates
+from kvseek.kernels.reference.delta_net import DeltaPrompt, DeltaStates
 
 from .memory_layout import slot_count, state_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The states of all layers after the first tokens of a sequence, in host memory; pinned, if the engine is on a GPU.
+
+    Attributes
+    ----------
+    tokens : int
+    latest : Tensor [layers, kernel - 1, channels]
+    recurrent : Tensor, float32 [layers, value heads, key_head_dim, value_head_dim]
+        As of DeltaPrompt.
+    """
+
+    tokens: int
+    latest: Tensor
+    recurrent: Tensor
+
+    @classmethod
+    def empty(cls, tokens: int, config: DeltaNetConfig, dtype: torch.dtype, *, pinned: bool) -> Snapshot:
+        layers, heads = len(config.layers), (config.num_value_heads, config.key_head_dim, config.value_head_dim)
+        latest = torch.empty(layers, config.conv_kernel - 1, config.channels, dtype=dtype, pin_memory=pinned)
+        return cls(tokens, latest, torch.empty(layers, *heads, pin_memory=pinned))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.latest.nbytes + self.recurrent.nbytes
+
+    # Copies follow the current stream, on which whoever reads them follows, too.
+
+    def write(self, layer: int, state: DeltaPrompt) -> None:
+        """Copy the state of a layer, given by its number among those with states."""
+        self.latest[layer].copy_(state.latest, non_blocking=True)
+        self.recurrent[layer].copy_(state.recurrent, non_blocking=True)
+
+    def read(self, layer: int, device: torch.device) -> DeltaPrompt:
+        """Copy the state of a layer to a device."""
+        latest, recurrent = (part[layer].to(device, non_blocking=True) for part in (self.latest, self.recurrent))
+        return DeltaPrompt(self.tokens, latest, recurrent)
 
 
 class States:
     """The states of a hybrid's Gated DeltaNet layers.
 
     A prompt's is written when a layer has read it, from zero or from a copy of an earlier one. So nothing is done when a slot is
-    opened or closed.
+    opened.
 
     Attributes
     ----------
     layers : list of DeltaStates
         Those of the layers with states, in order.
+    made : dict of int to dict of int to Snapshot
+        By slot and number of tokens, the snapshots of the slot's prompt.
     """
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,3 +82,32 @@ class States:
                 f"({str(error).splitlines()[0]}); lower max_batch_size"
             ) from None
         self.layers = [DeltaStates(*one) for one in zip(conv, recurrent, strict=True)]
+        self.made: dict[int, dict[int, Snapshot]] = {}
+        self._config, self._every, self._conv = model, config.cache.reuse_state_tokens, conv
+        one = conv[:, 0, 1:].nbytes + recurrent[:, 0].nbytes
+        self._most = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
+
+    def begin_snapshots(self, slot: int, first: int, tokens: int) -> dict[int, Snapshot]:
+        """Make snapshots for a prompt of which tokens from `first` on are read, by where they are to be written.
+
+        That is after each multiple of reuse_state_tokens, and after the last whole block, from which a prompt that continues this
+        one goes on. If they do not all fit, the last ones are made.
+        """
+        places = {*range(self._every, tokens + 1, self._every), tokens // STATE_BLOCK * STATE_BLOCK}
+        wanted = sorted(place for place in places if place > first)[-self._most :] if self._most else []
+        self.made[slot] = {place: self._empty(place) for place in wanted}
+        return self.made[slot]
+
+    def take(self, slot: int, tokens: int) -> None:
+        """Make a snapshot of a slot, which has so many tokens."""
+        if self._most:
+            snapshot = self.made.setdefault(slot, {})[tokens] = self._empty(tokens)
+            for layer, states in enumerate(self.layers):
+                snapshot.write(layer, DeltaPrompt.of_slot(states, slot, tokens))
+
+    def close(self, slot: int) -> None:
+        """Forget the snapshots of a slot, but for those that somebody has."""
+        self.made.pop(slot, None)
+
+    def _empty(self, tokens: int) -> Snapshot:
+        return Snapshot.empty(tokens, self._config, self._conv.dtype, pinned=self._conv.is_cuda)

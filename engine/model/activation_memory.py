@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig, ModelConfig
 from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
 from kvseek.engine.cache.prefix import reuses_prefixes
@@ -24,7 +24,6 @@ from kvseek.engine.model.prompt_windows import (
     row_tokens,
     window_tokens,
 )
-from kvseek.kernels.reference.delta_net import BLOCK
 from kvseek.plugins.contract import LAST_QUERIES
 
 # For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits;
@@ -79,7 +78,7 @@ def _state_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     heads, keys, values = states.num_value_heads, states.key_head_dim, states.value_head_dim
     convolved = 5 * states.channels  # inputs, two sums, what silu gives, and it without the rows between prompts
     each = 2 * heads * (2 * keys + values)  # queries, keys and values of heads, and their squares or their blocks
-    solved = 2 * heads * (3 * keys + values + 3 * BLOCK)  # of all blocks, and of groups on their way there
+    solved = 2 * heads * (3 * keys + values + 3 * STATE_BLOCK)  # of all blocks, and of groups on their way there
     narrow = 2 * model.hidden_size + states.channels + 2 * states.values
     return narrow * dtype.itemsize + (convolved + each + solved + 3 * states.values) * torch.float32.itemsize
 

@@ -18,15 +18,15 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.config import STATE_BLOCK, ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import SideWork, wait_for_stream
+from kvseek.engine.cache.states import Snapshot
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
 from kvseek.engine.model.prompt_windows import row_tokens
 from kvseek.engine.retrieval import Retrieval
-from kvseek.kernels.reference.delta_net import BLOCK as STATE_BLOCK
 from kvseek.kernels.reference.delta_net import DeltaPrompt
 from kvseek.plugins.contract import LAST_QUERIES
 
@@ -323,6 +323,7 @@ class LayerwisePrefill(Prefill):
         self._next: tuple[Rows, SideWork] | None = None  # those of the next one, whose first tokens are on their way
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
         self._states: list[DeltaPrompt] = []  # of each prompt, in a layer that has no rows
+        self._snapshots: dict[int, Snapshot] = {}  # to be written, by the tokens before
         self._rows_before, self._states_before = 0, 0  # layers before this one that have rows, and states
         asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in on_logits]
         self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
@@ -342,6 +343,9 @@ class LayerwisePrefill(Prefill):
             return 0
         if self._prompt is None:
             self._prompt = self._model.begin_prompt(self)
+            states = self.retrieval.cache.states
+            if states is not None and len(self.slots) == 1:
+                self._snapshots = states.begin_snapshots(self.slots[0], self._first, self.tokens)
         if self._model.model.has_state(self._layer):
             return self._advance_states(max_tokens)
         if self._rows is None:
@@ -367,12 +371,19 @@ class LayerwisePrefill(Prefill):
 
     def _advance_states(self, max_tokens: int) -> int:
         """Run the unit of a layer with a state, which one prompt's units divide at multiples of STATE_BLOCK tokens."""
-        start, stop = self._row, self.tokens
+        start, stop, cache = self._row, self.tokens, self.retrieval.cache
         if len(self.slots) == 1:
             end = start + min(max_tokens, self._model.config.prefill_chunk_tokens)
             stop = min(max(end // STATE_BLOCK, start // STATE_BLOCK + 1) * STATE_BLOCK, stop)
+            stop = min([stop, *(place for place in self._snapshots if place > start)])
+        if start == self._first > 0:
+            state = cache.prefixes[self.slots[0]].state
+            assert state is not None, "a hybrid's prefix ends where there are states"
+            self._states = [state.read(self._states_before, cache.window.device)]
         counts = [piece.stop - piece.start for piece in pieces_of(self.borders, start, stop)]
         self._states = self._model.read_states(self._layer, self._prompt, start, counts, self._states)
+        if stop in self._snapshots:
+            self._snapshots[stop].write(self._states_before, self._states[0])
         self._row = stop
         if stop == self.tokens:
             self._end_states()

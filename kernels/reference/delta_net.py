@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.config import STATE_BLOCK as BLOCK
+
 if TYPE_CHECKING:
     from kvseek.core.config import DeltaNetConfig
 
-BLOCK = 64  # tokens of a prompt whose changes of the state are solved together
 LENGTH_EPSILON = 1e-6  # of a query's and a key's squared length
 
 

@@ -127,7 +127,7 @@ def test_answers_do_not_tell_of_preemptions(name: str, make: Make) -> None:
     expected, none = ask(make(name, 30, reuse=False), REQUESTS)
     assert sum(none) == 0
     for reuse, extents, share, ahead in ((True, 6, 0.0, True), (True, 9, 0.1, False), (False, 6, 0.1, False)):
-        engine = make(name, extents, reuse=None if reuse and name == HYBRID else reuse)
+        engine = make(name, extents, reuse=reuse)
         if ahead:
             run_ahead(engine)
         with pytest.MonkeyPatch.context() as patch:
