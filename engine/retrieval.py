@@ -23,6 +23,7 @@ from kvseek.core.batch import (
     give_scratch,
 )
 from kvseek.core.config import EngineConfig
+from kvseek.core.errors import KvseekError
 from kvseek.core.streams import InFlight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.row_recorder import RowRecorder, Wanted
@@ -219,6 +220,11 @@ class Retrieval:
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
         self.refresh_seconds = 0.0
+        if self.cache.states is not None and len(set(slots)) < len(slots):
+            raise KvseekError(
+                f"slots = {list(slots)}: must each occur once with Gated DeltaNet layers, whose states take one token of a slot "
+                "in a step"
+            )
         self.cache.begin_step(slots, self.indexes)
         lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions
         changed = regions is None or regions.lengths != lengths or regions.slots != slots
