@@ -39,6 +39,7 @@ from kvseek.engine.cache.memory_layout import (
     state_bytes,
     window_bytes,
 )
+from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.loading.memory import HOPPER, DryRun, IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
@@ -423,6 +424,9 @@ def _notes(search: FitSearch) -> list[str]:
     if search.model.max_position_embeddings > search.reach:
         notes.append(f"The model reaches {search.reach:,} tokens: a build refuses a larger --max_seq_len.")
     notes += search.notes
+    if search.model.delta_net is not None and reuses_prefixes(search.asked):
+        most = readable(search.asked.cache.reuse_state_bytes)
+        notes.append(f"States that are kept for later requests take up to {most} of host memory besides.")
     if search.asked.dtype == "float32":
         notes.append("float32 is the default of kvseek build; --dtype bfloat16 halves weights and rows.")
     return notes

@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kvseek.core.config import STATE_BLOCK, DeltaNetConfig, EngineConfig
+from kvseek.core.config import STATE_BLOCK, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.kernels.reference.delta_net import DeltaPrompt, DeltaStates
 
 from .memory_layout import slot_count, state_bytes
 
 
-@dataclass(frozen=True, eq=False)
 class Snapshot:
     """The states of all layers after the first tokens of a sequence, in host memory; pinned, if the engine is on a GPU.
+
+    Copies follow the current stream, which whoever reads them follows, too.
 
     Attributes
     ----------
     tokens : int
-    latest : Tensor [layers, kernel - 1, channels]
-    recurrent : Tensor, float32 [layers, value heads, key_head_dim, value_head_dim]
-        As of DeltaPrompt.
+    layers : list of DeltaPrompt
+        Of each layer with a state that has been written, in order.
     """
 
-    tokens: int
-    latest: Tensor
-    recurrent: Tensor
-
-    @classmethod
-    def empty(cls, tokens: int, config: DeltaNetConfig, dtype: torch.dtype, *, pinned: bool) -> Snapshot:
-        layers, heads = len(config.layers), (config.num_value_heads, config.key_head_dim, config.value_head_dim)
-        latest = torch.empty(layers, config.conv_kernel - 1, config.channels, dtype=dtype, pin_memory=pinned)
-        return cls(tokens, latest, torch.empty(layers, *heads, pin_memory=pinned))
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.layers = tokens, list[DeltaPrompt]()
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return self.latest.nbytes + self.recurrent.nbytes
+        return sum(layer.latest.nbytes + layer.recurrent.nbytes for layer in self.layers)
 
-    # Copies follow the current stream, on which whoever reads them follows, too.
-
-    def write(self, layer: int, state: DeltaPrompt) -> None:
-        """Copy the state of a layer, given by its number among those with states."""
-        self.latest[layer].copy_(state.latest, non_blocking=True)
-        self.recurrent[layer].copy_(state.recurrent, non_blocking=True)
+    def write(self, state: DeltaPrompt) -> None:
+        """Copy the state of the next layer."""
+        self.layers.append(DeltaPrompt(self.tokens, _on_host(state.latest), _on_host(state.recurrent)))
 
     def read(self, layer: int, device: torch.device) -> DeltaPrompt:
         """Copy the state of a layer to a device."""
-        latest, recurrent = (part[layer].to(device, non_blocking=True) for part in (self.latest, self.recurrent))
+        own = self.layers[layer]
+        latest, recurrent = (part.to(device, non_blocking=True, copy=True) for part in (own.latest, own.recurrent))
         return DeltaPrompt(self.tokens, latest, recurrent)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 class States:
@@ -65,7 +59,7 @@ class States:
     layers : list of DeltaStates
         Those of the layers with states, in order.
     made : dict of int to dict of int to Snapshot
-        By slot and number of tokens, the snapshots of the slot's prompt.
+        By slot and number of tokens, the snapshots of the slot's prompt; whole when the prompt has been read.
     """
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -83,7 +77,7 @@ class States:
             ) from None
         self.layers = [DeltaStates(*one) for one in zip(conv, recurrent, strict=True)]
         self.made: dict[int, dict[int, Snapshot]] = {}
-        self._config, self._every, self._conv = model, config.cache.reuse_state_tokens, conv
+        self._every = config.cache.reuse_state_tokens
         one = conv[:, 0, 1:].nbytes + recurrent[:, 0].nbytes
         self._most = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
 
@@ -95,19 +89,16 @@ class States:
         """
         places = {*range(self._every, tokens + 1, self._every), tokens // STATE_BLOCK * STATE_BLOCK}
         wanted = sorted(place for place in places if place > first)[-self._most :] if self._most else []
-        self.made[slot] = {place: self._empty(place) for place in wanted}
+        self.made[slot] = {place: Snapshot(place) for place in wanted}
         return self.made[slot]
 
     def take(self, slot: int, tokens: int) -> None:
         """Make a snapshot of a slot, which has so many tokens."""
         if self._most:
-            snapshot = self.made.setdefault(slot, {})[tokens] = self._empty(tokens)
-            for layer, states in enumerate(self.layers):
-                snapshot.write(layer, DeltaPrompt.of_slot(states, slot, tokens))
+            snapshot = self.made.setdefault(slot, {})[tokens] = Snapshot(tokens)
+            for states in self.layers:
+                snapshot.write(DeltaPrompt.of_slot(states, slot, tokens))
 
     def close(self, slot: int) -> None:
         """Forget the snapshots of a slot, but for those that somebody has."""
         self.made.pop(slot, None)
-
-    def _empty(self, tokens: int) -> Snapshot:
-        return Snapshot.empty(tokens, self._config, self._conv.dtype, pinned=self._conv.is_cuda)

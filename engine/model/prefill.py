@@ -383,7 +383,7 @@ class LayerwisePrefill(Prefill):
         counts = [piece.stop - piece.start for piece in pieces_of(self.borders, start, stop)]
         self._states = self._model.read_states(self._layer, self._prompt, start, counts, self._states)
         if stop in self._snapshots:
-            self._snapshots[stop].write(self._states_before, self._states[0])
+            self._snapshots[stop].write(self._states[0])
         self._row = stop
         if stop == self.tokens:
             self._end_states()
